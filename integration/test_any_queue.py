@@ -1,4 +1,4 @@
-"""The admin service beside a job of another program, which calls ``transfer_queue.init``."""
+"""The admin service with a job of another program, which calls ``transfer_queue.init``."""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ WITH_EXTRA = {
     ("observability", "prometheus_client"),
     ("observability", "requests"),
     ("observability", "urllib3"),
+    ("observability", "wrapt"),
     ("observability", "rich"),
     ("grpo_trainer", "httpx"),
     ("refit_mx", "httpx"),

@@ -172,7 +172,7 @@ def run(services: Services, folder: Path, display: RunDisplay) -> Ran:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_survives_restarts_of_its_services(
     cluster: None, services: Services, tmp_path: Path
 ) -> None:

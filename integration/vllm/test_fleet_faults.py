@@ -33,8 +33,6 @@ PHASES = ("prepare", "fetch", "pause", "install", "resume")
 POINTS = {"pause": Point.PAUSED, "resume": Point.FINISHED}
 QUICK = {
     ("server", "install", KILL),
-    ("server", "fetch", STOP),
-    ("worker", "fetch", KILL),
     ("worker", "install", KILL),
     ("worker", "pause", STOP),
 }

@@ -22,6 +22,9 @@ def rig(models, reference, tmp_path_factory):
         yield rig
 
 
+RANKS = [pytest.param(0, marks=pytest.mark.long), 1]
+
+
 @pytest.fixture
 def serving(rig):
     fleet = rig.fleet()
@@ -47,7 +50,7 @@ def test_ranks_share_a_key_head_and_tied_embeddings(models, reference, tmp_path)
         rig.refit(1)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_failed_fetch_of_one_rank_changes_neither(rig, serving, rank):
     on_workers(rig.servers[0], "fail_next_fetch", rank)
     version_id = rig.publish(1)
@@ -58,7 +61,7 @@ def test_failed_fetch_of_one_rank_changes_neither(rig, serving, rank):
     rig.assert_serve(1, version_id)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_failed_install_of_one_rank_fences_both(rig, serving, rank):
     on_workers(rig.servers[0], "fail_next_install", rank)
     version_id = rig.publish(1)
@@ -73,7 +76,7 @@ def test_failed_install_of_one_rank_fences_both(rig, serving, rank):
     rig.assert_serve(1, version_id)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_without_a_fleet_one_ranks_error_is_raised_by_both(rig, serving, rank):
     server = rig.servers[0]
     call(server, "/init_weight_transfer_engine", {"init_info": rig.trainer.init_info()})

@@ -145,6 +145,7 @@ class Host:
         return self.client.get_samples(ids, "train", ["x"])["x"][:, 0].tolist()
 
 
+@pytest.mark.long
 def test_rows_are_read_on_every_node_until_a_node_is_lost(nodes):
     cluster, second = nodes
     with TQDataPlaneClient(CONFIG) as here:

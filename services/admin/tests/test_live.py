@@ -348,6 +348,34 @@ def test_windows_cover_every_sample_once(data, rows, windows):
             )
 
 
+def test_history_covers_an_hour():
+    history = Trends(interval_s=30.0)
+    summary = PartitionSummary(
+        partition_id="p",
+        declared=0,
+        put=0,
+        present=0,
+        reserved=0,
+        group_size=None,
+        fields=(),
+        tasks=(),
+    )
+    for second in range(2 * 3600):
+        trend = history.add(second * 1_000_000_000, [replace(summary, put=second)])["p"]
+    assert trend.seconds == 30 * (POLLS - 1)
+    assert trend.put[-1] >= 2 * 3600 - 30
+
+
+def test_history_is_answered_by_partition(plane, look):
+    plane.register_partition("train", ["a"], 8, ["t"])
+    put(plane, ["s0", "s1"], "a")
+    job = look()
+    until(lambda: present(job) == {"train": 2})
+    answer = job.get("partition/history", id="train")
+    assert (answer["put"], len(answer["times_ns"])) == ([2], 1)
+    assert answer["tasks"] == [{"name": "t", "unclaimed": [2], "claimed": [0], "acknowledged": [0]}]
+
+
 def test_trends_count_no_decrease_as_growth():
     trends = Trends()
     for poll in range(POLLS + 30):

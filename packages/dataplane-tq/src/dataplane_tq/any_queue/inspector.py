@@ -176,7 +176,7 @@ class QueueInspector:
 
     def list_storage(self) -> list[StorageSummary]:
         with self._lock:
-            return self._ask("list_storage", list[StorageSummary])
+            return self._ask("list_storage", _STORAGE)
 
     def read_totals(self) -> dict[str, int]:
         raise UnsupportedError("TransferQueue counts no operations")
@@ -221,7 +221,7 @@ class QueueInspector:
         partition_id, sample_id = check_inspection("read_sample", partition_id, sample_id=sample_id)
         with self._lock:
             partition = self._partition("read_sample", partition_id)
-            row = self._ask("find_row", int | None, partition_id, sample_id)
+            row = self._ask("find_row", _ROW, partition_id, sample_id)
             if row is None and sample_id[:1] == "#" and sample_id[1:].isdecimal():
                 row = int(sample_id[1:])
             places = np.flatnonzero(partition.rows == (-1 if row is None else row))
@@ -320,7 +320,7 @@ class QueueInspector:
         if time.monotonic() < self._next_read_s:
             return
         known = {name: partition.checksum for name, partition in self._partitions.items()}
-        read = self._ask("read_controller", _ControllerRead, known, timeout_s=timeout_s)
+        read = self._ask("read_controller", _CONTROLLER, known, timeout_s=timeout_s)
         if read.sampler.startswith("dataplane_tq."):
             raise UnavailableError("this cluster's data plane is starting; attach again")
         now = time.monotonic()
@@ -332,14 +332,18 @@ class QueueInspector:
         }
 
     def _ask(
-        self, method: str, answer: Any, *arguments: Any, timeout_s: float | None = None
+        self,
+        method: str,
+        decoder: msgspec.msgpack.Decoder[Any],
+        *arguments: Any,
+        timeout_s: float | None = None,
     ) -> Any:
         within = (self._timeout_s if timeout_s is None else timeout_s) + _GRACE_S
         try:
             self._connection.send_bytes(msgspec.msgpack.encode([method, arguments]))
             if not self._connection.poll(within):
                 raise TimeoutError
-            reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
+            reply = _REPLY.decode(self._connection.recv_bytes())
         except (TimeoutError, BlockingIOError):
             self.close()
             raise UnavailableError(f"{method}: no answer within {within:g} s") from None
@@ -350,10 +354,17 @@ class QueueInspector:
             ) from None
         if reply.failure is not None:
             raise reply.failure.raised()
-        return msgspec.msgpack.decode(reply.answer, type=answer)
+        return decoder.decode(reply.answer)
 
 
-_SAMPLES = list[tuple[str | None, dict[str, str | int | float | bool | None]]] | None
+# Made once: msgspec crashes if two threads decode into a new type at once.
+_REPLY = msgspec.msgpack.Decoder(Reply)
+_CONTROLLER = msgspec.msgpack.Decoder(_ControllerRead)
+_STORAGE = msgspec.msgpack.Decoder(list[StorageSummary])
+_ROW = msgspec.msgpack.Decoder(int | None)
+_SAMPLES = msgspec.msgpack.Decoder(
+    list[tuple[str | None, dict[str, str | int | float | bool | None]]] | None
+)
 
 
 def _pair() -> tuple[Connection, socket.socket]:

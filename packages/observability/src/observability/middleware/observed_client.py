@@ -6,14 +6,9 @@ Only this class implements the complete contract; events, spans, log records and
 
 from __future__ import annotations
 
-import threading
-import time
-import traceback
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal  # Any: tags and extra keywords are the caller's own
-
-import structlog
 
 from dataplane_core import (
     Capabilities,
@@ -23,14 +18,13 @@ from dataplane_core import (
 from dataplane_core.documented_client import as_client
 from dataplane_core.inspector import StoreInspector
 from dataplane_core.meta import LEASE
+from observability.middleware.observing import Observing
 from observability.middleware.operation import Observer, Operation, flag_of, number_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from dataplane_core.tensors.columns import Column
-
-logger = structlog.get_logger("observability")
 
 
 class ObservedClient(DataPlaneClient):
@@ -47,9 +41,7 @@ class ObservedClient(DataPlaneClient):
     def __init__(self, inner: DataPlaneClient, observers: Sequence[Observer]) -> None:
         self._given = inner
         self._inner = as_client(inner)
-        self._observers = tuple(observers)
-        self._failures = 0
-        self._failures_lock = threading.Lock()
+        self._observing = Observing(observers)
 
     @property
     def inner(self) -> DataPlaneClient:
@@ -68,7 +60,7 @@ class ObservedClient(DataPlaneClient):
     @property
     def failures(self) -> int:
         """Number of times an observer raised."""
-        return self._failures
+        return self._observing.failures
 
     def register_partition(
         self,
@@ -298,32 +290,8 @@ class ObservedClient(DataPlaneClient):
     @contextmanager
     def _observed(self, call: Operation) -> Iterator[Operation]:
         call._inner = self._inner
-        begun = [(observer, self._guarded(observer.begin, call)) for observer in self._observers]
-        started = time.perf_counter()
-        try:
+        with self._observing.observed(call):
             yield call
-        except BaseException as error:  # observers see every outcome
-            call.error = error
-            raise
-        finally:
-            call.wall_s = time.perf_counter() - started
-            for observer, state in reversed(begun):
-                self._guarded(observer.end, call, state)
-
-    def _guarded(self, observe: Callable[..., Any], call: Operation, *state: Any) -> Any:
-        """Call an observer; log its errors, since a claim that raises would lose its samples."""
-        try:
-            return observe(call, *state)
-        except Exception:  # noqa: BLE001  # the user's listener may raise anything
-            with self._failures_lock:
-                self._failures += 1
-            logger.error(
-                "data_plane_observer_failed",
-                op=call.op,
-                status=call.status,
-                stack=traceback.format_exc(),
-            )
-            return None
 
 
 def _get(

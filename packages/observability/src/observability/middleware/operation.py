@@ -46,6 +46,7 @@ class Operation:
         extra: extra keywords of a put or a read; observers may add to them.
         wall_s: duration in seconds; 0 during the call.
         error: the exception that was raised; None if there was none.
+        started_ns: start in nanoseconds since 1970, if it was before the report of the start.
     """
 
     op: Op
@@ -62,6 +63,7 @@ class Operation:
     extra: dict[str, Any] = field(default_factory=dict)
     wall_s: float = 0.0
     error: BaseException | None = None
+    started_ns: int | None = None
     _inner: DataPlaneClient | None = None
     _origins: dict[str, int] | None = None
 

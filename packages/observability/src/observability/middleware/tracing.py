@@ -89,6 +89,7 @@ class Tracing(Observer):
             f"{form.verb} {call.partition_id}",
             kind=form.kind,
             attributes={telemetry.BUCKET: form.bucket},
+            start_time=call.started_ns,
         )
         token = context.attach(trace.set_span_in_context(span))
         if not span.is_recording():
@@ -132,9 +133,9 @@ def _without_traceparent(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _leave_origin(call: Operation) -> None:
     origin = Origin.current()
-    if origin is None or call.inner is None:
+    if origin is None:
         return
-    if call.inner.capabilities.origins:
+    if call.inner is not None and call.inner.capabilities.origins:
         call.extra.setdefault("origin", str(origin))
     elif call.tags is not None:
         # A put's tags replace the sample's, so a put without tags must not gain any.

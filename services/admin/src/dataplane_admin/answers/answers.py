@@ -142,6 +142,13 @@ class Answers:
             self._live, partition_id, self._needs, start=start, limit=limit, windows=windows
         )
 
+    def partition_history(self, partition_id: str) -> models.PartitionHistory:
+        """Return a partition's numbers over the last hour; raise as `partition`."""
+        _check_id("id", partition_id)
+        snapshot = self._snapshot(partition_id)
+        partitions.partition_of(snapshot, partition_id)
+        return partitions.history(partition_id, snapshot)
+
     def partition_matrix(self, partition_id: str, *, windows: int = 120) -> models.Matrix:
         """Return samples by field and task in up to ``windows`` windows; raise as `partition`."""
         _check_id("id", partition_id)

@@ -137,6 +137,17 @@ def _task(
     )
 
 
+def history(partition_id: str, snapshot: Snapshot) -> models.PartitionHistory:
+    """Return one partition's numbers over the last hour."""
+    trend = snapshot.history.get(partition_id, Trend())
+    return models.PartitionHistory(
+        partition=partition_id,
+        times_ns=list(trend.times_ns),
+        put=list(trend.put),
+        tasks=[models.TaskHistory.of(numbers, name=name) for name, numbers in trend.tasks.items()],
+    )
+
+
 def matrix(summary: PartitionSummary, scan: Scan | None, windows: int) -> models.Matrix:
     """Return a partition's scan in windows; no windows without a scan."""
     if scan is None:

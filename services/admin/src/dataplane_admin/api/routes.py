@@ -118,6 +118,15 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
             request, answers.revisions, lambda: answers.partition_matrix(id, windows=windows)
         )
 
+    @routes.get(
+        "/partition/history",
+        response_model=models.PartitionHistory,
+        responses={**_KEPT, **problems(404)},
+    )
+    def partition_history(request: Request, id: Id) -> Response:  # noqa: A002
+        """Return the numbers of a partition over the last hour."""
+        return conditional_reply(request, answers.revisions, lambda: answers.partition_history(id))
+
     @routes.get("/partition/samples", response_model=models.SamplePage, responses=_ASKS)
     def partition_samples(
         id: Id,  # noqa: A002

@@ -31,6 +31,8 @@ _MAX_QUERIES = 4
 _WANTED_S = 60.0
 # Interval at which pages are updated if only ages change.
 _AGES_S = 5.0
+_HISTORY_INTERVAL_S = 30.0
+"""Interval of a history, which so covers an hour."""
 _MAX_BACKOFF_S = 30.0
 _STOP_S = 5.0
 
@@ -79,6 +81,7 @@ class Live:
         self._changed_s = time.monotonic()
         self._prioritized: dict[str, float] = {}
         self._trends = Trends()
+        self._history = Trends(_HISTORY_INTERVAL_S)
         self._scanner = Scanner()
         self._asking = threading.BoundedSemaphore(_MAX_QUERIES)
         self._ending = threading.Event()
@@ -188,6 +191,7 @@ class Live:
                 storage=tuple(_if_supported(inspector.list_storage, list)),
                 totals=_if_supported(inspector.read_totals, dict),
                 trends=trends,
+                history=self._history.add(at_ns, followed),
                 scans=scans,
                 stuck=find_stuck(
                     inspector, followed, trends, scans, self._stuck_after_s, self._has_claimed

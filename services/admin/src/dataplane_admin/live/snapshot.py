@@ -25,6 +25,7 @@ class Snapshot:
         storage: storage units.
         totals: counters since the store was created.
         trends: partition to its numbers over the last polls.
+        history: partition to its numbers over the last hour.
         scans: partition to its newest scan.
         stuck: idle tasks and old claims.
     """
@@ -38,6 +39,7 @@ class Snapshot:
     storage: tuple[StorageSummary, ...] = ()
     totals: Mapping[str, int] = field(default_factory=dict)
     trends: Mapping[str, Trend] = field(default_factory=dict)
+    history: Mapping[str, Trend] = field(default_factory=dict)
     scans: Mapping[str, Scan] = field(default_factory=dict)
     stuck: tuple[Stuck, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Trends: a partition's numbers over the last polls."""
+"""Trends: a partition's numbers over the last polls, or over a longer time at larger intervals."""
 
 from __future__ import annotations
 
@@ -76,9 +76,14 @@ class _Point:
 
 
 class Trends:
-    """The last `POLLS` polls of each present partition. Not thread-safe."""
+    """The last `POLLS` polls of each present partition. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        interval_s: minimum time between two polls of a trend, in seconds; others are skipped.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._interval_ns = int(interval_s * 1e9)
         self._points: dict[str, deque[_Point]] = {}
         self._claiming: OrderedDict[tuple[str, str], None] = OrderedDict()
 
@@ -89,6 +94,9 @@ class Trends:
             known = self._points.get(partition.partition_id, deque(maxlen=POLLS))
             if known and time_ns <= known[-1].time_ns:  # the clock was set back
                 known.clear()
+            if known and time_ns < known[-1].time_ns + self._interval_ns:
+                points[partition.partition_id] = known
+                continue
             tasks = {
                 task.name: (task.unclaimed, task.leased + task.acknowledged, task.acknowledged)
                 for task in partition.tasks

@@ -106,6 +106,27 @@ class Partition(Model):
     """``put`` at each of those times."""
 
 
+class TaskHistory(Model):
+    """One task's numbers at the times of its partition's history."""
+
+    name: Text
+    unclaimed: list[int]
+    claimed: list[int]
+    """Leased and acknowledged samples together."""
+    acknowledged: list[int]
+
+
+class PartitionHistory(Model):
+    """One partition's numbers over the last hour, or since the service attached."""
+
+    partition: Text
+    times_ns: list[int]
+    """Times of the polls, about 30 seconds apart, oldest first."""
+    put: list[int]
+    """Samples put, at each of those times."""
+    tasks: list[TaskHistory]
+
+
 class Unit(Model):
     """One storage unit of the live data plane."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dataplane_admin import models
 from dataplane_admin.answers import Answers
+from dataplane_admin.pages import marks
 from dataplane_admin.pages.heatmap import HeatMap, heat_map
 from dataplane_admin.pages.links import to
 
@@ -22,6 +23,7 @@ class PartitionPage:
     Attributes:
         seen: the partition and its samples, from one snapshot.
         window_count: samples of the chosen window, None without one.
+        history: numbers over the last hour, as lines.
         before: address of the previous samples.
         after: address of the next samples.
     """
@@ -30,10 +32,30 @@ class PartitionPage:
     live: models.LiveStatus
     waits: Sequence[models.Wait]
     heat: HeatMap | None
+    history: Sequence[Line]
     field_names: Sequence[str]
     window_count: int | None
     before: str | None
     after: str | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One number over the last hour."""
+
+    name: str
+    trend: marks.Trend
+    seconds: float
+
+
+def _lines(history: models.PartitionHistory) -> list[Line]:
+    if len(history.times_ns) < 2:
+        return []
+    seconds = (history.times_ns[-1] - history.times_ns[0]) / 1e9
+    numbers = [("samples put", history.put)]
+    numbers += [(f"unclaimed by {task.name}", task.unclaimed) for task in history.tasks]
+    drawn = [(name, marks.trend(values)) for name, values in numbers]
+    return [Line(name, trend, seconds) for name, trend in drawn if trend is not None]
 
 
 def partition_page(
@@ -67,6 +89,7 @@ def partition_page(
             for wait in answers.why()
             if wait.partition == partition_id and wait.silent_s is None
         ][:3],
+        history=_lines(answers.partition_history(partition_id)),
         heat=heat_map(seen.matrix, chosen=start) if seen.matrix.windows else None,
         field_names=[field.name for field in seen.partition.fields],
         window_count=count,

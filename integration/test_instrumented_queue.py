@@ -1,0 +1,122 @@
+"""``opentelemetry-instrument`` traces a program that uses TransferQueue, and its Ray workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from observability.receiver import Receiver
+from observability.records import Records
+
+INSTRUMENT = Path(sys.executable).parent / "opentelemetry-instrument"
+TIMEOUT_S = 120.0
+JOB = """
+import ray, torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from dataplane_tq import start_local_ray  # a Ray that listens on loopback only
+
+start_local_ray(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+storage = {"num_data_storage_units": 1, "total_storage_size": 64}
+backend = {"storage_backend": "SimpleStorage", "SimpleStorage": storage}
+tq.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend}))
+
+def batch(rows, **columns):
+    return TensorDict(columns, batch_size=[rows])
+
+@ray.remote(num_cpus=0)
+def rollout():
+    tq.init()
+    tags = [{"uid": name} for name in "abc"]
+    fields = batch(3, ids=torch.zeros(3, 8, dtype=torch.int64))
+    tq.kv_batch_put(keys=["a", "b", "c"], partition_id="train", fields=fields, tags=tags)
+
+ray.get(rollout.remote())
+client = tq.get_client()
+for _ in range(20):  # a consumer that polls
+    assert client.get_meta(["ids"], 8, "train", task_name="train").size == 0
+meta = client.get_meta(["ids"], 3, "train", task_name="train")
+assert [sorted(tags) for tags in meta.custom_meta] == [["uid"]] * 3, meta.custom_meta
+assert client.get_data(meta)["ids"].shape[0] == 3
+listed = tq.kv_list("train")["train"]
+assert listed == {name: {"uid": name} for name in "abc"}, listed
+client.put(batch(2, ids=torch.zeros(2, 8, dtype=torch.int64)), partition_id="bare")
+tq.kv_clear(keys=["a"], partition_id="train")
+try:
+    client.get_data(meta)
+except Exception as error:
+    print("raised", type(error).__name__)
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """Run the job with ``opentelemetry-instrument``, and return its records."""
+    folder = tmp_path_factory.mktemp("job")
+    script = folder / "job.py"
+    script.write_text(JOB)
+    # Ray's folder must have a short path.
+    with Receiver() as receiver, tempfile.TemporaryDirectory(prefix="it-") as short:
+        environment = {
+            **os.environ,
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "process",
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "OTEL_BLRP_SCHEDULE_DELAY": "200",
+            "RAY_TMPDIR": short,
+        }
+        done = subprocess.run(
+            [INSTRUMENT, "--logs_exporter", "otlp", sys.executable, script],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("raised "), done.stdout
+        return receiver.snapshot()
+
+
+def test_operations_are_spans(recorded: Records) -> None:
+    names = [span.name for span in recorded.spans]
+    for name in ("send train", "receive train", "get train", "send bare", "settle train"):
+        assert name in names
+    assert names.count("receive train") == 1  # polls without samples are none
+    (put,) = [span for span in recorded.spans if span.name == "send train"]
+    assert put.attributes["messaging.batch.message_count"] == 3
+    assert put.attributes["dataplane.bytes"] == 3 * 8 * 8
+    assert put.attributes["dataplane.fields"] == ["ids"]
+
+
+def test_claim_in_another_process_links_to_its_put(recorded: Records) -> None:
+    (put,) = [span for span in recorded.spans if span.name == "send train"]
+    (claim,) = [span for span in recorded.spans if span.name == "receive train"]
+    assert put.process.pid != claim.process.pid
+    assert [link.span_id for link in claim.links] == [put.span_id]
+    assert claim.attributes["messaging.consumer.group.name"] == "train"
+
+
+def test_failed_operation_is_an_error(recorded: Records) -> None:
+    outcomes = [span.outcome for span in recorded.spans if span.name == "get train"]
+    assert outcomes == ["unset", "error"]
+
+
+def test_events_name_the_samples(recorded: Records) -> None:
+    events = {event.name: event.sample_ids for event in recorded.events if event.sample_ids}
+    assert events["claimed"] == ("a", "b", "c")
+    assert events["cleared"] == ("a",)
+    bare = [
+        event.sample_ids
+        for event in recorded.events
+        if event.attributes.get("dataplane.partition") == "bare"
+    ]
+    assert all(name.startswith("#") for name in bare[0])
