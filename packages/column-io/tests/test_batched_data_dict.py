@@ -241,3 +241,22 @@ def test_index_that_is_not_an_int_is_refused(wrong: Any) -> None:
             with pytest.raises(InvalidRequestError, match="expected an int"):
                 other()
     assert batch["x"].tolist() == [0, 1, 2]
+
+
+def test_description_has_types_and_shapes_without_values():
+    rows = [torch.zeros(2), torch.zeros(3)]
+    batch = BatchedDataDict(
+        {
+            "ids": torch.full((2, 4), 777),
+            "ragged": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+            "array": np.zeros((2, 1)),
+            "text": ["<b>", "y"],
+        }
+    )
+    assert repr(batch) == (
+        "BatchedDataDict(ids: int64[2, 4], ragged: float32[2, ragged], "
+        "array: numpy float64[2, 1], text: list of 2 (str))"
+    )
+    html = batch._repr_html_()
+    assert "int64[2, 4]" in html
+    assert "777" not in html

@@ -208,3 +208,27 @@ def test_transforms_convert_lengths_to_plain_ints() -> None:
         assert derived is not None
         assert derived.sequence_lengths is not None
         assert set(map(type, derived.sequence_lengths)) == {int}
+
+
+def test_description_is_one_line_without_values_of_tags():
+    ids = [f"p{i}" for i in range(512)]
+    meta = KVBatchMeta(
+        "train", "score", ids, ["a"], [2] * 512, tags=[{"text": "secret"} for _ in ids]
+    )
+    assert repr(meta) == (
+        "KVBatchMeta(partition='train', task='score', 512 samples ('p0', 'p1', …), fields=['a'], "
+        "1024 tokens, tags=['text'])"
+    )
+    assert repr(KVBatchMeta("train", None, [])) == "KVBatchMeta(partition='train', 0 samples)"
+    # Attributes may hold anything until they are checked.
+    assert "0 tokens" not in repr(KVBatchMeta("train", None, ["a"], None, ["2"]))
+
+
+def test_notebook_table_is_bounded_and_escaped():
+    ids = ["<b>", *(f"p{i}" for i in range(20))]
+    html = KVBatchMeta("train", None, ids, None, [1] * 21, tags=[{"<i>": "&"}] * 21)._repr_html_()
+    assert "<b>" not in html
+    assert "<i>" not in html
+    assert "&lt;b&gt;" in html
+    assert html.count("<tr>") == 1 + 8 + 1
+    assert "13 more" in html

@@ -10,6 +10,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar  # Any: columns are tensors, arrays or lists
 
+import numpy as np
 import torch
 
 from column_io.batching_args import DynamicBatchingArgs, SequencePackingArgs
@@ -37,11 +38,13 @@ from dataplane_core.arguments import (
     checked_ints,
     checked_slice,
 )
+from dataplane_core.display import html_table
 from dataplane_core.errors import listed
 from dataplane_core.schema import Form
 from dataplane_core.tensors.columns import is_per_token
 
 _ColumnsT = TypeVar("_ColumnsT")
+_MAX_KINDS = 3
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
@@ -66,6 +69,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         self.micro_batch_lengths: list[list[int]] | None = None
         self.elem_counts_per_gb: list[int] | None = None
         self.forms: Mapping[str, Form] | None = None
+
+    def __repr__(self) -> str:
+        """Describe the columns in one line, without their values."""
+        columns = ", ".join(f"{name}: {_described(column)}" for name, column in self.data.items())
+        return f"{type(self).__name__}({columns})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the columns, as notebooks show it."""
+        rows = [(name, _described(column)) for name, column in self.data.items()]
+        return html_table(f"{type(self).__name__} of {len(rows)} columns", ("column", "type"), rows)
 
     @classmethod
     def from_batches(
@@ -446,3 +459,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
             )
         self._check_planned(caller, indices)
         return indices[0], lengths[0]
+
+
+def _described(column: object) -> str:
+    """Return type and shape of a column; a nested tensor has a ragged axis."""
+    if isinstance(column, torch.Tensor):
+        dtype = str(column.dtype).removeprefix("torch.")
+        if column.is_nested:
+            return f"{dtype}[{column.size(0)}, ragged]"
+        return f"{dtype}{list(column.shape)}"
+    if isinstance(column, np.ndarray):
+        return f"numpy {column.dtype}{list(column.shape)}"
+    if isinstance(column, list):
+        kinds = sorted({type(value).__name__ for value in column})
+        return f"list of {len(column)} ({', '.join(kinds[:_MAX_KINDS])})"
+    return type(column).__name__

@@ -7,6 +7,7 @@ and merge batches without fetching a tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar  # Any: tags and extra_info hold the caller's own values
 
@@ -18,6 +19,7 @@ from dataplane_core.arguments import (
     checked_name,
     checked_slice,
 )
+from dataplane_core.display import first_of, html_table
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.tags import checked_column
 
@@ -64,6 +66,36 @@ class KVBatchMeta:
                 f"KVBatchMeta(partition={self.partition_id!r}): {len(self.tags)} tags for "
                 f"{len(self.sample_ids)} sample_ids; give one dict per id, or None"
             )
+
+    def __repr__(self) -> str:
+        """Describe the batch in one line, with its first two ids and without values of tags."""
+        parts = [f"partition={self.partition_id!r}"]
+        if self.task_name is not None:
+            parts.append(f"task={self.task_name!r}")
+        ids = first_of(self.sample_ids[:2], self.size)
+        parts.append(f"{self.size} samples ({ids})" if ids else "0 samples")
+        if self.fields is not None:
+            parts.append(f"fields={self.fields}")
+        if self.sequence_lengths is not None:
+            with suppress(TypeError):  # unchecked lengths
+                parts.append(f"{sum(self.sequence_lengths)} tokens")
+        if self.tags:
+            parts.append(f"tags={self._tag_names()}")
+        return f"KVBatchMeta({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """Return the first samples with their tokens and tags, as notebooks show it."""
+        names = self._tag_names()
+        lengths = self.sequence_lengths
+        columns: list[Sequence[object]] = [self.sample_ids]
+        if lengths is not None:
+            columns.append(lengths)
+        columns += [[tags.get(name, "") for tags in self.tags or ()] for name in names]
+        header = ["sample", *(["tokens"] if lengths is not None else []), *names]
+        return html_table(repr(self), header, list(zip(*columns, strict=False)))
+
+    def _tag_names(self) -> list[str]:
+        return sorted({str(name) for tags in self.tags or () for name in tags})
 
     @property
     def size(self) -> int:
