@@ -118,6 +118,18 @@ def test_a_wrong_option_is_reported_on_one_line(refused, arguments, named):
     assert named in said
 
 
+def test_environment_sets_any_option(refused, monkeypatch):
+    variables = {"PORT": "x", "ALLOWED_HOST": "a.example a:80", "STUCK_AFTER": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"DATAPLANE_ADMIN_SERVE_{name}", value)
+    status, said = refused()
+    options = [line.split(": ")[1] for line in said.splitlines()]
+    assert (status, sorted(options)) == (1, ["--allowed-host", "--port", "--stuck-after"])
+    status, said = refused("--port", "0", "--stuck-after", "5")  # options come first
+    assert (status, said.count("\n")) == (1, 1)
+    assert "--allowed-host: host 'a:80'" in said
+
+
 def test_wrong_options_are_reported_together(refused):
     wrong = {
         "--token-file": ("nofile", "nofile: No such file"),

@@ -19,8 +19,10 @@ _MAX_S = 1e9
 
 app = typer.Typer(
     help="Run the control plane for weight refit, or check its health.",
-    epilog="Example: refit-server serve --address 127.0.0.1:50051 --state refit.db",
+    epilog="Example: refit-server serve --address 127.0.0.1:50051 --state refit.db. An environment "
+    "variable sets any option: for --address of serve it is REFIT_SERVER_SERVE_ADDRESS.",
     no_args_is_help=True,
+    context_settings={"auto_envvar_prefix": "REFIT_SERVER"},
     pretty_exceptions_enable=False,
 )
 

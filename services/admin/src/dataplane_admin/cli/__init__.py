@@ -24,8 +24,11 @@ from dataplane_admin.serving import exit_cleanly_on_signals, listen, resolve, se
 
 app = typer.Typer(
     help="Serve the dashboard of a data plane and its traces, or query a running service.",
-    epilog="Example: dataplane-admin serve --ray-address auto. Exit status: 0 on success, else 1.",
+    epilog="Example: dataplane-admin serve --ray-address auto. Exit status: 0 on success, 1 after "
+    "an error, 2 for an unknown option. An environment variable sets any option: for --port of "
+    "serve it is DATAPLANE_ADMIN_SERVE_PORT.",
     no_args_is_help=True,
+    context_settings={"auto_envvar_prefix": "DATAPLANE_ADMIN"},
     # A traceback with local variables would show the token.
     pretty_exceptions_enable=False,
 )
