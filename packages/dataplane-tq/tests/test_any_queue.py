@@ -219,6 +219,15 @@ def test_revision_grows_only_with_changes(queue):
     assert summary_of(inspector, "changing", lambda s: s.present == 2).revision == first + 2
 
 
+def test_further_task_of_a_small_partition_is_shown(queue):
+    job, inspector = queue
+    job.run("put(['a', 'b'], 'small', x=torch.zeros(2))")
+    for count, task in enumerate(("first", "second", "third"), 1):
+        job.run(f"claim(['x'], 3, {task!r}, 'small')")  # too many: claims nothing
+        summary = summary_of(inspector, "small", lambda s, count=count: len(s.tasks) == count)
+        assert [each.unclaimed for each in summary.tasks] == [2] * count
+
+
 def test_new_sample_at_a_reused_index_is_young(queue):
     job, inspector = queue
     job.run("put(['a'], 'reused', x=torch.zeros(1))")

@@ -88,8 +88,6 @@ class _Claim(msgspec.Struct, frozen=True):
     partition: str
     task: str
     fields: tuple[str, ...]
-    samples: int
-    seconds: float
 
 
 class _PartitionRead(msgspec.Struct, frozen=True):

@@ -70,7 +70,8 @@ def _partition(status: Any, known: int | None) -> dict[str, Any]:
         "written": np.packbits(written).tobytes(),
         "consumed": np.packbits(consumed).tobytes(),
     }
-    checksum = 0
+    # Without the names, another task of a small partition could leave all bytes as they are.
+    checksum = zlib.crc32(repr((fields, list(consumption))).encode("utf-8", "backslashreplace"))
     for part in parts.values():
         checksum = zlib.crc32(part, checksum)
     return {
@@ -126,8 +127,6 @@ def _waiting(controller: Any) -> list[dict[str, Any]]:
                     "partition": _text(names.get("partition_id")),
                     "task": _text(names.get("task_name")),
                     "fields": [_text(name) for name in names.get("data_fields") or ()],
-                    "samples": int(names.get("batch_size") or 0),
-                    "seconds": max(0.0, time.time() - names["start_time"]),
                 }
             )
     return claims
