@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel
 
 from grpo_trainer import DEMO_CONFIG, TrainerConfig
+from grpo_trainer.config.json_schema import attribute_descriptions  # noqa: TID251
 
 NAMES: dict[Any, str] = {
     str: "text",
@@ -269,18 +270,7 @@ def bound_text(constraint: Any) -> str:
 
 def attributes_of(documented: Any) -> Mapping[str, str]:
     """Return the meanings under ``Attributes:`` of a docstring, by name."""
-    text = inspect.cleandoc(documented.__doc__ or "")
-    meanings: dict[str, str] = {}
-    if "Attributes:" in text:
-        block = text.split("Attributes:\n", 1)[1].split("\n\n", 1)[0]
-        name = ""
-        for line in block.splitlines():
-            start = re.match(r"    (\w+): (.*)", line)
-            if start:
-                name = start[1]
-                meanings[name] = start[2]
-            elif name:
-                meanings[name] += " " + line.strip()
+    meanings = attribute_descriptions(documented)
     return _Meanings({name: cell(meaning) for name, meaning in meanings.items()})
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
 from dataplane_core import DataPlaneConfig
@@ -114,6 +116,38 @@ def test_a_wrong_type_is_named_with_its_path(demo, key):
     assert message.startswith(key), message
     if not isinstance(node[leaf], dict):
         assert repr(node[leaf]) in message
+
+
+@pytest.fixture(scope="module")
+def schema(command_line):
+    return Draft202012Validator(json.loads(command_line.run("schema").stdout))
+
+
+@pytest.mark.parametrize("raw", [RAW, RAW_VLLM])
+def test_the_schema_accepts_the_demos(schema, raw):
+    schema.check_schema(schema.schema)
+    schema.validate(raw)
+
+
+@pytest.mark.parametrize("key", EVERY_KEY)
+def test_the_schema_refuses_missing_unknown_and_mistyped_keys(schema, demo, key):
+    node, leaf = node_of(demo, key)
+    value = node.pop(leaf)
+    assert not schema.is_valid(demo)
+    node[leaf] = WRONG[type(value)]
+    assert not schema.is_valid(demo)
+    node[leaf] = value
+    assert schema.is_valid(demo)
+    node["surprise"] = 1
+    assert not schema.is_valid(demo)
+
+
+def test_the_schema_describes_keys(schema):
+    section = schema.schema["$defs"]["GRPOSection"]
+    assert section["properties"]["clip_low"]["description"].startswith("the ratio is clipped")
+    assert section["description"].startswith("Settings of GRPO. The algorithm")
+    plane = schema.schema["$defs"]["DataPlaneConfig"]["properties"]
+    assert plane["claim_order"]["description"].startswith("``module:function``")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_what_must_start_fast_imports_little(module: str, allowed: set[str]) -> 
 
 def test_the_command_prints_its_version_and_an_example(command_line) -> None:
     assert command_line.run("--version").stdout == f"grpo-trainer {version('grpo-trainer')}\n"
-    for command in ((), ("train",), ("resume",)):
+    for command in ((), ("train",), ("resume",), ("schema",)):
         shown = command_line.run(*command, "--help").stdout
         assert "Example: grpo-trainer" in shown
         assert max(map(len, shown.splitlines())) <= 80

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import (
+    Annotated,
     Any,  # callbacks receive, and configs hold, open dicts
     NotRequired,
 )
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
 from dataplane_core.errors import ConfigError
@@ -31,7 +33,7 @@ class ObservabilityConfig(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     enabled: bool
-    callback: NotRequired[Callable[[dict[str, Any]], None]]
+    callback: NotRequired[Annotated[Callable[[dict[str, Any]], None], SkipJsonSchema()]]
 
 
 class DataPlaneConfig(TypedDict):

@@ -1,4 +1,4 @@
-"""The command line: ``grpo-trainer train`` and ``grpo-trainer resume``.
+"""The command line: ``grpo-trainer train``, ``resume`` and ``schema``.
 
 Every failure that a user can cause or fix ends with one message on standard error and exit status
 1. Ray is shut down first, even when the process is interrupted or terminated. After a first SIGTERM
@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from grpo_trainer.checkpoint.folder import latest_checkpoint
+from grpo_trainer.config.json_schema import configuration_schema
 from grpo_trainer.config.loading import DEMO_CONFIG, load_config
 from grpo_trainer.errors import ConfigurationError
 from grpo_trainer.options import OptionsCommand
@@ -121,6 +122,12 @@ def resume_command(
 ) -> None:
     """Continue a run from its newest checkpoint."""
     _report(lambda display, stop: resume(folder, set_ or [], display=display, stop=stop))
+
+
+@app.command("schema", epilog="Example: grpo-trainer schema > grpo-trainer.schema.json")
+def schema_command() -> None:
+    """Print the JSON schema of the configuration, for an editor's checks and completion."""
+    typer.echo(json.dumps(configuration_schema(), indent=2))
 
 
 def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:

@@ -107,7 +107,7 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
     plane = config.data_plane
     problems = [
         f"data_plane.{key}: missing; every key must be set"
-        for key in _DATA_PLANE_KEYS
+        for key in REQUIRED_DATA_PLANE_KEYS
         if key not in plane
     ]
     try:
@@ -138,7 +138,7 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
-_DATA_PLANE_KEYS = (
+REQUIRED_DATA_PLANE_KEYS = (
     "backend",
     "storage_capacity",
     "num_storage_units",
