@@ -1,5 +1,6 @@
 """Every route answers valid and invalid input as described."""
 
+import re
 import threading
 import time
 
@@ -82,35 +83,64 @@ def test_every_route_answers_hostile_input_as_described(app, mode):
     assert len(tried) > 10
 
 
-def test_the_document_describes_every_api_route(app_of):
-    paths = set(app_of(token=TOKEN, allow_actions=True).openapi()["paths"])
-    assert {
-        "/healthz",
-        "/readyz",
-        "/metrics",
-        "/v1/traces",
-        "/v1/logs",
-        "/v1/metrics",
-        "/api/v1/status",
-        "/api/v1/partitions",
-        "/api/v1/partition",
-        "/api/v1/partition/matrix",
-        "/api/v1/partition/samples",
-        "/api/v1/partition/claims",
-        "/api/v1/samples",
-        "/api/v1/sample",
-        "/api/v1/why",
-        "/api/v1/staleness",
-        "/api/v1/runs",
-        "/api/v1/run/steps",
-        "/api/v1/traces",
-        "/api/v1/trace",
-        "/api/v1/trace/compare",
-        "/api/v1/audit",
-        "/api/v1/series",
-        "/api/v1/live",
-        "/api/v1/actions/clear",
-        "/api/v1/actions/reset-consumption",
-        "/api/v1/actions/end-claim",
-    } <= paths
-    assert not any(path.startswith(("/static", "/login")) for path in paths)
+def test_operation_ids_are_stable(app_of):
+    # A changed id renames a function of every generated client.
+    assert operation_ids(app_of) == {
+        ("get", "/healthz"): "get_liveness",
+        ("get", "/readyz"): "get_readiness",
+        ("get", "/metrics"): "get_metrics",
+        ("post", "/v1/traces"): "export_traces",
+        ("post", "/v1/logs"): "export_logs",
+        ("post", "/v1/metrics"): "export_metrics",
+        ("get", "/api/v1/version"): "get_version",
+        ("get", "/api/v1/status"): "get_status",
+        ("get", "/api/v1/partitions"): "list_partitions",
+        ("get", "/api/v1/partition"): "get_partition",
+        ("get", "/api/v1/partition/matrix"): "get_partition_matrix",
+        ("get", "/api/v1/partition/history"): "get_partition_history",
+        ("get", "/api/v1/partition/samples"): "list_partition_samples",
+        ("get", "/api/v1/partition/claims"): "list_partition_claims",
+        ("get", "/api/v1/samples"): "search_samples",
+        ("get", "/api/v1/sample"): "get_sample",
+        ("get", "/api/v1/why"): "list_blocked_tasks",
+        ("get", "/api/v1/staleness"): "get_staleness",
+        ("get", "/api/v1/runs"): "list_runs",
+        ("get", "/api/v1/run/steps"): "get_run_steps",
+        ("get", "/api/v1/traces"): "list_traces",
+        ("get", "/api/v1/trace"): "get_trace",
+        ("get", "/api/v1/trace/compare"): "compare_traces",
+        ("get", "/api/v1/audit"): "list_audit_entries",
+        ("get", "/api/v1/series"): "list_series",
+        ("get", "/api/v1/live"): "stream_changes",
+        ("post", "/api/v1/actions/clear"): "clear_samples",
+        ("post", "/api/v1/actions/reset-consumption"): "reset_consumption",
+        ("post", "/api/v1/actions/end-claim"): "end_claim",
+    }
+
+
+def test_operation_ids_are_unique_and_begin_with_a_verb(app_of):
+    ids = list(operation_ids(app_of).values())
+    assert len(ids) == len(set(ids))
+    verbs = "get|list|search|compare|stream|export|clear|reset|end"
+    assert [name for name in ids if not re.fullmatch(rf"({verbs})(_[a-z]+)+", name)] == []
+
+
+def test_operations_are_summarized_by_their_docstrings(app_of):
+    document = app_of(token=TOKEN, allow_actions=True).openapi()
+    blocked = document["paths"]["/api/v1/why"]["get"]
+    assert blocked["summary"].startswith("List blocked tasks, longest first;")
+    assert blocked["description"].startswith("`run` filters")
+    for path in document["paths"].values():
+        for operation in path.values():
+            assert not operation["summary"].endswith(".")
+            assert operation["summary"] != operation["operationId"].replace("_", " ").title()
+
+
+def operation_ids(app_of):
+    """Return the operation id of each method and path."""
+    paths = app_of(token=TOKEN, allow_actions=True).openapi()["paths"]
+    return {
+        (method, path): operation["operationId"]
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+    }

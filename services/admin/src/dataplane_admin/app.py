@@ -67,6 +67,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
         redirect_slashes=False,
         lifespan=lifespan,
         dependencies=[Depends(require_csrf)],
+        generate_unique_id_function=lambda route: route.name,
         # If this process were traced, each export to it would create further spans.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )

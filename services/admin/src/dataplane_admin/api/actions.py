@@ -21,7 +21,7 @@ def actions_router(answers: Answers) -> APIRouter:
     )
 
     @routes.post("/clear", response_model=models.ActionResult)
-    def clear(request: Request, change: models.ClearSamples) -> Response:
+    def clear_samples(request: Request, change: models.ClearSamples) -> Response:
         """Clear samples or an entire partition."""
         return json_reply(answers.clear(change, actor=caller_of(request).name))
 

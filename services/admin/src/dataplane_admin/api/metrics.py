@@ -35,7 +35,7 @@ def metrics_router(answers: Answers) -> APIRouter:
             **problems(400, 401, 403, 503),
         },
     )
-    def metrics() -> Response:
+    def get_metrics() -> Response:
         """Return the service's metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 

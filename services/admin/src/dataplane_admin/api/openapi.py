@@ -32,6 +32,9 @@ def add_openapi(app: FastAPI) -> None:
                 routes=app.routes,
                 servers=[{"url": app.state.settings.root_path or "/"}],
             )
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    _summarize(operation)
             components = schema.setdefault("components", {})
             schemas = components.setdefault("schemas", {})
             schemas["Problem"] = Problem.model_json_schema()
@@ -47,6 +50,15 @@ def add_openapi(app: FastAPI) -> None:
     @app.get(OPENAPI_PATH, include_in_schema=False)
     def openapi(_request: Request) -> Response:
         return JSONResponse(document())
+
+
+def _summarize(operation: dict[str, Any]) -> None:
+    """Move a docstring's first line to the summary, which FastAPI makes of the function's name."""
+    if docstring := operation.pop("description", ""):
+        summary, _, rest = docstring.partition("\n\n")
+        operation["summary"] = summary.removesuffix(".")
+        if rest:
+            operation["description"] = rest
 
 
 _MEANINGS = {

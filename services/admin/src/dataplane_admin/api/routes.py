@@ -45,7 +45,11 @@ _ASKS = problems(404, 504)
 
 
 def router(answers: Answers, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
-    """Return all API routes except those that receive telemetry."""
+    """Return all API routes except those that receive telemetry.
+
+    The name of a route's function is its operation id, of which generators make the names of a
+    client: a verb first, such as ``list_partitions``. Renaming it breaks generated clients.
+    """
     routes = APIRouter()
     routes.include_router(_probes(answers))
     routes.include_router(_live(answers, updates))
@@ -60,7 +64,7 @@ def _probes(answers: Answers) -> APIRouter:
     routes = APIRouter(tags=["service"])
 
     @routes.get("/healthz", response_model=models.Liveness, responses=problems(400, 403))
-    async def healthz() -> Response:
+    async def get_liveness() -> Response:
         """Report that the process serves."""
         return json_reply(models.Liveness())
 
@@ -72,18 +76,18 @@ def _probes(answers: Answers) -> APIRouter:
             503: {"description": "Not ready", "model": models.Readiness},
         },
     )
-    def readyz() -> Response:
+    def get_readiness() -> Response:
         """Report whether telemetry can be stored, and the state of the data plane connection."""
         readiness = answers.readiness()
         return json_reply(readiness, status=200 if readiness.ready else 503)
 
     @routes.get("/api/v1/version", response_model=models.Version, responses=_ALWAYS)
-    def version() -> Response:
+    def get_version() -> Response:
         """Return name and version."""
         return json_reply(models.Version(name=NAME, version=answers.version))
 
     @routes.get("/api/v1/status", response_model=models.Status, responses=_ALWAYS)
-    def status() -> Response:
+    def get_status() -> Response:
         """Return the state of the service."""
         return json_reply(answers.status())
 
@@ -94,12 +98,12 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["live"], responses=_ALWAYS)
 
     @routes.get("/partitions", response_model=models.Partitions, responses=_KEPT)
-    def partitions(request: Request) -> Response:
+    def list_partitions(request: Request) -> Response:
         """List partitions and storage units, from one snapshot."""
         return conditional_reply(request, answers.revisions, answers.partitions, ages=True)
 
     @routes.get("/partition", response_model=models.Partition, responses={**_KEPT, **problems(404)})
-    def partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
+    def get_partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
         """Return one partition, from the newest snapshot."""
         return conditional_reply(
             request, answers.revisions, lambda: answers.partition(id), ages=True
@@ -108,7 +112,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
     @routes.get(
         "/partition/matrix", response_model=models.Matrix, responses={**_KEPT, **problems(404)}
     )
-    def partition_matrix(
+    def get_partition_matrix(
         request: Request,
         id: Id,  # noqa: A002
         windows: Annotated[int, Query(ge=1, le=MAX_WINDOWS)] = 120,
@@ -123,12 +127,12 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
         response_model=models.PartitionHistory,
         responses={**_KEPT, **problems(404)},
     )
-    def partition_history(request: Request, id: Id) -> Response:  # noqa: A002
+    def get_partition_history(request: Request, id: Id) -> Response:  # noqa: A002
         """Return the numbers of a partition over the last hour."""
         return conditional_reply(request, answers.revisions, lambda: answers.partition_history(id))
 
     @routes.get("/partition/samples", response_model=models.SamplePage, responses=_ASKS)
-    def partition_samples(
+    def list_partition_samples(
         id: Id,  # noqa: A002
         start: Annotated[int, Query(ge=0, le=2**31)] = 0,
         limit: Limit = 100,
@@ -137,7 +141,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
         return json_reply(answers.partition_samples(id, start=start, limit=limit))
 
     @routes.get("/partition/claims", response_model=list[models.Claim], responses=_ASKS)
-    def partition_claims(id: Id) -> Response:  # noqa: A002
+    def list_partition_claims(id: Id) -> Response:  # noqa: A002
         """List held claims, oldest first, read from the data plane."""
         return json_reply(answers.partition_claims(id))
 
@@ -151,7 +155,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
             }
         },
     )
-    async def live() -> Response:
+    async def stream_changes() -> Response:
         """Stream server-sent events when something changes."""
         return updates.subscribe()
 
@@ -162,7 +166,7 @@ def _history(answers: Answers) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["history"], responses=_ALWAYS)
 
     @routes.get("/samples", response_model=models.SampleHits, responses=problems(504))
-    def samples(
+    def search_samples(
         q: Annotated[str, Query(max_length=MAX_ID)] = "",
         tag: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         value: Annotated[str | None, Query(max_length=MAX_ID)] = None,
@@ -178,7 +182,7 @@ def _history(answers: Answers) -> APIRouter:
         )
 
     @routes.get("/sample", response_model=models.SampleLife, responses=_ASKS)
-    def sample(
+    def get_sample(
         id: Id,  # noqa: A002
         partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
@@ -186,7 +190,7 @@ def _history(answers: Answers) -> APIRouter:
         return json_reply(answers.sample(id, partition=partition))
 
     @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
-    def why(
+    def list_blocked_tasks(
         request: Request,
         run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
@@ -199,7 +203,7 @@ def _history(answers: Answers) -> APIRouter:
         )
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)
-    def staleness(
+    def get_staleness(
         request: Request,
         run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
@@ -210,12 +214,12 @@ def _history(answers: Answers) -> APIRouter:
         )
 
     @routes.get("/runs", response_model=models.Runs, responses=_KEPT)
-    def runs(request: Request) -> Response:
+    def list_runs(request: Request) -> Response:
         """List runs, newest first."""
         return conditional_reply(request, answers.revisions, answers.runs)
 
     @routes.get("/run/steps", response_model=models.RunSteps, responses=_KEPT)
-    def steps_of_run(
+    def get_run_steps(
         request: Request,
         run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         ranges: Annotated[int, Query(ge=1, le=MAX_RANGES)] = 10,
@@ -226,7 +230,7 @@ def _history(answers: Answers) -> APIRouter:
         )
 
     @routes.get("/traces", response_model=models.Traces, responses=_KEPT)
-    def traces(
+    def list_traces(
         request: Request,
         run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
@@ -254,7 +258,7 @@ def _history(answers: Answers) -> APIRouter:
         )
 
     @routes.get("/trace", response_model=models.Trace, responses={**_KEPT, **problems(404)})
-    def trace(request: Request, id: TraceId) -> Response:  # noqa: A002
+    def get_trace(request: Request, id: TraceId) -> Response:  # noqa: A002
         """Return one trace across all its processes."""
         return conditional_reply(request, answers.revisions, lambda: answers.trace(id))
 
@@ -263,19 +267,19 @@ def _history(answers: Answers) -> APIRouter:
         response_model=models.TraceComparison,
         responses={**_KEPT, **problems(404)},
     )
-    def trace_compare(request: Request, a: TraceId, b: TraceId) -> Response:
+    def compare_traces(request: Request, a: TraceId, b: TraceId) -> Response:
         """Compare two traces."""
         return conditional_reply(request, answers.revisions, lambda: answers.trace_compare(a, b))
 
     @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
-    def audit(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
+    def list_audit_entries(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
         """List manual changes, newest first."""
         return conditional_reply(
             request, answers.revisions, lambda: answers.audit(cursor=cursor, limit=limit)
         )
 
     @routes.get("/series", response_model=list[models.Series], responses=_KEPT)
-    def series(
+    def list_series(
         request: Request,
         name: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:

@@ -65,7 +65,7 @@ def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> A
             f"/v1/{kind}",
             receive,
             methods=["POST"],
-            name=f"otlp_{kind}",
+            name=f"export_{kind}",
             summary=_SUMMARY[kind],
             response_class=Response,
             openapi_extra=_body_in_openapi(),
