@@ -24,6 +24,7 @@ from tensordict import (
     is_tensor_collection,
 )
 
+from dataplane_core import pages
 from dataplane_core.arguments import (
     checked_int,
     checked_ints,
@@ -35,9 +36,8 @@ from dataplane_core.arguments import (
     shown,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, listed
+from dataplane_core.pages import copy_slices
 from dataplane_core.schema import PER_TOKEN_OR_SAMPLE_FIELDS, TOKEN_ALIGNED_FIELDS, Form
-from dataplane_core.tensors import pages
-from dataplane_core.tensors.pages import copy_slices
 from dataplane_core.tensors.rows import (
     are_ragged,
     form_of,

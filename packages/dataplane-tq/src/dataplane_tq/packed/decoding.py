@@ -16,11 +16,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
-from dataplane_core import InvalidRequestError
-from dataplane_core.tensors import pages
+from dataplane_core import InvalidRequestError, pages
+from dataplane_core.pages import copy_slices
 from dataplane_core.tensors.columns import Column, Padded, object_array, padded_tensor, tensor_on
 from dataplane_core.tensors.object_codec import decode_object
-from dataplane_core.tensors.pages import copy_slices
 from dataplane_core.tensors.rows import OBJECT, collate_rows
 from dataplane_tq.packed.layout import FieldLayout, Indices
 

@@ -130,7 +130,7 @@ def encode(fields: TensorDictBase, count: int, *, allow_pickle: bool = False) ->
 
 
 def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
-    jagged = _plain_jagged(leaf)
+    jagged = plain_jagged(leaf)
     rows = int(leaf.size(0)) if leaf.dim() else 0  # len() fails on some nested tensors
     if rows != count:
         raise InvalidRequestError(f"field {name!r}: {rows} rows; expected {count}")
@@ -147,7 +147,7 @@ def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
     return _one_slice(layout, _raw(tensor))
 
 
-def _plain_jagged(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def plain_jagged(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return values and offsets of a jagged tensor with contiguous rows; None for others."""
     nested: Any = leaf  # torch has no types for the methods of jagged tensors
     if not nested.is_nested or nested.layout != torch.jagged:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_core.tensors import pages
-from dataplane_core.tensors.pages import copy_slices
+from dataplane_core import pages
+from dataplane_core.pages import copy_slices
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError
-from dataplane_core.tensors import pages
+from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError, pages
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.parallel import Piece, run_all, split
