@@ -18,7 +18,7 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import interface
-from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
 from dataplane_core import ConfigError, MissingDataError, StorageSummary, UnavailableError
@@ -115,6 +115,31 @@ def test_meta_of_cleared_rows_is_refused(client, partition_id):
     client.clear_partition(partition_id)
     with pytest.raises(MissingDataError):
         client.get_data(meta)
+
+
+def as_sent(value):
+    """Return ``value`` with lists for tuples, which the queue's messages do not have."""
+    if isinstance(value, dict):
+        return {key: as_sent(each) for key, each in value.items()}
+    return [as_sent(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_controller_gets_the_schema_that_transfer_queue_extracts(client, partition_id):
+    offsets, rows = torch.tensor([0, 3, 3, 5]), [torch.zeros(n, 2) for n in (2, 1, 4)]
+    columns = {
+        "one number": torch.zeros(3),
+        "dense": torch.zeros(3, 4, dtype=torch.bfloat16),
+        "objects": NonTensorStack("a", 1, None),
+        "jagged": torch.nested.nested_tensor_from_jagged(torch.zeros(5, 2), offsets),
+        "with holes": torch.nested.nested_tensor_from_jagged(
+            torch.zeros(9), torch.tensor([0, 3, 6, 9]), torch.tensor([1, 2, 3])
+        ),
+        "strided": torch.nested.nested_tensor(rows, layout=torch.strided),
+    }
+    data = TensorDict(columns, batch_size=[3])
+    client.put(data, partition_id=partition_id)
+    schema = fetched(client, partition_id, columns, 3).field_schema
+    assert as_sent(schema) == as_sent(extract_field_schema(data))
 
 
 def test_partly_overwritten_meta_is_still_readable(client, partition_id):
