@@ -116,14 +116,12 @@ def test_demo_listens_on_loopback_only(demo: Demo) -> None:
     assert_on_loopback_only(demo.listening, PARTS)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("command", "more"),
     [
-        pytest.param(
-            *([str(SCRIPTS / "grpo-trace"), "--steps", "1000"], "grpo-trace"),
-            marks=pytest.mark.long,
-        ),
+        ([str(SCRIPTS / "grpo-trace"), "--steps", "1000"], "grpo-trace"),
         (
             [sys.executable, str(ROOT / "integration" / "admin_demo.py"), "--port", "0"],
             "dataplane-admin",

@@ -54,7 +54,7 @@ ALLOWED = UNSHARE is not None and not subprocess.call(
 )
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,  # `make cluster` runs them
     pytest.mark.debian("iproute2"),
     pytest.mark.skipif(
         not ALLOWED, reason="needs the capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN"
@@ -188,7 +188,6 @@ def test_bulk_data_crosses_the_link_once(nodes: RayNodes) -> None:
     assert counted["got"] < 0.05 * counted["bulk"]  # read from local memory
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_run_on_two_machines_trains(
     undisturbed: list[dict[str, Any]],
@@ -197,7 +196,6 @@ def test_run_on_two_machines_trains(
     assert all(record["reward"] is not None for record in undisturbed)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_run_with_a_cut_link_fails_and_resumes(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
@@ -211,7 +209,6 @@ def test_run_with_a_cut_link_fails_and_resumes(
     check_resumed(nodes, folder, undisturbed)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_run_survives_a_link_cut_for_a_second(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
@@ -225,7 +222,6 @@ def test_run_survives_a_link_cut_for_a_second(
     assert history(folder) == undisturbed
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_run_with_a_dead_machine_fails_and_resumes(
     machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
@@ -239,7 +235,6 @@ def test_run_with_a_dead_machine_fails_and_resumes(
     check_resumed(nodes, folder, undisturbed)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_run_with_a_dead_controller_names_it_and_resumes(
     nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
@@ -291,7 +286,6 @@ class Admin:
 AHEAD_S = 45
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs the package gcc (Debian)")
 def test_wrong_clock_changes_no_metrics_and_is_reported(

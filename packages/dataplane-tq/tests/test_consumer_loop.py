@@ -73,7 +73,14 @@ def until(condition):
         threading.Event().wait(0.01)
 
 
-@pytest.mark.parametrize("page", LOOPS)
+@pytest.mark.parametrize(
+    "page",
+    [
+        "recipes/consumer-with-leases",
+        pytest.param("concepts", marks=pytest.mark.long),
+        pytest.param("quickstart", marks=pytest.mark.long),
+    ],
+)
 def test_documented_loop_processes_all_after_a_kill(owner, config, page):
     partition, task, fields = LOOPS[page]
     [field] = fields

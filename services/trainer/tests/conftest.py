@@ -40,6 +40,7 @@ SMALL = {
     "grpo.num_generations_per_prompt": 4,
     "grpo.dynamic_sampling.enabled": False,
     "data_plane.storage_capacity": 256,
+    "data_plane.transfer_queue_mirror": False,  # a process less for each run
 }
 RAW = yaml.safe_load(DEMO_CONFIG.read_text())
 

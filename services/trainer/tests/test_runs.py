@@ -188,13 +188,18 @@ def stopped(whole_run):
 @pytest.mark.parametrize(
     ("acts", "message"),
     [
-        ({3: kill_generation_worker}, "generation worker died during "),
-        (
+        pytest.param(
+            {3: kill_generation_worker},
+            "generation worker died during ",
+            id="death",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             {"start": holds_no_file, 3: is_held, 4: fill_disks},
             "policy worker 0: checkpoint file .*step-000004.*/model: cannot be written: ",
+            id="full disk",
         ),
     ],
-    ids=["death", "full disk"],
 )
 def test_the_cause_of_an_end_is_named_and_written_files_stay(stopped, acts, message):
     with pytest.raises(WorkerError, match=f"^{message}"):
@@ -257,7 +262,8 @@ def terminate(process):
 # dataplane-tq's tests kill it during every operation, integration/test_traced_step.py a rank.
 @pytest.mark.long
 def test_a_dead_process_ends_the_command_and_is_named(command):
-    process = command({"grpo.num_steps": 500}, until="step    2")
+    changes = {"grpo.num_steps": 500, "data_plane.transfer_queue_mirror": True}
+    process = command(changes, until="step    2")
     family = psutil.Process(process.pid).children(recursive=True)
     [victim] = [each for each in family if "TransferQueueController" in " ".join(each.cmdline())]
     victim.kill()
