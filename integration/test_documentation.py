@@ -57,6 +57,7 @@ ELSEWHERE = {
     "refit-mx": "packages/refit-mx/tests/test_readme.py",
     "rollout-actor": "integration/vllm/test_generation_page.py",
     "trainer": "services/trainer/tests/test_readme.py",
+    "recipes/trace-skyrl": "integration/test_recipes.py",
     "recipes/trace-torchrun": "integration/test_recipes.py",
     "recipes/trace-trl": "integration/test_recipes.py",
     "recipes/trace-verl": "integration/test_recipes.py",

@@ -1,7 +1,8 @@
 """Recipes of docs/recipes whose programs need a launcher, or packages that are not installed here.
 
-TRL and verl are replaced by modules with the names that the adapters use. Tests marked `long` train
-with TRL 1.16, and find the names in the wheel of verl 0.9.1; `integration/verl` runs verl's loop.
+TRL, verl and SkyRL are replaced by modules with the names that the adapters use. Tests marked
+`long` train with TRL 1.16, and find the names in the wheel of verl 0.9.1; `integration/verl` runs
+verl's loop, and `test_skyrl.py` SkyRL's.
 """
 
 from __future__ import annotations
@@ -176,6 +177,36 @@ for _ in range(2):
 """
 
 
+SKYRL = """
+import sys, types
+
+class Timer:
+    def __init__(self, message, update_dict=None):
+        self.message = message
+
+    def __enter__(self): ...
+    def __exit__(self, *error): ...
+
+class RayPPOTrainer:
+    global_step, dynamic_sampling_state = 1, None
+
+for name in ("", ".train", ".train.trainer", ".train.utils"):
+    sys.modules["skyrl" + name] = types.ModuleType("skyrl" + name)
+sys.modules["skyrl.train.trainer"].RayPPOTrainer = RayPPOTrainer
+sys.modules["skyrl.train.utils"].Timer = Timer
+
+class experiment:
+    def run():
+        trainer = RayPPOTrainer()
+        for _ in range(2):
+            with Timer("step"):
+                for name in ("generate", "train_critic_and_policy", "sync_weights"):
+                    with Timer(name, {}):
+                        pass
+            trainer.global_step += 1
+"""
+
+
 @pytest.mark.parametrize(
     ("page", "before", "after", "expected"),
     [
@@ -186,8 +217,9 @@ for _ in range(2):
             VERL_TRAINER,
             ["rollout", "reward", "logprobs", "reference", "advantages", "train"],
         ),
+        ("trace-skyrl", SKYRL, "", ["rollout", "train", "refit"]),
     ],
-    ids=["trl", "verl"],
+    ids=["trl", "verl", "skyrl"],
 )
 def test_steps_have_their_stages(
     tmp_path: Path, page: str, before: str, after: str, expected: list[str]

@@ -1,6 +1,7 @@
 """Adapters of other trainers, with stand-ins for the trainers.
 
-`integration/test_recipes.py` trains with TRL, `integration/verl` runs verl's loop.
+`integration/test_recipes.py` trains with TRL, `integration/verl` runs verl's loop, and
+`integration/test_skyrl.py` SkyRL's.
 """
 
 import subprocess
@@ -133,14 +134,158 @@ def test_trl_step_that_training_stopped_in_ends(receiver: Receiver) -> None:
     assert [step.incomplete for step in steps] == [[], []]
 
 
-@pytest.mark.parametrize(("module", "missing"), [("trl", "TRL"), ("verl", "verl")])
-def test_adapter_without_its_trainer_names_what_is_missing(module: str, missing: str) -> None:
+SKYRL = """
+from types import ModuleType, SimpleNamespace
+
+class Timer:
+    def __init__(self, message, update_dict=None):
+        self.message, self.update_dict = message, update_dict
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        if self.update_dict is not None:
+            self.update_dict[self.message] = 1.0
+
+class RayPPOTrainer:
+    def __init__(self, done):
+        self.global_step, self.dynamic_sampling_state = done + 1, None
+    def step(self, rounds=1):
+        for place in range(rounds):
+            with Timer("step"):
+                with Timer("generate"):
+                    pass
+                self.dynamic_sampling_state = {} if place + 1 < rounds else None
+                if self.dynamic_sampling_state is not None:
+                    continue
+                with Timer("train_critic_and_policy"), Timer("policy_train"):
+                    pass
+        with Timer("eval"):
+            pass
+        self.global_step += 1
+
+originals = Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__
+for name in ("", ".train", ".train.trainer", ".train.utils", ".train.entrypoints"):
+    sys.modules["skyrl" + name] = ModuleType("skyrl" + name)
+sys.modules["skyrl.train.trainer"].RayPPOTrainer = RayPPOTrainer
+sys.modules["skyrl.train.utils"].Timer = Timer
+from observability.adapters import skyrl
+"""
+
+
+def traced_skyrl(receiver: Receiver, body: str, **variables: str) -> list[Step]:
+    """Run a program with stand-ins for what the adapter uses of skyrl 0.4.0, read 2026-11-27."""
+    restored = "originals == (Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__)"
+    program = f"{SKYRL}{body}\nreport(restored={restored})"
+    ran = run(program, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, **variables)
+    assert (ran.code, ran.report) == (0, [{"restored": True}])
+    return steps_of(receiver.snapshot())
+
+
+def test_skyrl_stages_are_spans_of_a_step(receiver: Receiver) -> None:
+    steps = traced_skyrl(
+        receiver,
+        """
+with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
+    with Timer("step"):  # of a trainer that the adapter does not know
+        pass
+    trainer = RayPPOTrainer(done=3)
+    trainer.step()
+    trainer.step()
+""",
+    )
+    assert [(step.run_id, step.number, step.incomplete) for step in steps] == [
+        ("r", 3, []),
+        ("r", 4, []),
+    ]
+    for step in steps:
+        rollout, train = step.children(step.root.span_id)
+        assert (rollout.name, rollout.attributes["rl.bucket"]) == ("rollout", "idle")
+        assert (train.name, train.attributes["rl.bucket"]) == ("train", "idle")
+        assert [span.name for span in step.children(train.span_id)] == ["policy_train"]
+    assert len(receiver.snapshot().spans) == 8  # none of the evaluations
+
+
+def test_skyrl_dynamic_sampling_stays_in_its_step(receiver: Receiver) -> None:
+    first, second = traced_skyrl(
+        receiver,
+        """
+with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
+    trainer = RayPPOTrainer(done=0)
+    trainer.step(rounds=3)
+    trainer.step()
+""",
+    )
+    names = [span.name for span in first.children(first.root.span_id)]
+    assert names == ["rollout", "rollout", "rollout", "train"]
+    assert (first.incomplete, second.number, second.incomplete) == ([], 1, [])
+
+
+def test_skyrl_error_ends_the_step_as_failed(receiver: Receiver) -> None:
+    [step] = traced_skyrl(
+        receiver,
+        """
+try:
+    with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
+        trainer = RayPPOTrainer(done=0)
+        with Timer("step"), Timer("generate"):
+            raise ValueError("contains a sample")
+except ValueError:
+    pass
+""",
+    )
+    errors = {span.name: span.attributes.get("error.type") for span in step.spans}
+    assert errors == {"grpo.step": "ValueError", "rollout": "ValueError"}
+    assert not any("sample" in reason for reason in step.incomplete)
+
+
+@pytest.mark.parametrize("run_id", ["", "chosen"])
+def test_skyrl_entry_point_runs_with_traced_steps(receiver: Receiver, run_id: str) -> None:
+    [step] = traced_skyrl(
+        receiver,
+        """
+class BasePPOExp:
+    def __init__(self, config):
+        self.config = config
+    def run(self):
+        RayPPOTrainer(done=0).step()
+
+def main():
+    assert sys.argv[1:] == [ENDPOINT, "trainer.epochs=1"], sys.argv
+    config = SimpleNamespace(trainer=SimpleNamespace(run_name="named"))
+    ray.get(main_base.skyrl_entrypoint.remote(config))
+
+main_base = sys.modules["skyrl.train.entrypoints.main_base"] = ModuleType("main_base")
+sys.modules["skyrl.train.entrypoints"].main_base = main_base
+main_base.BasePPOExp, main_base.main = BasePPOExp, main
+ray = sys.modules["ray"] = ModuleType("ray")
+ray.get = lambda result: result
+ray.remote = lambda num_cpus: lambda function: SimpleNamespace(remote=function)
+sys.argv += ["trainer.override_entrypoint=observability.adapters.skyrl", "trainer.epochs=1"]
+skyrl.main()
+""",
+        RUN_ID=run_id,
+    )
+    assert (step.run_id, step.incomplete) == (run_id or "named", [])
+
+
+@pytest.mark.parametrize(
+    ("module", "use", "missing"),
+    [
+        ("trl", "trace_steps(None, 'r')", "TRL"),
+        ("verl", "install()", "verl"),
+        ("skyrl", "trace_steps('r').__enter__()", "SkyRL"),
+    ],
+    ids=["trl", "verl", "skyrl"],
+)
+def test_adapter_without_its_trainer_names_what_is_missing(
+    module: str, use: str, missing: str
+) -> None:
     program = f"""
 import sys
-sys.modules.update(dict.fromkeys(["transformers", "trl", "verl"]))
+sys.modules.update(dict.fromkeys(["transformers", "trl", "verl", "skyrl"]))
 try:
     import observability.adapters.{module} as adapter
-    adapter.install()
+    adapter.{use}
 except ImportError as error:
     print(error)
 """
