@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any  # Any: arguments and first message of the process
 
 _START_S = 120.0
+_ANSWER_S = 120.0
 _STOP_S = 60.0
 
 
@@ -40,6 +41,18 @@ class Spawned:
             if self._pipe.poll(_START_S):
                 return self._pipe.recv()
         raise RuntimeError(f"{self._name} did not start within {_START_S:g} s")
+
+    def ask(self, request: Any) -> Any:
+        """Send a request to the process, and return its answer.
+
+        Raises:
+            RuntimeError: it did not answer.
+        """
+        with contextlib.suppress(EOFError, OSError):
+            self._pipe.send(request)
+            if self._pipe.poll(_ANSWER_S):
+                return self._pipe.recv()
+        raise RuntimeError(f"{self._name} did not answer within {_ANSWER_S:g} s")
 
     def stop(self) -> None:
         """Ask the process to exit, and wait for it; idempotent."""

@@ -1,0 +1,62 @@
+"""Speed of TransferQueue's own API on the packed backend and on SimpleStorage.
+
+``python -m integration.benchmarks.transfer_queue_api`` starts one Ray per backend, each with a
+TransferQueue started by ``transfer_queue.init`` and four worker processes. In every round one
+worker, then all four at once, put a batch each and get it back, with one backend after the other in
+random order. It prints durations and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import numpy as np
+from integration.benchmarks.spawned import Spawned
+from integration.benchmarks.summary import Summary
+from integration.benchmarks.transfer_queue_job import CASE, CONFIGURATIONS, UNITS, WORKERS, serve
+
+SEED = 20_261
+
+
+def measure(rounds: int, warm_ups: int) -> dict[tuple[str, int, str], list[float]]:
+    """Return the median seconds of the workers, per round, by backend, worker count and call."""
+    sides = {name: Spawned(name, serve, name) for name in CONFIGURATIONS}
+    seconds: dict[tuple[str, int, str], list[float]] = {}
+    order = random.Random(SEED)
+    try:
+        for side in sides.values():
+            side.ready  # noqa: B018  # waits for it
+        for number in range(warm_ups + rounds):
+            for count in (1, WORKERS):
+                for name in order.sample(list(sides), len(sides)):
+                    for call, durations in sides[name].ask((f"{number}-{count}", count)).items():
+                        if number >= warm_ups:
+                            key = (name, count, call)
+                            seconds.setdefault(key, []).append(float(np.median(durations)))
+    finally:
+        for side in sides.values():
+            side.stop()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warm-ups", type=int, default=3)
+    options = parser.parse_args()
+    seconds = measure(options.rounds, options.warm_ups)
+    print(f"{CASE.title}, {UNITS} units, {options.rounds} rounds")
+    for count in (1, WORKERS):
+        for call in ("put", "get"):
+            simple, packed = (seconds[name, count, call] for name in CONFIGURATIONS)
+            ratio = Summary.of([a / b for a, b in zip(simple, packed, strict=True)])
+            print(
+                f"{call} by {count} at once: SimpleStorage {np.median(simple) * 1000:.1f} ms, "
+                f"packed {np.median(packed) * 1000:.1f} ms, {ratio.value:.1f} times as fast "
+                f"(IQR {ratio.spread:.1f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
