@@ -114,7 +114,7 @@ vllm: $(UV) ## Install vLLM for CPUs and what meets it into .venv-vllm; fetches 
 .PHONY: test-vllm
 test-vllm: vllm sync-demo-vllm ## Run the tests against a real vLLM on the CPU
 	@if $(PYTHON) integration/system_packages.py --check vllm; then \
-		$(VLLM)/bin/pytest --confcutdir integration/vllm --durations=10 -m "not long" integration/vllm; \
+		$(VLLM)/bin/pytest $(call LANES,2) --confcutdir integration/vllm -m "not long" integration/vllm; \
 	else echo "left out without g++ and python3-dev: all tests of integration/vllm"; fi
 
 .PHONY: bench-vllm
@@ -232,4 +232,6 @@ images: sync ## Build the images without an engine and try them; needs root, bui
 
 # Cheap checks first: what fails within seconds does not wait for what takes minutes.
 .PHONY: ci
-ci: lint types test ## What continuous integration runs
+ci: ## What continuous integration runs
+	$(MAKE) --jobs=2 --output-sync=target lint types
+	$(MAKE) test
