@@ -226,7 +226,7 @@ def test_every_refit_moves_the_models_bytes_over_nixl(
 def test_live_partition_has_the_samples_of_the_step(recorded: RunRecord) -> None:
     live = recorded.live
     assert live["present"] == live["put"] == live["declared"] == SAMPLES
-    assert (live["outstanding"], live["reserved"], live["cleared"]) == (0, 0, 0)
+    assert (live["not_put"], live["reserved"], live["cleared"]) == (0, 0, 0)
     # The driver of a synchronous step assigns the samples itself: no consumer claims them.
     assert {task["name"] for task in live["tasks"]} == TASKS
     for task in live["tasks"]:

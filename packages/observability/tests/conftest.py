@@ -1,7 +1,7 @@
 """Fixtures of several tests.
 
-Providers are imported from their room: OpenTelemetry takes a global one once per process, and here
-each test has its own.
+Providers are imported from their internal module: OpenTelemetry accepts a global provider once per
+process, and here each test has a separate one.
 """
 
 import sys

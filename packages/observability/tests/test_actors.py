@@ -1,4 +1,4 @@
-"""Context across actors, on Ray if its checks matter, else in this process."""
+"""Context across actors: on Ray where a test needs its checks, else in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def current():
     return trace.format_trace_id(trace.get_current_span().get_span_context().trace_id)
 
 
-def test_the_signature_gains_a_keyword_and_stays_otherwise():
+def test_the_signature_gains_only_a_keyword():
     assert str(inspect.signature(Worker.plain)) == (
         "(self, a, b=2, *args, c, carrier=None, **more)"
     )
@@ -143,7 +143,7 @@ def test_a_traced_handle_can_be_sent_to_another_process():
     assert copy.step.remote() == "reference"
 
 
-def test_baggage_of_any_kind_travels_as_it_is_now():
+def test_baggage_of_any_type_travels_as_text():
     for value in ("a, b=c", 7, ["x"]):
         token = context.attach(baggage.set_baggage("rl.note", value))
         carrier = inject()

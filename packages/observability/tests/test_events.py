@@ -119,7 +119,7 @@ def test_without_a_listener_the_wrapper_is_silent(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_listener_that_raises_takes_no_answer_away():
+def test_a_raising_listener_does_not_change_results():
     def broken(event):
         raise RuntimeError("listener is down")
 

@@ -1,7 +1,7 @@
 """Lifecycle events and their attributes, and waits that are reported while they last.
 
-`Waits` is imported from its room: what a process has waits a second for a report and half a minute
-for the next.
+`Waits` is imported from its internal module: the `waits` of a process report after a second, and
+again after half a minute, too slow for a test.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_a_long_wait_is_reported_at_once_and_repeated(sdk, monkeypatch):
     assert len(flushes) == 2
 
 
-def test_a_wait_that_is_reported_again_much_later_delays_no_other():
+def test_a_long_report_interval_delays_no_other_wait():
     waits = Waits(delay_s=0.01, again_s=3600.0)
     for _ in range(3):
         reports = Reports()
@@ -246,6 +246,6 @@ if (child := os.fork()) == 0:
 os.waitpid(child, 0)
 """
     names = [facts["name"] for _ in range(2) for facts in run(script).report]
-    # Without what makes them unique those of pid 1 in a container that was started again repeat.
+    # The random part is needed: a restarted container has a process with pid 1 again.
     assert len({name.rpartition("-")[0] for name in names}) == len(names) == 4
     assert {name.rpartition("-")[2] for name in names} == {"1"}

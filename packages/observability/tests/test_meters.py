@@ -1,4 +1,4 @@
-"""Metrics of operations: names, units, bounded labels, and questions to the store."""
+"""Metrics of operations: names, units, bounded labels, and queries to the store."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_bytes_count_in_both_directions_and_fall_with_a_clear(client, metrics):
     assert metrics.values("dataplane.outstanding") == {"train_#": 8}
 
 
-def test_the_age_of_what_is_claimed_is_since_its_put(client, metrics):
+def test_claim_age_counts_from_the_put(client, metrics):
     for sample_id in "ab":
         client.put_samples([sample_id], "train_7", batch(1))
     client.claim_meta("train_7", "train", ["x"], 2, blocking=False)
@@ -124,7 +124,7 @@ def test_the_age_of_what_is_claimed_is_since_its_put(client, metrics):
     ("counts", "recorded"),
     [
         ({3: 1, 5: 1}, {3: 1, 5: 1}),
-        # Of very many samples in proportion: a quarter, the others, and the only one.
+        # Many samples are recorded in proportion: a quarter, three quarters, and at least one.
         ({3: 1000, 5: 2999, 2: 1}, {3: 8, 5: 24, 2: 1}),
     ],
 )
@@ -205,7 +205,7 @@ class Counting(InMemoryDataPlaneClient):
         return super().list_storage()
 
 
-def test_a_store_is_asked_once_a_collection_for_each_place(metrics):
+def test_each_place_is_queried_once_per_collection(metrics):
     store = Counting()
     clients = [claiming(store)]
     for _ in range(2):  # one of them wrapped again
@@ -217,7 +217,7 @@ def test_a_store_is_asked_once_a_collection_for_each_place(metrics):
     assert metrics.states() == (2, 3)
     clients[0].clear_samples(None, "train_7")
     store.questions.clear()
-    for _ in range(2):  # a place that is gone is not asked for again
+    for _ in range(2):  # a cleared place is not queried again
         assert metrics.points("dataplane.ready") == metrics.points("dataplane.consumed") == []
     assert len(store.questions) <= len(clients)
     store.close()
@@ -259,7 +259,7 @@ def test_an_unreachable_store_is_asked_once_per_collection(metrics, error):
         assert metrics.values("dataplane.ready").keys() == {"train_#", "val", "last"}
 
 
-def test_of_many_places_those_claimed_from_last_are_reported(metrics):
+def test_only_the_last_claimed_places_are_reported(metrics):
     store = Counting()
     with claiming(store, partition="first") as client:
 

@@ -1,6 +1,6 @@
 """Exports of a process, decoded by OpenTelemetry's own service definitions.
 
-Independent of our receiver and of our records: both ends could be wrong in the same way.
+These tests use neither `Receiver` nor `records`, which could have the same error as the export.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""An OTLP receiver: what it takes, refuses and passes on, over real sockets.
+"""The OTLP receiver: which requests it accepts, refuses and forwards, over real sockets.
 
-Bounds of half a minute and of 256 connections are patched by their names in the receiver's rooms.
+Bounds of half a minute and of 256 connections are patched in the receiver's internal modules.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_a_body_that_is_too_large_is_refused(receiver: Receiver) -> None:
     for length in (b"1048577", b"9" * 40):
         answer = raw(receiver, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 413 ")
-    assert post(receiver, body=bytes(8 << 20))[0] == 413  # also where much of it is sent
+    assert post(receiver, body=bytes(8 << 20))[0] == 413  # also if most of the body is sent
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_many_clients_at_once_lose_nothing(receiver: Receiver) -> None:
     assert len({span.name for span in records.spans}) == 320
 
 
-def test_waiting_ends_when_enough_has_come(receiver: Receiver) -> None:
+def test_wait_for_returns_when_the_predicate_holds(receiver: Receiver) -> None:
     results = []
     begun = threading.Event()
 
@@ -310,7 +310,7 @@ def test_requests_are_passed_on_as_they_came() -> None:
         assert collector.snapshot() == receiver.snapshot()
 
 
-def test_a_collector_that_refuses_what_is_passed_on_costs_one_warning() -> None:
+def test_an_unreachable_collector_costs_one_warning() -> None:
     with capture_logs() as logged:
         with Receiver(forward="http://127.0.0.1:9") as receiver:
             for letter in "abcde":
@@ -332,7 +332,7 @@ def test_a_slow_collector_delays_neither_answers_nor_the_end(
         receiver.close(0.3)
         assert time.monotonic() - begin < 4
         counts = receiver.counts()
-    # One is on its way still, two waited and were given up at the end, seven did not fit.
+    # One is in flight, two were dropped from the queue at close, seven did not fit into it.
     assert (counts["received"], counts["not_forwarded"]) == (10, 9)
     assert [each["reason"] for each in logged] == ["the queue is full"]
 

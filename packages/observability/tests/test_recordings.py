@@ -60,7 +60,7 @@ def test_a_folder_keeps_what_arrived_across_receivers(tmp_path: Path) -> None:
             post(receiver, body=traces(name))
             post(receiver, "/v1/logs", logs(name))
             post(receiver, "/v1/metrics", metrics())
-            post(receiver, body=b"")  # an empty request is one, but there is nothing to keep
+            post(receiver, body=b"")  # an empty request is accepted, but not stored
     assert names(folder) == ["a", "b"]
     assert [event.name for event in read_folder(folder).events] == ["a", "b"]
     assert (folder / "metrics.otlp").read_bytes() == framed(metrics(), metrics())

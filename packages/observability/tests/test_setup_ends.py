@@ -205,7 +205,7 @@ report(**telemetry.counts()["spans"])
     assert events == ["child", "parent"]
 
 
-def test_the_claim_of_a_process_that_was_killed_is_marked_later_on(receiver: Receiver) -> None:
+def test_a_wait_of_a_killed_process_becomes_silent(receiver: Receiver) -> None:
     process = started(
         """
 from dataplane_core import InMemoryDataPlaneClient

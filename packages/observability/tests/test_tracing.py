@@ -25,7 +25,7 @@ def batch(*fields, count):
 
 
 class PublishedOnly(InMemoryDataPlaneClient):
-    """Store without origins, like an adapter for the published contract alone."""
+    """Store without origins, like an adapter that has only the documented methods."""
 
     capabilities = InMemoryDataPlaneClient.capabilities.__class__(
         read_your_writes=True, exclusive_claims=True

@@ -138,7 +138,7 @@ def test_no_observer_fails_at_what_the_client_refuses(hostile):
 @pytest.mark.parametrize(
     "ids", [np.array(["a", "b"]), [np.str_("a"), "b"], {"a": 1, "b": 2}.keys()]
 )
-def test_samples_that_no_list_names_are_counted(wrap, ids):
+def test_sample_ids_need_not_be_a_list(wrap, ids):
     with wrap(InMemoryDataPlaneClient()) as client:
         client.register_partition("p", ["x"], 2, ["t"])
         client.put_samples(ids, "p", TensorDict({"x": torch.zeros(2)}, [2]))

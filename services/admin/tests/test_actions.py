@@ -67,7 +67,7 @@ def test_clearing_samples_is_recorded(client, plane):
     [entry] = audit(client)
     assert (entry["action"], entry["target"]) == ("clear", "train")
     assert entry["actor"] == "token from testclient"
-    assert entry["outcome"] == "done: 2 samples of partition 'train' cleared"
+    assert entry["outcome"] == "done: samples of partition 'train' cleared: 2"
     assert entry["parameters"]["samples"] == {"count": 2, "first": ["s0", "s1"]}
     assert TOKEN not in str(entry)
 
@@ -83,7 +83,7 @@ def test_an_action_is_recorded_before_it_runs(client, plane, monkeypatch):
     assert act(client, "clear", sample_ids=["s0"]).status_code == 200
     assert [entry["outcome"] for entry in seen] == ["requested"]
     done, requested = entries(client)
-    assert done["outcome"] == "done: 1 samples of partition 'train' cleared"
+    assert done["outcome"] == "done: samples of partition 'train' cleared: 1"
     alike = ("actor", "action", "target", "parameters")
     assert [done[name] for name in alike] == [requested[name] for name in alike]
 
@@ -119,7 +119,7 @@ def test_an_unrecorded_outcome_is_still_answered(client, plane, monkeypatch, sam
     if status == 200:
         sentence = answer.json()["sentence"]
         assert sentence.startswith(
-            "1 samples of partition 'train' cleared; the audit log has no outcome"
+            "samples of partition 'train' cleared: 1; the audit log has no outcome"
         )
         assert len(plane.list_samples("train")) == 3
     else:

@@ -1,6 +1,6 @@
 """An HTTP server that bounds the number of connections and the time to wait for a request.
 
-A silent client occupies one connection and nothing else. The headers of a request must arrive
+A silent client occupies one connection and its thread. The headers of a request must arrive
 within a deadline. At the maximum number of connections, the one that has been idle longest is
 closed. Client errors are logged once per address and minute.
 """

@@ -22,6 +22,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 
+from observability.rl_insight import join_steps
 from observability.wire import parse
 
 Attributes: TypeAlias = Mapping[str, Any]
@@ -243,6 +244,7 @@ def decode_traces(body: bytes) -> Records:
     """
     request = ExportTraceServiceRequest()
     parse(request, body)
+    join_steps(request.resource_spans)
     records = Records()
     for resource_spans in request.resource_spans:
         process, run = process_and_run(resource_spans.resource)

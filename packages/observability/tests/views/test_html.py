@@ -69,7 +69,7 @@ def test_every_span_is_a_bar_and_every_process_a_lane():
 
 
 def test_bars_lie_within_the_drawing_and_not_over_each_other():
-    # A bar is a group of a tip and the place of its rectangle.
+    # A bar is a group: its tooltip, then an SVG whose x and width are the position.
     elements = page(run_of(1)).elements
     bars = [
         elements[at + 2][1]
@@ -92,7 +92,7 @@ def test_critical_path_is_drawn_from_end_to_end():
     result = page(grpo_step())
     parts = result.all("rect", "path")
     widths = sum(float(item["width"].rstrip("%")) for item in parts)
-    # A stretch has a least width, to be seen.
+    # Each segment has a minimum width, so that it is visible.
     assert widths == pytest.approx(100, abs=1)
 
 
@@ -215,7 +215,7 @@ def test_page_is_written_atomically(tmp_path: Path):
     path.unlink()
     write_page([], path)
     assert "No steps." in path.read_text("utf-8")
-    (tmp_path / "other").touch()  # has the rights of any new file, as the page
+    (tmp_path / "other").touch()  # a new file: the page must have the same mode
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):

@@ -50,7 +50,7 @@ def test_a_blocked_claim_reports_task_fields_start_and_shortage():
     assert (wait.process, wait.task, wait.partition) == (POLICIES[1], "train", "train")
     assert (wait.fields, wait.requested, wait.since_ns) == (("advantages",), 32, ns(5))
     assert wait.seconds == pytest.approx(12.3)
-    assert (wait.present, wait.ready, wait.claimed, wait.outstanding) == (512, 0, 32, 0)
+    assert (wait.present, wait.ready, wait.claimed, wait.not_put) == (512, 0, 32, 0)
     assert wait.lacks == {"advantages": Lack(480, tuple(IDS[32:42]))}
 
 
@@ -60,13 +60,13 @@ def test_a_wait_is_one_sentence():
         "task 'train' in grpo.policy 1 has been blocked for 12.3 s on 32 samples "
         "of partition 'train' with "
         "advantages: 480 of 512 lack advantages (abc_g32, abc_g33, …); 32 ready; "
-        "0 outstanding"
+        "0 not put yet"
     )
     (wait,) = why(stuck(put=128).records, ns(6))
-    assert str(wait).endswith(": 128 of 128 lack advantages (abc_g0, abc_g1, …); 384 outstanding")
+    assert str(wait).endswith(": 128 of 128 lack advantages (abc_g0, abc_g1, …); 384 not put yet")
     (wait,) = why(stuck(advantages=512, claimed=512).records, ns(6))
     assert str(wait).endswith(
-        ": 512 present and none lacks a field; 512 already claimed by it; 0 outstanding"
+        ": 512 present and none lacks a field; 512 already claimed by it; 0 not put yet"
     )
 
 
@@ -140,7 +140,7 @@ def test_a_repeated_wait_is_one_and_lasts_since_its_start():
     (wait,) = why(maker.records, ns(605))
     assert (wait.seconds, wait.silent_s) == (600.0, 0.0)
     maker.event("claimed", POLICIES[1], 606, [], wait="77-1", task="train")
-    waiting(maker, POLICIES[1], 607, again_s=30.0)  # it was on its way
+    waiting(maker, POLICIES[1], 607, again_s=30.0)  # a report in flight when the wait ended
     assert why(maker.records, ns(900)) == []
 
 
@@ -169,7 +169,7 @@ def test_silence_threshold_is_an_argument(after_s, silent_s):
     (wait,) = why(maker.records, ns(206), silent_after_s=after_s)
     assert wait.silent_s == silent_s
     maker = TraceMaker()
-    waiting(maker, POLICIES[1], 6)  # and of one that does not promise to come again, for ever
+    waiting(maker, POLICIES[1], 6)  # reported once and without again_s: never silent
     (wait,) = why(maker.records, ns(206), silent_after_s=after_s)
     assert wait.silent_s == 0.0
 
@@ -191,7 +191,7 @@ def test_a_call_that_waits_says_what_it_is_to_write():
     assert str(call) == (
         "grpo.driver has been blocked for 6.00 s on policy worker 1: compute_logprobs, to write "
         "prev_logprobs of 2 samples of partition 'train': 1 of 2 lack prev_logprobs (abc_g1); "
-        "508 outstanding"
+        "508 not put yet"
     )
 
 
@@ -199,14 +199,14 @@ def test_cleared_samples_lack_nothing_and_are_not_put_again():
     maker = stuck(put=10)
     maker.event("cleared", DRIVER, 7, IDS[:4])
     (wait,) = why(maker.records, ns(9))
-    assert (wait.present, wait.lacks["advantages"].count, wait.outstanding) == (6, 6, 502)
+    assert (wait.present, wait.lacks["advantages"].count, wait.not_put) == (6, 6, 502)
 
 
 def test_withdrawn_samples_are_still_to_be_put():
     maker = stuck(put=10)
     maker.event("cleared", DRIVER, 7, [*IDS[:4], "never put"], withdrawn=True)
     (wait,) = why(maker.records, ns(9))
-    assert (wait.present, wait.outstanding) == (6, 506)
+    assert (wait.present, wait.not_put) == (6, 506)
 
 
 def test_released_samples_can_be_claimed_again():
@@ -227,7 +227,7 @@ def test_a_claim_blocked_on_leases_names_who_holds_them():
     assert str(wait).endswith(
         "512 present and none lacks a field; 512 already claimed by it; it is blocked on "
         "32 leased samples: 20 held by grpo.policy 0, 12 held by grpo.policy 1; "
-        "0 outstanding"
+        "0 not put yet"
     )
     maker.event("released", POLICIES[0], 5, IDS[480:500], task="train")
     maker.event("cleared", DRIVER, 5, IDS[500:])
@@ -263,7 +263,7 @@ def test_a_partition_that_is_declared_again_keeps_its_samples():
     maker = stuck(put=10, advantages=10, claimed=4)
     maker.event("registered", DRIVER, 7, [], samples=20, fields=["advantages"], tasks=["train"])
     (wait,) = why(maker.records, ns(9))
-    assert (wait.present, wait.outstanding, wait.claimed) == (10, 10, 4)
+    assert (wait.present, wait.not_put, wait.claimed) == (10, 10, 4)
 
 
 def test_partitions_of_one_name_in_two_runs_do_not_mix():
@@ -298,7 +298,7 @@ def live(**changes):
 
 def test_live_numbers_win_over_folded_ones():
     (wait,) = why(stuck(put=100).records, ns(9), [live()])
-    assert (wait.present, wait.ready, wait.claimed, wait.outstanding) == (500, 50, 250, 8)
+    assert (wait.present, wait.ready, wait.claimed, wait.not_put) == (500, 50, 250, 8)
     assert wait.lacks == {"advantages": Lack(200, tuple(IDS[:10]))}
     other = live(partition_id="val")
     assert why(stuck(put=100).records, ns(9), [other]) == why(stuck(put=100).records, ns(9))

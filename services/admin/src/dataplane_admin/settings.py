@@ -21,7 +21,8 @@ class Settings:
 
     Attributes:
         store_url: database of the telemetry: ``sqlite:///path`` or ``postgresql+psycopg://...``.
-        token: bearer token for every route except ``/healthz``; None disables authentication.
+        token: bearer token for every route except ``/healthz``, ``/readyz``, ``/login`` and
+            ``/static/``; None disables authentication.
         allowed_hosts: host names and addresses allowed in the Host header, without ports; requests
             with the token may use any.
         allowed_origins: origins, such as ``https://admin.example``, whose pages may send requests,

@@ -80,7 +80,7 @@ def test_why_reads_only_present_samples_of_an_old_partition(job, otlp, monkeypat
 
     monkeypatch.setattr("dataplane_admin.store.reader.decode_logs", decode)
     assert waits(job) == expected(logs)
-    assert "839 outstanding" in waits(job)[0]
+    assert "839 not put yet" in waits(job)[0]
     assert sum(read) < 20, "the wait, the declaration and the put of the straggler, twice"
 
 
@@ -162,13 +162,13 @@ def test_a_repeated_wait_counts_once_and_its_end_ends_it(job, otlp):
 @pytest.mark.parametrize(
     ("done", "shown"),
     [
-        ([("put", "a"), ("cleared", "a")] * 3, "4 outstanding"),
-        ([("put", "ab"), ("put", "a"), ("cleared", "b"), ("cleared", "b")], "5 outstanding"),
-        ([("cleared", "xy")], "7 outstanding"),
-        ([("cleared", "x"), ("put", "x"), ("cleared", "x")], "6 outstanding"),
-        ([("cleared", "k")], "7 outstanding"),
-        ([("cleared", "e")], "7 outstanding"),
-        ([("put", "k"), ("cleared", "k"), ("put", "k"), ("cleared", "k")], "6 outstanding"),
+        ([("put", "a"), ("cleared", "a")] * 3, "4 not put yet"),
+        ([("put", "ab"), ("put", "a"), ("cleared", "b"), ("cleared", "b")], "5 not put yet"),
+        ([("cleared", "xy")], "7 not put yet"),
+        ([("cleared", "x"), ("put", "x"), ("cleared", "x")], "6 not put yet"),
+        ([("cleared", "k")], "7 not put yet"),
+        ([("cleared", "e")], "7 not put yet"),
+        ([("put", "k"), ("cleared", "k"), ("put", "k"), ("cleared", "k")], "6 not put yet"),
     ],
 )  # fmt: skip
 def test_cleared_samples_are_subtracted_from_the_declared(job, otlp, monkeypatch, few, done, shown):
@@ -195,7 +195,7 @@ def test_cleared_samples_are_subtracted_from_the_declared(job, otlp, monkeypatch
          ("put", "a")],
         # The entire partition was cleared.
         [("put", "ab"), ("cleared", ""), ("put", "c")],
-        # Withdrawn samples are outstanding.
+        # Withdrawn samples count as not put.
         [("registered", ""), ("put", "abcd"), ("cleared", "a"), ("withdrawn", "bc")],
     ],
     ids=["early claim", "entire partition", "withdrawn"],

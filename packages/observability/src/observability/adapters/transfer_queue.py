@@ -34,7 +34,7 @@ class TransferQueueInstrumentor(BaseInstrumentor):
         register_post_import_hook(_wrap, _MODULE)
 
     def _uninstrument(self, **options: Any) -> None:
-        """Restore the methods; a client that exists keeps those it was built with."""
+        """Restore the methods; a synchronous client that exists already keeps the wrapped ones."""
         module: Any = sys.modules.get(_MODULE)
         if module is None:
             return

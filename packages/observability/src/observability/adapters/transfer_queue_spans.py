@@ -132,7 +132,7 @@ def _partition_of(meta: Any) -> str:
 
 
 async def _describe(client: Any, call: Operation, meta: Any) -> None:
-    """Fill in the samples of an operation if its span is recorded: those of its first partition."""
+    """Fill in the samples of the first partition, if the span of the operation is recorded."""
     if not trace.get_current_span().is_recording():
         return
     call.partition_id, call.n_keys = _partition_of(meta), len(meta.global_indexes)

@@ -16,7 +16,7 @@ from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_fact
 from observability.setup import setup
 
 _STEP_TIMER = "step"
-# verl's names of timers, to the names that docs/telemetry.md has. Other timers keep their names.
+# verl's timer names, mapped to the names in docs/telemetry.md. Other timers keep their names.
 _NAMES = {
     "gen": "rollout",
     "old_log_prob": "logprobs",

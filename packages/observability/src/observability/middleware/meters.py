@@ -50,7 +50,7 @@ from observability.middleware.tracing import origins_of
 logger = structlog.get_logger("observability")
 
 MAX_CLASSES = 32
-"""Maximum number of partition classes in one process; further ones share `OTHER`."""
+"""Maximum number of partition classes of one client; further ones share `OTHER`."""
 OTHER = "other"
 
 _SCOPE = "rl-dataplane"
@@ -287,7 +287,7 @@ def _observe(meter: Meter) -> None:
         "dataplane.consumed",
         [partial(counts.observe, "acknowledged")],
         unit="{sample}",
-        description="Samples present that a task has acknowledged.",
+        description="Samples in the store that a task has acknowledged.",
     )
 
 
@@ -323,8 +323,8 @@ class _Counts:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # Maps the state that the other instrument reports to the time of the last query and its
-        # totals.
+        # By state, for the instrument that has not read the last query yet: time of the query and
+        # its totals.
         self._pending: dict[str, tuple[float, _Totals]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:

@@ -33,8 +33,8 @@ class MetricsDataPlaneClient(ObservedClient):
             - ``partition_id``: empty for close;
             - ``n_keys``: number of samples in the call; claimed samples for claim_meta, the
               declared number for register, 0 for ``clear_samples(None, ...)``;
-            - ``n_bytes``: bytes of the tensors put or read; of ragged tensors only the packed
-              values, of columns that were read also the padding;
+            - ``n_bytes``: bytes of the tensors put or read. A ragged tensor counts only its packed
+              values; a column that was read counts with its padding;
             - ``wall_ms``: duration of the call in milliseconds;
             - ``status``: ok, timeout (the call raised a TimeoutError) or error.
 

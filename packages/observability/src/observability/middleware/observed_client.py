@@ -1,7 +1,7 @@
 """`ObservedClient`: a client that forwards every call and reports it to observers.
 
 Only this class implements the complete contract; events, spans, log records and metrics are one
-`Observer` each. An observer cannot change the result or error that the caller gets.
+`Observer` each. An observer can change tags, but nothing else of the caller's result or error.
 """
 
 from __future__ import annotations

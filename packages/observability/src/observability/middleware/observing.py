@@ -1,4 +1,4 @@
-"""`Observing`: reports operations to observers, which cannot change their results or errors."""
+"""`Observing`: reports operations to observers; an observer's error does not reach the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = structlog.get_logger("observability")
 
 
 class Observing:
-    """Reports to observers.
+    """A reporter of operations to observers.
 
     Args:
         observers: observers in the order in which they begin.
@@ -31,7 +31,7 @@ class Observing:
 
     @contextmanager
     def observed(self, call: Operation) -> Iterator[Operation]:
-        """Report the operation of the block, whose outcome it fills in."""
+        """Report the operation that the block runs; the block fills in its sizes and samples."""
         begun = [(observer, self._guarded(observer.begin, call)) for observer in self._observers]
         started = time.perf_counter()
         try:

@@ -46,7 +46,7 @@ class Operation:
         extra: extra keywords of a put or a read; observers may add to them.
         wall_s: duration in seconds; 0 during the call.
         error: the exception that was raised; None if there was none.
-        started_ns: start in nanoseconds since 1970, if it was before the report of the start.
+        started_ns: start in nanoseconds since 1970, if it is reported only later; else None.
     """
 
     op: Op
@@ -87,7 +87,7 @@ class Operation:
         return "timeout" if isinstance(self.error, TimeoutError) else "error"
 
     def request_origins(self) -> None:
-        """Make the read return its origins together with the data, for `origins`."""
+        """Make the read return its origins with the data, so that `origins` needs no query."""
         if self._inner is not None and self._inner.capabilities.origins:
             if self.extra.get("origins") is None:
                 self.extra["origins"] = {}

@@ -1,7 +1,7 @@
 """`TracingDataPlaneClient`: a span per operation, linked to the puts it consumes.
 
-A put stores its `Origin` with its samples. A claim or a read queries the store for the origins of
-its samples and links to at most `MAX_LINKS` of them.
+A put stores its `Origin` with its samples. A claim queries the store for the origins of its
+samples; a read gets them with the data. Both link to at most `MAX_LINKS` of them.
 """
 
 from __future__ import annotations

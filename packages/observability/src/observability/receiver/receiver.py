@@ -219,7 +219,7 @@ class Receiver:
                         "recording_failed",
                         path=str(writer.path),
                         reason=str(error),
-                        consequence="requests are stored in memory only",
+                        consequence="requests that are not written are missing from the recording",
                     )
 
     def _close_files(self) -> None:

@@ -43,8 +43,7 @@ def setup(
     Telemetry never makes the program fail or block. If the collector is down, is slow or rejects
     requests, or if the endpoint is not a URL, items may be dropped: `Telemetry.counts` counts them,
     and one warning is logged. For these warnings, the standard logger ``opentelemetry`` is
-    redirected. One export may take 3 s
-    (``OTEL_EXPORTER_OTLP_TIMEOUT``).
+    redirected. One export takes at most 3 s, unless OTEL_EXPORTER_OTLP_TIMEOUT is set.
 
     Queued items are exported at exit and on SIGTERM. The signal handler is installed if `setup` is
     called in the main thread; it then calls the previous handler. A forked child exports nothing

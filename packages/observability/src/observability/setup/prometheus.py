@@ -29,13 +29,13 @@ def scrape_server(host: str, port: int, registry: CollectorRegistry) -> BoundedS
     class Handler(BoundedHandler, pages):  # type: ignore[misc, valid-type]  # a class made at run time
         headers_s = _REQUEST_S
 
-        def do_GET(self) -> None:  # noqa: N802  # its name there
+        def do_GET(self) -> None:  # noqa: N802  # the base's name
             """Answer with the metrics."""
             self.server.mark_busy(self.connection)
             self.connection.settimeout(_ANSWER_S)
             super().do_GET()
 
-        def log_error(self, format: str, *args: object) -> None:  # noqa: A002  # its name there
+        def log_error(self, format: str, *args: object) -> None:  # noqa: A002  # the base's name
             """Log a malformed or late request without the text, which quotes the request."""
             self.server.log.warn("invalid_request", self.client_address[0])
 

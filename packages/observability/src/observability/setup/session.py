@@ -17,7 +17,7 @@ from observability.wire import Kind, rejected_of
 
 _MAX_ANSWER_BYTES = 1 << 16
 _MIN_TIMEOUT_S = 0.01
-"""Minimum timeout: requests rejects the timeout of 0 that the SDK passes at its deadline."""
+"""Minimum timeout: the library `requests` rejects the 0 that the SDK passes at its deadline."""
 _RETRYABLE = frozenset({429, 502, 503, 504})
 """Statuses after which OTLP allows a retry."""
 
@@ -95,7 +95,7 @@ class CollectorSession(requests.Session):
         try:
             self.rejected = rejected_of(self._kind, body)
         except DecodeError:
-            self.rejected = 0  # the status 2xx decides
+            self.rejected = 0  # a 2xx status means success, whatever the body
         if self.rejected:
             self.trouble = "collector rejected a part", f"{self.rejected} items"
         return answer

@@ -3,7 +3,7 @@
 An event arrives some seconds after its time: processes export at intervals, and retry. A clock is
 wrong if its events arrive before their time, or much later than those of other clocks. If any clock
 is wrong, the times of all clocks are shifted: in each group of clocks that agree, the least delayed
-event gets its time of arrival. Events of one clock keep their order.
+event is placed at its time of arrival. Events of one clock keep their order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, i
     """Return the offset to add to the times of each clock so that they are comparable.
 
     Args:
-        times: clock, time by that clock, and time of receipt of each event; 0 if unknown.
+        times: clock, time by that clock, and time of receipt (0 if unknown) of each event.
 
     Returns:
         Clock to nanoseconds. Clocks whose events arrive with similar delays agree and have the same

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from observability.records import Event, Process, Records, Span, distinct_labels
+from observability.rl_insight import SCOPE as RL_INSIGHT
 from observability.views import attributes
 from observability.views.clocks import clocks_ahead, on_one_clock
 from observability.views.distinct import distinct_events, distinct_spans, timed_events
@@ -56,9 +57,9 @@ class Step:
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
         staleness: staleness of the trained samples; None if no version is known.
-        clocks: host whose clock disagrees with the root's to the minimum number of nanoseconds by
-            which it is ahead; negative if it is behind. The times of its spans and events are
-            corrected by that number.
+        clocks: minimum number of nanoseconds by which the clock of a host is ahead of the root's,
+            by host; negative if it is behind; only hosts that disagree. The times of its spans and
+            events are corrected by that number.
     """
 
     run_id: str
@@ -198,6 +199,9 @@ def steps_of(records: Records) -> list[Step]:
         if (number := _number(trace_spans)) is not None
     }
     runs = {trace_id: _run(spans[trace_id]) for trace_id in numbered}
+    for trace_id in numbered:
+        if all(span.scope == RL_INSIGHT for span in spans[trace_id]):
+            spans[trace_id] = _below_root(spans[trace_id])
     everything = sorted(
         distinct_events(timed_events(records.events)), key=lambda event: event.time_ns
     )
@@ -261,6 +265,20 @@ def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
     if root is None:
         return line[-1] if line else None
     return line[-2] if len(line) > 1 and line[-1] is root else None
+
+
+def _below_root(spans: list[Span]) -> list[Span]:
+    """Return spans without parents below a root that is as long as all of them."""
+    root = replace(
+        spans[0],
+        span_id=spans[0].trace_id[:16],
+        name=ROOT,
+        start_ns=min(span.start_ns for span in spans),
+        end_ns=max(span.end_ns for span in spans),
+        attributes={name: spans[0].attributes.get(name) for name in ("rl.run_id", "rl.step")},
+        outcome="unset",
+    )
+    return [root, *(replace(span, parent_id=root.span_id) for span in spans)]
 
 
 def _number(spans: Iterable[Span]) -> int | None:

@@ -60,9 +60,9 @@ class Wait:
         requested: number of requested samples; 0 if not reported.
         known: whether the partition exists; if not, the numbers below mean nothing.
         present: number of samples in the partition now.
-        ready: number of those that are neither claimed by the task nor lack a field.
+        ready: number of those that the task has not claimed and that lack no field.
         lacks: field to the samples that lack it; fields that no sample lacks are omitted.
-        outstanding: number of declared samples that were not put yet.
+        not_put: number of declared samples that were not put yet.
         claimed: number of samples in the partition that the task has claimed.
         holders: process to the number of samples that it leases for the task; the process is
             "host:pid" in live numbers, its label in events.
@@ -85,7 +85,7 @@ class Wait:
     present: int = 0
     ready: int = 0
     lacks: Mapping[str, Lack] = field(default_factory=dict)
-    outstanding: int = 0
+    not_put: int = 0
     claimed: int = 0
     assigned: int = 0
     holders: Mapping[str, int] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Wait:
         if self.claimed:
             parts.append(f"{self.claimed} already claimed by it")
         if self.holders:
-            blocked = not (self.lacks or self.ready or self.outstanding)
+            blocked = not (self.lacks or self.ready or self.not_put)
             leased, named = sum(self.holders.values()), self._named_holders()
             parts.append(
                 f"it is blocked on {leased} leased samples: {named}"
@@ -143,7 +143,7 @@ class Wait:
             )
         if self.assigned:
             parts.append(f"{self.assigned} assigned to ranks")
-        parts.append(f"{self.outstanding} outstanding")
+        parts.append(f"{self.not_put} not put yet")
         return ": " + "; ".join(parts)
 
     def _named_holders(self) -> str:
@@ -303,7 +303,7 @@ class _Partition:
             present=len(rows),
             ready=sum(needed <= fields for fields in open_rows.values()),
             lacks=lacks,
-            outstanding=max(0, self.declared - self.put_total),
+            not_put=max(0, self.declared - self.put_total),
             claimed=len(rows) - len(open_rows),
             holders=Counter(
                 holder
@@ -359,7 +359,7 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
         present=summary.present,
         ready=min(max(wait.ready, minimum), maximum),
         lacks=lacks,
-        outstanding=max(0, summary.declared - summary.put),
+        not_put=max(0, summary.declared - summary.put),
         claimed=claimed,
         assigned=assigned,
         holders=holders,

@@ -65,7 +65,7 @@ class Actions:
             actor,
             act,
             lambda _: (
-                f"{named} cleared" if ids is None else f"{len(ids)} samples of {named} cleared"
+                f"{named} cleared" if ids is None else f"samples of {named} cleared: {len(ids)}"
             ),
         )
 
@@ -106,7 +106,7 @@ class Actions:
             actor,
             act,
             lambda count: (
-                f"claim {printable(change.claim)} ended; {count} samples can be claimed again"
+                f"claim {printable(change.claim)} ended; samples that can be claimed again: {count}"
             ),
         )
 

@@ -143,14 +143,14 @@ class Answers:
         )
 
     def partition_history(self, partition_id: str) -> models.PartitionHistory:
-        """Return a partition's numbers over the last hour; raise as `partition`."""
+        """Return a partition's numbers over the last hour. Raises as `partition`."""
         _check_id("id", partition_id)
         snapshot = self._snapshot(partition_id)
         partitions.partition_of(snapshot, partition_id)
         return partitions.history(partition_id, snapshot)
 
     def partition_matrix(self, partition_id: str, *, windows: int = 120) -> models.Matrix:
-        """Return samples by field and task in up to ``windows`` windows; raise as `partition`."""
+        """Return samples by field and task in up to ``windows`` windows. Raises as `partition`."""
         _check_id("id", partition_id)
         _check("windows", windows, 1, MAX_WINDOWS)
         snapshot = self._snapshot(partition_id)
@@ -232,9 +232,9 @@ class Answers:
 
         Without ``run``, of the newest run with a finished step.
         """
-        return self.run_steps_cut(ranges, run=run)[0]
+        return self.run_steps_by_ranges(ranges, run=run)[0]
 
-    def run_steps_cut(self, *ranges: int, run: str | None = None) -> list[models.RunSteps]:
+    def run_steps_by_ranges(self, *ranges: int, run: str | None = None) -> list[models.RunSteps]:
         """Return one `run_steps` for each maximum in ``ranges``, all from one read."""
         for maximum in ranges:
             _check("ranges", maximum, 1, MAX_RANGES)
@@ -243,7 +243,7 @@ class Answers:
         return run_steps.run_steps(self._store, self._run_or_newest(run), *ranges)
 
     def runs(self) -> models.Runs:
-        """Return all runs, newest first."""
+        """Return at most 1,000 runs, last reported first."""
         return models.Runs(runs=self._store.runs())
 
     def traces(

@@ -34,7 +34,7 @@ class Conflict(AnswerError):
 
 
 class Unavailable(AnswerError):
-    """A query that needs a part which is unavailable now."""
+    """A query or action that needs the store or the data plane while it is unavailable."""
 
     status = 503
 

@@ -39,7 +39,7 @@ from observability.views import printable
 
 T = TypeVar("T")
 
-NOT_ASKED = models.LiveStatus(
+NOT_CONFIGURED = models.LiveStatus(
     configured=False, attached=False, source="", error=None, at_ns=None, age_s=None, revision=0
 )
 
@@ -47,7 +47,7 @@ NOT_ASKED = models.LiveStatus(
 def live_status(live: Live | None, snapshot: Snapshot) -> models.LiveStatus:
     """Return the state of the connection to the data plane, as of a snapshot."""
     if live is None:
-        return NOT_ASKED
+        return NOT_CONFIGURED
     return models.LiveStatus(
         configured=True,
         attached=snapshot.attached,
@@ -104,7 +104,7 @@ def partition(
     return models.Partition.of(
         summary,
         id=summary.partition_id,
-        outstanding=max(0, summary.declared - summary.put),
+        not_put=max(0, summary.declared - summary.put),
         cleared=max(0, summary.put - summary.present),
         fields=[models.PartitionField.of(field) for field in summary.fields],
         tasks=[_task(task, summary.partition_id, scan, trend, needs) for task in summary.tasks],

@@ -13,7 +13,7 @@ MAX_COUNTED = 10_000
 
 
 def run_steps(store: Store, run_id: str, *ranges: int) -> list[models.RunSteps]:
-    """Return the steps of a run, once for each maximum number of ranges in ``ranges``."""
+    """Return the steps of a run in ranges: one result for each maximum number in ``ranges``."""
     rows, older = store.run_steps(run_id, MAX_COUNTED)
     return [
         models.RunSteps(run_id=run_id, steps=len(rows), older=older, ranges=_cut(rows, maximum))

@@ -141,10 +141,7 @@ def _busy(step: Step) -> dict[str, float]:
 
 def _read(store: Store, trace_id: str, *, events: bool = True) -> tuple[models.TraceFacts, Records]:
     if len(trace_id) != 32 or not set(trace_id) <= set("0123456789abcdef"):
-        raise Refused(
-            f"trace id: found {len(trace_id)} characters; expected 32 hexadecimal digits in lower "
-            "case"
-        )
+        raise Refused(f"trace id: found {len(trace_id)} characters; expected 32 hexadecimal digits")
     facts = store.trace(trace_id)
     if facts is None:
         raise NotFound(

@@ -94,7 +94,7 @@ def _backlog(stuck: Stuck) -> str:
         f"task '{printable(stuck.task)}' has claimed nothing for {_rounded(stuck.idle_s)}: "
         f"{stuck.samples} of {stuck.present} samples of partition "
         f"'{printable(stuck.partition_id)}' are unclaimed, the oldest for "
-        f"{_rounded(stuck.seconds)}{waiting}{_ids(stuck)}{lacks}"
+        f"{_rounded(stuck.seconds)}{_ids(stuck)}{waiting}{lacks}"
     )
 
 

@@ -53,7 +53,7 @@ def add_openapi(app: FastAPI) -> None:
 
 
 def _summarize(operation: dict[str, Any]) -> None:
-    """Move a docstring's first line to the summary, which FastAPI makes of the function's name."""
+    """Use the first line of a docstring as the summary; FastAPI uses the function's name."""
     if docstring := operation.pop("description", ""):
         summary, _, rest = docstring.partition("\n\n")
         operation["summary"] = summary.removesuffix(".")

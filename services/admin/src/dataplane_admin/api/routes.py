@@ -47,8 +47,8 @@ _ASKS = problems(404, 504)
 def router(answers: Answers, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
     """Return all API routes except those that receive telemetry.
 
-    The name of a route's function is its operation id, of which generators make the names of a
-    client: a verb first, such as ``list_partitions``. Renaming it breaks generated clients.
+    The name of a route's function is its operation id. Client generators derive method names from
+    it, so it begins with a verb: ``list_partitions``. Renaming it breaks generated clients.
     """
     routes = APIRouter()
     routes.include_router(_probes(answers))
@@ -65,7 +65,7 @@ def _probes(answers: Answers) -> APIRouter:
 
     @routes.get("/healthz", response_model=models.Liveness, responses=problems(400, 403))
     async def get_liveness() -> Response:
-        """Report that the process serves."""
+        """Report that the process answers requests."""
         return json_reply(models.Liveness())
 
     @routes.get(
@@ -150,7 +150,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
         response_class=Response,
         responses={
             200: {
-                "description": "Events `changed`, whose data are a `Changed`",
+                "description": "Events named `changed`; the data of each is a `Changed` as JSON",
                 "content": {"text/event-stream": {"schema": {"type": "string"}}},
             }
         },
@@ -174,7 +174,10 @@ def _history(answers: Answers) -> APIRouter:
         cursor: Cursor = None,
         limit: Limit = 50,
     ) -> Response:
-        """Search samples by id prefix `q`, or by a live tag."""
+        """Search samples by a prefix of their id, or by a live tag.
+
+        `q` is the prefix.
+        """
         return json_reply(
             answers.samples(
                 q, tag=tag, value=value, partition=partition, cursor=cursor, limit=limit

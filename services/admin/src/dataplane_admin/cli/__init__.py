@@ -25,7 +25,7 @@ from dataplane_admin.serving import exit_cleanly_on_signals, listen, resolve, se
 app = typer.Typer(
     help="Serve the dashboard of a data plane and its traces, or query a running service.",
     epilog="Example: dataplane-admin serve --ray-address auto. Exit status: 0 on success, 1 after "
-    "an error, 2 for an unknown option. An environment variable sets any option: for --port of "
+    "an error, 2 for an unknown option. Each option has an environment variable: for --port of "
     "serve it is DATAPLANE_ADMIN_SERVE_PORT.",
     no_args_is_help=True,
     context_settings={"auto_envvar_prefix": "DATAPLANE_ADMIN"},
@@ -111,7 +111,7 @@ def serve(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the bearer token that all routes except probes require.",
+            help="File with the bearer token. Only probes, login and static files need none.",
             callback=checked(read_token),
         ),
     ] = None,

@@ -66,7 +66,7 @@ def _heading(partition: models.Partition) -> Text:
     return Text.assemble(
         (printable(partition.id), "bold"),
         f"  {partition.present} samples present, {partition.put} of {partition.declared} written, "
-        f"{partition.outstanding} outstanding{size}",
+        f"{partition.not_put} not put yet{size}",
     )
 
 

@@ -21,8 +21,8 @@ class Limits:
         points: data points of a request; further ones are rejected and counted.
         attributes: attributes of a span, event or link; further ones are cut and counted as
             dropped.
-        attribute_length: characters of text, or bytes, of a value; longer ones are cut, as by the
-            SDK.
+        attribute_length: length of a value, in characters of text or in bytes; longer values are
+            cut, as the SDK does.
         links: links, and events, of a span; further ones are cut and counted as dropped.
         ids: samples of an event; an event with more is rejected.
         id_bytes: bytes of a sample id; an event with a longer one is rejected.

@@ -35,6 +35,7 @@ from dataplane_admin.store import (
     StoreUnavailable,
     WriteRefused,
 )
+from observability.rl_insight import join_steps
 from observability.wire import PROTOBUF, Kind, parse
 
 _DECODERS = 2
@@ -124,6 +125,7 @@ class _Receiver:
             if kind == "traces":
                 traces = TracesData()
                 changed = _parse(plain, traces, media_type)
+                changed |= join_steps(traces.resource_spans)
                 changed |= removes and remove_sample_text(traces)
                 return batch_of_spans(traces, None if changed else plain, self._limits)
             if kind == "logs":

@@ -32,7 +32,7 @@ _WANTED_S = 60.0
 # Interval at which pages are updated if only ages change.
 _AGES_S = 5.0
 _HISTORY_INTERVAL_S = 30.0
-"""Interval of a history, which so covers an hour."""
+"""Seconds between the points of a history; `POLLS` points cover an hour."""
 _MAX_BACKOFF_S = 30.0
 _STOP_S = 5.0
 

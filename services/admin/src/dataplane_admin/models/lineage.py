@@ -48,7 +48,7 @@ class Hop(Model):
     process: Text
     partition: Text
     task: Text
-    """Task of a claim, an acknowledgement or training; else empty."""
+    """Task that claimed, acknowledged, released or trained; else empty."""
     stage: Text
     """The step's stage during which it happened; empty if unknown."""
     fields: list[Text]
@@ -109,7 +109,7 @@ class Wait(Model):
     since_ns: int
     seconds: float
     silent_s: float | None
-    """Seconds since its silent process was last seen; else None. Such waits come last."""
+    """Seconds since its process was last seen; None unless it is silent. Silent ones come last."""
     requested: int
     """Samples requested; 0 if unknown."""
     ready: int

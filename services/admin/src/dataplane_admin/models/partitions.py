@@ -82,7 +82,7 @@ class Partition(Model):
     """Samples put since then."""
     present: int
     """Samples present now."""
-    outstanding: int
+    not_put: int
     """Declared samples that are not written yet."""
     reserved: int
     """Samples of puts in flight."""

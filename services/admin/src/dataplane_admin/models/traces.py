@@ -17,7 +17,7 @@ class Run(Model):
 
 
 class Runs(Model):
-    """All runs, newest first."""
+    """Up to 1,000 runs, last reported first."""
 
     runs: list[Run]
 
@@ -114,7 +114,7 @@ class SpanRow(Model):
     name: Text
     kind: Text
     process: Text
-    """Label of the process, one of the trace's ``processes``."""
+    """Label of the process, as in the trace's ``process_times``."""
     start_s: float
     """Seconds since the trace's start; below 0 where clocks disagree."""
     seconds: float | None

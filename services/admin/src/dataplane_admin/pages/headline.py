@@ -27,7 +27,7 @@ class Pace:
 
     Attributes:
         newest: the step that finished last, else the one that reported last; None without steps.
-        usual_s: seconds up to which nothing is late.
+        usual_s: seconds after which the run, or a blocked task of it, is late.
         since_s: seconds since the newest step finished; 0 without steps.
     """
 
@@ -82,8 +82,8 @@ def runs_to_judge(
 
 
 def newest_pace(paces: Mapping[str, Pace]) -> Pace | None:
-    """Return the pace of the run that finished a step last, moving runs first; None without
-    steps."""
+    """Return the pace of the moving run that finished a step last; of any run if none moves; None
+    without steps."""
     known = [pace for pace in paces.values() if pace.newest]
     # A finished run of quick steps may be newer than a moving run of slow steps.
     moving = [pace for pace in known if pace.moves]

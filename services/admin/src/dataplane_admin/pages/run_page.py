@@ -78,7 +78,7 @@ class RunPage:
 
 def run_page(answers: Answers, run: str | None) -> RunPage | None:
     """Return the page of a run, by default of the newest with a finished step; None without any."""
-    fine, coarse = answers.run_steps_cut(_COLUMNS, _ROWS, run=run)
+    fine, coarse = answers.run_steps_by_ranges(_COLUMNS, _ROWS, run=run)
     if not fine.ranges:
         return None
     medians = sorted(steps.median_s for steps in fine.ranges)

@@ -1,7 +1,7 @@
 """Connections of the service: their number and their deadlines.
 
-uvicorn limits neither the number of connections nor the time for a request to arrive. Here the wait
-for a peer has a deadline: for its request, for the rest of one, and until it reads an answer. If
+uvicorn limits neither the number of connections nor the time for a request to arrive. Here each
+wait for a peer has a deadline: for its request, for its body, and until it reads an answer. If
 there are too many connections, the peer with the most of them loses the one whose request has been
 awaited longest. So silent peers do not block others.
 """
@@ -25,7 +25,7 @@ REQUEST_S = 10.0
 """Deadline in seconds for the complete headers of the next request."""
 READ_S = 30.0
 """Deadline in seconds for a peer to read an answer."""
-# Routes refuse a slow body after `BODY_S`; this later one is for other routes.
+# OTLP routes refuse a slow body after `BODY_S`; this deadline is for the other routes.
 _BODY_S = BODY_S + 1.0
 
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -47,7 +47,7 @@ class Connections:
         self._max = max_connections
         self._by_peer: Counter[str] = Counter()
         self._open = 0
-        # Connections that owe something by peer, oldest first.
+        # Connections whose peer must send something, by peer, the longest awaited first.
         self._owing: dict[str, dict[Connection, None]] = {}
 
     def add(self, connection: Connection) -> bool:
@@ -70,12 +70,12 @@ class Connections:
             del self._by_peer[connection.peer]
 
     def owe(self, connection: Connection) -> None:
-        """Mark the peer as owing something from now on."""
+        """Record that the service awaits data from the peer from now on."""
         self.stop_awaiting(connection)
         self._owing.setdefault(connection.peer, {})[connection] = None
 
     def stop_awaiting(self, connection: Connection) -> None:
-        """Mark the peer as owing nothing."""
+        """Record that the service awaits nothing from the peer."""
         owing = self._owing.get(connection.peer, {})
         owing.pop(connection, None)
         if not owing:

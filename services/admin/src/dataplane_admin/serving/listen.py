@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 BACKLOG = 4096
 """Maximum number of connections that wait to be accepted."""
-# Time after which a connection with unread data to a vanished peer is closed.
+# Time after which a connection is closed if the peer acknowledges no sent data.
 _USER_TIMEOUT_MS = 60_000
 
 

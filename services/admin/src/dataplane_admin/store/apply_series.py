@@ -23,7 +23,7 @@ _MAX_POINTS = 64
 """Maximum number of stored digests of points, to recognize resent ones. At one export per second
 they cover a minute, which is how long exporters retry."""
 _MAX_POINTS_OF_REQUEST = 4096
-"""Maximum instead of `_MAX_POINTS` for a series with more points in one request."""
+"""Replaces `_MAX_POINTS` for a series with more than that many points in one request."""
 
 
 def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:

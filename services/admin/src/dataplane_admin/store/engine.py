@@ -36,7 +36,7 @@ _STATEMENT_MS = 30_000
 # Field of a file's header: https://sqlite.org/fileformat2.html#application_id
 _APPLICATION_ID = 0x6470_6164  # "dpad"
 _APPLICATION_AT = 68
-# Tables of a file from before files were stamped.
+# Tables in a file of an older version, which did not stamp its files.
 _FIRST_TABLES = frozenset({"alembic_version", "span_chunks", "open_waits"})
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _SHORT_READ = sqlite3.SQLITE_IOERR_SHORT_READ

@@ -35,8 +35,8 @@ def read_lives(
     Args:
         connection: connection to read from.
         place_id: the samples' partition, a `PlaceModel`.
-        wanted: sample key to the time of its first event and the given time, in nanoseconds since
-            1970.
+        wanted: two times by sample key, in nanoseconds since 1970: that of its first event, and
+            the given time, to read back to.
         until_ns: time after which events are ignored.
 
     Returns:

@@ -173,7 +173,7 @@ def _declaration(
     """Return the newest declaration of a partition.
 
     Samples that were put and are gone are subtracted from the declared number, so that the number
-    of outstanding samples is right without their events.
+    of samples not put yet is right without their events.
     """
     newest = (
         select(*EVENT_COLUMNS, EventModel.time_ns)

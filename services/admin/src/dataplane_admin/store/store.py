@@ -148,7 +148,7 @@ class Store:
         with self._reader.connect() as connection:
             return int(connection.execute(select(StateRow.revision)).scalar_one())
 
-    # Each of these methods is a function above, bound to this store's reader.
+    # Each of these methods is an imported function, bound to this store's reader.
     runs = _bound(read_runs)
     run_with_steps = _bound(read_run_with_steps)
     run_steps = _bound(read_run_steps)

@@ -31,7 +31,7 @@ LOGOUT_PATH = "/logout"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 1_000
 MAX_HELD = 5
-"""Maximum number of delayed answers to wrong tokens per address."""
+"""Number of delayed answers per address at which its login forms are refused unchecked."""
 
 
 def address_of(scope: Scope) -> str:

@@ -2,8 +2,8 @@
 
 A page of another site can resolve its own name to a loopback address and so read what is served
 there (DNS rebinding). It cannot change the Host header, and does not know the token. Requests with
-the token may use any host name, such as from a Prometheus that finds pods by address. A session's
-cookie does not count, since browsers send it automatically.
+the token may use any host name: a Prometheus server, for example, finds pods by address. The
+cookie of a session does not count, since browsers send it automatically.
 
 A browser sends the origin of the page that causes a request. Another port of the same host is
 another origin, though cookies treat it as the same site.

@@ -10,7 +10,7 @@ export function zoom() {
   const buttons = document.getElementById("zoom");
   let scale = 1;
 
-  // Keeps the moment at the fraction `share` of the time range at `at` pixels from the left edge.
+  // Zooms so that the moment at fraction `share` of the time range is `at` pixels from the left edge.
   const set = (next, share, at) => {
     scale = Math.min(MAX_SCALE, Math.max(1, next));
     time.setAttribute("width", `${100 * scale}%`);
