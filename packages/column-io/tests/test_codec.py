@@ -131,7 +131,7 @@ def test_a_jagged_column_is_packed_as_it_is() -> None:
 
 
 def test_without_lengths_the_batch_size_is_the_row_count() -> None:
-    """Known upstream flaw: a batch size of 0 makes any tensor raise."""
+    """Regression test: upstream sets a batch size of 0, which makes any tensor raise."""
     packed = pack_jagged_fields({"input_ids": torch.ones(3, 4), "sample_mask": torch.ones(3)})
     assert packed.batch_size == (3,)
     assert not packed["input_ids"].is_nested

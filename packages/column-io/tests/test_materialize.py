@@ -105,7 +105,7 @@ def test_rows_that_are_lists_of_one_length_stay_lists() -> None:
 
 
 def test_an_array_that_has_not_been_through_a_store_has_shape_n() -> None:
-    """Known upstream flaw: it comes back as (1, n)."""
+    """Regression test: upstream returns the shape (1, n)."""
     array = np.empty(3, dtype=object)
     array[:] = [{"a": 1}, ["x"], None]
     column = materialize(TensorDict({"content": array}, [3]))["content"]

@@ -30,7 +30,7 @@ def test_packing_in_order_keeps_the_order_and_fills_greedily(sizes: list[int]) -
 
 
 @given(sizes=sizes_lists)
-def test_largest_first_leaves_one_half_empty_bin_or_fewer(sizes: list[int]) -> None:
+def test_largest_first_leaves_no_two_half_empty_bins(sizes: list[int]) -> None:
     filled = [sum(sizes[place] for place in bin_) for bin_ in pack_largest_first(sizes, CAPACITY)]
     assert sum(2 * tokens <= CAPACITY for tokens in filled) <= 1
 

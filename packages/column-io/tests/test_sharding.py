@@ -182,7 +182,7 @@ def test_dynamic_micro_batches_stay_within_their_tokens(
 
 
 def test_dynamic_width_is_capped_only_by_max_tokens() -> None:
-    """Known upstream flaw: the width of a placeholder tensor caps the planned width."""
+    """Regression test: upstream caps the planned width at the width of a placeholder tensor."""
     metas, _ = shard_meta_for_dp(
         meta_of([3, 3, 30, 30]), dp_world=2, dynamic_batching_args=dynamic(sequence_length_round=16)
     )

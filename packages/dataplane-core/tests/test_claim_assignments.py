@@ -179,7 +179,7 @@ def test_rank_claims_its_assignment_in_batches(lease_s):
 
 def test_drawn_part_is_limited_with_incomplete_groups():
     ledger = books(num_samples=4, group_size=2)
-    # By length, the complete group is in one part with another one.
+    # The split by length puts the complete group and an incomplete one in the same part.
     lengths = {"p0_g0": 1, "p0_g1": 1, "p1_g0": 100, "p2_g0": 100}
     put(ledger, list(lengths), [{"input_lengths": n} for n in lengths.values()])
     got = [claim(ledger, 2, dp_rank=rank, dp_world=2) for rank in (0, 1, 0, 1)]

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1]
 README = PACKAGE / "README.md"
-ROOT = PACKAGE.parents[1]  # laid out so in the isolation job too
+ROOT = PACKAGE.parents[1]  # the isolation job has the same layout
 DOCS_PAGE = ROOT / "docs" / "dataplane-core.md"
 EXAMPLES = [page for page in (README, DOCS_PAGE, ROOT / "README.md") if page.exists()]
 

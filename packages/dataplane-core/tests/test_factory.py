@@ -1,4 +1,4 @@
-"""Configuration is refused by name; clients and middleware are found through entry points.
+"""Errors name the wrong key of a configuration; entry points name clients and middleware.
 
 Imports internals: entry points are replaced, so that nothing has to be installed.
 """

@@ -1,7 +1,7 @@
 """Each held sample is renewed until it is acknowledged, released or lost.
 
-Imports internals: interleavings of renewals and acknowledgements, which a loader makes only by
-chance.
+Imports internals: tests force interleavings of renewals and acknowledgments that occur only by
+chance in a loader.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Silent(Disturbed):
 
 @pytest.fixture(params=[Disturbed, Silent])
 def holder(request):
-    """Return a client of a store of four samples, and `HeldClaims` with one claim of them."""
+    """Yield the store's client, a second client, `HeldClaims` of that one, and its claim of all."""
     with store(4) as client:
         holder = request.param()
         held = HeldClaims(holder)
@@ -56,7 +56,7 @@ def holder(request):
 
 
 def renewed(client, held):
-    """Return the claim's samples in the store, after checking that its renewal works."""
+    """Return the claim's number of samples in the store, after checking that its renewal works."""
     [claim] = client.list_claims("p")
     reach = claim.age_s + claim.expires_in_s
     held.renew()

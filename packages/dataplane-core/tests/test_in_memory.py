@@ -82,7 +82,7 @@ def test_blocked_claim_wakes_when_another_opens_assignments():
         where = [TagFilter("v", "<=", 2)]
         waiting = pool.submit(client.claim_meta, "p", "train", ["y"], 1, where=where, timeout_s=20)
         until_somebody_waits(client)
-        # This claim opens the assignment of rank 1, and is then blocked on its z.
+        # This claim opens the assignment of rank 1, and is then blocked: the sample lacks z.
         other = [TagFilter("v", "==", 2)]
         assert client.claim_meta("p", "train", ["z"], 1, where=other, timeout_s=5).sample_ids == []
         assert waiting.result(5).sample_ids == ["b"]

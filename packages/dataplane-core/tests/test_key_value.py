@@ -32,7 +32,7 @@ class DictTransaction:
         self.values.pop(key, None)
 
     def scan(self, prefix):
-        # As of a store without any order.
+        # In reverse, because `scan` promises no order.
         return (
             (key, self.values[key])
             for key in sorted(self.values, reverse=True)

@@ -1,6 +1,6 @@
 """Containers of the ledger: a mapping in parts, keys by position, rows in chunks.
 
-Imports internals: containers against models: the ledger shows neither their parts nor their sizes.
+Imports internals: the ledger shows neither the parts nor the sizes of its containers.
 """
 # ruff: noqa: TID251
 

@@ -193,7 +193,7 @@ def test_index_that_is_not_an_int_is_refused(wrong: Any) -> None:
 def test_indices_may_be_integers_of_any_library() -> None:
     meta = KVBatchMeta("p", None, ["a", "b", "c"])
     for places in ([2, 0], torch.tensor([2, 0]), np.array([2, 0]), (np.int8(2), torch.tensor(-3))):
-        assert meta.subset(places).sample_ids == ["c", "a"]  # type: ignore[arg-type]  # such too
+        assert meta.subset(places).sample_ids == ["c", "a"]  # type: ignore[arg-type]  # also valid
         rest = meta.drop(places)  # type: ignore[arg-type]  # likewise
         assert rest is not None
         assert rest.sample_ids == ["b"]

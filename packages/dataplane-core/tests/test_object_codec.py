@@ -74,7 +74,7 @@ def test_numpy_scalars_become_python_numbers():
         "an object",
         "an array of objects",
         "half a surrogate pair",
-        "a number that Python has not",
+        "a number type that Python lacks",
         "a record",
     ],
 )

@@ -1,6 +1,6 @@
 """Buffers are reused, but never while something refers to them.
 
-Imports internals: which memory is used again no tensor shows.
+Imports internals: tensors do not show which memory is reused.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """However many faults peers cause, the log stays short and has nothing that they sent.
 
-Imports internals: for servers of adapters in this repository; a client has no peers.
+Imports internals: servers of adapters use the module; a client has no peers to log.
 """
 
 from __future__ import annotations

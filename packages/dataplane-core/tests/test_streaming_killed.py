@@ -1,4 +1,4 @@
-"""After a consumer was killed, the committed steps have seen every sample once."""
+"""After a consumer is killed, the committed steps have seen every sample once."""
 
 import functools
 import json

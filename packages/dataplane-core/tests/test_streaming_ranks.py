@@ -1,6 +1,6 @@
 """A live rank retains its samples; those of a dead rank are delivered to the others.
 
-Imports internals: looks for signs of life are hooked, so that ranks die between two of them.
+Imports internals: hooks run at each check of live ranks, so that a rank dies between two checks.
 """
 
 from __future__ import annotations

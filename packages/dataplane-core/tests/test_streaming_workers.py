@@ -1,7 +1,7 @@
 """A batch that a worker cannot deliver raises in the loop; the loop never hangs.
 
-Imports internals: pinning is seen on what a worker delivers, as a machine without a GPU pins
-nothing.
+Imports internals: a test pins a worker's batch directly, because a loader pins nothing on a
+machine without a GPU.
 """
 
 from __future__ import annotations

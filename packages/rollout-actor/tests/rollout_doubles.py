@@ -174,7 +174,7 @@ class Scripted:
     """An environment that answers from ``script(message_log, info)``, one dict per row.
 
     The dict has ``EnvironmentReturn``'s names in the singular; missing ones have neutral defaults.
-    ``parts`` replace parts of the return unchanged.
+    Each of ``parts`` replaces the part of the return with its name.
     """
 
     def __init__(self, script, **parts):

@@ -1,4 +1,4 @@
-"""`SyncRolloutActor`: media of all batches fit one partition; others are refused in time.
+"""`SyncRolloutActor`: media of every shape are put; unfit columns are refused before generation.
 
 Imports internals: the kinds checked ahead are compared with those put.
 """

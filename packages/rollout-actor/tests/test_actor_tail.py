@@ -14,7 +14,7 @@ from dataplane_core import (
 
 
 class FailingTail(Adder):
-    """An `Adder` whose call of the name ``fails`` raises; ``meanwhile`` is called before."""
+    """An `Adder` that calls ``meanwhile`` and then raises in the call that ``fails`` names."""
 
     def __init__(self, fails, meanwhile=lambda: None):
         super().__init__()

@@ -1,6 +1,6 @@
 """Environments of this process: when steps start, how long they may take, what they may return.
 
-Imports internals: what is awaited when, and places of rows, end as one batch in a rollout.
+Imports internals: the batch of a rollout does not show when a step is awaited.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ def test_all_steps_are_started_before_any_is_awaited(step):
     assert len(step(["a", "b"], envs)) == 2
 
 
-def test_outcomes_stand_in_the_order_of_the_rows(step):
+def test_outcomes_are_in_the_order_of_the_rows(step):
     envs = {"a": environment(answer(2)), "b": environment(answer(1, rewards=torch.tensor([9.0])))}
     outcomes = step(["a", "b", "a"], envs)
     assert [outcome.reward for outcome in outcomes] == [0.0, 9.0, 1.0]

@@ -27,7 +27,7 @@ FORMS = [run_multi_turn_rollout, run_async_multi_turn_rollout]
 
 
 class Altering(AsyncAdder):
-    """An `AsyncAdder` whose answers ``alter(output, data)`` changes; its own are right."""
+    """An `AsyncAdder` whose correct output is changed by ``alter(output, data)``."""
 
     def __init__(self, alter, **options):
         super().__init__(**options)
@@ -50,7 +50,7 @@ def play(alter, questions=("1+2=", "13+4="), *, form=run_multi_turn_rollout, **o
 
 
 def insert(output, row, place, token, logprob):
-    """Insert a token into a row, which becomes as much longer."""
+    """Insert a token into a row, and count it in ``unpadded_sequence_lengths``."""
     for name, value in (("output_ids", token), ("logprobs", logprob)):
         column = torch.nn.functional.pad(output[name], (0, 1))
         column[row, place + 1 :] = output[name][row, place:]

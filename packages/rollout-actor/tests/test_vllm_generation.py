@@ -38,9 +38,9 @@ def answer_of(*tokens, logprob=-0.5, **choice):
 
 
 class Handler:
-    """An HTTP server that answers generation with the next of ``answers``, the last one for good.
+    """An HTTP server that answers generation with the next of ``answers``, then repeats the last.
 
-    An answer of None closes the connection. Health and the model are always well.
+    An answer of None closes the connection. Requests for health and the model always succeed.
     """
 
     def __init__(self, answers):

@@ -241,7 +241,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return self
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """Return a copy of part ``rank`` of the rows, cut into ``chunks`` contiguous parts.
+        """Cut the rows into ``chunks`` contiguous parts; return a copy of part ``rank``.
 
         The last parts may be smaller or empty.
 
@@ -398,8 +398,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         cuts the columns that have the width of ``input_ids``; without ``input_ids``, all columns.
 
         Raises:
-            InvalidRequestError: (a ValueError) micro-batches of exactly one global batch must be
-                planned, for the batch's number of rows; see `get_batch`.
+            InvalidRequestError: (a ValueError) there is no plan, or not one for exactly one global
+                batch with this batch's number of rows; see `get_batch`.
         """
         where = "make_microbatch_iterator_with_dynamic_shapes"
         sequence_dim = checked_int(where, "sequence_dim", sequence_dim)
@@ -425,8 +425,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         """Yield the planned micro-batches at full width; the consumer packs each into one sequence.
 
         Raises:
-            InvalidRequestError: (a ValueError) micro-batches of exactly one global batch must be
-                planned; see `get_batch`.
+            InvalidRequestError: (a ValueError) there is no plan, or not one for exactly one global
+                batch with this batch's number of rows; see `get_batch`.
         """
         cuts, _ = self._single_plan("make_microbatch_iterator_for_packable_sequences")
         return (self.slice(start, stop) for start, stop in cuts)

@@ -27,7 +27,7 @@ class UnevenShardsError(InvalidRequestError, AssertionError):
 
 
 MicroBatchIndices = list[list[list[int]]]
-"""Per chunk (global batch) a list of [start, stop), relative to the chunk's first row."""
+"""Per chunk (global batch) a list of [start, stop), relative to the rank's first row of it."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Checks of single arguments: names, counts, durations and flags.
 
-Every check returns a plain Python value: no scalar of numpy or torch, no subclass and no enum
-passes the boundary. An error names the argument, what was found and what was expected. The module
-imports neither numpy nor torch; it recognizes their scalars by their attributes.
+Checks of names, numbers and flags return plain Python values: no scalar of numpy or torch, no
+subclass and no enum passes the boundary. An error names the argument, what was found and what was
+expected. The module imports neither numpy nor torch; it recognizes their scalars by their
+attributes.
 """
 
 from __future__ import annotations

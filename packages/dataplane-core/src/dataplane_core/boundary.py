@@ -52,7 +52,7 @@ class PutRequest:
     origin: str | None
 
     def copied_tags(self) -> list[dict[str, Any]] | None:
-        """Return copies of the tags, which the caller may change."""
+        """Return copies of the tags for the caller, who may change them."""
         return None if self.tags is None else [dict(tag) for tag in self.tags]
 
 

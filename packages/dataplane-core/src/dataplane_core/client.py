@@ -98,8 +98,8 @@ class DataPlaneClient(OptionalMethods, ABC):
 
         With leases, a sample that the task holds is neither ready nor consumed. If none is
         ready and a leased one meets ``where``, a blocking claim waits. It wakes when the sample is
-        acknowledged or released, or its lease expires. Without ``where`` it returns no ids only
-        when every declared sample is acknowledged or cleared. So a loop that claims until it gets
+        acknowledged or released, or its lease expires. Without ``where`` an empty result means
+        that every declared sample is acknowledged or cleared. So a loop that claims until it gets
         nothing, and acknowledges each batch, processes every sample even if a consumer crashes,
         provided that ``timeout_s`` exceeds ``claim_lease_s``.
 
@@ -126,8 +126,8 @@ class DataPlaneClient(OptionalMethods, ABC):
                 leases, a claim with another ``dp_world``, fields, filter or seed takes assigned
                 samples when it finds nothing else.
             where: conditions that a sample's tags must all meet.
-            seed: claim in an order that depends on the seed and the ids alone; None is the order
-                of first puts.
+            seed: claim in an order that depends on the seed and the ids alone; None is the
+                configured ``claim_order``, or else the order of first puts.
             wait_for_leased: False returns no ids when only leased samples remain, instead of
                 waiting for them. Use it in a consumer that prefetches while it holds claims. For
                 clients with ``capabilities.leases``.
@@ -182,8 +182,8 @@ class DataPlaneClient(OptionalMethods, ABC):
             tags: one dict of primitives per id: str, int of 64 bits, float, bool or None; scalars
                 of numpy and torch are converted. ``input_lengths`` is an int of at least 0.
             claim: the leased claim under which the caller computed the values. The put is refused
-                if the lease expired, if a sample of the claim was released or cleared, or if
-                another claim of the task holds or has acknowledged one.
+                if the lease expired or ended, if the claim lost one of ``sample_ids`` by a release
+                or a clear, or if another claim of the task holds or has acknowledged one of them.
             origin: name of this put, a W3C traceparent for example. The store keeps it with the
                 values, for clients with ``capabilities.origins``.
 
@@ -196,9 +196,10 @@ class DataPlaneClient(OptionalMethods, ABC):
             InvalidRequestError: (ValueError) a count differs from the number of ids, or a tag is
                 not a primitive; names sample and tag.
             SchemaMismatchError: (ValueError, TypeError) a field changes its dtype or kind.
-            CapacityExceeded: (TimeoutError) the store stayed full until the deadline.
-            LeaseLostError: (RuntimeError) the lease of ``claim`` expired, or the claim no longer
-                holds one of the samples.
+            CapacityExceeded: (TimeoutError) the store stayed full until the deadline, or the put
+                has more new samples than the store can hold.
+            LeaseLostError: (RuntimeError) the lease of ``claim`` expired or ended, or ``claim``
+                does not allow to write one of the samples.
         """
 
     @abstractmethod

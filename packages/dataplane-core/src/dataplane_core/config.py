@@ -48,7 +48,7 @@ class DataPlaneConfig(TypedDict):
         storage_capacity: maximum samples in the store, over all its units.
         num_storage_units: number of storage processes.
         claim_meta_poll_interval_s: interval of clients that poll, in seconds. The clients of this
-            repository are notified and do not poll.
+            repository are notified and ignore it; a `KeyValueClient` polls at its own ``poll_s``.
         global_segment_size: bytes of each storage unit (``packed``) or of the store's memory
             (``mooncake_cpu``, ``yuanrong``); other backends ignore it.
         local_buffer_size: bytes per local buffer, for ``mooncake_cpu`` only.

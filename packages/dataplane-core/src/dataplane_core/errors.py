@@ -126,7 +126,7 @@ class ClaimTimeoutError(DeadlineExceededError):
 
 
 class CapacityExceeded(DataPlaneError, TimeoutError, RuntimeError):
-    """The store stayed full until the put's deadline; nothing was stored."""
+    """The store stayed full until the put's deadline, or is too small; nothing was stored."""
 
 
 class LeaseLostError(DataPlaneError, RuntimeError):

@@ -84,7 +84,7 @@ class KVBatchMeta:
         return f"KVBatchMeta({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Return the first samples with their tokens and tags, as notebooks show it."""
+        """Return an HTML table of the first samples with their token counts and tags."""
         names = self._tag_names()
         lengths = self.sequence_lengths
         columns: list[Sequence[object]] = [self.sample_ids]

@@ -108,8 +108,8 @@ class SyncRolloutActor(RayClass):
     ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
         """Generate, flatten and put one batch; return its meta and the driver's columns.
 
-        In order: snapshot of the backend's metrics (if ``first_iter``), clear of the metrics,
-        rollout, flatten, one put, ``finish_generation``, metrics.
+        In order: ``snapshot_step_metrics`` (if ``first_iter``), ``clear_logger_metrics``, rollout,
+        flatten, one put, ``finish_generation``, ``get_logger_metrics``.
 
         If an operation up to the put raises, ``finish_generation`` is still called. If a later one
         raises, or the result of the put is unknown, the samples are withdrawn, even leased ones;

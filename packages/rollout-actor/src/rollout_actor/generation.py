@@ -134,9 +134,9 @@ def responses(output: Any, request: GenerationRequest) -> list[Response]:
         MissingDataError: (a KeyError and a ValueError) a column is missing.
         InvalidRequestError: (a ValueError) a column has another type or shape, a row does not begin
             with its prompt, or the lengths contradict each other or the budget. A log-probability
-            is not finite, above `MAX_LOGPROB`, or not 0 on the prompt. The spans of weight versions
-            do not cover a response. The error names the backend, the row, what was found and what
-            was expected.
+            is not finite, is above `MAX_LOGPROB`, or is not 0 on the prompt. The spans of weight
+            versions do not cover a response. The error names the backend, the row, what was found
+            and what was expected.
     """
     columns = _read_columns(output, request)
     _check_lengths(columns, request)
@@ -214,7 +214,7 @@ def _read_weight_versions(
         if not named:
             raise InvalidRequestError(
                 f"{where}: row {row}: {WEIGHT_VERSIONS} is {spans!r:.300}; expected a list of "
-                "version (a str), start and end"
+                "spans with version (a str), start and end"
             )
         starts, ends = [start for start, _ in borders], [end for _, end in borders]
         if [*starts, length] != [0, *ends] or any(start >= end for start, end in borders):

@@ -89,7 +89,8 @@ class RemoteStep(Protocol):
 
         Args:
             message_logs: n conversations, whose last turn is the response to judge.
-            extra_env_info: n values, first those of the input batch, then ``metadata``.
+            extra_env_info: n values: at the first step those of the input batch, later the last
+                ``metadata`` that was not None.
 
         Returns:
             A Ray ObjectRef or a `concurrent.futures.Future` of an `EnvironmentReturn`, or the

@@ -1,10 +1,10 @@
 """Media: tensors of turns that are not tokens, such as images and audio.
 
 A row may have any number of images, of any resolution. A field keeps its dtype and form while its
-partition exists, so the stored form must not depend on the batch. Media are therefore always put as
-nested tensors whose rows differ in shape, and a row without media has zero items. The names come
-from the configuration, the batch and the partition; a batch that does not fit is refused before
-generation.
+partition has samples, so the stored form must not depend on the batch. Media are therefore always
+put as nested tensors whose rows differ in shape, and a row without media has zero items. The names
+come from the configuration, the batch and the partition; a batch that does not fit is refused
+before generation.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ name uses the renamed old one, so a complete checkpoint is readable at every mom
 
     .name.partial   being written
     name            the checkpoint
-    .name.old       the previous one, between the two renames
+    .name.old       the previous one, from the first rename until it is removed
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _locked(partial: Path) -> Iterator[None]:
 
 
 def _recover_old(folder: Path, old: Path) -> None:
-    """Restore or remove the old checkpoint of a writer that stopped between the renames."""
+    """Restore the old checkpoint if a writer stopped between the renames; else remove it."""
     if old.exists():
         if folder.exists():
             shutil.rmtree(old)

@@ -194,7 +194,7 @@ def _restore(
             name, saved.fields, saved.samples + saved.unput, tasks, group_size, saved.enums
         )
 
-    # Tasks are declared after the puts, so that no consumer can claim before. The group size is
+    # Tasks are declared after the puts, so that no consumer can claim earlier. The group size is
     # declared last: claims of a grouped partition take complete groups, but a task may have
     # acknowledged part of a group.
     declare([], None)

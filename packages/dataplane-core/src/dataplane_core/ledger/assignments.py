@@ -33,7 +33,7 @@ class Assignment:
         rows: the samples, by id; claimed, cleared and reopened ones are removed.
         deadline: when they become open to all, on the caller's clock.
         seconds: time from the rank's last activity to ``deadline``; infinite without a lease.
-        seen: when the rank was last active; None if it was not active since the draw.
+        seen: when the rank was last active; None if it has not been active since the draw.
     """
 
     group: RankGroup

@@ -80,10 +80,10 @@ class AssignmentSummary:
         rank: the rank to which the samples are assigned.
         world: number of ranks that share each drawn batch.
         samples: number of samples.
-        expires_in_s: seconds until the first of the samples become open to all, at least 0; a claim
-            or renewal by the rank restarts the time. None if they were drawn without a lease.
-        seen_s: seconds since the rank last claimed or renewed; None if it did neither since the
-            first of the samples were drawn.
+        expires_in_s: seconds until the first of the samples becomes open to all, at least 0; a
+            claim or renewal by the rank restarts the time. None if they were drawn without a lease.
+        seen_s: seconds since the rank last claimed or renewed; None if it has done neither since
+            the first of the samples was drawn.
     """
 
     task: str
@@ -351,7 +351,7 @@ def page(partition: Partition, start: int, limit: int, now: float) -> list[Sampl
 def in_steps(
     start: int, limit: int, read_page: Callable[[int, int], list[SampleState]]
 ) -> list[SampleState]:
-    """Return a page, read in steps of up to 1,000 samples; others use the ledger in between.
+    """Return a page, read in steps of up to 1,000 samples; other calls can run in between.
 
     Args:
         start: position of the first sample.

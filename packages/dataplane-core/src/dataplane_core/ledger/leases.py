@@ -66,7 +66,7 @@ class Leases(dict[str, Lease]):
         return [lease for lease in self.values() if lease.task is task]
 
     def take(self, lease: Lease, sample_ids: Iterable[str]) -> list[Row]:
-        """Remove samples from a lease, which ends with its last one; return their rows."""
+        """Remove samples from a lease; return their rows. The lease ends with its last sample."""
         rows = [lease.rows.pop(sample_id) for sample_id in dict.fromkeys(sample_ids)]
         if not lease.rows:
             del self[lease.token]

@@ -94,7 +94,8 @@ class Ledger:
         self.partitions: dict[str, Partition] = {}
         self._discard = discard
         self._sequence = itertools.count()
-        # Shared by all partitions, so that they do not restart when one is registered again.
+        # Shared by all partitions, so that these numbers do not restart when a partition is
+        # registered again.
         self._revisions = itertools.count(1)
         self._fence = itertools.count(1)
 

@@ -198,7 +198,7 @@ class Partition:
         last = self._nothing_more(task, queue)
         # A draw for ranks takes several batches, but each group must fit into one rank's batch.
         unit = request.batch_size
-        # Nothing is ready: open the samples that other groups were assigned without a deadline.
+        # If nothing is ready, open the samples assigned to other groups without a deadline.
         if task.assigned and (last or not request.blocking) and not queue.count(unit):
             self.reopen_assignments(task, task.assignments.untimed(request.group))
             last = self._nothing_more(task, queue)

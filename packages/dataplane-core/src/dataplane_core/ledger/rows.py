@@ -32,7 +32,7 @@ class Row:
             replaced and never changed.
         tags: the caller's primitives.
         put_at: when it was first put, on the clock of claims.
-        states: task to its state of the sample; without an entry the sample is open.
+        states: task to the sample's state for it; without an entry the sample is open.
         pins: number of running reads. Cells that are overwritten or cleared meanwhile are
             discarded when the last read ends.
         stale: cells that were overwritten while the row was pinned.

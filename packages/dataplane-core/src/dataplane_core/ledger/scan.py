@@ -1,7 +1,7 @@
 """Bulk inspection of samples: the matrix of fields and states, and a search by tag.
 
-The matrix is computed column by column with C-implemented builtins. A row takes well below a
-microsecond, so that a page does not delay puts and claims.
+The matrix is computed column by column, the fields with C-implemented builtins alone. A row takes
+well below a microsecond, so that a page does not delay puts and claims.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ class ClaimRequest:
         blocking: wait for a full batch or, once nothing more can come, take the remainder; False
             takes the samples that are ready.
         where: conditions that a sample's tags must all meet.
-        seed: claim in an order that depends on this and the ids alone; None is the order of puts.
+        seed: claim in an order that depends on this and the ids alone; None is the ledger's order:
+            the user's, or that of first puts.
         dp_rank: the caller's data-parallel rank.
         dp_world: number of ranks that share each drawn batch of ``dp_world * batch_size`` samples.
         lease_s: length of the claim's lease in seconds; None is a claim without a lease.
@@ -150,7 +151,7 @@ class ClaimRequest:
         ):
             raise InvalidRequestError(
                 f"claim_meta: dp_rank {self.dp_rank} with dp_world {self.dp_world}; expected a "
-                "rank from 0 up to dp_world"
+                "rank from 0 to dp_world - 1"
             )
 
     def matches(self, tags: Mapping[str, Any]) -> bool:

@@ -66,7 +66,7 @@ class Claimed:
 
 @dataclass(eq=False)
 class Task:
-    """One task's states of samples; a present sample is open, assigned, leased or acknowledged.
+    """The state of each sample for one task: open, assigned, leased or acknowledged.
 
     The sample's row holds the state, so that a task needs no memory until it claims.
 

@@ -26,7 +26,8 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         required_fields: fields that a sample must have.
         select_fields: fields to fetch; None is ``required_fields``.
         batch_size: maximum samples of a batch; the last batches may be smaller.
-        dp_rank: data-parallel rank; this and the next three as `DataPlaneClient.claim_meta`.
+        dp_rank: data-parallel rank. This argument and the next three are as in
+            `DataPlaneClient.claim_meta`.
         dp_world: number of data-parallel ranks.
         where: conditions that a sample's tags must meet.
         seed: seed of the claim order.

@@ -159,7 +159,7 @@ def in_time(
         raise DeadlineExceededError(
             f"StreamingDataLoader(partition={dataset.partition_id!r}, "
             f"task={dataset.task_name!r}): no worker delivered a batch within timeout_s="
-            f"{dataset.timeout_s:g} and batch_timeout_s={batch_timeout_s:g}; it is stuck in "
+            f"{dataset.timeout_s:g} and batch_timeout_s={batch_timeout_s:g}; a worker is stuck in "
             "make_client, get_data or collate, or needs a longer batch_timeout_s"
         ) from error
 

@@ -42,7 +42,7 @@ def register_object_type(
 
     Args:
         name: name that is stored with each value; choose one that other libraries do not use.
-        cls: the type; a registration of a subclass comes before its base's.
+        cls: the type; a registration of a subclass takes precedence over its base's.
         encode: see `ObjectType`.
         decode: see `ObjectType`; it must be safe with data that anyone wrote.
 

@@ -23,7 +23,11 @@ from dataplane_core.testing.storage import batch
 
 
 class LeaseContract(LeaseWaitContract):
-    """Contract of clients with ``capabilities.leases``; ``make_client(**config)`` makes a store."""
+    """Contract of clients with ``capabilities.leases``.
+
+    A subclass provides the fixture ``make_client``: ``make_client(**config)`` returns a client of a
+    new store.
+    """
 
     max_wait_s = 20.0
     short_lease_s = 0.05

@@ -12,7 +12,7 @@ FIRST, SECOND = "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "second"
 
 
 class OriginContract(StoreFixtures):
-    """Contract: every client of the store reads a put's origin, which changes nothing else."""
+    """Contract: every client of the store can read a put's origin; origins change nothing else."""
 
     def test_origin_of_a_put_is_read_for_the_fields_it_wrote(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str

@@ -31,8 +31,9 @@ class VllmGeneration:
     It implements `rollout_actor.GenerationInterface` and `rollout_actor.AsyncGenerationInterface`.
     It can be pickled for a Ray actor; each copy has separate connections and counts.
 
-    Each row goes to the server with the fewest requests of this backend. A server is lost if it
-    refuses or closes the connection, or does not answer; its rows move to other servers. A lost
+    Each row goes to the server with the fewest requests of this backend. A server is lost if a
+    health check or its first check gets no answer or an error; its rows move to other servers. A
+    lost
     server is tried again only after the next `clear_logger_metrics`, at the start of a rollout,
     because a server that restarted has its initial weights until the next refit. If every server is
     lost, or one was refused, the next call tries all lost servers again.
