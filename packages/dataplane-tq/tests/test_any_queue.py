@@ -23,8 +23,8 @@ TIMEOUT_S = 20.0
 START_S = 120.0
 pytestmark = pytest.mark.slow
 
-# A job that knows nothing of this project, but for the packed backend. It executes statements from
-# its standard input and prints the value of ``answer`` after each.
+# A job that uses nothing of this project, except `join_ray` and, if requested, the packed backend.
+# It executes statements from its standard input and prints the value of ``answer`` after each.
 JOB = """
 import json, sys
 import torch
@@ -110,7 +110,7 @@ def started(address, statement="init()", *flags):
 
 
 def summary_of(inspector, name, wanted=lambda summary: True):
-    """Wait until a partition is as wanted; reads have a share of the controller's time."""
+    """Wait until a partition is as wanted; it may take several reads, which are rate-limited."""
 
     def matching():
         return [p for p in inspector.list_partitions() if p.partition_id == name and wanted(p)]

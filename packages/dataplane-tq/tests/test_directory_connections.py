@@ -1,4 +1,4 @@
-"""Ends of connections to the directory: closed, reset, or with a machine that is gone. No Ray.
+"""Lost connections to the directory: closed, reset, or to a machine that is gone. No Ray.
 
 Imports internals: tests check sockets and their options.
 """
@@ -169,7 +169,7 @@ def both_ends(monkeypatch):
 def test_large_messages_to_a_stopped_process_have_no_limit(
     both_ends,
 ):
-    """A stopped process's kernel does not accept them, and to the sender's it looks gone."""
+    """The kernel of a stopped process does not accept them; its machine then seems to be gone."""
     session, ends = both_ends
     ids = [f"sample {i}" for i in range(10_000)]
     layout = FieldLayout("x", "torch.int64", False, (), b"", 8, len(ids))

@@ -1,6 +1,6 @@
 """Fields survive encoding, placement and decoding bit by bit.
 
-Imports internals: exact bytes and index arithmetic: a client shows values alone.
+Imports internals: tests check exact bytes and index arithmetic; a client shows only values.
 """
 # ruff: noqa: TID251
 

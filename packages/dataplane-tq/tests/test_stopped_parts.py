@@ -1,6 +1,6 @@
 """A unit or a directory that is stopped or killed in the middle of an operation. No Ray.
 
-Imports internals: each request is stopped at one step.
+Imports internals: tests send single requests, to stop a part between two steps of an operation.
 """
 
 from __future__ import annotations

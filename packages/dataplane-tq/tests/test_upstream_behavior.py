@@ -1,8 +1,8 @@
 """Behavior of unmodified TransferQueue 0.1.11 where this package promises more. No Ray.
 
-Each section shows a defect that the adapter works around; `test_upstream_defects_stay_out.py` and
-the contract suite test the work-around. A failure here means that upstream changed. Then read the
-test's docstring, remove the work-around if it is needless, correct the table in
+Each test shows a defect, and its docstring names the work-around of this package, if there is one;
+`test_upstream_defects_stay_out.py` and the contract suite test the work-arounds. A failure here
+means that upstream changed. Then remove the work-around if it is needless, correct the table in
 docs/dataplane-tq.md, and test the new behavior instead.
 
 Controller, storage units and clients are upstream's own classes without Ray's decoration, in this

@@ -119,7 +119,10 @@ UNITS = ["TransferQueueStorageUnit#0", "TransferQueueStorageUnit#1"]
 
 
 def bytes_held(client, backend, field):
-    """Return the bytes of a field's values, which only one test uses; of all fields on packed."""
+    """Return the bytes that a field's values use; on packed, those of all fields.
+
+    Each test that calls this uses a field name that no other test uses.
+    """
     if backend == "packed":
         return sum(unit.used for unit in client.list_storage())
 
@@ -133,9 +136,9 @@ def bytes_held(client, backend, field):
 
 @pytest.fixture
 def clear_with_a_stopped_unit(owner, hasty, backend, stop_process):
-    """Return a function that puts three samples, clears two with a unit stopped, and returns why.
+    """Return a function that puts three samples, and clears two of them while a unit is stopped.
 
-    The clear fails, and the function returns its error.
+    The clear fails, and the function returns the text of its error.
     """
 
     def clear(partition, field):
@@ -281,7 +284,8 @@ def test_all_capacity_is_usable_after_any_clear(owner, register, cleared):
     ids = [f"s{i}" for i in range(8)]
     owner.put_samples(ids, first, batch(8))
     owner.clear_samples(ids[cleared], first)
-    # A row number used by another partition changes the units of the later row numbers.
+    # A row's unit depends on its row number. Another partition uses one number, so the later rows
+    # get other units.
     owner.put_samples(["t0"], second, batch(1))
     owner.put_samples(["t1", "t2", "t3"], first, batch(3))
     assert owner.get_samples(["t3"], first, ["x"]).batch_size == (1,)

@@ -118,7 +118,7 @@ def test_meta_of_cleared_rows_is_refused(client, partition_id):
 
 
 def as_sent(value):
-    """Return ``value`` with lists for tuples, which the queue's messages do not have."""
+    """Return ``value`` with each tuple as a list: the queue's messages have no tuples."""
     if isinstance(value, dict):
         return {key: as_sent(each) for key, each in value.items()}
     return [as_sent(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -229,7 +229,7 @@ def test_checkpoint_of_the_queue_restores_keys_tags_and_values(client, partition
     assert read["text"].tolist() == [{"b": 1}, "a"]
 
 
-def test_values_of_the_readme_of_verl_are_stored(client, partition_id):
+def test_images_and_other_values_of_verl_are_stored(client, partition_id):
     """verl's prompts carry images; its extra fields carry anything."""
     image = pytest.importorskip("PIL.Image").new("RGB", (2, 2), (255, 0, 0))
     values = [{"images": [image], "seed": 2**70, "span": slice(0, 2)}, {"z": 1j}]
@@ -301,7 +301,7 @@ def test_dead_unit_gives_an_error_within_seconds(client):
 
 
 def test_queue_starts_from_a_struct_config_and_closes_quietly(cluster, caplog, monkeypatch):
-    """Hydra's configurations refuse new keys; verl passes such a one."""
+    """Hydra's configurations refuse new keys, and verl passes one of them."""
     tq.close()
     conf = config(allow_pickle=True)
     OmegaConf.set_struct(conf, True)

@@ -34,7 +34,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def start_ray():
-    """Start a Ray of four CPUs: the tests' own has the machine's, and their actors need three."""
+    """Start a Ray with four CPUs; the tests would start one with as many as the machine has.
+
+    Their actors need three.
+    """
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
         start_local_ray(
             num_cpus=4,

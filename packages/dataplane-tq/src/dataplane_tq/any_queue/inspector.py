@@ -366,7 +366,7 @@ _SAMPLES = msgspec.msgpack.Decoder(
 
 
 def _pair() -> tuple[Connection, socket.socket]:
-    """Return both ends of a connection; a read or write of the first blocks for `_STALL_S`."""
+    """Return both ends of a connection; a read or write of the first blocks at most `_STALL_S`."""
     own, other = socket.socketpair()
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         own.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_S, 0))

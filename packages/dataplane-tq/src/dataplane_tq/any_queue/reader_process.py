@@ -66,7 +66,7 @@ class QueueReader:
         return row
 
     def list_storage(self) -> list[StorageSummary]:
-        """Return the units of SimpleStorage or of the packed backend; of others, none."""
+        """Return the storage units; an empty list unless they are SimpleStorage's or packed."""
         if self._units is None and self._packed is None:
             self._find_units()
         if self._packed is not None:

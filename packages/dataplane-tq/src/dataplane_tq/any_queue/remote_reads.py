@@ -70,7 +70,8 @@ def _partition(status: Any, known: int | None) -> dict[str, Any]:
         "written": np.packbits(written).tobytes(),
         "consumed": np.packbits(consumed).tobytes(),
     }
-    # Without the names, another task of a small partition could leave all bytes as they are.
+    # The names are included, because a new task of a small partition may not change the bytes: its
+    # flags, all 0, can fit into the padding of the last byte.
     checksum = zlib.crc32(repr((fields, list(consumption))).encode("utf-8", "backslashreplace"))
     for part in parts.values():
         checksum = zlib.crc32(part, checksum)

@@ -29,7 +29,7 @@ class Backlog:
         pinned: cleared rows that a read still needs, by sample id.
         dropping: samples that a connection is dropping in TransferQueue.
         closing: number of connections that are dropping the entire partition.
-        reporting: sample being reported to TransferQueue to the number of its reports under way.
+        reporting: sample id to the number of its reports to TransferQueue that are under way.
         unreported: task to the samples in ``reporting`` that it has consumed.
     """
 

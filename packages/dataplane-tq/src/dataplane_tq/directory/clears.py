@@ -17,7 +17,7 @@ _PAGE = 1024
 
 
 class Clearing(Operation):
-    """Clear under way: the directory dropped the samples, TransferQueue still has their rows.
+    """Clear under way: the directory dropped the samples, but TransferQueue still has the rows.
 
     The client drops those rows. A request without sample ids clears the partition.
 
@@ -90,7 +90,7 @@ class Clearing(Operation):
             self._books.check_failure()
 
     def end(self) -> None:
-        """Finish the clear, as TransferQueue has dropped everything."""
+        """Finish the clear, after TransferQueue has dropped everything."""
         if self._closing:
             self._books.backlog[self._partition_id].closing -= 1
         self._drops.end()

@@ -223,8 +223,9 @@ class Connection:
             partition = self._ledger.partition(request.partition_id)
             if not partition.prepare(wanted):
                 # A seeded queue has millions of entries in a few lists. A full garbage collection
-                # visits every entry, although Python schedules it by the number of lists. So only
-                # the young generations are collected here, and `Directory` makes full ones rare.
+                # visits every entry, but Python counts only the lists when it decides whether to
+                # run one. So only the young generations are collected here, and `Directory` makes
+                # full collections rare.
                 gc.collect(1)
                 continue  # serve other connections between the steps of a long search
             revision = partition.revision

@@ -1,7 +1,7 @@
 """Handlers of the directory for inspectors: queries, and changes by an operator.
 
-The directory's only thread runs each handler, and serves no other request meanwhile. So no handler
-may take longer than the one for a page of samples.
+The directory's only thread runs each handler, and serves no other request until the handler returns
+or awaits. So no handler may run for longer at a time than the one for a page of samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def _partition(books: Books, partition_id: str) -> Partition:
 
 
 def _handler(query: Callable[..., Any]) -> Callable[[Books, Any], Any]:
-    """Make a handler of a query of the partition, the request's other fields and the time."""
+    """Make a handler that calls ``query`` with the partition, the other fields and the time.
+
+    The other fields are those of the request besides ``partition_id``.
+    """
 
     def answer(books: Books, request: Any) -> Any:
         fields = msgspec.structs.asdict(request)

@@ -185,8 +185,8 @@ class ClaimAnswer(msgspec.Struct, frozen=True):
         sample_ids: ids of the samples.
         tags: tags of the samples; None if none has any.
         token: token of the lease; None for a claim without a lease.
-        known: samples of a claim without a lease that TransferQueue has. The client that reports
-            the other samples reports their consumption too.
+        known: for a claim without a lease, those of its samples that TransferQueue has. The client
+            that reports the other samples reports their consumption too.
     """
 
     sample_ids: list[str]

@@ -159,7 +159,7 @@ class Reporter:
         self._engine.run(what, rows.drop, self._engine.client, partition_id, orphans)
 
     def forget(self, what: str, partition_id: str) -> None:
-        """Drop a partition without rows in TransferQueue; raise as `Engine.wait`."""
+        """Remove an empty partition from TransferQueue's list; raise as `Engine.wait`."""
         self._engine.run(what, rows.forget, self._engine.client, partition_id)
 
     def close(self) -> None:

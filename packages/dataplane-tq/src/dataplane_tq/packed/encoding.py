@@ -1,15 +1,15 @@
 """Encodes the fields of a put as flat buffers.
 
 The cost must be per byte, not per row: dense and jagged tensors are encoded as views of their
-storage and copied by a few memcpys. Numpy copies the bytes, because torch splits a copy over
-threads, and on a busy machine these wait for each other longer than the copy takes.
+storage and copied by a few memcpys. These are not copies by torch, which splits a copy over
+threads: on a busy machine the threads wait for each other longer than the copy takes.
 
 A padded column with lengths [3, 1] is not cut before the copy; its slices are::
 
     column   a b c 0        slices of flat = a b c 0 d 0 0 0    starts [0, 4], sizes [3, 1]
              d 0 0 0        in the unit    = a b c d            layout.ends [3, 4]  (times itemsize)
 
-A field of six rows in two blocks, rows 0..3 and 4..5, is written from slices 0..3 and 4..5.
+Such a column of six rows in two blocks, rows 0..3 and 4..5, is written from slices 0..3 and 4..5.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from dataplane_tq.packed.layout import Block, Indices
 
 _FOLDER = "packed_storage"
 _FILE_BYTES = 64 << 20
-"""Size from which a file takes no further block."""
+"""Minimum size of a full file: a file gets no more blocks once it has this size."""
 _SAMPLES_AT_ONCE = 1000
 
 
@@ -61,7 +61,7 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
         checkpoint: folder of TransferQueue's checkpoint.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: the folder cannot be written, or rows were overwritten meanwhile.
         DataPlaneError: a part of the store is gone, or rows were cleared meanwhile.
     """
     summaries = link.ask("save_checkpoint", p.ListPartitions(), list[PartitionSummary])
@@ -79,7 +79,7 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
 def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path) -> None:
     """Replace all rows of the partitions whose id starts with ``prefix`` by a checkpoint's.
 
-    A restore that fails leaves none of them.
+    The checkpoint is verified first. If the restore fails after that, the partitions are empty.
 
     Args:
         link: connection to the directory.
@@ -176,7 +176,10 @@ def _live_blocks(link: Link, partition_id: str) -> list[_Live]:
 def _numbers(
     packed: bytes, dtype: type[np.signedinteger[Any]], count_rows: int, *, repeat: bool
 ) -> list[int]:
-    """Unpack numbers of `FieldParts`, which are empty for one block or for all of its rows."""
+    """Unpack `FieldParts.source` (``repeat``) or ``rows``; replace an empty one by its numbers.
+
+    An empty ``source`` stands for block 0 in every row, empty ``rows`` for all rows in order.
+    """
     if packed:
         return np.frombuffer(packed, dtype).tolist()
     return [0] * count_rows if repeat else list(range(count_rows))

@@ -4,10 +4,10 @@ It serves two kinds of clients. `TQDataPlaneClient` moves its values itself and 
 only to register rows. TransferQueue's own clients put and get through this manager, if the queue
 was started by `dataplane_tq.storage.packed_bootstrap`: then the config has the key `RAW`.
 
-TransferQueue reuses the index of a cleared row, so an index does not identify a row. A put
-therefore stores each value's cell, a number that is never reused, with the controller, and every
-meta carries the cells. A meta is refused if a row has none of its cells any more: the row was
-cleared or completely overwritten.
+TransferQueue reuses the index of a cleared row, so an index does not identify a row. Therefore each
+value has a cell, a number that is never reused. A put reports the cells to the controller, and each
+meta carries them. A meta is refused if all cells that it has for one of its rows are out of date:
+that row was cleared or completely overwritten.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class RawConnection(msgspec.Struct, frozen=True):
 class RawStore:
     """Access to the rows of TransferQueue's own clients. Its methods block.
 
-    A partition of TransferQueue is a partition of the directory, which its first put registers. A
-    row's sample id is its global index.
+    Each partition of TransferQueue is also one of the directory; its first put registers it there.
+    A row's sample id is its global index.
     """
 
     def __init__(self, connection: RawConnection) -> None:
