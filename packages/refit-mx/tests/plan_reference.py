@@ -119,7 +119,7 @@ def publish(model: Model, held_by: Sequence[Held], *, seed: int = 0) -> Sources:
             memory.append(rng.integers(0, 256, int(rng.integers(0, 9)), dtype=np.uint8))
         arena = np.concatenate(memory)
         arenas.append(arena)
-        # Sources differ in the order of their tensors; odd ones list only what they hold.
+        # Tensors have different orders; sources with odd numbers list only what they hold.
         names = {name for name, _ in held}
         specs = [spec for spec in model.specs.values() if spec.name in names or number % 2 == 0]
         if number % 3 == 2:

@@ -23,11 +23,11 @@ from refit_mx import (
     TargetTensor,
     TargetTPLayout,
     TensorSpec,
-    expert_targets,
     fused_gate_up_target,
     fused_qkv_target,
     mesh_target,
     replicated_target,
+    stacked_experts_target,
     tp_target,
 )
 
@@ -233,7 +233,7 @@ def _draw_target(rng: Random, spec: TensorSpec) -> TargetTensor:
         return mesh_target(spec, [(along, size, rng.randrange(size)) for along, size in sizes])
     if kind == "experts":
         ids = rng.sample(range(shape[0]), rng.randint(1, shape[0]))
-        return expert_targets(spec.name, spec, ids)
+        return stacked_experts_target(spec.name, spec, ids)
     return replicated_target(spec)
 
 

@@ -152,10 +152,10 @@ def test_calls_are_observed_before_they_are_answered():
     seen = []
 
     def observe(*call):
-        time.sleep(0.05)  # so that an answer that does not wait for it comes first
+        time.sleep(0.05)  # an answer that does not wait for the observer comes first
         seen.append(call)
 
-    token = "one-that-other-tests-do-not-have-0123456789"  # others may still ask for this port
+    token = "one-that-other-tests-do-not-have-0123456789"  # other tests may still call this port
     with (
         EmbeddedControlServer(observe=observe, token=token) as server,
         ControlClient(server.address, token=token) as client,

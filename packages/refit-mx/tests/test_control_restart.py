@@ -37,7 +37,7 @@ def test_live_records_get_time_to_renew_after_a_restart(state):
     assert after.get_version(version.uid, now_ms=1_005_000).state is RELEASING
 
 
-def test_clock_set_back_extends_no_life(state):
+def test_clock_set_back_does_not_extend_a_time_to_live(state):
     version = publish(state, ttl_s=10, now_ms=1_000_000)
     after = reload(records_of(state), now_ms=0, grace_s=1)
     assert after.get_version(version.uid, now_ms=9_999).state is READY
@@ -159,7 +159,7 @@ class Walk(RuleBasedStateMachine):
         leased=st.booleans(),
     )
     def publish_whole(self, uid, worker, slots, ttl_s, leased):
-        # Then leases, dead workers and retention often occur together in the walk.
+        # One combined rule, so that leases, dead workers and retention often occur together.
         self.register(worker, ttl_s)
         self.create_version(uid, slots)
         for slot in slots:

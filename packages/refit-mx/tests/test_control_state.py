@@ -278,8 +278,8 @@ def test_unfilled_version_is_released_in_the_end():
     assert half.state is RELEASING
 
 
-def test_restarted_server_abandons_the_same_versions():
-    # Its time has passed and its only live worker ends now: released at once, restarted or not.
+def test_overdue_version_is_abandoned_when_its_last_worker_ends():
+    # The time limit has passed already, so the version is released at once.
     state = ControlState(Limits(abandon_after_s=100))
     state.register_worker("w", TRAINER, "m", ttl_s=1_000, now_ms=0)
     half = state.create_version(body("1", ("a", "b")), now_ms=0)

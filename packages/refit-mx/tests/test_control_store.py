@@ -132,7 +132,7 @@ def test_unreadable_record_is_refused(path):
 
 
 def many_records():
-    """Enough for some pages."""
+    """Return enough records for several pages of the file."""
     return [
         *RECORDS,
         *(Worker(f"w{n}", WorkerRole.TRAINER, "m", 1000, 2_000, stale=True) for n in range(400)),

@@ -79,7 +79,7 @@ def test_receiver_of_cut_parts_requests_no_digests():
             world.publisher(cuts=cuts).publish("v1", whole)
             receiver = world.receiver(wanted)
             with receiver.receive_weights_scratch("v1") as got:
-                requested_bytes[name] = got.stats.asked_bytes
+                requested_bytes[name] = got.stats.source_verified_bytes
     assert requested_bytes == {"cut": 0, "as it is": wanted[0].nbytes}
 
 

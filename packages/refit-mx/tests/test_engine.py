@@ -31,7 +31,7 @@ def test_view_made_by_narrowing_is_located(data):
         view = view.narrow(axis, first, size[-1])
     located = locate_view(base, view)
     assert located is not None
-    # Along an axis of one element the first one is 0, whatever its stride.
+    # On an axis of one element the start is 0, whatever its stride.
     assert located.start == tuple(start)
     assert located.size == tuple(size)
     assert located.order == tuple(axis for axis in range(len(shape)) if size[axis] > 1)

@@ -273,7 +273,7 @@ def test_headers_reach_no_error(scripted):
     assert "of-secrets" not in repr(fleet)
 
 
-def test_async_methods_return_the_same(scripted):
+def test_refit_async_runs_in_a_loop_and_excludes_another(scripted):
     server = scripted(vllm({"/version": [1.0, json_answer({"version": "0.24.0"})]}))
     fleet = fleet_of([server.url], timeout_s=20)
 

@@ -37,11 +37,11 @@ from refit_mx import (
     TensorSpec,
     Transport,
     VersionNotReadyError,
-    expert_targets,
     fused_gate_up_target,
     fused_qkv_target,
     mesh_target,
     replicated_target,
+    stacked_experts_target,
     tp_target,
 )
 
@@ -96,7 +96,7 @@ def test_invariant_1_every_layout_is_byte_exact(world, transport):
             mesh_target(specs["down"], [(0, 4, rank), (1, down_columns, rank % 2)]),
             replicated_target(specs["scalar"]),
             tp_target(specs["up"], TargetTPLayout(tp, rank, 1), name="up_columns"),
-            expert_targets("experts", specs["experts"], [rank, 5]),
+            stacked_experts_target("experts", specs["experts"], [rank, 5]),
         ]
         with (
             world.receiver(targets, transport=transport, rank=rank) as receiver,
@@ -278,7 +278,7 @@ def let_late_bytes_in(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_invariant_5_a_restarted_publisher_is_another(world, transport):
+def test_invariant_5_a_restarted_publisher_is_a_new_source(world, transport):
     """Restart a slot's publisher while a receiver reads from the old one."""
     first = world.publisher(transports=[transport])
     world.publish([first], "v1", 1)
@@ -321,8 +321,8 @@ def test_invariant_5_version_of_a_dead_publisher_leaves_ready():
             process.close()
 
 
-# 6. SIGKILL or SIGSTOP of any process in any phase: see test_refit_faults.py. Cases in which the
-# transport has no part in the phase are marked long, and `make test-refit` leaves them out.
+# 6. SIGKILL or SIGSTOP of any process in any phase: see test_refit_faults.py. Some cases
+# over NIXL and shared memory are marked long, and `make test-refit` leaves them out.
 
 
 def test_invariant_6_all_attempts_share_one_deadline(world):

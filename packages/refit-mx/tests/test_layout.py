@@ -27,7 +27,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_has_the_size_of_torchs(name: str) -> None:
+def test_every_dtype_has_the_size_that_torch_gives(name: str) -> None:
     size = torch.empty(0, dtype=getattr(torch, name)).element_size()
     assert TensorSpec("w", name, (3,)).nbytes == 3 * size
 

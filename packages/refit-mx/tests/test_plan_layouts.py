@@ -28,11 +28,11 @@ from refit_mx import (
     TargetTensor,
     TargetTPLayout,
     TensorSpec,
-    expert_targets,
     fused_gate_up_target,
     fused_qkv_target,
     plan_reads,
     replicated_target,
+    stacked_experts_target,
     tp_target,
 )
 from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES, ShardColumns  # noqa: TID251
@@ -62,14 +62,14 @@ def test_experts_become_the_stack_of_their_receiver(stacked_source: bool, ids: l
         held_by = [
             [(spec.name, Box.full(spec.shape)) for spec in specs[rank::3]] for rank in range(3)
         ]
-    target = expert_targets("w", experts, ids)
+    target = stacked_experts_target("w", experts, ids)
     assert target.shape == (len(ids), 4, 3)
     plan_checked(Model.of(specs), held_by, [target])
 
 
 def test_runs_of_experts_in_a_stack_are_one_part() -> None:
     stack = TensorSpec("w", "float16", (8, 2, 2))
-    assert len(expert_targets("some", stack, [4, 5, 6, 1, 2, 7]).parts) == 3
+    assert len(stacked_experts_target("some", stack, [4, 5, 6, 1, 2, 7]).parts) == 3
 
 
 def qkv(heads: int, kv_heads: int, dim: int, hidden: int = 5) -> list[TensorSpec]:
@@ -287,7 +287,7 @@ def test_receivers_use_all_replicas_of_a_single_tensor(replicas: int) -> None:
 
 
 def test_receivers_of_the_same_shard_use_all_replicas() -> None:
-    """Every second receiver wants the first half: rank modulo replicas would choose only one."""
+    """Every second receiver wants the first half; rank modulo 2 picks one replica for all."""
     spec = TensorSpec("w", "float32", (8,))
     held_by: list[Held] = [[("w", box)] for box in sharded(spec, 0, 2) * 2]
     total = sum(
@@ -316,5 +316,5 @@ def test_too_many_pairs_of_shards_and_parts_are_refused() -> None:
         for row in range(6000)
     ]
     assert plan_reads(shards, targets[:100]).nbytes == 100
-    with pytest.raises(LayoutError, match="36000000 pairs of one tensor"):
+    with pytest.raises(LayoutError, match="36000000 pairs that share a tensor"):
         plan_reads(shards, targets)

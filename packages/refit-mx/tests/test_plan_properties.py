@@ -17,10 +17,10 @@ from refit_mx import (
     TargetTensor,
     TargetTPLayout,
     TensorSpec,
-    expert_targets,
     mesh_target,
     plan_reads,
     replicated_target,
+    stacked_experts_target,
     tp_target,
 )
 
@@ -132,9 +132,9 @@ def a_target(draw: st.DrawFn, name: str, of: list[TensorSpec]) -> TargetTensor:
         ids = draw(st.permutations(range(spec.shape[0])))
         ids = ids[: draw(st.integers(0, len(ids)))]
         box = draw(boxes(spec.shape[1:])) if draw(st.booleans()) else None
-        return expert_targets(name, spec, ids, box=box)
+        return stacked_experts_target(name, spec, ids, box=box)
     if kind == "stacked":
-        return expert_targets(name, [spec, spec], draw(st.sampled_from([[0], [1], [1, 0]])))
+        return stacked_experts_target(name, [spec, spec], draw(st.sampled_from([[0], [1], [1, 0]])))
     return replicated_target(spec, name=name)
 
 

@@ -41,7 +41,7 @@ B = TensorSpec("b", "int16", (5,))
 
 
 def good() -> list[Manifest]:
-    """Two sources: each half of ``w``, and all of ``b``."""
+    """Return two sources; each has one half of ``w`` and all of ``b``."""
     held = [[("w", box), ("b", Box.full((5,)))] for box in sharded(W, 0, 2)]
     return publish(Model.of([W, B]), held).manifests
 
@@ -282,7 +282,7 @@ WILD = st.sampled_from([0, 1, -1, 2, 3, 5, 8, 100, 2**31, 2**62, 2**63 - 1, -(2*
 
 @settings(max_examples=300)
 @given(st.data())
-def test_no_columns_make_a_read_leave_the_arena(data: st.DataObject) -> None:
+def test_invalid_columns_never_cause_reads_outside_the_arena(data: st.DataObject) -> None:
     first, second = good()
     column = data.draw(st.sampled_from(["tensor", "start", "shape", "offset"]))
     values = np.frombuffer(getattr(first.shards, column), "<i4" if column == "tensor" else "<i8")

@@ -14,11 +14,11 @@ from refit_mx import (
     TargetTensor,
     TargetTPLayout,
     TensorSpec,
-    expert_targets,
     fused_gate_up_target,
     fused_qkv_target,
     mesh_target,
     replicated_target,
+    stacked_experts_target,
     tp_target,
 )
 
@@ -187,4 +187,4 @@ def test_missing_experts_are_refused(
     experts: TensorSpec | list[TensorSpec], ids: list[int], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
-        expert_targets("t", experts, ids)
+        stacked_experts_target("t", experts, ids)

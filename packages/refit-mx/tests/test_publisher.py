@@ -1,6 +1,6 @@
 """A publisher fills its slot of a version, and never changes a version that may still be read.
 
-One test uses internals: the order in which agents and server end.
+Some tests use internals: the order in which agents and server end, and the SIGTERM handler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A receiver installs exactly the requested version, verified, or changes nothing.
 
-One test uses internals to count plans.
+Some tests use internals: plans, open transports, and the call that leases.
 """
 
 from __future__ import annotations

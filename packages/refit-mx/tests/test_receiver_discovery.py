@@ -259,7 +259,7 @@ def test_only_sources_of_the_compile_target_are_used(world, mixed, targets, meta
     [
         ({"cutlass_fp8"}, None),
         ({"hf_raw"}, {"block": 128}),
-        ({"deep_gemm_fp8"}, {"block": 128.0}),  # equal in Python, another promise
+        ({"deep_gemm_fp8"}, {"block": 128.0}),  # equal in Python, but of another type
         ({"deep_gemm_fp8"}, {"block": 128, "scale": "float32"}),
     ],
 )

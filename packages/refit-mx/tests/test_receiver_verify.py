@@ -53,19 +53,19 @@ def test_published_bytes_are_accepted(world, layout, min_bytes):
 
 def test_only_incomplete_blocks_request_digests(world):
     with receiver_of(world, {}) as receiver, receiver.receive_weights_scratch("v1") as got:
-        assert got.stats.asked_bytes == 0
+        assert got.stats.source_verified_bytes == 0
     with (
         receiver_of(world, LAYOUTS["columns"]) as receiver,
         receiver.receive_weights_scratch("v1") as got,
     ):
-        assert got.stats.asked_bytes == got.stats.nbytes - got["scale"].nbytes
+        assert got.stats.source_verified_bytes == got.stats.nbytes - got["scale"].nbytes
 
 
 def test_complete_blocks_of_a_read_request_no_digests(world):
     # One source has rows 0 to 600 of "large", 1.6 blocks; the first block is complete.
     layout = {"axis": 0, "ranks": 2, "rank": 0}
     with receiver_of(world, layout) as receiver, receiver.receive_weights_scratch("v1") as got:
-        assert got.stats.asked_bytes == 0
+        assert got.stats.source_verified_bytes == 0
     shapes = {"large": SHAPES["large"]}
     wanted = targets_of(shapes, axis=0, ranks=4, rank=1)
     with (
@@ -73,7 +73,7 @@ def test_complete_blocks_of_a_read_request_no_digests(world):
         receiver.receive_weights_scratch("v1") as got,
     ):
         # Rows 300 to 600 begin at byte 840,000 of the shard, which ends at 1,680,000.
-        assert got.stats.asked_bytes == BLOCK_BYTES - 840_000
+        assert got.stats.source_verified_bytes == BLOCK_BYTES - 840_000
 
 
 def columns_of(tensors, ranks, rank):
@@ -114,7 +114,7 @@ def test_strided_complete_shards_request_no_digests(min_bytes):
         )
         with receiver.receive_weights_scratch("v1") as got:
             assert same(dict(got), whole)
-            assert got.stats.asked_bytes == 0
+            assert got.stats.source_verified_bytes == 0
         for number in range(8):
             flips[:] = [number]
             with pytest.raises(DigestMismatchError):

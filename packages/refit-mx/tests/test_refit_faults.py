@@ -191,9 +191,6 @@ def test_stopped_receiver_installs_its_version_or_nothing(stack, transport, phas
     assert stopped.ask(do="holds", seed=3) == {"same": True}
 
 
-# Two processes, nothing failing
-
-
 # The control plane
 
 

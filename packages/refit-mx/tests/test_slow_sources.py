@@ -139,7 +139,7 @@ def pulsing(sources: list[SourceProcess]) -> Iterator[None]:
 
 @pytest.fixture
 def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[Fetch]]]:
-    """Yield two sources and their fetches, which count as remote and fit into one transfer."""
+    """Yield two sources that count as remote, and a fetch of many small transfers from each."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(SourceClient, "local", False)
     monkeypatch.setattr(nixl, "BATCH_BYTES", 16 * MIB)

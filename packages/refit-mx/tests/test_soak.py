@@ -4,8 +4,8 @@ A soak is a series of eras. An era draws a model, wire dtypes, a layout over one
 processes, and receivers with different slices. Then it publishes, refits and injects faults. After
 each call, every live tensor must have the bytes of the version that its receiver serves.
 
-``REFIT_SOAK_SEED`` and ``REFIT_SOAK_REFITS`` replace seed and number. ``REFIT_SOAK_ERA`` runs one
-era only: its draws depend on the seed and its number, not on earlier eras.
+``REFIT_SOAK_SEED`` sets the seed, ``REFIT_SOAK_REFITS`` the number of refits. ``REFIT_SOAK_ERA``
+runs one era only: its draws depend on the seed and its number, not on earlier eras.
 """
 
 from __future__ import annotations

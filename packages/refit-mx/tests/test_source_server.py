@@ -324,7 +324,7 @@ def test_client_that_does_not_read_is_disconnected():
 
 def test_excess_connection_waits_for_a_free_slot():
     with serving(max_connections=1) as (_, _, source), raw(source) as first:
-        greeted(first, source)  # and idle only after a second
+        greeted(first, source)  # it counts as idle only after a second
         second = SourceClient(source)
         with pytest.raises(RefitTimeoutError, match="is full: too many connections are open"):
             second.connect(soon(0.3))

@@ -316,7 +316,7 @@ def test_importing_nixl_does_not_change_logging():
     assert logging.raiseExceptions
 
 
-def test_ucx_variables_of_the_user_and_rdma_are_kept(tmp_path):
+def test_ucx_variables_are_set_only_without_rdma_or_user_values(tmp_path):
     def prepared(rdma: Path, **user: str) -> list[str | None]:
         code = (
             "import os, sys; from pathlib import Path;"

@@ -73,7 +73,7 @@ def source(kind: str, nbytes: int = MIB, **options) -> SourceProcess:
 
 
 def rows(count: int, nbytes: int = MIB, first: int = 0) -> ReadTable:
-    """Row r has the bytes r * nbytes and following, in both memories."""
+    """Return reads: read r is of bytes ``r * nbytes`` on, to ``first`` bytes later in scratch."""
     table = np.zeros((count, 9), np.int64)
     table[:, 0] = np.arange(count) * nbytes
     table[:, 1] = table[:, 0] + first

@@ -2,8 +2,8 @@
 
 Each version's wheel is downloaded without its dependencies (300 MB each; about 8 MB of Python files
 are kept) into the folder named by ``REFIT_MX_VLLM_SOURCES``, else into pytest's cache. The sources
-are parsed, never imported. This module is where expectations are declared; what can be read off
-refit-mx's own sources (imports of vLLM, routes that the fleet calls) is read off them.
+are parsed, never imported. Expectations are declared here. Imports of vLLM and
+routes that the fleet calls are read from refit-mx's own sources.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ExpectedRoute:
     """A route that the fleet calls.
 
     Attributes:
-        body: keys that are sent; a route that reads no body ignores them.
+        body: keys that the route reads; before ``body_since`` it reads none.
         required: keys without which the route answers 400.
-        query: parameters that are sent.
+        query: parameters that the route must accept.
         answers: keys that are read.
         since: first version that has the route; it must be missing before.
         body_since: first version that reads the body.

@@ -28,7 +28,7 @@ METHOD = "/model_express.refit.RefitService/GetWeightVersion"
 
 @contextlib.contextmanager
 def descriptors(needed):
-    """Allow this process so many open files, whatever the shell's limit."""
+    """Allow this process ``needed`` open files, whatever the shell's soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

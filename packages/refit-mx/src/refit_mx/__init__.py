@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from refit_mx.plan.shards import ShardTable
     from refit_mx.plan.target_tensors import TargetPart, TargetTensor
     from refit_mx.plan.targets import (
-        expert_targets,
         fused_gate_up_target,
         fused_qkv_target,
         mesh_target,
         replicated_target,
+        stacked_experts_target,
         tp_target,
     )
     from refit_mx.receive.discovery import SourceSet, discover_v2_sources_for_slice
@@ -117,7 +117,6 @@ __all__ = [
     "VersionNotReadyError",
     "compile_pass",
     "discover_v2_sources_for_slice",
-    "expert_targets",
     "fused_gate_up_target",
     "fused_qkv_target",
     "intersect",
@@ -127,6 +126,7 @@ __all__ = [
     "register_compile_pass",
     "replicated_target",
     "retry_idempotent",
+    "stacked_experts_target",
     "tp_target",
 ]
 

@@ -115,8 +115,8 @@ def run_together(
 
     Args:
         threads: the pool; None if there is one call.
-        calls: at least one. Each gets a function that returns whether another call has failed, so
-            that it should return at once.
+        calls: at least one. Each gets a function that returns whether another call has failed; the
+            call should then return at once.
 
     Raises:
         BaseException: the error of a call that failed.

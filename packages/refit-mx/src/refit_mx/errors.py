@@ -118,7 +118,7 @@ class ScratchExhaustedError(RefitError, MemoryError):
 
 
 class PhaseError(RefitError):
-    """A call of a weight-transfer engine in the wrong phase; its state is unchanged."""
+    """A call at the wrong time, such as on a closed receiver; no live weight was changed."""
 
 
 class FencedError(RefitError):

@@ -19,8 +19,8 @@ _MAX_S = 1e9
 
 app = typer.Typer(
     help="Run the control plane for weight refit, or check its health.",
-    epilog="Example: refit-server serve --address 127.0.0.1:50051 --state refit.db. An environment "
-    "variable sets any option: for --address of serve it is REFIT_SERVER_SERVE_ADDRESS.",
+    epilog="Example: refit-server serve --address 127.0.0.1:50051 --state refit.db. Each option "
+    "has an environment variable: for --address of serve it is REFIT_SERVER_SERVE_ADDRESS.",
     no_args_is_help=True,
     context_settings={"auto_envvar_prefix": "REFIT_SERVER"},
     pretty_exceptions_enable=False,
@@ -111,7 +111,7 @@ def serve(
         typer.Option(
             min=1,
             max=_MAX_S,
-            help="Seconds after which a RELEASING version without shards is deleted.",
+            help="Seconds after which a RELEASING version without shards and leases is forgotten.",
         ),
     ] = 3600.0,
     max_ttl_s: Annotated[
@@ -125,8 +125,8 @@ def serve(
         typer.Option(
             min=0,
             max=_MAX_S,
-            help="Seconds for which live workers and leases stay live after a restart or a "
-            "pause of this process, or their own time to live if that is shorter.",
+            help="Minimum seconds for which live workers and leases stay live after a restart or "
+            "a pause of this process; their own time to live if that is shorter.",
         ),
     ] = 30.0,
     metrics_port: Annotated[

@@ -17,8 +17,8 @@ class HfRaw:
     """Compile target ``hf_raw``.
 
     Args:
-        dtype: dtype to which floating-point tensors are cast, rounding to nearest; None keeps each.
-            Tensors of integers and bools are never cast.
+        dtype: dtype to which floating-point tensors are cast, rounding to nearest; None keeps
+            their dtypes. Tensors of integers and bools are never cast.
 
     Raises:
         RefitConfigError: the dtype is not a floating-point dtype that can be published.

@@ -176,7 +176,7 @@ class ControlClient:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def delete_version(self, version_id: str) -> VersionInfo:
-        """Release a version: it gets no new leases; after the last one, its shards may be deleted.
+        """Release a version: it gets no new leases; once none remains, its shards may be deleted.
 
         Raises:
             VersionNotFoundError: there is no such version.
@@ -212,9 +212,9 @@ class ControlClient:
         """Mark a worker STALE, so that no receiver reads from it any more.
 
         `RefitService` has no such call. This package's control plane accepts
-        ``P2pService.UpdateStatus`` for a worker of `RefitService` (see `refit_source_id`), at once
-        and for good. On a server that does not know the source, the worker is registered again with
-        a time to live of one second.
+        ``P2pService.UpdateStatus`` for a worker of `RefitService` (see `refit_source_id`). There
+        the worker is STALE at once, and this is final. On a server that does not know the source,
+        the worker is registered again with a time to live of one second.
         """
         status = p2p_pb2.UpdateStatusRequest(
             mx_source_id=refit_source_id(model_name),
@@ -263,7 +263,9 @@ class ControlClient:
             raise
 
     def list_shards(self, version_id: str) -> list[Shard]:
-        """Return live workers' shards; this package's server lists the most recently seen first.
+        """Return the shards of live workers.
+
+        This package's server lists the most recently seen workers first.
 
         Raises:
             VersionNotFoundError: there is no such version.

@@ -6,7 +6,8 @@ graphs, which are replayed without calling the model.
 
 `gather_from_ranks` lets all ranks of a server know whether one failed. vLLM's executor raises at
 the first rank that fails, and leaves the other ranks' answers unread. Later calls then read those,
-and a server with a failed rank looks healthy. If all ranks raise, the first answer reports it.
+and a server with a failed rank looks healthy. If all ranks raise, the first answer that
+vLLM reads reports the failure.
 """
 
 from __future__ import annotations

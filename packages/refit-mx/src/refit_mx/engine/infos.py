@@ -92,7 +92,7 @@ class MxUpdateInfo:
     """Arguments of ``update_weights``, which come as JSON.
 
     Attributes:
-        version_id: exactly the version to receive.
+        version_id: id of the version to receive.
         timeout_s: time limit; None for that of `MxInitInfo`.
         background: begin to fetch and return at once, while generation continues. The same call
             without it waits for the rest.

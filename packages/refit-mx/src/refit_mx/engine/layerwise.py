@@ -61,7 +61,7 @@ REPEATABLE: frozenset[str] = frozenset(
 REPEATABLE_ON_CPU: frozenset[str] = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 )
-"""The repeatable methods on a CPU. There even vLLM's ``reload_weights`` gives wrong experts."""
+"""Repeatable methods on a CPU, where even vLLM's ``reload_weights`` loads experts wrongly."""
 
 
 class LayerwiseReload:
@@ -214,7 +214,7 @@ class LayerwiseReload:
             self._restore()
 
     def _restore(self) -> None:
-        """Put the tensors in service back into layers that wait for weights."""
+        """Restore the served tensors in layers that wait for weights."""
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():

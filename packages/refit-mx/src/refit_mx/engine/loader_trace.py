@@ -157,7 +157,7 @@ def trace_loaders(
         published: tensors of the checkpoint.
 
     Returns:
-        The parameters with copies, by name.
+        The recorded writes of each parameter that a loader writes to, by name.
 
     Raises:
         LayoutError: a loader fails.

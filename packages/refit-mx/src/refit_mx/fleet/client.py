@@ -39,7 +39,8 @@ from refit_mx.spans import phase
 _Result = TypeVar("_Result")
 _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1
 _FETCH_SHARE = 3 / 4
-"""Fraction of a refit's time in which all must have the version; the pause needs the rest."""
+"""Fraction of a refit's time within which all servers must fetch the version; the rest is for the
+pause."""
 _LAST_QUERY_SHARE = 7 / 8
 """Fraction of a refit's time in which queries sent during the fetch must be answered."""
 _LOG = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ class RefitFleet:
             ``rank_offset`` and ``errors``, which the fleet sets.
         timeout_s: time limit of a refit. No server is paused unless all have the version within
             three quarters of it.
-        max_answer_s: time limit of a query, such as for the state of workers, which answer between
-            two steps of generation. A server that is silent for longer is lost.
+        max_answer_s: time limit of a query, for example for the state of workers. Workers answer
+            between two steps of generation. A server that is silent for longer counts as failed.
         pause_mode: ``keep`` freezes requests and continues them afterwards; ``wait`` lets them
             finish; ``abort`` ends them.
         clear_cache: whether servers drop the cached keys and values of the old weights.

@@ -4,9 +4,10 @@ A shard has one digest per block, computed once when it is published. Reads have
 computed at the source over its arena and at the receiver over its scratch: they are equal if the
 bytes are, whatever the strides. The digests guard against faults, not against forgery.
 
-`PublishedBlocks` checks whether a source's memory still holds what was published. Blocks that a
-receiver reads in part have no digest in the manifest, so it asks the source for a digest of exactly
-these ranges. If the memory had changed since, that digest would confirm the changed bytes.
+`PublishedBlocks` checks whether a source's memory still holds what was published. The
+manifest has digests of complete blocks only, so a receiver that reads a part of a block asks the
+source for a digest of exactly that part. If the memory had changed since, that digest would confirm
+the changed bytes.
 """
 
 from __future__ import annotations

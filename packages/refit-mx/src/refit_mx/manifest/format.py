@@ -2,7 +2,7 @@
 
 ModelExpress leaves the manifest at the source and stores only its digest; to ModelExpress it is
 opaque bytes. Here it is msgpack, decoded by msgspec into these types; nothing in it is executed.
-Columns are arrays of little-endian bytes, since a large model has a hundred thousand shards.
+Columns are little-endian arrays in bytes, since a large model has a hundred thousand shards.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class Registry(msgspec.Struct, frozen=True):
     """Description of how the published bytes were prepared.
 
     Attributes:
-        compile_target: ``hf_raw``, ``vllm_fused``, ``deep_gemm_fp8``, ``cutlass_fp8`` or a
-            registered name.
+        compile_target: ``hf_raw``, ``deep_gemm_fp8``, ``cutlass_fp8``, or another name.
         compile_metadata: properties such as block size, scale dtype, row or column major.
     """
 

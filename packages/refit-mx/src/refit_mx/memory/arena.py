@@ -4,11 +4,11 @@ Invariant: the bytes of a published version are not overwritten before the versi
 an arena may be filled only while it holds no version.
 
     arena 0   | shard 0 ..|pad| shard 1 |pad| shard 2 .......|pad|        version 7, published
-              0           ^256k         ^512k                    ^size, full pages
+              0           ^256 i        ^256 j                   ^size, full pages
     arena 1   being filled with version 8, or free
 
-Shards start at multiples of `refit_mx.source.staging.ALIGNMENT`; receivers address them by offset
-from the first byte.
+Shards start at multiples of `refit_mx.source.staging.ALIGNMENT`, 256 bytes; receivers address them
+by offset from the first byte.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _page_aligned(nbytes: int, device: str) -> torch.Tensor:
 
 
 def _as_tensor(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
-    """Return a tensor over a mapping, which is unmapped with the last such tensor."""
+    """Return a tensor over a mapping; the mapping ends when its last tensor is freed."""
     return torch.from_numpy(np.frombuffer(memory, np.uint8, nbytes))
 
 

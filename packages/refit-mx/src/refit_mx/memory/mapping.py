@@ -2,7 +2,7 @@
 
 It exists while a process has it open or mapped, so killed processes leave nothing behind. A process
 may map it if it may read its owner's /proc, that is, if it has the same user and sees the owner's
-PID. Others can only read it; on Linux before 5.1 they can also write to it.
+PID. Such a process can only read it; on Linux before 5.1 it can also write to it.
 
 Large pages of 2 MiB make it fast: mapping another process's memory, or reading it as UCX does,
 costs time for each page touched. Private memory gets large pages if the process advises the kernel.

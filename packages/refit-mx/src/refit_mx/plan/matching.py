@@ -13,7 +13,8 @@ from refit_mx.plan.held_boxes import HeldBoxes
 from refit_mx.plan.target_columns import TargetColumns
 
 _MAX_PAIRS = 1 << 25
-"""Limit for pairs of a source's shards and wanted parts of one tensor; keeps memory under 2 GB."""
+"""Limit for pairs of a source's shard and a wanted part of the same tensor. It keeps memory under
+2 GB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ def _pieces(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) ->
         if times.sum() > _MAX_PAIRS:
             raise LayoutError(
                 f"the {len(held)} shards of a source and the {len(wanted.tensor)} wanted parts "
-                f"make {times.sum()} pairs of one tensor; expected at most {_MAX_PAIRS}"
+                f"make {times.sum()} pairs that share a tensor; expected at most {_MAX_PAIRS}"
             )
         within = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
         part, row = np.repeat(part, times), np.repeat(row, times) + within

@@ -117,8 +117,8 @@ class TargetTensor:
         if held != math.prod(self.shape) or _overlap(placed):
             raise LayoutError(
                 f"target {self.name!r}: its {len(self.parts)} parts have {held} elements, "
-                f"counting overlaps twice; expected each of the {math.prod(self.shape)} of "
-                f"shape {self.shape} once"
+                f"counting overlaps twice; expected each of the {math.prod(self.shape)} elements "
+                f"of shape {self.shape} once"
             )
 
 

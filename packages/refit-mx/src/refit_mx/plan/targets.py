@@ -17,11 +17,11 @@ from refit_mx.plan.target_tensors import TargetPart, TargetTensor
 __all__ = [
     "TargetPart",
     "TargetTensor",
-    "expert_targets",
     "fused_gate_up_target",
     "fused_qkv_target",
     "mesh_target",
     "replicated_target",
+    "stacked_experts_target",
     "tp_target",
 ]
 
@@ -165,7 +165,7 @@ def fused_gate_up_target(
     return _rows_target(name, ((gate, tp_rank * rows, rows), (up, tp_rank * rows, rows)))
 
 
-def expert_targets(
+def stacked_experts_target(
     name: str,
     experts: TensorSpec | Sequence[TensorSpec],
     expert_ids: Sequence[int],

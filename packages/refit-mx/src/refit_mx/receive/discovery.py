@@ -305,7 +305,7 @@ def _mismatch(
         return f"it published {_shown(registry)}"
     for key, value in metadata.items():
         published = registry.compile_metadata.get(key)
-        # Types must match too: 1, 1.0 and True are equal in Python, but mean different promises.
+        # Types must match too: 1, 1.0 and True are equal in Python, but are different metadata.
         if type(published) is not type(value) or published != value:
             return f"it published {_shown(registry)}, without {key}={value!r}"
     return None

@@ -29,7 +29,7 @@ class RefitStats:
         sources: worker ids of the sources that were read.
         attempts: number of attempts; 1 if the first succeeded.
         nbytes: bytes moved by the last attempt, which are all bytes of the targets.
-        asked_bytes: bytes verified by digests requested from the sources.
+        source_verified_bytes: bytes verified by digests requested from the sources.
         seconds: duration by stage of `STAGES`, summed over all attempts; a stage that fails does
             not count. Verification during the fetch counts as ``fetch``, not as ``verify``.
         total_seconds: total duration.
@@ -40,7 +40,7 @@ class RefitStats:
     sources: tuple[str, ...] = ()
     attempts: int = 0
     nbytes: int = 0
-    asked_bytes: int = 0
+    source_verified_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     total_seconds: float = 0.0
 

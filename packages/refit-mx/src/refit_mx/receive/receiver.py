@@ -49,10 +49,10 @@ Install = Callable[[Mapping[str, torch.Tensor]], None] | Mapping[str, torch.Tens
 class MxV2RefitReceiver:
     """Receiver of the slices that one generator rank needs.
 
-    One thread at a time may receive. It is a worker of the control plane with a heartbeat, so that
-    the control plane knows the receivers. If the process ends with a lease, even by SIGTERM, the
-    lease lasts until it expires (``ReceiverSettings.lease_ttl_s``). Until then its version stays
-    readable.
+    One thread at a time may receive. The receiver is a worker of the control plane with a
+    heartbeat, so that the control plane knows the receivers. If the process ends with a lease, even
+    by SIGTERM, the lease lasts until it expires (``ReceiverSettings.lease_ttl_s``). Until then its
+    version stays readable.
 
     Args:
         model_name: model in the control plane.

@@ -406,7 +406,7 @@ class Receiving:
                     raise SourceLostError(str(error), (source.worker_id,)) from None
 
             unverified = [fetch for fetch in range(len(used)) if verifier.has_rest(fetch)]
-            stats.asked_bytes = sum(map_calls(self._asking, check, unverified))
+            stats.source_verified_bytes = sum(map_calls(self._asking, check, unverified))
             lease.check()
             record_bytes(span, plan.nbytes, time.monotonic() - moving)
         stats.seconds["verify"] += time.monotonic() - started

@@ -75,8 +75,8 @@ def lay_out(shards: Sequence[LocalShard], wire_dtype: WireDtype) -> StagingLayou
 
     Args:
         shards: shards of one publish.
-        wire_dtype: wire dtype of every floating-point tensor, or a mapping by tensor name; tensors
-            without a wire dtype, and all other tensors, are published unchanged.
+        wire_dtype: wire dtype of every floating-point tensor, or a mapping by tensor name. Tensors
+            that are not in the mapping or not floating-point are published unchanged.
 
     Raises:
         RefitConfigError: a dtype is unknown or not floating-point, a name in ``wire_dtype`` is not

@@ -1,8 +1,8 @@
 """`Transport`: the interface that moves bytes from sources' arenas to a receiver's scratch buffer.
 
-Each receiver has one instance. A transport knows no tensors or digests: it executes `ReadTable`s,
-and checks that each source still holds the version. It connects to a source on the first read from
-it, and keeps nothing of a source that is gone.
+A receiver has one instance of each transport that it uses. A transport knows no tensors or digests:
+it executes `ReadTable`s, and checks that each source still holds the version. It connects to a
+source on the first read from it, and disconnects if the source is unused (`UNUSED_FETCHES`).
 """
 
 from __future__ import annotations

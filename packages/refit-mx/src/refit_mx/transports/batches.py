@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 def batches(
     reads: ReadTable, *, max_bytes: int, max_reads: int, max_runs: int | None = None
 ) -> Iterator[Batch]:
-    """Yield batches of consecutive rows within all limits; a row beyond one gets its own batch."""
+    """Yield batches of consecutive rows within all limits; a larger row gets its own batch."""
     # As lists: searching an array costs more than everything else here.
     ends = np.cumsum(_sizes(reads)).tolist()
     run_ends = np.cumsum(reads.rows[:, 3] * reads.rows[:, 6]).tolist()

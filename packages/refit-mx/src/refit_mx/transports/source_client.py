@@ -302,8 +302,9 @@ class SourceClient:
 def is_gone(source: Manifest, timeout_s: float) -> bool:
     """Return whether the process of a manifest is known to have stopped.
 
-    It has if its address refuses connections, or another process answers there. A suspended process
-    still accepts connections, and an unreachable one may return, so these do not count as gone.
+    It has stopped if its address refuses connections, or another process answers there. A suspended
+    process still accepts connections, and an unreachable one may return, so these do not count as
+    gone.
     """
     client = SourceClient(source)
     try:
