@@ -136,7 +136,7 @@ def local_ray():
 
 
 class Begins(RunDisplay):
-    """Display that ends a run at a notice; Ray's comes once all inputs are accepted."""
+    """Display that interrupts a run at a notice; "starting Ray" comes after all input checks."""
 
     def __init__(self, at):
         self.at, self.lines = at, []
@@ -149,9 +149,9 @@ class Begins(RunDisplay):
 
 @pytest.fixture(scope="session")
 def accepted():
-    """Begin a run up to one of its notices, and return those before.
+    """Function that starts a run, interrupts it at a notice, and returns the earlier notices.
 
-    Called with a function that begins it with a display.
+    Its argument is a function that starts the run with a given display.
     """
 
     def begin(start, at="starting Ray"):
@@ -178,7 +178,7 @@ def config_file(tmp_path, raw_config):
 
 
 class CommandLine:
-    """Function that runs the program to its end, without a terminal and without the hub."""
+    """Runner of the program, without a terminal and without the hub."""
 
     def __init__(self):
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}

@@ -1,6 +1,6 @@
 """A run of two-turn conversations with a chat template, on two ranks.
 
-In the second optimizer step of its second step the gradient of one rank is no number.
+In the second optimizer step of the run's second step, one rank's gradient is NaN.
 """
 
 from __future__ import annotations

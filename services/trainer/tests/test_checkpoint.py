@@ -1,7 +1,7 @@
 """Checkpoints and a run's other files are complete or absent after any failure.
 
-A writer that fails at a given byte, another machine's folder and a file that cannot be removed are
-not to be had through `train`: these tests call the functions that write.
+`train` cannot be made to fail at a given byte, to write from another machine, or to meet a file
+that cannot be removed. So these tests call the functions that write.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_a_checkpoint_replaces_older_and_partial_ones(saved, tmp_path):
     assert load_state(checkpoint) == state(12)
 
 
-def test_an_unremovable_checkpoint_is_reported_and_ends_no_run(saved, tmp_path, monkeypatch):
+def test_an_unremovable_checkpoint_is_reported_and_not_fatal(saved, tmp_path, monkeypatch):
     """Imitate NFS, which keeps an open file under another name when it is removed."""
     rmtree = shutil.rmtree
 

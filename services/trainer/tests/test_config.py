@@ -315,7 +315,7 @@ def test_a_configuration_survives_its_own_json(demo):
         (["trainers"], "valid dictionary"),
     ],
 )
-def test_a_placement_is_by_amounts_of_custom_resources(demo, role, resources, expected):
+def test_a_placement_accepts_only_amounts_of_custom_resources(demo, role, resources, expected):
     demo["cluster"]["placement"][role] = {"trainers": 0.5}
     assert check_config(demo, source="test").cluster.placement
     demo["cluster"]["placement"][role] = resources
@@ -324,7 +324,7 @@ def test_a_placement_is_by_amounts_of_custom_resources(demo, role, resources, ex
     assert expected in message
 
 
-def test_the_demos_differ_in_what_vllm_needs_alone(demo):
+def test_the_demos_differ_only_in_what_vllm_needs(demo):
     vllm = copy.deepcopy(RAW_VLLM)
     for raw in (demo, vllm):
         del raw["policy"]["generation"], raw["policy"]["model"]["head_dim"], raw["run"]["name"]

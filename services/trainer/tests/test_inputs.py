@@ -105,7 +105,7 @@ def test_a_data_set_that_is_no_text_is_named(config):
     assert refusal(config).startswith(f"data set {config.data.train}: cannot be read: ")
 
 
-def test_a_line_ends_with_a_newline_only(config, taken):
+def test_only_a_newline_ends_a_line(config, taken):
     text = "a\u2028\u0085\x1c\u00e9"
     line = json.dumps({"prompt": text, "answer": f" {text} "}, ensure_ascii=False)
     taken(config({"policy.model.characters": f"1=;okn{text}"}, [line, "", "  "]))

@@ -160,7 +160,7 @@ def test_sums_and_gradient_are_finite_for_any_logprob_difference(logprob, differ
         (1.5, 0.0, False),
     ],
 )
-def test_only_ratios_beyond_the_wanted_direction_are_clipped(ratio, advantage, clipped):
+def test_a_ratio_is_clipped_only_where_its_advantage_pushes_it(ratio, advantage, clipped):
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
     result = grpo_loss(
         logprobs,

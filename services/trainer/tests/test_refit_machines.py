@@ -1,7 +1,8 @@
 """Addresses on which the processes of a refit listen, and that they advertise, on two machines.
 
 The machines are two nodes of a real Ray with addresses of the loopback interface. Workers
-with nothing but their end of a refit stand for a run's: so no import is through the package.
+that have only their side of the refit take the place of a run's workers. So all imports are of
+internal modules.
 """
 # ruff: noqa: TID251
 
@@ -92,7 +93,7 @@ def machines():
     if sys.platform != "linux":
         pytest.skip("needs Linux, whose loopback interface has all of 127.0.0.0/8")
     folder = tempfile.mkdtemp(prefix="gt-")
-    # Where Ray notes the address of a head node, in a folder that it does not make.
+    # Ray writes the head node's address below this folder, into `ray`, which it does not create.
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_TMPDIR", folder)
     Path(folder, "ray").mkdir()
@@ -226,7 +227,7 @@ def test_a_version_is_published_again_after_the_state_is_lost(calls_here, forget
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgets", [2], indirect=True)
-def test_one_that_forgets_each_time_ends_the_run(calls_here, forgets):
+def test_a_control_plane_that_always_loses_its_state_ends_the_run(calls_here, forgets):
     sync = sync_of(calls_here, control=forgets.address)
     try:
         forgets.arm(2)

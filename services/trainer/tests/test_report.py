@@ -1,6 +1,6 @@
 """A run shows a line per step without a terminal, else a live panel, tables and a chart.
 
-A terminal is not to be had by the command in a test: these tests call the display.
+A command in a test has no terminal, so these tests call the display.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def test_a_refusal_says_why(folder, override, reason):
     assert reason in refusal(folder, override)
 
 
-def test_a_resume_may_change_portions_and_refit_server(resumes):
+def test_a_resume_may_change_sizes_and_refit_server(resumes):
     assert not resumes(
         "data_plane.storage_capacity=16384",
         "data_plane.claim_lease_s=30",
@@ -319,7 +319,7 @@ def test_the_folder_of_a_resumed_run_is_absolute(folder, monkeypatch):
 
 
 def test_a_run_finished_by_another_process_is_returned(folder, monkeypatch):
-    """The other process finishes after this one read the checkpoint, before its lock."""
+    """The other process finishes between this one's read of the checkpoint and its lock."""
 
     @contextmanager
     def late(folder):
@@ -329,7 +329,7 @@ def test_a_run_finished_by_another_process_is_returned(folder, monkeypatch):
 
     monkeypatch.setattr("grpo_trainer.run.runs.run_lock", late)
     result = grpo_trainer.resume(folder, ["grpo.num_steps=3"])
-    assert [record["step"] for record in result.history] == [1, 2]  # as that one's state says
+    assert [record["step"] for record in result.history] == [1, 2]  # of the copied checkpoint
 
 
 def test_a_checkpoint_begins_another_run_with_other_settings(folder, accepted, tmp_path):

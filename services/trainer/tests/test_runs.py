@@ -29,7 +29,7 @@ ACTORS = ("ray::PolicyWorker", "ray::GenerationWorker", "ray::RolloutActor", "ra
 
 @pytest.fixture(scope="module")
 def whole_run(local_ray, configure, model_folder, questions, tmp_path_factory):
-    """Function that configures a run with two ranks and all features; takes changes."""
+    """Function that configures a run with two ranks and all features."""
     prompts = tmp_path_factory.mktemp("data") / "train.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in questions.items())
@@ -121,7 +121,7 @@ def test_a_finished_run_is_resumed_without_doing_anything(finished):
 
 
 class Acts(grpo_trainer.RunDisplay):
-    """Display that calls a function with the run's folder, by step; step 0 is the start."""
+    """Display that calls functions with the run's folder: "start" at the start, n after step n."""
 
     def __init__(self, acts):
         self.acts = acts
@@ -259,7 +259,8 @@ def terminate(process):
     return process.returncode, output, errors
 
 
-# dataplane-tq's tests kill it during every operation, integration/test_traced_step.py a rank.
+# dataplane-tq's tests kill the controller in every operation; integration/test_traced_step.py
+# kills a rank.
 @pytest.mark.long
 def test_a_dead_process_ends_the_command_and_is_named(command):
     changes = {"grpo.num_steps": 500, "data_plane.transfer_queue_mirror": True}

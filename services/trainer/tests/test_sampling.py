@@ -1,6 +1,6 @@
 """Sampling draws from the trained model, and stops at the right token.
 
-`test_steps.py` sees what a run samples; greedy choice and stop strings are not among it.
+`test_steps.py` tests sampling in runs, which use neither greedy choice nor stop strings.
 """
 
 from __future__ import annotations

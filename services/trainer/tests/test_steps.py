@@ -18,7 +18,7 @@ from grpo_trainer.errors import DynamicSamplingError
 pytestmark = pytest.mark.slow
 
 GROUP, PROMPTS = 8, 4
-NEVER = "z"  # an answer that no response is: not among the tokenizer's characters
+NEVER = "z"  # no response equals it: the tokenizer lacks this character
 TEMPERATURE = 1.2
 COLUMNS = [
     "input_ids",

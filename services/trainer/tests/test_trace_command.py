@@ -166,7 +166,7 @@ def test_why_names_what_a_stuck_run_is_blocked_on(tmp_path, raw_config):
         stopped = wait_until(lambda: generation_worker(tmp_path / "traced"), 180)
         os.kill(stopped, signal.SIGSTOP)
         shown = wait_until(lambda: stuck(run("why", "--folder", "traced", folder=tmp_path).stdout))
-        # The caller at that moment: the rollout for a response, or the driver for weights.
+        # Depends on the moment: the rollout is blocked on a response, or the driver on a refit.
         assert re.search(
             r"grpo\.(rollout|driver) has been blocked for \S+ m?s on generation worker: ", shown
         )
@@ -195,7 +195,7 @@ def stuck(shown):
     return joined if re.search("on generation worker: (?!ready)", joined) else None
 
 
-def test_of_a_run_that_ended_nothing_waits(traced):
+def test_why_finds_nothing_blocked_in_a_finished_run(traced):
     done = run("why", folder=traced[0])
     assert (done.returncode, done.stdout.strip()) == (0, "Nothing blocked.")
 
@@ -216,7 +216,7 @@ def test_show_repeats_what_the_run_showed(traced):
         (["--steps", "1", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_what_cannot_be_done_is_one_message(tmp_path, arguments, message):
+def test_an_impossible_request_fails_with_one_message(tmp_path, arguments, message):
     done = run(*arguments, folder=tmp_path)
     assert done.returncode in (1, 2)
     assert message in done.stderr

@@ -1,6 +1,6 @@
 """Needs of the vLLM backend are checked before a run; its servers get the run's options.
 
-Which options those are is seen by vLLM alone (`integration/vllm`), so `worker_arguments` is called.
+In a run only vLLM sees these options (`integration/vllm`), so these tests call `worker_arguments`.
 """
 
 from __future__ import annotations

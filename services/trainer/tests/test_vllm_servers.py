@@ -112,7 +112,7 @@ def test_engine_of_a_killed_server_does_not_stay(servers, program, tmp_path):
     [server] = running._servers
     os.kill(server.pid, signal.SIGKILL)
     wait_for_end(tmp_path)
-    with pytest.raises(WorkerError, match=r"vLLM server 0 ended -9; .*vllm-0\.log"):
+    with pytest.raises(WorkerError, match=r"vLLM server 0 ended with status -9; .*vllm-0\.log"):
         server.answers()
 
 
@@ -130,7 +130,7 @@ def test_servers_end_with_a_killed_worker(program, tmp_path):
     )
     with process:
         assert process.stdout.readline().startswith("['http://127.0.0.1:")
-        # As Ray does: the worker, and whatever is its child.
+        # Kill the worker and its children, as Ray does.
         for each in [*psutil.Process(process.pid).children(), process]:
             each.kill()
     wait_for_end(tmp_path)
@@ -138,7 +138,8 @@ def test_servers_end_with_a_killed_worker(program, tmp_path):
 
 def test_a_server_that_ends_is_shown_with_its_log(servers, program):
     running = servers(program("raise SystemExit('no such model')"))
-    with pytest.raises(WorkerError, match=r"^vLLM server 0 ended 1; .*vllm-0.log:\nno such model$"):
+    named = r"^vLLM server 0 ended with status 1; .*vllm-0.log:\nno such model$"
+    with pytest.raises(WorkerError, match=named):
         running.start()
 
 

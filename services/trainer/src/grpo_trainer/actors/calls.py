@@ -40,7 +40,7 @@ class ActorCalls:
         self._actors: dict[str, Any] = {}
 
     def add(self, name: str, handle: Any) -> None:
-        """Name an actor."""
+        """Add an actor under a name."""
         self._actors[name] = handle
 
     def handle(self, name: str) -> Any:
@@ -93,7 +93,7 @@ class ActorCalls:
             try:
                 return self._gather(method, self._send(method, calls), waiting, deadline)
             except TimeoutError:
-                # No actor is at fault: a stopped raylet blocks every process that stores or
+                # No actor is at fault: a hung raylet blocks every process that stores or
                 # fetches a value.
                 raise WorkerError(
                     f"{method}: Ray did not answer in {self._timeout_s:g} s; check this "
@@ -139,7 +139,7 @@ class ActorCalls:
         """Let a live actor stop what it started; wait for at most ``timeout_s``."""
         handle = self._actors.get(name)
         if handle is not None:
-            with suppress(TimeoutError):  # Ray is stopped: the actor ends with the driver
+            with suppress(TimeoutError):  # Ray hangs: the actor ends with the driver
                 _ready([call_within(_KILL_S, handle.close.remote)], 1, timeout_s)
 
     def shutdown_telemetry(self, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class ActorCalls:
     def stop(self) -> None:
         """Kill every actor."""
         for handle in self._actors.values():
-            with suppress(TimeoutError):  # Ray is stopped: the actor ends with the driver
+            with suppress(TimeoutError):  # Ray hangs: the actor ends with the driver
                 call_within(_KILL_S, partial(ray.kill, handle))
         self._actors.clear()
 
@@ -160,7 +160,7 @@ class ActorCalls:
 
     def _result(self, name: str, method: str, reference: Any, deadline: float) -> Any:
         try:
-            # Fetching a ready result takes no time, unless Ray itself is stopped.
+            # Fetching a ready result takes no time, unless Ray itself hangs.
             remaining = max(_FETCH_S, deadline - time.monotonic())
             return call_within(remaining, partial(ray.get, reference))
         except RayActorError as error:
@@ -195,7 +195,7 @@ class ActorCalls:
 def _ready(references: list[Any], count: int, timeout_s: float) -> list[Any]:
     """Return the references that are ready once ``count`` are, or after ``timeout_s``.
 
-    It returns even if Ray is stopped.
+    It returns even if Ray hangs.
     """
     try:
         ready, _ = call_within(

@@ -18,7 +18,7 @@ Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 
 
 class Section(BaseModel):
-    """Mapping of the YAML; it refuses unknown keys, and "3" or true as a number."""
+    """Mapping of the YAML. It refuses unknown keys, and text or a bool in place of a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -183,7 +183,7 @@ class DynamicBatchingSection(Section):
 
 
 class RouterReplaySection(Section):
-    """Replay of expert routing; not used by dense models."""
+    """Replay of expert routing, which this trainer does not support; always disabled."""
 
     enabled: Literal[False]
 
@@ -250,7 +250,7 @@ class GRPOSection(Section):
             ``overlong_filtering`` count in the baseline and spread of their group, and so in
             dynamic sampling. Samples that ``max_logprob_error`` excludes always count, because they
             are known only after the baselines are computed.
-        deduplicate_multimodal_data: for multimodal models.
+        deduplicate_multimodal_data: always false; this trainer has no multimodal models.
     """
 
     num_steps: PositiveInt

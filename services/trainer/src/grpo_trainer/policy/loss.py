@@ -1,6 +1,6 @@
 """Clipped GRPO objective, summed over tokens.
 
-The functions return sums, because a batch is split over micro-batches and ranks. The caller divides
+`grpo_loss` returns sums, because a batch is split over micro-batches and ranks. The caller divides
 by the number of tokens of the entire batch, so the result does not depend on the split.
 
 A prompt's tokens may have any log-probability, and infinity times a mask of 0 is NaN, also in the
@@ -23,7 +23,8 @@ _LARGEST_EXPONENT = 20.0
 class LossSums:
     """Sums over the tokens of a micro-batch; all 0-d and float64.
 
-    Positive and negative advantages cancel in the loss, and float32 counts tokens only to 2^24.
+    They are float64 because positive and negative advantages cancel in the loss, and because
+    float32 counts tokens exactly only up to 2^24.
 
     Attributes:
         loss: objective to minimize, with its KL term.

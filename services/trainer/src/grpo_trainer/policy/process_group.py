@@ -26,7 +26,7 @@ def host_store(world: int, *, timeout_s: float) -> Any:
 
 
 def connect_store(host: str, port: int, world: int, *, timeout_s: float, **options: Any) -> Any:
-    """Connect to the store that another rank hosts."""
+    """Return a client of the ranks' store; ``options`` can make this process its host."""
     timeout = datetime.timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, world, timeout=timeout, **options)  # type: ignore[attr-defined]
 

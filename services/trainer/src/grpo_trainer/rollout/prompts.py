@@ -20,7 +20,7 @@ from grpo_trainer.errors import ConfigurationError
 SHIPPED = Path(__file__).parents[1] / "prompts"
 
 Encode = Callable[[str], list[int]]
-"""Function from text to token ids; raises ValueError for a text without tokens."""
+"""Function from text to token ids; raises ValueError if the model lacks tokens for a text."""
 
 
 def _stripped(text: str) -> str:

@@ -6,7 +6,7 @@ It holds one end of a pipe, which closes when the worker ends for any reason. It
 processes of the server.
 
 Usage: ``python vllm_guard.py LOG COMMAND...``. It writes ``started PID`` or ``failed REASON``, and
-``ended STATUS`` once no process of the server remains.
+``ended with status STATUS`` once no process of the server remains.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def main() -> None:
     if server not in select.select([sys.stdin, server], [], [])[0]:
         os.kill(process.pid, signal.SIGTERM)
         select.select([server], [], [], _GRACE_S)
-    _report(f"ended {_end_all(process.pid)}")
+    _report(f"ended with status {_end_all(process.pid)}")
 
 
 def _end_with_guard() -> None:
-    """Have Linux terminate the server if this process is killed."""
+    """Have Linux send the server SIGTERM when its parent, the guard, ends."""
     _C.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

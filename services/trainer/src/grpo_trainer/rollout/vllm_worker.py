@@ -1,4 +1,4 @@
-"""Generation worker for vLLM servers: an actor with the same methods, without a model."""
+"""Generation worker for vLLM servers: the methods of `GenerationWorker`, without a model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class VllmWorker(RunActor):
         """Install a published version on all servers.
 
         Raises:
-            RefitError: a server failed; no server has mixed weights.
+            RefitError: a server failed; no server generates with mixed weights.
         """
         if self._fleet is None:
             raise RefitConfigError("the generation worker has not joined a refit")

@@ -100,10 +100,9 @@ def count_trainable(
 ) -> int:
     """Return how many of ``kept`` samples to train on, if they are fewer than a full step's.
 
-    These are always complete groups. They make as many complete optimizer steps as possible, or
-    else a single smaller step that the ranks share equally. If they make no complete step, the
-    result is 0 if a group is larger than an optimizer step, or if there are too few groups for the
-    ranks to share.
+    The result is always a number of complete groups. It makes as many complete optimizer steps as
+    possible. If it would make none, it is one smaller step that the ranks share equally in complete
+    groups, or 0 if there is no such step.
     """
     step = math.lcm(global_batch_size, group_size)
     part = math.lcm(data_parallel, group_size)
