@@ -44,7 +44,7 @@ def test_the_version_is_that_of_the_distribution(client):
 
 @pytest.mark.parametrize(
     "path",
-    ["/nothing", "/healthz/", "/docs", "/redoc", "/openapi.json", "/api/v1/x"],
+    ["/nothing", "/healthz/", "/docs/", "/redoc", "/openapi.json", "/api/v1/x"],
 )
 def test_a_path_without_a_route_is_a_404_problem(client, path):
     detail = assert_problem(client.get(path, follow_redirects=False), 404, "Not Found")
@@ -71,7 +71,7 @@ def test_a_failing_route_is_a_500_without_details(make_app):
     assert SECURITY_HEADERS.items() <= dict(response.headers).items()
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/nothing", "/api/v1/version"])
+@pytest.mark.parametrize("path", ["/healthz", "/nothing", "/api/v1/version", "/docs"])
 @pytest.mark.parametrize("host", ["localhost", "evil.example"])
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_every_answer_carries_the_security_headers(path, host, token, app_of):

@@ -56,7 +56,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
                 live.close()
             store.close()
 
-    # FastAPI's interactive documentation loads scripts from other hosts, so it is off.
+    # FastAPI's interactive documentation loads scripts from other hosts; `pages` has its own.
     app = FastAPI(
         title=NAME,
         version=version(NAME),

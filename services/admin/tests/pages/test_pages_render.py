@@ -37,6 +37,7 @@ PAGES = [
     "/compare",
     "/staleness",
     "/audit",
+    "/docs",
     "/login",
     f"/actions/clear?partition={quote(HOSTILE_PARTITION, safe='')}",
     f"/actions/reset-consumption?partition=train&task=train&ids={quote(HOSTILE, safe='')}",

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_pages_browser import try_out
 
 TOKEN = "3f2b8c0d9e7a6b5c"
 ROOT = "/rl"
@@ -172,6 +173,20 @@ def test_an_action_is_sent_below_the_root_path(page, proxied):
         page.get_by_role("button", name="Clear samples").click()
     # The confirmation is compared after origin and form were accepted.
     assert answered.value.status == 422
+
+
+def test_the_api_page_uses_the_session_below_the_root_path(page, proxied):
+    page.goto(f"{proxied}/")
+    page.get_by_role("link", name="API", exact=True).click()
+    page.wait_for_url(f"{proxied}/docs")
+    listing = try_out(page, "live-list_partitions")
+    change = try_out(page, "actions-end_claim", "{}")
+    # The body is checked after session, origin and CSRF value were accepted.
+    for block, status in ((listing, 200), (change, 422)):
+        with page.expect_response("**/api/v1/**") as answered:
+            block.get_by_role("button", name="Execute").click()
+        assert answered.value.url.startswith(f"{proxied}/api/v1/")
+        assert answered.value.status == status
 
 
 def post(url, body=None, **headers):

@@ -10,13 +10,14 @@ from fastapi.responses import Response
 from dataplane_admin.pages.links import Link
 
 _FOLDER = files("dataplane_admin.pages").joinpath("static")
+_SWAGGER_UI = files("dataplane_admin.pages").joinpath("vendor", "swagger-ui")
 # `observability show` writes the same waterfall.
 _WATERFALL = files("observability.views").joinpath("waterfall.css")
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 class Assets:
-    """The files of ``static/`` and the waterfall's style sheet, read once.
+    """The files of ``static/``, Swagger UI and the waterfall's style sheet, read once.
 
     Attributes:
         base: path of the files. It holds a digest of all files, so that scripts import each other
@@ -24,7 +25,8 @@ class Assets:
     """
 
     def __init__(self) -> None:
-        sources = [_WATERFALL, *(path for path in _FOLDER.iterdir() if path.is_file())]
+        swagger_ui = [_SWAGGER_UI.joinpath(f"swagger-ui{end}") for end in ("-bundle.js", ".css")]
+        sources = [_WATERFALL, *swagger_ui, *_FOLDER.iterdir()]
         self._files = {path.name: path.read_bytes() for path in sources}
         digest = hashlib.sha256()
         for name, content in sorted(self._files.items()):

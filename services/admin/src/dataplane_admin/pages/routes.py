@@ -53,6 +53,10 @@ def _add_files(routes: APIRouter, shell: Shell) -> None:
         response = shell.assets.answer(digest, name)
         return response or shell.problem(request, 404, f"file '{name}' does not exist")
 
+    @routes.get("/docs")
+    def docs(request: Request) -> Response:
+        return shell.page(request, "docs.html.j2", document=to("/api/v1/openapi.json"))
+
     @routes.get("/login")
     def login(request: Request) -> Response:
         params = Params(request.query_params)
