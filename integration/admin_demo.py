@@ -1,7 +1,8 @@
 """The admin service and a live demo run: ``make admin``.
 
-The run trains the demo's tiny model repeatedly and reports to the service, which also inspects the
-data plane of the run's Ray cluster. All files are below ``runs/admin``; Ctrl-C ends both.
+The run trains the demo's tiny model for a million steps and reports to the service, which also
+inspects the data plane of the run's Ray cluster. All files are below ``runs/admin``; Ctrl-C ends
+both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EXPORT_DELAYS = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_BLRP_SCHEDULE_DELAY": "
 
 
 def main(steps: int = 1_000_000) -> int:
-    """Run both until one ends or Ctrl-C; return the exit status."""
+    """Run both until both exit, or until Ctrl-C; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     FOLDER.mkdir(parents=True, exist_ok=True)
     print("starting the admin service", flush=True)

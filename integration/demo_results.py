@@ -1,7 +1,7 @@
 """Run the demo with several seeds and with learning rate 0, and print a table of the results.
 
-docs/results.md has this table: ``.venv/bin/python integration/demo_results.py [RUN ...]``. Without
-arguments, all of `RUNS` run.
+The table is for docs/results.md. Usage: ``.venv/bin/python integration/demo_results.py [RUN ...]``.
+Without arguments, all of `RUNS` run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Build each package's wheel without workspace sources, and test it in a separate environment.
 
-``make isolation`` runs the tests that are not marked ``slow``; ``make test`` runs them only here.
+``make isolation`` runs the tests that are not marked ``slow``. ``make test`` includes it, and runs
+these tests nowhere else.
 An environment has the package's wheel, its dependencies and the test tools, and nothing of the
 workspace. Wheels of this workspace that the package depends on are built here too.
 

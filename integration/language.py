@@ -2,7 +2,7 @@
 
 It reads names, docstrings, comments and strings of every Python file, the text of every page and
 template, and the subjects of the commits that are about to be pushed. CONTRIBUTING.md has the
-rules; most of them no machine can check. Ruff's D401 checks that docstrings are imperative.
+rules; a machine can check only a few of them. Ruff's D401 checks that docstrings are imperative.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def text_breaches(text: str) -> Iterator[tuple[int, str]]:
 
 
 def subject_breaches() -> Iterator[str]:
-    """Yield the subjects too long, or without a scope, of commits that the upstream lacks."""
+    """Yield a breach for each subject that is too long or has no scope, in unpushed commits."""
     log = subprocess.run(
         ["git", "log", "--no-merges", "--format=%h %s", "@{upstream}..HEAD"],
         cwd=ROOT,

@@ -201,7 +201,7 @@ def check_api(package: Package, *, tagged: bool = False) -> tuple[str, bool]:
 def prepare_release(package: Package, version: str) -> None:
     """Set a version and collect the changes into the changelog.
 
-    Compose files and manifests get the new version in the tag of a service's image.
+    Compose files, manifests and READMEs get the new version in the tag of a service's image.
 
     Raises:
         ReleaseError: the version is less than the current one, or there are no changes.
@@ -324,7 +324,9 @@ def check(
     report, allowed = check_api(package, tagged=True)
     print(report)
     if not allowed:
-        raise ReleaseError(f"tag {tag}: this version must not break users; raise it")
+        raise ReleaseError(
+            f"tag {tag}: breaking changes need a higher version; raise {package.name}'s version"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")

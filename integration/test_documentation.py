@@ -1,8 +1,8 @@
 """Every code block of the site runs or is checked, and the site builds.
 
 The Python blocks of a page are one program, which runs here or in the test of the page's package.
-Commands must exist in the Makefile or have the options given, YAML must be a configuration, and
-TOML must parse. A block in an unchecked language fails.
+Targets of make and options of commands must exist, YAML must be a configuration, and TOML must name
+known entry points. A block in an unchecked language fails.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_operations_are_spans(recorded: Records) -> None:
     names = [span.name for span in recorded.spans]
     for name in ("send train", "receive train", "get train", "send bare", "settle train"):
         assert name in names
-    assert names.count("receive train") == 1  # polls without samples are none
+    assert names.count("receive train") == 1  # polls without samples have no span
     (put,) = [span for span in recorded.spans if span.name == "send train"]
     assert put.attributes["messaging.batch.message_count"] == 3
     assert put.attributes["dataplane.bytes"] == 3 * 8 * 8

@@ -60,7 +60,7 @@ def test_one_line_installs_the_missing_packages(tmp_path: Path) -> None:
     assert run(sys.executable, CHECK, "--check", path=tmp_path).returncode == 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who installs packages")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root installs packages")
 @pytest.mark.parametrize("failing", [None, "update", "install"])
 def test_root_installs_missing_packages(tmp_path: Path, failing: str | None) -> None:
     calls = tmp_path / "calls"
@@ -73,7 +73,7 @@ def test_root_installs_missing_packages(tmp_path: Path, failing: str | None) -> 
     assert ("failed with status 1" in done.stderr) == (failing is not None)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who installs packages")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root installs packages")
 @pytest.mark.skipif(
     POLICY.exists(), reason=f"needs a machine without {POLICY}, which containers have"
 )

@@ -9,7 +9,7 @@ import pytest
 from integration.releases import Pair, find, packages, pairs
 
 CORE, CODEC, ACTOR = "the-core", "a-codec", "an-actor"
-"""The actor needs both others, the codec the core."""
+"""The actor requires the codec and the core; the codec requires the core."""
 
 
 class Repository:

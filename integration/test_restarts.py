@@ -41,7 +41,8 @@ class Service:
     """
 
     def __init__(self, folder: Path, *command: str) -> None:
-        # A bound socket that does not listen reserves the port, except from SO_REUSEADDR.
+        # A bound socket that does not listen reserves the port, but a server that sets SO_REUSEADDR
+        # can still listen on it.
         self._holder = socket.socket()
         self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._holder.bind(("127.0.0.1", 0))

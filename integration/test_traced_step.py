@@ -260,7 +260,8 @@ class RankKiller(RunDisplay):
             return
         self._trained += 1
         if self._trained == 2:
-            # Spans are exported in the order of their ends, so this one is the first step's last.
+            # A process exports its spans in the order in which they end. This one ends last, so all
+            # spans of the first step in that process have arrived.
             records = self._receiver.wait_for(lambda records: bool(first_training(records)), 60)
             os.kill(first_training(records)[0].process.pid, signal.SIGKILL)
 

@@ -48,7 +48,7 @@ def last_line(text: str) -> str:
 
 
 def expect_refusal(subject: str, container: Container, *, expected: int = 1) -> None:
-    """Run a container that must exit with a status and an error of one line."""
+    """Run a container that must exit with status ``expected`` and without a traceback."""
     with container:
         status = container.wait()
         log = container.log
