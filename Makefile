@@ -50,7 +50,7 @@ SYNC = $(UV) sync --check --quiet --python $(PYTHON) $(2) 2>/dev/null || { \
 
 .PHONY: sync
 sync: $(UV) ## Install the workspace and its development tools into .venv
-	@$(call SYNC,the workspace and its tools (2.6 GB),--all-packages --extra mooncake --extra yuanrong --extra transfer-queue)
+	@$(call SYNC,the workspace and its tools (2.9 GB),--all-packages --extra mooncake --extra yuanrong --extra transfer-queue)
 
 # Inexact: what is installed already stays, so that the demo does not remove the tools of the tests.
 .PHONY: sync-demo
