@@ -176,3 +176,18 @@ def test_msgspec_decoders_are_made_once(package: str) -> None:
         and any(keyword.arg == "type" for keyword in node.keywords)
     ]
     assert not calls
+
+
+@pytest.mark.parametrize("service", ["dataplane_admin", "grpo_trainer"])
+@pytest.mark.parametrize("name", ["observability/__init__.py", "observability.py"])
+def test_shadowed_package_is_named_in_the_error(service: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    command = [sys.executable, "-c", f"import {service}"]  # finds what is in its working directory
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    found = path.parent if path.name == "__init__.py" else path
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(
+        f"ImportError: package 'observability': found {found}, which is another"
+    )

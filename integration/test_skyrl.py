@@ -33,7 +33,7 @@ IMPORTED = [
     "torchdata",
     "transformers",
 ]
-"""What SkyRL's trainer imports; `skyrl[skyrl-train]` would compile kernels for GPUs as well."""
+"""Imports of SkyRL's trainer; `skyrl[skyrl-train]` would compile kernels for GPUs as well."""
 
 TRAIN = """
 import asyncio, sys, time
@@ -140,14 +140,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     links = os.environ.get("PIP_FIND_LINKS", "")  # a CPU build of torch, say
     environment = {**os.environ, **({"UV_FIND_LINKS": links} if links else {})}
     find = [uv(), "python", "find", "--no-python-downloads", "--no-project", ">=3.12,<3.14"]
-    found = subprocess.run(find, capture_output=True, text=True, timeout=60)
-    if found.returncode:
+    search = subprocess.run(find, capture_output=True, text=True, timeout=60)
+    if search.returncode:
         pytest.skip("needs Python 3.12 or 3.13, as SkyRL does")
     folder = tmp_path_factory.mktemp("skyrl") / "venv"
     python = str(folder / "bin" / "python")
     workspace = [str(ROOT / "packages/dataplane-core"), f"{ROOT}/packages/observability[skyrl]"]
     for command in (
-        [uv(), "venv", "--quiet", "--python", found.stdout.strip(), str(folder)],
+        [uv(), "venv", "--quiet", "--python", search.stdout.strip(), str(folder)],
         [uv(), "pip", "install", "--quiet", "--python", python, *IMPORTED, *workspace],
         [uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", *SKYRL],
     ):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from dataplane_core.shadowing import require_package
+
 if TYPE_CHECKING:
     from dataplane_admin.app import create_app
     from dataplane_admin.ingest import Limits
     from dataplane_admin.serving import serve
     from dataplane_admin.settings import Settings
     from dataplane_admin.store import Retention
+
+require_package("observability", "views")
 
 __all__ = ["Limits", "Retention", "Settings", "create_app", "serve"]
 
