@@ -186,7 +186,7 @@ def test_shadowed_package_is_named_in_the_error(service: str, name: str, tmp_pat
     path.touch()
     command = [sys.executable, "-c", f"import {service}"]  # finds what is in its working directory
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    found = path.parent if path.name == "__init__.py" else path
+    shadow = path.parent if path.name == "__init__.py" else path
     error = done.stderr.splitlines()[-1]
     assert error.startswith(
         f"ImportError: package 'observability': found {found}, which is another"

@@ -23,9 +23,9 @@ def require_package(name: str, module: str) -> None:
         return
     folders = list(spec.submodule_search_locations or ())
     if not any((Path(folder) / module).exists() for folder in folders):
-        found = ", ".join(folders or [str(spec.origin)])
+        origin = ", ".join(folders or [str(spec.origin)])
         raise ImportError(
-            f"package {name!r}: found {found}, which is another one; expected the installed "
+            f"package {name!r}: found {origin}, which is another one; expected the installed "
             f"package: rename what was found, or remove its folder's parent from sys.path",
             name=name,
         )
