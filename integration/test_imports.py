@@ -53,6 +53,8 @@ WITH_EXTRA = {
     ("observability", "google"),  # protobuf, a dependency of opentelemetry-proto
     ("observability", "jinja2"),
     ("observability", "typer"),
+    ("observability", "ray"),  # of SkyRL
+    ("observability", "skyrl"),
     ("observability", "tensordict"),  # loaded only with samples, which need it too
     ("observability", "torch"),
     ("observability", "transformers"),  # of TRL
@@ -189,5 +191,5 @@ def test_shadowed_package_is_named_in_the_error(service: str, name: str, tmp_pat
     shadow = path.parent if path.name == "__init__.py" else path
     error = done.stderr.splitlines()[-1]
     assert error.startswith(
-        f"ImportError: package 'observability': found {found}, which is another"
+        f"ImportError: package 'observability': found {shadow}, which is another"
     )
