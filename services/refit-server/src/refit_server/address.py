@@ -38,7 +38,9 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """True if only this machine can reach the address."""
-        return ipaddress.ip_address(self.host).is_loopback
+        address = ipaddress.ip_address(self.host)
+        # Since Python 3.13, `is_loopback` is True for ::ffff:127.0.0.1, too.
+        return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
     def with_port(self, port: int) -> Address:
         """Return this address with another port."""

@@ -255,9 +255,11 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    # Since Python 3.13, `is_loopback` is True for ::ffff:127.0.0.1, too.
+    return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
 
 def _without_port(host: str) -> str:

@@ -158,7 +158,9 @@ def _is_loopback(address: str) -> bool:
     elif ":" in host:  # gRPC takes the complete address for an IPv6 host
         return False
     try:
-        return ipaddress.ip_address(host).is_loopback
+        numeric = ipaddress.ip_address(host)
     except ValueError:
         # A name server decides about any other name, even one that begins with `127.`.
         return host == "localhost"
+    # Since Python 3.13, `is_loopback` is True for ::ffff:127.0.0.1, too.
+    return numeric.is_loopback and getattr(numeric, "ipv4_mapped", None) is None
