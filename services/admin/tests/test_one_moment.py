@@ -121,7 +121,7 @@ def test_all_parts_of_a_partition_page_are_consistent(client, plane):
     put(plane, [f"s{place}" for place in range(SIZE)], "x")
     html = client.get("/partition", params={"id": "train"}).text
     assert facts(html)["Present"] == str(SIZE)
-    assert facts(html)["Outstanding"] == "0"
+    assert facts(html)["Not put yet"] == "0"
     assert "Samples 0 to 24 <small>of 64" in html
     fields = re.findall(r'<td class="quiet">([^<]*)</td><td class="n">(\d+)</td>', html)
     assert fields == [("torch.float32", str(SIZE)), ("not written", "0")]

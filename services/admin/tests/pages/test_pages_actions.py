@@ -37,7 +37,7 @@ def test_a_confirmed_clear_reaches_the_data_plane_with_its_ids(client, done):
     assert json.loads(sent["samples"]) == ["a\nb", REVERSED]
     answer = client.post("/actions/clear", data=sent, headers=OURS)
     assert answer.status_code == 200
-    assert "2 samples of partition" in answer.text
+    assert "samples of partition &#39;train&#39; cleared: 2" in answer.text
     assert done == [("clear", "train", ["a\nb", REVERSED], True)]
     assert "anonymous from testclient" in client.get("/audit").text
 
