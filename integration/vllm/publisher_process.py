@@ -42,6 +42,9 @@ def publish_until_killed(
 ) -> None:
     """Publish a slot's weights, and serve them until the process is killed."""
     with ControlClient(control_address) as control:
-        publisher = MxV2TrainingPublisher("tiny", f"fsdp-{slot}", control=control)
+        # A stopped process must count as live until a test resumes it, on a busy machine as well.
+        publisher = MxV2TrainingPublisher(
+            "tiny", f"fsdp-{slot}", control=control, heartbeat_ttl_s=120.0
+        )
         publisher.publish(version_id, shards_of(checkpoint(Path(folder)), slot, slots))
         signal.pause()
