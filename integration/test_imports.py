@@ -66,6 +66,8 @@ WITH_EXTRA = {
     ("observability", "wrapt"),
     ("observability", "rich"),
     ("grpo_trainer", "httpx"),
+    ("grpo_trainer", "mlflow"),
+    ("grpo_trainer", "wandb"),
     ("refit_mx", "httpx"),
     ("rollout_actor", "httpx"),
     ("refit_mx", "vllm"),  # the engine that loads refit-mx, in a separate environment

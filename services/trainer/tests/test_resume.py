@@ -129,7 +129,7 @@ cluster.placement.rollout cluster.temp_dir
 refit.advertised_host refit.control refit.control_access.tls_ca refit.control_access.tls_name
 refit.control_access.token_env refit.control_access.token_file refit.generation_tensor_parallel
 refit.host refit.timeout_s refit.transport
-tracing.enabled tracing.endpoint tracing.verbose
+tracing.enabled tracing.endpoint tracing.verbose tracking.sinks
 checkpointing.every_steps checkpointing.keep_last validation.batch_size validation.every_steps
 grpo.num_steps env.step_timeout_s policy.micro_batch_size
 policy.dynamic_batching.max_tokens_per_microbatch
@@ -222,7 +222,7 @@ def test_keys_missing_in_an_older_checkpoint_get_shipped_values(folder, resumes,
     """The small run has other sizes than the shipped ones, but the same keys."""
     state = folder / NEWEST / "state.json"
     before = state.read_text()
-    sections = ("cluster.placement", "env", "refit", "tracing", "grpo.clip_low", "grpo.clip_high")
+    sections = ("cluster.placement", "env", "refit", "tracking", "grpo.clip_low", "grpo.clip_high")
     shipped = yaml.safe_load(DEMO_CONFIG.read_text())
     keys = sorted(key for key in every_key(shipped) if key.startswith(sections))
     removed = data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=4, unique=True))

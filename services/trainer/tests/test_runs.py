@@ -16,6 +16,7 @@ import psutil
 import pytest
 from integration.waiting import wait_until
 from safetensors import safe_open
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_trainer
@@ -51,6 +52,7 @@ def whole_run(local_ray, configure, model_folder, questions, tmp_path_factory):
             "grpo.dynamic_sampling": {"enabled": True, "max_batches": 2, "when_short": "proceed"},
             "validation.every_steps": 2,
             "checkpointing": {"every_steps": 2, "keep_last": 2},
+            "tracking.sinks": ["tensorboard"],
         }
     )
 
@@ -77,6 +79,11 @@ def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def tracked_rewards(folder):
+    events = EventAccumulator(str(folder / "tracking" / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in events.Scalars("reward")]
+
+
 def call_timeout_of(folder):
     return json.loads((folder / "config.json").read_text())["cluster"]["call_timeout_s"]
 
@@ -87,7 +94,7 @@ def test_a_run_writes_what_it_promises(finished):
     assert ["validation_reward" in record for record in finished.history] == [False, True] * 3
     assert finished.rewards == [record["reward"] for record in finished.history]
     folder = finished.folder
-    files = [".lock", "checkpoints", "config.json", "metrics.jsonl", "reward.png"]
+    files = [".lock", "checkpoints", "config.json", "metrics.jsonl", "reward.png", "tracking"]
     assert names(folder) == files
     assert metrics_of(folder) == finished.history
     assert matplotlib.image.imread(folder / "reward.png").shape[:2] == (630, 1200)
@@ -217,6 +224,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(stopped, finished):
     assert call_timeout_of(stopped) == 240  # no checkpoint has the other one
     assert lasting(resumed.history) == lasting(finished.history)
     assert metrics_of(stopped) == resumed.history
+    rewards = [(record["step"], pytest.approx(record["reward"])) for record in resumed.history]
+    assert tracked_rewards(stopped) == rewards  # without the steps that failed
     assert names(stopped / "checkpoints") == names(finished.folder / "checkpoints")
     for name in ("model/model.safetensors", "optimizer.safetensors"):
         resumed_bytes, uninterrupted_bytes = (

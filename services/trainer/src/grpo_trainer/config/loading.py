@@ -27,6 +27,7 @@ from grpo_trainer.config.sections import (
     RunSection,
     Section,
     TracingSection,
+    TrackingSection,
     ValidationSection,
     VllmSection,
 )
@@ -46,6 +47,7 @@ class TrainerConfig(Section):
     validation: ValidationSection
     checkpointing: CheckpointSection
     tracing: TracingSection
+    tracking: TrackingSection
     refit: RefitSection
     data_plane: DataPlaneConfig
 

@@ -19,6 +19,7 @@ CHANGEABLE = (
     "cluster",
     "refit",
     "tracing",
+    "tracking",
     "checkpointing",
     "validation",
     "grpo.num_steps",
@@ -81,10 +82,10 @@ def resumed_config(
     raw = copy.deepcopy(dict(saved))
     added = dict(_add_missing(raw, load_config().model_dump(mode="json")))
     ignored = dict(_without_ignored(raw))
-    before = dict(_leaves(raw))
+    before = dict(leaves(raw))
     for override in overrides:
         apply_override(raw, override)
-    after = dict(_leaves(raw))
+    after = dict(leaves(raw))
     problems = [
         _problem(key, before.get(key), after.get(key))
         for key in sorted({*before, *after})
@@ -124,12 +125,12 @@ def _without_ignored(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         grpo["max_logprob_error"] = None
 
 
-def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; an empty mapping is a value."""
     for name, value in node.items():
         key = f"{path}{name}"
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{key}.")
+            yield from leaves(value, f"{key}.")
         else:
             yield key, value
 

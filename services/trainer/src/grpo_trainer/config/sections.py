@@ -318,6 +318,17 @@ class TracingSection(Section):
     verbose: bool
 
 
+class TrackingSection(Section):
+    """Experiment trackers that receive the configuration and the metrics of each step.
+
+    Attributes:
+        sinks: any of "mlflow", "wandb" and "tensorboard", each with the extra of its name; see
+            docs/trainer.md. A resumed run continues its record in each.
+    """
+
+    sinks: list[Literal["mlflow", "wandb", "tensorboard"]]
+
+
 class ControlAccessSection(Section):
     """TLS and token for connections to a refit server.
 

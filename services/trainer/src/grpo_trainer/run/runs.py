@@ -13,6 +13,7 @@ from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.config.resumed import ResumedConfig, resumed_config
 from grpo_trainer.errors import CheckpointError, ConfigurationError
 from grpo_trainer.report.display import RunDisplay
+from grpo_trainer.report.metric_sinks import check_installed
 from grpo_trainer.run.folder import CHECKPOINTS, create_run_folder, run_lock
 from grpo_trainer.run.signals import GracefulStop
 
@@ -62,6 +63,8 @@ def train(
         TrainerError: the configuration, the data or the model cannot be used, or a worker failed.
         DataPlaneError: the data plane failed.
     """
+    check_installed(config.tracking.sinks)
+
     from grpo_trainer.run.inputs import read_inputs
 
     inputs = read_inputs(config)
@@ -157,6 +160,8 @@ def _continue_run(
     folder: Path, point: _ResumePoint, display: RunDisplay, stop: GracefulStop | None
 ) -> RunResult:
     checkpoint, state, config = point.checkpoint, point.state, point.resumed.config
+
+    check_installed(config.tracking.sinks)
 
     from grpo_trainer.run.inputs import read_inputs
 

@@ -21,6 +21,7 @@ from grpo_trainer.model.load import save_random_model
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.report.display import RunDisplay
 from grpo_trainer.report.picture import save_reward_picture
+from grpo_trainer.report.tracking import tracking_of
 from grpo_trainer.rollout.prompts import PromptStream
 from grpo_trainer.run.folder import (
     CHECKPOINTS,
@@ -111,6 +112,7 @@ def run_steps(
 
         write_config(folder, config)
         write_history(folder, history)
+        tracking = stack.enter_context(tracking_of(config, folder, state.step, display.notice))
         display.started(folder, config, state.step)
         stop.start_steps()
         for step in range(state.step, config.grpo.num_steps):
@@ -124,6 +126,7 @@ def run_steps(
             record = {"step": done, **report.metrics, "seconds": report.seconds}
             history.append(record)
             append_record(folder, record)
+            tracking.log(record)
             display.finished_step(record)
             reached = state.model_copy(
                 update={"step": done, "prompts_position": prompts.position, "history": history}
