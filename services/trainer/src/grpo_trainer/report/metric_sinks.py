@@ -133,7 +133,7 @@ class WandbSink:
             name=self._run.folder.name,
             id=self._run.stored_id("wandb", lambda: secrets.token_hex(8)),
             resume="allow",
-            dir=self._run.sink_folder(),
+            dir=str(self._run.sink_folder()),
             config=dict(config),
             allow_val_change=True,
             settings=wandb.Settings(**quiet, init_timeout=_WANDB_INIT_S),
