@@ -50,7 +50,8 @@ SYNC = $(UV) sync --check --quiet --python $(PYTHON) $(2) 2>/dev/null || { \
 
 .PHONY: sync
 sync: $(UV) ## Install the workspace and its development tools into .venv
-	@$(call SYNC,the workspace and its tools (2.9 GB),--all-packages --extra mooncake --extra yuanrong --extra transfer-queue)
+	@$(call SYNC,the workspace and its tools (3 GB),--all-packages --extra mooncake --extra yuanrong --extra transfer-queue \
+		--extra mlflow --extra tensorboard --extra wandb)
 
 # Inexact: what is installed already stays, so that the demo does not remove the tools of the tests.
 .PHONY: sync-demo
@@ -223,7 +224,8 @@ bench: sync ## Every benchmark, with tables and a picture of each area for docs/
 
 .PHONY: lint-images
 lint-images: sync ## Check Dockerfiles, compose files, manifests and dashboards
-	$(BIN)/pytest integration/test_deploy_images.py integration/test_deploy_kubernetes.py integration/test_deploy_metrics.py
+	$(BIN)/pytest integration/test_deploy_images.py integration/test_deploy_kubernetes.py \
+		integration/test_deploy_helm.py integration/test_deploy_metrics.py
 
 .PHONY: images
 images: sync ## Build the images without an engine and try them; needs root, buildah and debootstrap

@@ -1,8 +1,7 @@
 """Metric sinks get a run's configuration and metrics, and cannot stop or delay it.
 
 Sinks that fail or hang are stand-ins, since no configuration makes a library do so. TensorBoard is
-real. MLflow and Weights & Biases are tested where they are installed: they are 30 and 57 MB, and
-MLflow requires an older importlib-metadata than the workspace has.
+real, and so are MLflow with a file as its database and Weights & Biases offline.
 """
 
 from __future__ import annotations
@@ -234,9 +233,12 @@ def offline(monkeypatch, tmp_path):
 
 
 def with_sinks(*sinks):
-    """Return the configuration of the demo of vLLM, with a credential in vLLM's environment."""
+    """Return the configuration of the demo of vLLM, with credentials where it may have some."""
     raw = yaml.safe_load(DEMO_CONFIG.with_name("demo-vllm.yaml").read_text())
     raw["policy"]["generation"]["environment"]["HF_TOKEN"] = SECRET
+    raw["policy"]["generation"]["arguments"] += ["--api-key", SECRET]
+    raw["policy"]["generation"]["command"] += [f"--token={SECRET}"]
+    raw["tracing"]["endpoint"] = f"https://user:{SECRET}@collector.example"
     raw["tracking"]["sinks"] = list(sinks)
     raw["grpo"]["num_steps"] = 5
     return check_config(raw, source="test")
@@ -259,7 +261,7 @@ LIBRARIES = {"tensorboard": [], "mlflow": ["sqlalchemy", "alembic"], "wandb": []
 )
 def test_a_resumed_run_continues_in_the_same_record(offline, tmp_path, sink, points, expected):
     for library in (sink, *LIBRARIES[sink]):
-        pytest.importorskip(library, reason=f"needs {library}: see the docstring of this file")
+        pytest.importorskip(library, reason=f"needs the package {library}")
     folder, notices = tmp_path / "20261127-120000", []
     folder.mkdir()
     for done, last, reward in ((0, 3, 0.1), (2, 5, 0.2)):
@@ -276,7 +278,7 @@ def test_a_resumed_run_continues_in_the_same_record(offline, tmp_path, sink, poi
 @pytest.mark.parametrize(("error", "status"), [(None, "KILLED"), (OSError, "FAILED")])
 def test_mlflow_shows_how_a_run_ended(offline, tmp_path, error, status):
     for library in ("mlflow", *LIBRARIES["mlflow"]):
-        pytest.importorskip(library, reason=f"needs {library}: see the docstring of this file")
+        pytest.importorskip(library, reason=f"needs the package {library}")
     notices = []
     try:
         with tracking_of(with_sinks("mlflow"), tmp_path, 0, notices.append) as run:

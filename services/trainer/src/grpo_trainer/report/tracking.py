@@ -15,6 +15,13 @@ from grpo_trainer.report.metric_sinks import SINKS, MetricSink, Status, TrackedR
 
 _MAX_PENDING = 1000
 _CLOSE_S = 10.0
+_PRIVATE = (
+    ("policy", "generation", "arguments"),
+    ("policy", "generation", "command"),
+    ("policy", "generation", "environment"),
+    ("tracing", "endpoint"),
+)
+"""Keys whose values may contain credentials, such as ``--api-key`` or a password in a URL."""
 
 
 class Tracking:
@@ -118,15 +125,18 @@ def tracking_of(
     """Return the tracking of a run.
 
     Args:
-        config: the run's configuration. Variables of vLLM's environment, which may be credentials,
-            are not sent to the sinks.
+        config: the run's configuration. `_PRIVATE` keys are not sent to the sinks.
         folder: the run's folder.
         done_steps: steps completed before a resume.
         notice: function that shows a line to the user, from any thread.
     """
     run = TrackedRun(config.run.name, folder, done_steps)
     shown = config.model_dump(mode="json")
-    shown["policy"]["generation"].pop("environment", None)
+    for *sections, key in _PRIVATE:
+        section = shown
+        for name in sections:
+            section = section[name]
+        section.pop(key, None)
     return Tracking(
         {name: SINKS[name](run) for name in config.tracking.sinks},
         shown,
