@@ -21,7 +21,13 @@ from transfer_queue import interface
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
-from dataplane_core import ConfigError, MissingDataError, StorageSummary, UnavailableError
+from dataplane_core import (
+    ConfigError,
+    InvalidRequestError,
+    MissingDataError,
+    StorageSummary,
+    UnavailableError,
+)
 from dataplane_core.tensors.rows import collate_rows
 from dataplane_tq.directory import protocol
 from dataplane_tq.storage import packed_bootstrap as bootstrap
@@ -140,6 +146,17 @@ def test_controller_gets_the_schema_that_transfer_queue_extracts(client, partiti
     client.put(data, partition_id=partition_id)
     schema = fetched(client, partition_id, columns, 3).field_schema
     assert as_sent(schema) == as_sent(extract_field_schema(data))
+
+
+@pytest.mark.parametrize("jagged", [True, False])
+def test_rows_that_do_not_match_the_meta_are_refused(client, partition_id, jagged):
+    meta = client.put(column([[1], [2]]), partition_id=partition_id)
+    none = torch.zeros(0, 1)
+    if jagged:
+        none = torch.nested.nested_tensor_from_jagged(torch.zeros(0), torch.tensor([0]))
+    with pytest.raises(InvalidRequestError, match="expected 2"):
+        client.put(TensorDict({"x": none}, batch_size=[0]), metadata=meta)
+    assert values(client, partition_id) == [[1], [2]]
 
 
 def test_partly_overwritten_meta_is_still_readable(client, partition_id):

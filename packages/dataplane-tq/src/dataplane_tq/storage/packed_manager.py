@@ -412,6 +412,8 @@ def _field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
 
     TransferQueue's function cuts each nested tensor twice, which costs more than the put's copy.
     """
+    if not data.batch_size[0]:
+        return {}  # the put refuses it
     jagged = {}
     for name, column in data.items():
         plain = plain_jagged(column) if isinstance(column, torch.Tensor) else None
