@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol  # Any: configurations as plain data
 
+from grpo_trainer.atomic_file import write_atomically
 from grpo_trainer.config.resumed import leaves
 from grpo_trainer.errors import ConfigurationError
 
@@ -60,7 +61,7 @@ class TrackedRun:
         """Return the id of the run in a sink; it is made once and is the same after a resume."""
         path = self.sink_folder() / f"{sink}_run_id"
         if not path.exists():
-            path.write_text(make())
+            write_atomically(path, make().encode())
         return path.read_text()
 
 
