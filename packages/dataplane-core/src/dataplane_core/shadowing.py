@@ -26,6 +26,6 @@ def require_package(name: str, module: str) -> None:
         origin = ", ".join(folders or [str(spec.origin)])
         raise ImportError(
             f"package {name!r}: found {origin}, which is another one; expected the installed "
-            f"package: rename what was found, or remove its folder's parent from sys.path",
+            "package: rename what was found, or remove its folder's parent from sys.path",
             name=name,
         )
