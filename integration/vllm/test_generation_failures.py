@@ -116,7 +116,7 @@ def test_rows_of_a_silent_server_move(
     expected: list[tuple[list[int], list[float]]],
 ) -> None:
     generation = back_end(
-        vllm_server.address, second_server.address, max_new_tokens=LONG, server_timeout_s=3.0
+        vllm_server.address, second_server.address, max_new_tokens=LONG, server_timeout_s=10.0
     )
     with ThreadPoolExecutor(1) as thread, paused(second_server):
         load = stable_load(second_server.address)
@@ -137,13 +137,9 @@ def test_rows_of_a_silent_server_move(
     assert generation.get_logger_metrics()["lost_servers"] == 0
 
 
-def test_stopped_engine_is_named_at_the_deadline(
-    vllm_server: VllmServer, second_server: VllmServer
-) -> None:
-    generation = back_end(vllm_server.address, second_server.address, max_new_tokens=LONG)
-    generation.generate(batch_of(PROMPTS), greedy=False)  # query both servers' models once
-    generation = back_end(second_server.address, max_new_tokens=LONG, timeout_s=5.0)
-    generation.generate(batch_of(PROMPTS), greedy=False)
+def test_stopped_engine_is_named_at_the_deadline(second_server: VllmServer) -> None:
+    # /v1/models and /health answer without the engine.
+    generation = back_end(second_server.address, timeout_s=10.0)
     engine = next(
         process for process in second_server.processes() if "EngineCore" in process.name()
     )
@@ -173,13 +169,13 @@ def test_rows_of_a_killed_server_move(
 
 
 def test_error_names_every_lost_server(vllm_server: VllmServer, second_server: VllmServer) -> None:
-    generation = back_end(vllm_server.address, second_server.address, server_timeout_s=2.0)
+    generation = back_end(vllm_server.address, second_server.address, server_timeout_s=10.0)
     with (
         stopped(psutil.Process(vllm_server.process.pid)),
         pytest.raises(UnavailableError, match="every server is lost") as raised,
     ):
         generation.generate(batch_of(PROMPTS), greedy=False)
-    assert f"{vllm_server.address} is lost: /v1/models did not answer within 2 s" in str(
+    assert f"{vllm_server.address} is lost: /v1/models did not answer within 10 s" in str(
         raised.value
     )
     assert f"{second_server.address} is lost: /v1/models: ConnectError" in str(raised.value)
