@@ -111,6 +111,8 @@ def write_columns(
     dp_client: DataPlaneClient,
     meta: KVBatchMeta,
     fields: Mapping[str, torch.Tensor | np.ndarray],
+    *,
+    claim: KVBatchMeta | None = None,
 ) -> None:
     """Write columns for the rows of ``meta``, in one put; none if ``fields`` is empty.
 
@@ -121,6 +123,7 @@ def write_columns(
         fields: column name to a tensor or an object array with a row per sample. A token-aligned
             column (`TOKEN_ALIGNED_FIELDS`) must be at least as wide as the longest row;
             ``advantages`` and ``sample_mask`` may hold one value per sample, (n,).
+        claim: the leased claim under which they were computed, as in `DataPlaneClient.put_samples`.
 
     Raises:
         InvalidRequestError: (a ValueError) rows or lengths do not fit the ids, or a token-aligned
@@ -151,6 +154,7 @@ def write_columns(
         fields,
         lengths=lengths,
         ragged=ragged_columns(fields, lengths),
+        claim=claim,
     )
 
 
@@ -164,6 +168,7 @@ def kv_first_write(
     task_name: str = "train",
     pad_to_multiple: int = 1,
     tags: list[dict[str, Any]] | None = None,
+    claim: KVBatchMeta | None = None,
 ) -> KVBatchMeta:
     """Write the first columns of a rollout in one put, and return their meta.
 
@@ -179,6 +184,7 @@ def kv_first_write(
         pad_to_multiple: alignment in tokens of the width to which readers pad. Above 1 it is added
             to the meta's ``extra_info``; nothing is padded here.
         tags: one dict of primitives per row, for the samples and the meta.
+        claim: the leased claim that the rollout fills, as in `DataPlaneClient.put_samples`.
 
     Returns:
         A meta of the rows: ``fields`` are the written columns, ``sequence_lengths`` the input
@@ -224,6 +230,7 @@ def kv_first_write(
         tags,
         lengths=lengths,
         ragged=ragged_columns(written, lengths),
+        claim=claim,
     )
     info = dict(extra_info or {})
     if alignment > 1:

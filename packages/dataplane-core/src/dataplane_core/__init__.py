@@ -32,6 +32,7 @@ from dataplane_core.errors import (
     UnsupportedError,
 )
 from dataplane_core.factory import build_data_plane_client
+from dataplane_core.held_claim import held_claim
 from dataplane_core.inspector import DataPlaneActions, DataPlaneInspector
 from dataplane_core.ledger import (
     AssignmentSummary,
@@ -120,6 +121,7 @@ __all__ = [
     "UnknownTaskError",
     "UnsupportedError",
     "build_data_plane_client",
+    "held_claim",
     "restore_partition",
     "save_partition",
     "validate_config",

@@ -145,6 +145,7 @@ class AsyncDataPlaneClient:
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
         wait_for_leased: bool = True,
+        sample_ids: Sequence[str] | None = None,
     ) -> KVBatchMeta:
         """Claim samples; see `DataPlaneClient.claim_meta`.
 
@@ -168,7 +169,7 @@ class AsyncDataPlaneClient:
                 dp_rank,
                 blocking,
                 timeout_s if not queued else max(0.0, deadline - time.monotonic()),
-                **optional_claim_keywords(dp_world, where, seed, wait_for_leased),
+                **optional_claim_keywords(dp_world, where, seed, wait_for_leased, sample_ids),
             )
 
         if not blocking:

@@ -198,6 +198,7 @@ def check_claim(
     where: object = (),
     seed: object = None,
     wait_for_leased: object = True,
+    sample_ids: object = None,
     lease_s: float | None = None,
     owner: str = "",
 ) -> ClaimCall:
@@ -214,10 +215,21 @@ def check_claim(
     limit_s = checked_seconds(call, "timeout_s", timeout_s)
     if not isinstance(where, list | tuple) or not all(isinstance(c, TagFilter) for c in where):
         raise refused(call, "where", where, "a list of TagFilter")
+    size = checked_int(call, "batch_size", batch_size, minimum=1)
+    ids = None if sample_ids is None else checked_distinct_ids(call, sample_ids)
+    if ids is not None:
+        if len(ids) != size:
+            raise InvalidRequestError(
+                f"{call}: batch_size {size} with {len(ids)} sample_ids; expected their number"
+            )
+        if dp_world is not None or where or seed is not None:
+            raise InvalidRequestError(
+                f"{call}: sample_ids with dp_world, where or seed; expected sample_ids alone"
+            )
     request = ClaimRequest(
         task_name=task,
         required_fields=tuple(checked_names(call, "required_fields", required_fields)),
-        batch_size=checked_int(call, "batch_size", batch_size, minimum=1),
+        batch_size=size,
         blocking=blocks,
         where=tuple(where),
         seed=None if seed is None else checked_int(call, "seed", seed, minimum=MIN_INT),
@@ -226,6 +238,7 @@ def check_claim(
         lease_s=lease_s,
         owner=owner,
         wait_for_leased=checked_bool(call, "wait_for_leased", wait_for_leased),
+        sample_ids=None if ids is None else tuple(ids),
     )
     return ClaimCall(call, partition, request, limit_s if blocks else 0.0)
 

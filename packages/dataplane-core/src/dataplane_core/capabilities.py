@@ -23,6 +23,7 @@ class Capabilities:
         origins: `DataPlaneClient.read_origins` returns the puts that wrote a field.
         inspection: the client is a `DataPlaneInspector` and has `DataPlaneActions`.
         withdrawal: a blocking claim waits for replacements of withdrawn samples.
+        named_claims: a claim of given ``sample_ids`` takes exactly these.
         claim_order: samples are claimed in the order that ``claim_order`` configures.
     """
 
@@ -39,6 +40,7 @@ class Capabilities:
     origins: bool = False
     inspection: bool = False
     withdrawal: bool = False
+    named_claims: bool = False
     claim_order: bool = False
 
 

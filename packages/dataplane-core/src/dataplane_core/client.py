@@ -88,6 +88,7 @@ class DataPlaneClient(OptionalMethods, ABC):
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
         wait_for_leased: bool = True,
+        sample_ids: Sequence[str] | None = None,
     ) -> KVBatchMeta:
         """Claim up to ``batch_size`` samples that have all ``required_fields``.
 
@@ -114,7 +115,8 @@ class DataPlaneClient(OptionalMethods, ABC):
             task_name: the consumer task.
             required_fields: fields that a sample must have.
             batch_size: maximum samples to claim, at least 1.
-            dp_rank: data-parallel rank of the caller. Without ``dp_world`` it has no effect.
+            dp_rank: data-parallel rank of the caller. Without ``dp_world`` it only names the caller
+                to inspectors.
             blocking: wait for a full batch.
             timeout_s: how long to wait, in seconds; longer than a lease if consumers may crash.
             dp_world: number of data-parallel ranks, with ``dp_rank``. One claim draws ``dp_world *
@@ -131,6 +133,11 @@ class DataPlaneClient(OptionalMethods, ABC):
             wait_for_leased: False returns no ids when only leased samples remain, instead of
                 waiting for them. Use it in a consumer that prefetches while it holds claims. For
                 clients with ``capabilities.leases``.
+            sample_ids: claim these samples, in this order, instead of those that are ready first;
+                ``batch_size`` is their number. A blocking claim waits until all of them have the
+                fields and no other claim of the task holds one. They need not be complete groups.
+                Excludes ``dp_world``, ``where`` and ``seed``. For clients with
+                ``capabilities.named_claims``.
 
         Returns:
             A meta with ``task_name`` set, ``fields`` = ``required_fields`` and, if the tags hold
@@ -142,7 +149,8 @@ class DataPlaneClient(OptionalMethods, ABC):
             UnknownTaskError: (KeyError) the task is not declared; names those that are.
             InvalidRequestError: (a ValueError) ``batch_size`` is below 1, not a multiple of the
                 group size, or smaller than every remaining group; or ``dp_rank`` does not fit
-                ``dp_world``.
+                ``dp_world``; or ``sample_ids`` names a sample twice, or one that the task has
+                acknowledged.
             ClaimTimeoutError: (TimeoutError) the deadline passed; nothing is claimed. It reports
                 how many samples are ready and missing, which fields are missing, which processes
                 hold leases (the caller included), and when the first lease expires.

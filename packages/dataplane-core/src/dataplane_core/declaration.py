@@ -92,6 +92,7 @@ class PartitionDeclaration:
         claimer: str = "",
         assigned: int = 0,
         large_group: tuple[str, int] | None = None,
+        absent: int | None = None,
     ) -> ClaimTimeoutError:
         """Return the error of a blocking claim whose deadline passed.
 
@@ -108,13 +109,19 @@ class PartitionDeclaration:
             claimer: the claiming process, as ``holders`` names it.
             assigned: number of the task's samples assigned to data-parallel ranks.
             large_group: name and size of a group too large for the claim.
+            absent: number of named samples that the partition lacks, for a claim of
+                ``sample_ids``; else None.
         """
         holders = dict(holders or {})
         leased = sum(holders.values())
         wanted = min(batch_size, present + unput or leased + assigned)
+        if absent is not None:
+            wanted = batch_size
         reasons = [f"{count} lack {name!r}" for name, count in lacking.items()]
         if unput:
             reasons.append(f"{unput} of {self.num_samples} declared samples were not put")
+        if absent:
+            reasons.append(f"{absent} of the named samples are not in the partition")
         if leased:
             reasons.append(f"{leased} are leased: {named_holders(holders, claimer)}")
         if assigned:

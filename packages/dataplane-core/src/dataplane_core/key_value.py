@@ -225,10 +225,11 @@ class KeyValueClient(DataPlaneClient):
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
         wait_for_leased: bool = True,
+        sample_ids: Sequence[str] | None = None,
     ) -> KVBatchMeta:
         """Claim samples; see `DataPlaneClient.claim_meta`.
 
-        ``dp_world``, ``where`` and ``seed`` are refused.
+        ``dp_world``, ``where``, ``seed`` and ``sample_ids`` are refused.
         """
         call = check_claim(
             partition_id,
@@ -242,8 +243,15 @@ class KeyValueClient(DataPlaneClient):
             where=where,
             seed=seed,
             wait_for_leased=wait_for_leased,
+            sample_ids=sample_ids,
         )
-        _refuse("claim_meta", dp_world=dp_world, where=where or None, seed=seed)
+        _refuse(
+            "claim_meta",
+            dp_world=dp_world,
+            where=where or None,
+            seed=seed,
+            sample_ids=sample_ids,
+        )
         partition_id, task_name = call.partition_id, call.request.task_name
         required_fields, batch_size = list(call.request.required_fields), call.request.batch_size
         blocking, timeout_s = call.request.blocking, call.timeout_s

@@ -105,6 +105,7 @@ class TQDataPlaneClient(DataPlaneClient):
         origins=True,
         inspection=True,
         withdrawal=True,
+        named_claims=True,
         claim_order=True,
     )
 
@@ -328,6 +329,7 @@ class TQDataPlaneClient(DataPlaneClient):
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
         wait_for_leased: bool = True,
+        sample_ids: Sequence[str] | None = None,
     ) -> KVBatchMeta:
         self._check_open()
         call = check_claim(
@@ -344,6 +346,7 @@ class TQDataPlaneClient(DataPlaneClient):
             lease_s=self._lease_s,
             owner=process_name(),
             wait_for_leased=wait_for_leased,
+            sample_ids=sample_ids,
         )
         request = call.request
         claimed = self._ask(

@@ -95,6 +95,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         origins=True,
         inspection=True,
         withdrawal=True,
+        named_claims=True,
         claim_order=True,
     )
 
@@ -245,6 +246,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         where: Sequence[TagFilter] = (),
         seed: int | None = None,
         wait_for_leased: bool = True,
+        sample_ids: Sequence[str] | None = None,
     ) -> KVBatchMeta:
         call = check_claim(
             partition_id,
@@ -260,6 +262,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             lease_s=self._lease_s,
             owner=process_name(),
             wait_for_leased=wait_for_leased,
+            sample_ids=sample_ids,
         )
         request = call.request
         deadline = time.monotonic() + call.timeout_s

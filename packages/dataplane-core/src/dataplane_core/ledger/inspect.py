@@ -290,7 +290,7 @@ def describe(lease: Lease, now: float) -> ClaimSummary:
         samples=len(lease.rows),
         age_s=max(0.0, now - lease.since),
         expires_in_s=max(0.0, lease.deadline - now),
-        rank=None if lease.rank is None else lease.rank[1],
+        rank=lease.rank,
     )
 
 

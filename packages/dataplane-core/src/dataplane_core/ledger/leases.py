@@ -28,7 +28,8 @@ class Lease:
         since: when it was claimed.
         deadline: when it expires unless it is renewed.
         seconds: length of the lease.
-        rank: group and number of the data-parallel rank that claimed; None without a rank.
+        rank: the data-parallel rank that claimed; None without a rank.
+        group: the ranks that share drawn batches with it; None if the claim drew alone.
     """
 
     token: str
@@ -40,7 +41,8 @@ class Lease:
     since: float
     deadline: float
     seconds: float
-    rank: tuple[RankGroup, int] | None = None
+    rank: int | None = None
+    group: RankGroup | None = None
 
     def may_write(self, sample_id: str, row: Row | None) -> bool:
         """Return whether a put under the lease may write a sample, present or not."""

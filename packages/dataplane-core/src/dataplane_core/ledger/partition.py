@@ -21,7 +21,7 @@ from dataplane_core.ledger.samples import Samples
 from dataplane_core.ledger.selection import ClaimRequest, RankGroup, balance
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
 from dataplane_core.ledger.sizes import Measure
-from dataplane_core.ledger.tasks import Claimed, Task
+from dataplane_core.ledger.tasks import ACKNOWLEDGED, Claimed, Task
 
 _FREED_AT_ONCE = 256
 """Number of entries that each change frees in retired queues."""
@@ -160,6 +160,8 @@ class Partition:
         calls this until it returns True, and then `claim` with no other call in between.
         """
         task = self.task(request.task_name)
+        if request.sample_ids is not None:
+            return True
         return task.extend(task.begun_queue(request, self.rows))
 
     def claim(self, request: ClaimRequest, now: float) -> Claimed | None:
@@ -170,9 +172,13 @@ class Partition:
         Raises:
             UnknownTaskError: the task is not registered.
             InvalidRequestError: (a ValueError) the batch size is not a multiple of the group size,
-                or every remaining group has more samples than the batch size.
+                every remaining group has more samples than the batch size, or the task has
+                acknowledged a named sample.
         """
         task = self.task(request.task_name)
+        if request.sample_ids is not None:
+            named = self._take_named(task, request, request.sample_ids)
+            return None if named is None else self._claimed(task, request, named, now)
         size = self.declaration.grpo_group_size
         if size is not None and request.batch_size % size:
             raise InvalidRequestError(
@@ -190,6 +196,27 @@ class Partition:
         if not rows:
             self._refuse_large_group(task, request)
         return self._claimed(task, request, rows, now)
+
+    def _take_named(
+        self, task: Task, request: ClaimRequest, sample_ids: Sequence[str]
+    ) -> list[Row] | None:
+        """Take the named rows that are ready; return None if the claim has to wait for others."""
+        present = [row for each in sample_ids if (row := self.rows.get(each)) is not None]
+        done = [row.sample_id for row in present if task.code(row) == ACKNOWLEDGED]
+        if done:
+            raise InvalidRequestError(
+                f"claim_meta(partition={self.declaration.partition_id!r}, task={task.name!r}): "
+                f"the task has acknowledged {len(done)} of the {len(sample_ids)} named samples: "
+                f"{listed(done)}"
+            )
+        required = frozenset(request.required_fields)
+        ready = [row for row in present if task not in row.states and required <= row.cells.keys()]
+        if request.blocking and len(ready) < len(sample_ids):
+            return None
+        if ready:
+            task.dequeue(ready)
+            self.touch()
+        return ready
 
     def _draw(self, task: Task, request: ClaimRequest, limit: int) -> list[Row] | None:
         """Take up to ``limit`` rows from the queue; return None if the claim has to wait."""
@@ -220,7 +247,7 @@ class Partition:
 
     def large_group(self, request: ClaimRequest) -> tuple[str, int] | None:
         """Return the name and size of the largest complete group that exceeds the batch size."""
-        if self.declaration.grpo_group_size is None:
+        if self.declaration.grpo_group_size is None or request.sample_ids is not None:
             return None
         queue = self.task(request.task_name).begun_queue(request, self.rows)
         return queue.too_large(request.batch_size)
@@ -300,7 +327,6 @@ class Partition:
         if request.lease_s is None or not rows:
             task.move(rows, "")
             return Claimed(rows, None)
-        group = request.group
         # A fencing number: a later lease of the same samples has a larger one.
         number = next(self._fence)
         token = f"{number}.{secrets.token_hex(8)}"
@@ -314,7 +340,8 @@ class Partition:
             since=now,
             deadline=now + request.lease_s,
             seconds=request.lease_s,
-            rank=None if group is None else (group, request.dp_rank or 0),
+            rank=request.dp_rank,
+            group=request.group,
         )
         task.move(rows, lease)
         return Claimed(rows, token)
@@ -351,8 +378,8 @@ class Partition:
         """
         lease = self.leases.holding(token, sample_ids, task)
         lease.deadline = now + lease.seconds
-        if lease.rank is not None:
-            lease.task.assignments.extend(*lease.rank, now)
+        if lease.group is not None and lease.rank is not None:
+            lease.task.assignments.extend(lease.group, lease.rank, now)
         self.touch()
 
     def reopen(self, task: Task, rows: list[Row]) -> None:

@@ -27,6 +27,7 @@ def optional_claim_keywords(
     where: Sequence[TagFilter],
     seed: int | None,
     wait_for_leased: bool = True,
+    sample_ids: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the optional keywords of `claim_meta` that differ from their defaults.
 
@@ -41,6 +42,8 @@ def optional_claim_keywords(
         keywords["seed"] = seed
     if wait_for_leased is not True:
         keywords["wait_for_leased"] = wait_for_leased
+    if sample_ids is not None:
+        keywords["sample_ids"] = sample_ids
     return keywords
 
 
@@ -127,6 +130,7 @@ class ClaimRequest:
         lease_s: length of the claim's lease in seconds; None is a claim without a lease.
         owner: "host:pid" of the claiming process, for inspectors.
         wait_for_leased: with ``blocking`` and nothing ready, wait for leased samples.
+        sample_ids: claim these samples and no others; None claims those that are ready first.
     """
 
     task_name: str
@@ -140,6 +144,7 @@ class ClaimRequest:
     lease_s: float | None = None
     owner: str = ""
     wait_for_leased: bool = True
+    sample_ids: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

@@ -22,7 +22,13 @@ class Shortage:
         self._partition = partition
         self._request = request
         self._task = partition.task(request.task_name)
-        self._chunks = partition.rows.in_chunks()
+        rows, named = partition.rows, request.sample_ids
+        self._chunks = rows.in_chunks()
+        self._absent = 0
+        if named is not None:
+            present = [row for each in named if (row := rows.get(each)) is not None]
+            self._chunks = iter([present])
+            self._absent = len(named) - len(present)
         self.present = self.ready = 0
         self.lacking = dict.fromkeys(request.required_fields, 0)
 
@@ -47,10 +53,14 @@ class Shortage:
         # Look the task up again: the partition may have been registered again since.
         partition = self._partition
         task = partition.task(self._request.task_name)
+        named = self._request.sample_ids
         leases = partition.leases.of(task)
+        if named is not None:
+            leases = [lease for lease in leases if not lease.rows.keys().isdisjoint(named)]
         holders: Counter[str] = Counter()
         for lease in leases:
-            holders[lease.owner] += len(lease.rows)
+            held = lease.rows if named is None else lease.rows.keys() & set(named)
+            holders[lease.owner] += len(held)
         deadlines = [each.deadline for each in task.assignments.timed]
         deadlines += (lease.deadline for lease in leases)
         return partition.declaration.claim_timeout(
@@ -62,7 +72,8 @@ class Shortage:
             claimer=self._request.owner,
             assigned=task.assigned,
             large_group=partition.large_group(self._request),
-            unput=partition.unput,
+            unput=partition.unput if named is None else 0,
+            absent=None if named is None else self._absent,
             lacking={name: count for name, count in self.lacking.items() if count},
             batch_size=self._request.batch_size,
             timeout_s=timeout_s,

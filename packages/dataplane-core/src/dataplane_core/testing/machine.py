@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from dataplane_core import (
     ClaimTimeoutError,
     DataPlaneClient,
+    InvalidRequestError,
     KVBatchMeta,
     LeaseLostError,
     MissingDataError,
@@ -128,11 +129,59 @@ class _Walk(RuleBasedStateMachine):
         )
         assert meta.size == len(set(meta.sample_ids)) == min(size, len(ready))
         assert set(meta.sample_ids) <= ready
+        self.hold(task, meta)
+
+    def hold(self, task: str, meta: KVBatchMeta) -> None:
+        """Record the result of a claim."""
         self.claimed[task] |= set(meta.sample_ids)
         if LEASE in meta.extra_info:
             known = {held.name for held in self.held}
             [name] = {claim.claim for claim in self.claims()} - known
             self.held.append(_Held(meta, task, name, set(meta.sample_ids)))
+
+    @precondition(lambda self: self.clients[0].capabilities.named_claims)
+    @rule(
+        who=st.integers(0, 1),
+        task=st.sampled_from(TASKS),
+        ids=some_ids,
+        fields=some_fields,
+        blocking=st.booleans(),
+    )
+    def claim_named(
+        self, who: int, task: str, ids: list[str], fields: list[str], blocking: bool
+    ) -> None:
+        client, leased = self.clients[who], self.leased(task)
+        ready = [
+            each
+            for each in ids
+            if set(fields) <= self.rows.get(each, {}).keys() and each not in self.claimed[task]
+        ]
+
+        def claim() -> KVBatchMeta:
+            return client.claim_meta(
+                self.partition,
+                task,
+                fields,
+                len(ids),
+                blocking=blocking,
+                timeout_s=0.0,
+                sample_ids=ids,
+            )
+
+        if not (self.claimed[task] - leased).isdisjoint(ids):
+            with pytest.raises(InvalidRequestError, match="acknowledged"):
+                claim()
+            return
+        if blocking and len(ready) < len(ids):
+            with pytest.raises(ClaimTimeoutError) as caught:
+                claim()
+            error = caught.value
+            counts = (error.ready, error.missing, error.leased)
+            assert counts == (len(ready), len(ids) - len(ready), len(leased & set(ids)))
+            return
+        meta = claim()
+        assert meta.sample_ids == ready
+        self.hold(task, meta)
 
     @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS))
     def claim_until_empty(self, who: int, task: str) -> None:

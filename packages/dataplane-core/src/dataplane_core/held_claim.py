@@ -1,0 +1,64 @@
+"""`held_claim`: a leased claim that is renewed while its samples are processed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dataplane_core.errors import DataPlaneError, LeaseLostError
+from dataplane_core.meta import LEASE
+
+if TYPE_CHECKING:
+    from dataplane_core.client import DataPlaneClient
+    from dataplane_core.meta import KVBatchMeta
+
+_STOP_S = 5.0
+
+
+@contextlib.contextmanager
+def held_claim(
+    client: DataPlaneClient, claim: KVBatchMeta, *, renew_every_s: float
+) -> Iterator[None]:
+    """Renew a claim during the block, then acknowledge it; release it if the block raises.
+
+    A claim without a lease is left as it is.
+
+    Args:
+        client: renews, acknowledges and releases; thread-safe.
+        claim: as `DataPlaneClient.claim_meta` returned it.
+        renew_every_s: at most a third of ``claim_lease_s``, so that one late renewal loses nothing.
+
+    Raises:
+        LeaseLostError: the lease expired or was ended during the block; the claim's samples may
+            have another holder.
+    """
+    if LEASE not in claim.extra_info:
+        yield
+        return
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(renew_every_s):
+            try:
+                client.renew(claim)
+            except LeaseLostError:
+                return  # `acknowledge` reports it
+            except DataPlaneError:
+                continue  # the store is unavailable for now
+
+    thread = threading.Thread(target=renew, name="renew claim", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:  # whatever ends the block, others can claim the samples at once
+        ended.set()
+        with contextlib.suppress(DataPlaneError):
+            client.release(claim)
+        raise
+    else:
+        ended.set()
+        client.acknowledge(claim)
+    finally:
+        thread.join(_STOP_S)
