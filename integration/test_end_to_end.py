@@ -77,7 +77,7 @@ class RunRecord(RunDisplay):
     def phase(self, name: str) -> None:
         self._phase = name
         if name == "clear" and len(self.history) + 1 == INSPECTED:
-            self.live = self.admin.until(self._all_written)
+            self.live = self.admin.until(self._all_acknowledged)
             self.other.goto("/partition?id=train")
             expect(self.other.get_by_role("heading", level=1)).to_have_text("train")
             expect(self.other.locator("#heat")).to_contain_text("input_ids")
@@ -94,11 +94,11 @@ class RunRecord(RunDisplay):
             assert isinstance(meta, KVBatchMeta)
             self.trained[len(self.history) + 1][int(name.split()[-1])] = list(meta.sample_ids)
 
-    def _all_written(self) -> Any:
-        """Return the partition once a poll has seen the step's last write, else None."""
+    def _all_acknowledged(self) -> Any:
+        """Return the partition once a poll has seen the step's last acknowledgement, else None."""
         for partition in self.admin.ask("partitions")["partitions"]:
-            written = {field["name"]: field["written"] for field in partition["fields"]}
-            if partition["id"] == "train" and set(written.values()) == {SAMPLES}:
+            acknowledged = {task["acknowledged"] for task in partition["tasks"]}
+            if partition["id"] == "train" and acknowledged == {SAMPLES}:
                 return partition
         return None
 
@@ -227,10 +227,9 @@ def test_live_partition_has_the_samples_of_the_step(recorded: RunRecord) -> None
     live = recorded.live
     assert live["present"] == live["put"] == live["declared"] == SAMPLES
     assert (live["not_put"], live["reserved"], live["cleared"]) == (0, 0, 0)
-    # The driver of a synchronous step assigns the samples itself: no consumer claims them.
     assert {task["name"] for task in live["tasks"]} == TASKS
     for task in live["tasks"]:
-        assert (task["unclaimed"], task["leased"], task["acknowledged"]) == (SAMPLES, 0, 0)
+        assert (task["unclaimed"], task["leased"], task["acknowledged"]) == (0, 0, SAMPLES)
     fields = {field["name"] for field in live["fields"]}
     assert {"input_ids", "generation_logprobs", "prev_logprobs", "advantages"} <= fields
 

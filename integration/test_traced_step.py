@@ -22,19 +22,25 @@ SAMPLES = 64  # 8 prompts of 8, in optimiser steps of 32, on two ranks
 
 LOGPROBS = """
     compute_logprobs [policy 0]
+      receive train [policy 0] idle
       get train [policy 0] overhead
       forward [policy 0] productive
       send train [policy 0] overhead
+      settle train [policy 0] overhead
     compute_logprobs [policy 1]
+      receive train [policy 1] idle
       get train [policy 1] overhead
       forward [policy 1] productive
-      send train [policy 1] overhead"""
+      send train [policy 1] overhead
+      settle train [policy 1] overhead"""
 
 TRAIN = """
     train [policy {rank}]
+      receive train [policy {rank}] idle
       get train [policy {rank}] overhead
       optimizer_step [policy {rank}] productive
-      optimizer_step [policy {rank}] productive"""
+      optimizer_step [policy {rank}] productive
+      settle train [policy {rank}] overhead"""
 
 TURN = """
       turn [rollout]

@@ -78,7 +78,6 @@ def test_every_key_stands_in_the_shipped_demo():
         f"data_plane.{name}"
         for name in (
             "controller_address",
-            "claim_lease_s",
             "claim_order",
             "packed_transport",
             "sampler",

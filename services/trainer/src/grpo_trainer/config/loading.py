@@ -148,6 +148,7 @@ REQUIRED_DATA_PLANE_KEYS = (
     "global_segment_size",
     "local_buffer_size",
     "ack_timeout_ms",
+    "claim_lease_s",
     "unit_resources",
     "observability",
 )

@@ -1,7 +1,8 @@
 """Data-parallel rank of the policy: it scores its shard, trains on it, and publishes weights.
 
-A rank receives its shard as a meta and moves the columns directly between the data plane and its
-device. Each optimizer step has three all-reduces: the number of tokens, the metrics, and the flat
+A rank receives its shard as a meta, claims its samples for the stage's task, and moves the columns
+directly between the data plane and its device. It acknowledges them when the stage's result is
+written. Each optimizer step has three all-reduces: the number of tokens, the metrics, and the flat
 gradient.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any  # Any: batches and transformers' models
 
@@ -21,6 +23,7 @@ from dataplane_core import (
     LP_SEED_FIELDS,
     KVBatchMeta,
     build_data_plane_client,
+    held_claim,
 )
 from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.actors.address import bind_to_node_interface
@@ -35,16 +38,21 @@ from grpo_trainer.model.load import load_model
 from grpo_trainer.policy.logprob_gap import LogprobGap
 from grpo_trainer.policy.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.policy.process_group import connect_store, host_store, join_process_group
+from grpo_trainer.policy.stages import (
+    PREV_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    TASK_OF_COLUMN,
+    TRAIN_TASK,
+)
 from grpo_trainer.refit.settings import RefitSettings
 from grpo_trainer.refit.source import RefitSource
 from observability import record_trained, traced
 from refit_mx import RefitConfigError
 
-_PREV, _REFERENCE, _GENERATED = (
-    "prev_logprobs",
-    "reference_policy_logprobs",
-    "generation_logprobs",
-)
+_PREV, _REFERENCE, _GENERATED = PREV_LOGPROBS, REFERENCE_LOGPROBS, "generation_logprobs"
+_CLAIM_S = 20.0
+"""Deadline of a claim of samples that an earlier stage has completed."""
+
 _LOSS_METRICS = ("loss", "kl", "clip_fraction", "approx_entropy")
 
 
@@ -88,6 +96,7 @@ class PolicyWorker(RunActor):
             weight_decay=optimizer["weight_decay"],
         )
         self._client = build_data_plane_client(data_plane, bootstrap=False)
+        self._lease_s = data_plane.get("claim_lease_s")
         self._refit: RefitSource | None = None
         self._backend, self._timeout_s = "nccl" if gpu else "gloo", timeout_s
         self._store: Any = None
@@ -126,9 +135,33 @@ class PolicyWorker(RunActor):
             the shard's order; empty for the initial policy. ``gap``: the `LogprobGap` of all
             tokens.
         """
-        model = self._model if column == _PREV else self._reference
         wanted = [*LP_SEED_FIELDS, *([_GENERATED] if column == _PREV else [])]
-        batch = read_columns(self._client, meta, wanted, pad_value_dict=self._pad)
+        with self._claimed(meta, TASK_OF_COLUMN[column], wanted) as claim:
+            batch = read_columns(self._client, meta, wanted, pad_value_dict=self._pad)
+            scores, errors, gap = self._score(batch, column)
+            write_columns(self._client, meta, {column: scores}, claim=claim)
+        return {"error": errors, "gap": gap}
+
+    @contextmanager
+    def _claimed(self, meta: KVBatchMeta, task: str, fields: list[str]) -> Iterator[KVBatchMeta]:
+        """Claim the samples of a shard; acknowledge them after the block, or release them."""
+        claim = self._client.claim_meta(
+            meta.partition_id,
+            task,
+            fields,
+            meta.size,
+            self._rank,
+            timeout_s=_CLAIM_S,
+            sample_ids=meta.sample_ids,
+        )
+        with held_claim(self._client, claim, renew_every_s=(self._lease_s or 0.0) / 3):
+            yield claim
+
+    def _score(
+        self, batch: BatchedDataDict[Any], column: str
+    ) -> tuple[torch.Tensor, list[float], LogprobGap]:
+        """Return the log-probabilities, (rows, width), and the differences to the generator's."""
+        model = self._model if column == _PREV else self._reference
         width = batch["input_ids"].shape[1]
         parts, errors, gaps = [], [], []
         with torch.no_grad(), span("forward", "productive"):
@@ -148,8 +181,7 @@ class PolicyWorker(RunActor):
                     total = difference.sum(1, dtype=torch.float64)
                     errors += (total / mask.sum(1).clamp(min=1)).tolist()
                     gaps.append(LogprobGap.of(scored, micro[_GENERATED], mask))
-        write_columns(self._client, meta, {column: torch.cat(parts).cpu()})
-        return {"error": errors, "gap": LogprobGap.total(gaps)}
+        return torch.cat(parts).cpu(), errors, LogprobGap.total(gaps)
 
     @traced
     def train(
@@ -176,7 +208,13 @@ class PolicyWorker(RunActor):
         if self._reference is None:
             skipped.add(_REFERENCE)
         fields = [name for name in DP_TRAIN_FIELDS if name not in skipped]
-        batch = read_columns(self._client, meta, fields, pad_value_dict=self._pad)
+        with self._claimed(meta, TRAIN_TASK, fields):
+            batch = read_columns(self._client, meta, fields, pad_value_dict=self._pad)
+            return self._train(meta, batch, rows_per_step)
+
+    def _train(
+        self, meta: KVBatchMeta, batch: BatchedDataDict[Any], rows_per_step: int
+    ) -> dict[str, float]:
         steps = []
         used: list[int] = []
         for step in range(meta.size // rows_per_step):

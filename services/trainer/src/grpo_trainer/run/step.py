@@ -23,6 +23,7 @@ from grpo_trainer.errors import DynamicSamplingError, GradientError
 from grpo_trainer.policy.advantages import advantages, group_statistics, mean_and_std
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.policy.learning_rate import learning_rate
+from grpo_trainer.policy.stages import stage_tasks
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
@@ -32,7 +33,6 @@ from grpo_trainer.run.processes import ROLLOUT
 from observability import emit
 
 TRAIN, VALIDATION = "train", "val"
-TASKS = ["prev_lp", "ref_lp", "train"]
 CARRY = ["total_reward", "loss_multiplier", "truncated"]
 """Columns that the driver receives from a rollout, one number per sample each."""
 
@@ -161,7 +161,7 @@ class GRPOStep:
             TRAIN,
             list(DP_TRAIN_FIELDS),
             self._config.samples_per_step,
-            TASKS,
+            stage_tasks(grpo),
             grpo_group_size=grpo.num_generations_per_prompt,
         )
         batch = self._collect(report)
