@@ -71,6 +71,10 @@ system-packages: python ## Install the Debian packages of the tests as root, els
 demo: sync-demo ## Train a tiny model with GRPO through the data plane; reward.png shows it learn
 	$(BIN)/grpo-trainer train
 
+.PHONY: demo-async
+demo-async: sync-demo ## Train the demo with generators that run ahead of training
+	$(BIN)/grpo-trainer train --set run.name=demo-async --set grpo.mode=async
+
 .PHONY: demo-vllm
 demo-vllm: sync-demo-vllm ## Train the demo with a real vLLM server on the CPU; fetches 0.5 GB more
 	@$(PYTHON) integration/system_packages.py --check vllm || { echo "make: vLLM compiles as it runs, and needs" \

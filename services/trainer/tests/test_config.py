@@ -328,6 +328,8 @@ def test_the_demos_differ_only_in_what_vllm_needs(demo):
     for raw in (demo, vllm):
         del raw["policy"]["generation"], raw["policy"]["model"]["head_dim"], raw["run"]["name"]
         del raw["refit"]["transport"], raw["refit"]["generation_tensor_parallel"]
+        for batching in ("prompts_per_rollout", "concurrent_rollouts"):
+            del raw["grpo"]["asynchronous"][batching]
     assert vllm == demo
 
 

@@ -21,6 +21,7 @@ from dataplane_core import (
     ConfigError,
     DataPlaneError,
     DeadlineExceededError,
+    InvalidRequestError,
     KVBatchMeta,
     UnavailableError,
     build_data_plane_client,
@@ -105,6 +106,7 @@ class SyncRolloutActor(RayClass):
         task_to_env_override: dict[str, EnvironmentInterface] | None = None,
         carry_keys: list[str] | None = None,
         carrier: Mapping[str, str] | None = None,
+        claim: KVBatchMeta | None = None,
     ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
         """Generate, flatten and put one batch; return its meta and the driver's columns.
 
@@ -131,6 +133,9 @@ class SyncRolloutActor(RayClass):
             task_to_env_override: environments for this call, instead of ``task_to_env``.
             carry_keys: names of the columns for the driver; None is all but `OPT_IN_CARRY_KEYS`.
             carrier: the caller's trace context, from `dataplane_core.telemetry.inject`.
+            claim: a claim of n samples that the rows fill, in this order. The put writes these
+                samples instead of new ones, under the claim's lease. They are not withdrawn after
+                an error: the caller releases the claim, so that they are generated again.
 
         Returns:
             A tuple of four:
@@ -150,8 +155,9 @@ class SyncRolloutActor(RayClass):
         Raises:
             ClosedError: (a RuntimeError) the actor was shut down.
             InvalidRequestError: (a ValueError) before generation: there are no rows, columns differ
-                in their number of rows, ``group_size`` is below 1 or does not divide the rows, a
-                task has no environment, or media of one name differ in dtype or dimensions.
+                in their number of rows or from ``claim``, ``group_size`` is below 1 or does not
+                divide the rows, a task has no environment, or media of one name differ in dtype or
+                dimensions.
             PartitionNotFoundError, SchemaMismatchError: before generation, if the store can be
                 inspected: there is no such partition, or it holds a column in another dtype, media
                 of other dimensions, or samples without media that this batch has. With any store:
@@ -160,6 +166,7 @@ class SyncRolloutActor(RayClass):
                 or a carry key is unknown; before the put: a "reward/" key does not exist.
             DeadlineExceededError: (a TimeoutError) an environment's step times out; names its task.
             UnavailableError: (a RuntimeError) an environment is dead; names its task.
+            LeaseLostError: the lease of ``claim`` ended before the put; nothing is written.
             DataPlaneError: as ``put_samples``.
         """
         with attached(carrier), span("rollout_to_tq", kind=SpanKind.SERVER):
@@ -171,6 +178,7 @@ class SyncRolloutActor(RayClass):
                 finish_generation=finish_generation,
                 task_to_env=task_to_env_override,
                 carry_keys=carry_keys,
+                claim=claim,
             )
 
     def _rollout_to_tq(
@@ -183,6 +191,7 @@ class SyncRolloutActor(RayClass):
         finish_generation: bool,
         task_to_env: dict[str, EnvironmentInterface] | None,
         carry_keys: list[str] | None,
+        claim: KVBatchMeta | None,
     ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
         if self._closed:
             raise ClosedError("rollout_to_tq: the actor was shut down; create a new one")
@@ -192,8 +201,12 @@ class SyncRolloutActor(RayClass):
         check_tasks(input_batch["task_name"], task_to_env)
         media = self._check_columns(input_batch, partition_id)
 
+        if claim is not None and claim.size != rows:
+            raise InvalidRequestError(
+                f"rollout_to_tq: a claim of {claim.size} samples for {rows} rows; expected one each"
+            )
         generation = self.policy_generation
-        sample_ids = _new_sample_ids(rows, group_size)
+        sample_ids = _new_sample_ids(rows, group_size) if claim is None else claim.sample_ids
         try:
             if first_iter and hasattr(generation, "snapshot_step_metrics"):
                 generation.snapshot_step_metrics()
@@ -221,9 +234,10 @@ class SyncRolloutActor(RayClass):
                     extra_info={"rollout_metrics": metrics},
                     task_name=partition_id,
                     pad_to_multiple=self._settings.pad_to_multiple,
+                    claim=claim,
                 )
             except BaseException as error:  # an interrupt can arrive after the put
-                if not _is_refusal(error):
+                if claim is None and not _is_refusal(error):
                     self._withdraw(sample_ids, partition_id, error)
                 raise
         except BaseException as error:  # the engine keeps its memory until finish_generation
@@ -236,7 +250,8 @@ class SyncRolloutActor(RayClass):
                 generation.finish_generation()
             return meta, carry, metrics, generation.get_logger_metrics()
         except BaseException as error:  # a retry uses other ids, so withdraw these
-            self._withdraw(sample_ids, partition_id, error)
+            if claim is None:
+                self._withdraw(sample_ids, partition_id, error)
             raise
 
     def _check_columns(self, input_batch: BatchedDataDict[Any], partition_id: str) -> MediaForms:

@@ -21,6 +21,7 @@ from grpo_trainer.errors import TrainerError, WorkerError, first_line
 _PROBE_S = 2.0
 _KILL_S = 5.0
 _FETCH_S = 5.0
+_MEANWHILE_S = 0.2
 
 Observer = Callable[[str, str, Any], None]
 """Callback that gets the actor's name, "sent" or "received", and the value."""
@@ -67,6 +68,7 @@ class ActorCalls:
         calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
         *,
         awaited: AwaitedColumns | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Call a method of several actors at once; report calls that block.
 
@@ -74,6 +76,8 @@ class ActorCalls:
             method: the method's name.
             calls: actor name to positional and keyword arguments.
             awaited: the columns that the call writes, named while it blocks.
+            meanwhile: called several times a second until all have answered; its errors end the
+                wait.
 
         Returns:
             Actor name to result.
@@ -91,7 +95,8 @@ class ActorCalls:
                 for name in calls
             }
             try:
-                return self._gather(method, self._send(method, calls), waiting, deadline)
+                pending = self._send(method, calls)
+                return self._gather(method, pending, waiting, deadline, meanwhile)
             except TimeoutError:
                 # No actor is at fault: a hung raylet blocks every process that stores or
                 # fetches a value.
@@ -119,11 +124,17 @@ class ActorCalls:
         pending: dict[Any, str],
         waiting: Mapping[str, Callable[[], None]],
         deadline: float,
+        meanwhile: Callable[[], None] | None,
     ) -> dict[str, Any]:
         order = list(pending.values())
         results: dict[str, Any] = {}
         while pending:
-            done = _ready(list(pending), 1, max(0.0, deadline - time.monotonic()))
+            remaining = max(0.0, deadline - time.monotonic())
+            pause = remaining if meanwhile is None else min(_MEANWHILE_S, remaining)
+            done = _ready(list(pending), 1, pause)
+            if not done and meanwhile is not None and pause < remaining:
+                meanwhile()
+                continue
             if not done:
                 late = ", ".join(sorted(pending.values()))
                 self._check_alive(method)

@@ -42,6 +42,7 @@ class RunState(BaseModel):
         prompts_position: prompts taken from the stream.
         history: the metrics of every completed step.
         config: the run's configuration as plain data.
+        pending_prompts: positions of prompts taken and not trained, in an asynchronous run.
         data: `RunInputs.digests`; an older release stored none, or digests of other inputs.
     """
 
@@ -52,6 +53,7 @@ class RunState(BaseModel):
     history: list[dict[str, Any]]
     config: dict[str, Any]
     data: dict[str, str] = {}
+    pending_prompts: list[NonNegativeInt] = []
 
 
 class _StateFile(BaseModel):

@@ -56,9 +56,18 @@ class TrainerConfig(Section):
         """Samples of one full batch."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
+    @property
+    def max_samples_in_store(self) -> int:
+        """Samples of an asynchronous run that are generated, wait, or train at the same time."""
+        own = self.grpo.asynchronous
+        ahead = own.max_samples_ahead
+        if ahead is None:
+            ahead = own.max_staleness * self.samples_per_step
+        return self.samples_per_step + ahead
+
     @model_validator(mode="after")
     def _parts_fit(self) -> TrainerConfig:
-        problems = [*_step_problems(self), *_data_plane_problems(self)]
+        problems = [*_step_problems(self), *_async_problems(self), *_data_plane_problems(self)]
         if isinstance(generation := self.policy.generation, VllmSection):
             problems += vllm_problems(
                 generation, refit=self.refit, call_timeout_s=self.cluster.call_timeout_s
@@ -105,6 +114,37 @@ def _step_problems(config: TrainerConfig) -> list[str]:
     return problems
 
 
+def _async_problems(config: TrainerConfig) -> list[str]:
+    grpo, policy = config.grpo, config.policy
+    if grpo.mode == "sync":
+        return []
+    problems = []
+    part = policy.data_parallel * grpo.num_generations_per_prompt
+    if policy.global_batch_size % part:
+        problems.append(
+            f"policy.global_batch_size: {policy.global_batch_size} with grpo.mode async; expected "
+            f"a multiple of {part} (policy.data_parallel x grpo.num_generations_per_prompt), as "
+            "ranks claim complete groups"
+        )
+    if grpo.max_logprob_error is not None:
+        problems.append(
+            f"grpo.max_logprob_error: found {grpo.max_logprob_error}; expected null with "
+            "grpo.mode async, where grpo.asynchronous.max_importance_ratio bounds the difference"
+        )
+    own = grpo.asynchronous
+    if own.min_generators > own.generators:
+        problems.append(
+            f"grpo.asynchronous.min_generators: {own.min_generators} is more than the "
+            f"{own.generators} generators"
+        )
+    if config.data_plane.get("claim_lease_s") is None:
+        problems.append(
+            "data_plane.claim_lease_s: missing; grpo.mode async needs it, so that the groups of "
+            "a dead generator are claimed again"
+        )
+    return problems
+
+
 def _data_plane_problems(config: TrainerConfig) -> list[str]:
     plane = config.data_plane
     problems = [
@@ -131,6 +171,8 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
     sampling = config.grpo.dynamic_sampling
     batches = 2 if sampling.enabled and sampling.max_batches > 1 else 1
     needed = max(config.samples_per_step * batches, config.validation.batch_size)
+    if config.grpo.mode == "async":
+        needed = config.max_samples_in_store + config.validation.batch_size
     capacity = plane.get("storage_capacity", needed)
     if capacity < needed:
         problems.append(

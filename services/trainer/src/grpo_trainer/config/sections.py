@@ -121,14 +121,30 @@ class PretrainedModel(Section):
     use_chat_template: bool
 
 
+class LatencySection(Section):
+    """Log-normal time that each response takes at least, to simulate a slower generator.
+
+    Attributes:
+        median_s: median of the times, in seconds.
+        sigma: standard deviation of their logarithms; 1 gives a long tail.
+    """
+
+    median_s: PositiveFloat
+    sigma: NonNegativeFloat
+
+
 class GenerationSection(Section):
-    """Generation worker that holds a model and samples from it with transformers."""
+    """Generation worker that holds a model and samples from it with transformers.
+
+    ``simulated_latency`` is for benchmarks and tests; null adds nothing.
+    """
 
     backend: Literal["transformers"]
     max_new_tokens: PositiveInt
     temperature: PositiveFloat
     num_gpus: NonNegativeFloat
     num_threads: PositiveInt
+    simulated_latency: LatencySection | None
 
 
 class VllmSection(Section):
@@ -222,6 +238,37 @@ class DynamicSamplingSection(Section):
     when_short: Literal["raise", "proceed"]
 
 
+class AsyncSection(Section):
+    """Asynchronous GRPO, for ``grpo.mode: async``; see docs/trainer.md.
+
+    The staleness of a sample is the number of the weights that it trains minus that of the weights
+    that drew the oldest token of its group.
+
+    Attributes:
+        max_staleness: maximum staleness of a trained sample. Older groups are cleared and replaced.
+        max_samples_ahead: samples that may be in generation or wait, besides those of the current
+            step; null is ``max_staleness`` times the samples of a step, so that few are too old.
+        generators: generation workers, each with a rollout actor.
+        min_generators: the run ends if fewer are left.
+        prompts_per_rollout: prompts that a generator plays together.
+        concurrent_rollouts: rollouts of one generator at the same time.
+        prompts_per_claim: prompts whose groups a policy rank claims, and trains on, at once.
+        partial_rollouts: install new weights between two tokens of a response, which continues;
+            else between responses. vLLM always continues.
+        max_importance_ratio: bound of the importance ratio of a token; see `grpo_loss`.
+    """
+
+    max_staleness: NonNegativeInt
+    max_samples_ahead: NonNegativeInt | None
+    generators: PositiveInt
+    min_generators: PositiveInt
+    prompts_per_rollout: PositiveInt
+    concurrent_rollouts: PositiveInt
+    prompts_per_claim: PositiveInt
+    partial_rollouts: bool
+    max_importance_ratio: PositiveFloat
+
+
 class GRPOSection(Section):
     """Settings of GRPO.
 
@@ -229,6 +276,7 @@ class GRPOSection(Section):
     Yu et al. 2025, arXiv:2503.14476.
 
     Attributes:
+        mode: "sync" generates and trains by turns; in "async" generators run ahead of training.
         num_steps: steps of the run.
         num_prompts_per_step: prompts of a batch.
         num_generations_per_prompt: group size.
@@ -253,6 +301,7 @@ class GRPOSection(Section):
         deduplicate_multimodal_data: always false; this trainer has no multimodal models.
     """
 
+    mode: Literal["sync", "async"]
     num_steps: PositiveInt
     num_prompts_per_step: PositiveInt
     num_generations_per_prompt: Annotated[int, Field(ge=2)]
@@ -267,6 +316,7 @@ class GRPOSection(Section):
     overlong_filtering: bool
     statistics_include_filtered: bool
     dynamic_sampling: DynamicSamplingSection
+    asynchronous: AsyncSection
     deduplicate_multimodal_data: Literal[False]
 
 

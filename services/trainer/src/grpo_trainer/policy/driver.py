@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple  # Any: results of remote methods
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: results of remote methods
 
 from column_io import DynamicBatchingArgs, round_up, shard_meta_for_dp
 from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, KVBatchMeta
@@ -12,6 +13,9 @@ from grpo_trainer.actors.blocked import AwaitedColumns
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.config.sections import PolicySection
 from grpo_trainer.policy.logprob_gap import LogprobGap
+
+if TYPE_CHECKING:
+    from grpo_trainer.policy.streaming_worker import StreamedPart
 
 
 class Scores(NamedTuple):
@@ -87,6 +91,33 @@ class Policy:
             },
         )
         return results[self._workers[0]]
+
+    def train_stream(
+        self,
+        version: int,
+        *,
+        samples: int,
+        global_batch_size: int,
+        learning_rate: float,
+        meanwhile: Callable[[], None],
+    ) -> list[StreamedPart]:
+        """Let the ranks claim and train on the next ``samples``; return their parts, by rank.
+
+        One optimizer step is made for every ``global_batch_size``. ``meanwhile`` is called several
+        times a second until then.
+        """
+        arguments: dict[str, Any] = {
+            "samples": samples,
+            "rows_per_step": global_batch_size // len(self._workers),
+            "learning_rate": learning_rate,
+            "carrier": inject(),
+        }
+        results = self._calls.each(
+            "train_stream",
+            dict.fromkeys(self._workers, ((version,), arguments)),
+            meanwhile=meanwhile,
+        )
+        return [results[name] for name in self._workers]
 
     def check_visible(self, folder: Path) -> None:
         """Check that every rank sees ``folder``, an absolute path.

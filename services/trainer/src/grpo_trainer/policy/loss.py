@@ -32,6 +32,7 @@ class LossSums:
         clipped: number of tokens whose ratio was clipped.
         approx_entropy: estimate of the policy's entropy, in nats, from the drawn tokens:
             ``-ratio * logprob`` each, 0 if the ratio is 0. It needs no pass over the vocabulary.
+        importance: sum of the tokens' importance ratios, after truncation.
         tokens: number of tokens that count.
     """
 
@@ -39,6 +40,7 @@ class LossSums:
     kl: torch.Tensor
     clipped: torch.Tensor
     approx_entropy: torch.Tensor
+    importance: torch.Tensor
     tokens: torch.Tensor
 
 
@@ -52,17 +54,31 @@ def grpo_loss(
     clip_high: float,
     reference_logprobs: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
+    behavior_logprobs: torch.Tensor | None = None,
+    max_importance_ratio: float = 1.0,
 ) -> LossSums:
     """Compute the clipped policy-gradient objective with an optional KL term.
 
+    Stale samples: with ``behavior_logprobs`` the objective is the decoupled one of Hilton et al.
+    2021, arXiv:2110.00641, which AReaL uses for asynchronous training (Fu et al. 2025,
+    arXiv:2505.24298). ``prev_logprobs`` are those of the proximal policy, to which the update is
+    clipped. Each token is weighted by the ratio of the proximal policy's probability to that with
+    which it was drawn, truncated at ``max_importance_ratio`` (Espeholt et al. 2018,
+    arXiv:1802.01561). The ratio is per token, so a response whose tokens several versions of the
+    weights drew is corrected as well.
+
     Args:
         logprobs: float (rows, width), of the policy in training.
-        prev_logprobs: float (rows, width), of the policy that generated; constant.
+        prev_logprobs: float (rows, width), of the policy that generated, or of the proximal
+            policy; constant.
         advantages: float (rows,), one per sample, or (rows, width).
         mask: (rows, width), 1 on tokens that count.
         clip_low: the probability ratio is clipped below ``1 - clip_low``.
         clip_high: the probability ratio is clipped above ``1 + clip_high``.
         reference_logprobs: float (rows, width), of the reference policy.
+        behavior_logprobs: float (rows, width), with which each token was drawn; None if
+            ``prev_logprobs`` are these.
+        max_importance_ratio: upper bound of the importance ratio.
         kl_coefficient: weight of the KL term, estimated per token as ``exp(d) - d - 1`` with
             ``d = reference - logprobs`` (Schulman 2020, the estimator that is never negative).
             Computed as ``expm1(d) - d`` in float64: near the reference the terms of the first form
@@ -77,6 +93,11 @@ def grpo_loss(
     ratio = _limited_difference(logprobs, prev_logprobs, mask).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * per_token, clipped_ratio * per_token)
+    importance = torch.ones_like(weight)
+    if behavior_logprobs is not None:
+        drawn_ratio = _limited_difference(prev_logprobs, behavior_logprobs, mask).exp()
+        importance = drawn_ratio.clamp(max=max_importance_ratio)
+        objective = objective * importance
     loss = -_sum(objective * weight)
     kl = torch.zeros((), device=logprobs.device, dtype=torch.float64)
     if reference_logprobs is not None:
@@ -92,6 +113,7 @@ def grpo_loss(
         kl.detach(),
         _sum(was_clipped * weight).detach(),
         entropy.detach(),
+        _sum(importance * weight),
         _sum(weight),
     )
 

@@ -282,8 +282,8 @@ class PolicyWorker(RunActor):
             kl_coefficient=self._grpo["kl_coefficient"],
         )
 
-    def _reduce_gradients(self) -> float:
-        """Sum gradients over ranks, clip them, and return the norm before clipping."""
+    def _reduce_gradients(self, divisor: float = 1.0) -> float:
+        """Sum gradients over ranks, divide and clip them; return the norm before clipping."""
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:
@@ -291,6 +291,7 @@ class PolicyWorker(RunActor):
         gradients = [p.grad for p in parameters if p.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
+        flat /= divisor
         start = 0
         for gradient in gradients:
             stop = start + gradient.numel()

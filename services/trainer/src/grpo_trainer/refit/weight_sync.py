@@ -25,6 +25,11 @@ from refit_mx import (
 _PROBE_S = 2.0
 
 
+def version_number(version_id: str) -> int:
+    """Return the number of a version that `RefitWeightSync` named."""
+    return int(version_id.rsplit("-", 2)[1])
+
+
 class RefitWeightSync:
     """Transfer of weights: policy workers publish, generation workers fetch and install.
 

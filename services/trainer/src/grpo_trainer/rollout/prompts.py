@@ -154,6 +154,11 @@ class PromptStream:
             self.position += len(rest)
         return taken
 
+    def at(self, position: int) -> Prompt:
+        """Return the prompt at a position of the stream."""
+        epoch, place = divmod(position, len(self._prompts))
+        return self._prompts[self._order(epoch)[place]]
+
     def _order(self, epoch: int) -> list[int]:
         order = list(range(len(self._prompts)))
         if self._shuffle:

@@ -43,3 +43,22 @@ class RayGeneration:
     def finish_generation(self) -> None:
         """Release cached device memory."""
         self._calls.call(GENERATION, "release_memory")
+
+
+class StreamingGeneration(RayGeneration):
+    """`RayGeneration` of concurrent rollouts, which share the worker's metrics and memory."""
+
+    def weight_version(self) -> str:
+        """Return the version id of the weights that the worker holds."""
+        version: str = self._calls.call(GENERATION, "weight_version")
+        return version
+
+    def clear_logger_metrics(self) -> None:
+        """Do nothing: the metrics are those of all rollouts."""
+
+    def get_logger_metrics(self) -> dict[str, Any]:
+        """Return no metrics; the generator measures its rollouts."""
+        return {}
+
+    def finish_generation(self) -> None:
+        """Do nothing: other rollouts continue."""

@@ -7,7 +7,7 @@ equal those of a right-padded training forward pass, up to the rounding of anoth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: transformers' models and tokenizers
 
@@ -43,6 +43,7 @@ def sample_responses(
     greedy: bool = False,
     stop_strings: Sequence[Sequence[str] | None] | None = None,
     generator: torch.Generator | None = None,
+    before_token: Callable[[], bool] = lambda: False,
 ) -> list[Response]:
     """Sample a response to every row.
 
@@ -57,6 +58,8 @@ def sample_responses(
             completes one of them in its text, special tokens included. All text of that token
             stays, even after the stop string.
         generator: source of randomness; the model's device must be the generator's.
+        before_token: called before each token; returns whether it changed the model's weights. The
+            keys and values of the earlier tokens are then computed again.
 
     Returns:
         One response per row.
@@ -86,7 +89,12 @@ def sample_responses(
     }
     drawn: list[torch.Tensor] = []
     drawn_logprobs: list[torch.Tensor] = []
+    prompt_ids = input_ids
     while not bool(finished.all()):
+        if before_token() and drawn:
+            cache = DynamicCache(config=model.config)
+            input_ids = torch.cat([prompt_ids, *drawn], 1)
+            positions = (attention.cumsum(1) - 1).clamp(min=0)
         logits = model(
             input_ids=input_ids,
             attention_mask=attention,

@@ -39,6 +39,7 @@ class VllmWorker(RunActor):
         self._generation: VllmGeneration | None = None
         self._fleet: RefitFleet | None = None
         self._version: str | None = None
+        self._known_versions: set[str | None] = {None}
 
     def ready(self) -> None:
         """Start the servers, if any, and return once all serve."""
@@ -63,7 +64,7 @@ class VllmWorker(RunActor):
         versions = {
             span["version"] for spans in output.get("weight_versions", ()) for span in spans
         }
-        if versions - {self._version}:
+        if versions - self._known_versions:
             # A restarted server serves the weights of its launch.
             raise WorkerError(
                 f"vLLM generated with the weights {', '.join(sorted(versions))}; expected only "
@@ -96,6 +97,7 @@ class VllmWorker(RunActor):
             raise RefitConfigError("the generation worker has not joined a refit")
         self._fleet.refit(version_id)
         self._version = version_id
+        self._known_versions.add(version_id)
         emit("refit_installed")
 
     def metrics(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Generation worker: a Ray actor that holds a model.
 
-A refit installs its weights. Randomness follows from the run's seed, the name of the driver's
+A refit installs its weights, also while responses are generated: see `WeightGate`. In a synchronous
+step, randomness follows from the run's seed, the name of the driver's
 current stream, and the number of the call in that stream. So a resumed run draws the same tokens,
 with or without a validation in between.
 """
@@ -8,9 +9,10 @@ with or without a validation in between.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any  # Any: batches, and transformers' models
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any  # Any: batches, and transformers' models
 
 import torch
 
@@ -20,9 +22,14 @@ from grpo_trainer.model.load import load_model
 from grpo_trainer.model.tokenizer import load_tokenizer
 from grpo_trainer.refit.settings import RefitSettings
 from grpo_trainer.refit.target import RefitTarget
+from grpo_trainer.rollout.latency import SimulatedLatency
 from grpo_trainer.rollout.sampling import sample_responses
+from grpo_trainer.rollout.weight_gate import WeightGate
 from observability import emit, traced
 from refit_mx import RefitConfigError
+
+if TYPE_CHECKING:
+    from rollout_actor import WeightVersionSpan
 
 
 def call_seed(seed: int, stream: str, call: int) -> int:
@@ -31,8 +38,32 @@ def call_seed(seed: int, stream: str, call: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def version_spans(versions: Sequence[str]) -> list[WeightVersionSpan]:
+    """Return the spans of equal versions; ``versions`` has that of each token."""
+    spans: list[WeightVersionSpan] = []
+    for index, version in enumerate(versions):
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = index + 1
+        else:
+            spans.append({"version": version, "start": index, "end": index + 1})
+    return spans
+
+
 class GenerationWorker(RunActor):
-    """Class of a Ray actor; ``model`` is the folder or hub name of a model and its tokenizer."""
+    """Class of a Ray actor, whose calls may overlap.
+
+    Args:
+        model: folder or hub name of a model and its tokenizer.
+        max_new_tokens, temperature, num_threads: as in the configuration.
+        max_total_sequence_length: maximum tokens of a prompt with its response.
+        seed: the run's seed.
+        device: device of the model.
+        asynchronous: report which version of the weights generated which tokens.
+        partial_rollouts: install new weights between two tokens of a response; else between
+            responses.
+        latency: how long each response takes at least; None adds nothing.
+        telemetry: the run's telemetry.
+    """
 
     def __init__(
         self,
@@ -44,6 +75,9 @@ class GenerationWorker(RunActor):
         seed: int,
         num_threads: int,
         device: str,
+        asynchronous: bool = False,
+        partial_rollouts: bool = False,
+        latency: SimulatedLatency | None = None,
         telemetry: TelemetrySettings | None = None,
     ) -> None:
         self._start_telemetry(telemetry, "grpo.generation")
@@ -56,6 +90,13 @@ class GenerationWorker(RunActor):
         self._temperature = temperature
         self._seed = seed
         self._refit: RefitTarget | None = None
+        self._gate = WeightGate()
+        self._asynchronous = asynchronous
+        self._partial_rollouts = partial_rollouts
+        self._latency = latency
+        self._version = ""
+        self._install_s = 0.0
+        self._counters = threading.Lock()
         self.begin("")
         self.clear_metrics()
 
@@ -71,24 +112,36 @@ class GenerationWorker(RunActor):
     def generate(self, data: Mapping[str, Any], *, greedy: bool) -> dict[str, Any]:
         """Generate one response per row; see `rollout_actor.GenerationInterface.generate`."""
         started = time.perf_counter()
+        with self._counters:
+            call, self._calls = self._calls, self._calls + 1
+        seed = call_seed(self._seed, self._stream, call)
         input_ids, lengths = data["input_ids"], data["input_lengths"].tolist()
         rows = [ids[:length] for ids, length in zip(input_ids, lengths, strict=True)]
-        generator = torch.Generator(self._device).manual_seed(
-            call_seed(self._seed, self._stream, self._calls)
-        )
-        self._calls += 1
-        responses = sample_responses(
-            self._model,
-            self._tokenizer,
-            rows,
-            max_new_tokens=[
-                max(0, min(self._max_new_tokens, self._max_length - length)) for length in lengths
-            ],
-            temperature=self._temperature,
-            greedy=greedy,
-            stop_strings=data.get("stop_strings"),
-            generator=generator,
-        )
+        versions: list[str] = []
+
+        def before_token() -> bool:
+            changed = self._partial_rollouts and self._gate.step_aside()
+            versions.append(self._version)
+            return changed
+
+        with self._gate.using():
+            responses = sample_responses(
+                self._model,
+                self._tokenizer,
+                rows,
+                max_new_tokens=[
+                    max(0, min(self._max_new_tokens, self._max_length - length))
+                    for length in lengths
+                ],
+                temperature=self._temperature,
+                greedy=greedy,
+                stop_strings=data.get("stop_strings"),
+                generator=torch.Generator(self._device).manual_seed(seed),
+                before_token=before_token,
+            )
+            if not self._partial_rollouts:  # the weights stay until the response is finished
+                self._await_latency(seed, len(rows), started)
+        self._await_latency(seed, len(rows), started)
         totals = [
             length + len(response.token_ids)
             for length, response in zip(lengths, responses, strict=True)
@@ -100,20 +153,29 @@ class GenerationWorker(RunActor):
             output_ids[i, len(row) : totals[i]] = response.token_ids
             logprobs[i, len(row) : totals[i]] = response.logprobs
         generated = [len(response.token_ids) for response in responses]
-        self._tokens += sum(generated)
-        self._seconds += time.perf_counter() - started
-        return {
+        with self._counters:
+            self._tokens += sum(generated)
+            self._seconds += time.perf_counter() - started
+        output: dict[str, Any] = {
             "output_ids": output_ids,
             "generation_lengths": torch.tensor(generated),
             "unpadded_sequence_lengths": torch.tensor(totals),
             "logprobs": logprobs,
             "truncated": torch.tensor([response.truncated for response in responses]),
         }
+        if self._asynchronous:
+            output["weight_versions"] = [version_spans(versions[:length]) for length in generated]
+        return output
+
+    def _await_latency(self, seed: int, rows: int, started: float) -> None:
+        if self._latency is not None:
+            self._latency.wait(seed, rows, since=started)
 
     def join_refit(self, settings: RefitSettings) -> None:
         """Prepare to receive weights."""
         bind_to_node_interface()
         self._refit = RefitTarget(settings, self._model.state_dict())
+        self._install_s = settings.timeout_s
 
     @traced(bucket="overhead")
     def install_weights(self, version_id: str) -> None:
@@ -125,7 +187,14 @@ class GenerationWorker(RunActor):
         """
         if self._refit is None:
             raise RefitConfigError("the generation worker has not joined a refit")
-        emit("refit_installed", bytes=self._refit.refit(version_id).nbytes)
+        with self._gate.replacing(self._install_s):
+            installed = self._refit.refit(version_id)
+            self._version = version_id
+        emit("refit_installed", bytes=installed.nbytes)
+
+    def weight_version(self) -> str:
+        """Return the version id of the installed weights; empty before the first refit."""
+        return self._version
 
     def metrics(self) -> dict[str, Any]:
         """Return tokens and seconds since `clear_metrics`."""

@@ -26,20 +26,26 @@ from dataplane_core import (
 from dataplane_core.deadlines import call_within
 from dataplane_tq import join_ray, start_local_ray
 from grpo_trainer.actors.calls import ActorCalls, Observer
-from grpo_trainer.actors.telemetry import SHUTDOWN_S, RunActor, TelemetrySettings
+from grpo_trainer.actors.telemetry import SHUTDOWN_S, TelemetrySettings
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.config.sections import ClusterSection, VllmSection
 from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.model.chat_turn import EndKeepingTokenizer, chat_turn
+from grpo_trainer.policy.streaming_worker import StreamingPolicyWorker
 from grpo_trainer.policy.worker import PolicyWorker
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.batch import TASK
 from grpo_trainer.rollout.environment import VerifierEnvironment
-from grpo_trainer.rollout.remote_generation import GENERATION, RayGeneration
+from grpo_trainer.rollout.generator import Generator, RolloutActor
+from grpo_trainer.rollout.latency import SimulatedLatency
+from grpo_trainer.rollout.remote_generation import (
+    GENERATION,
+    RayGeneration,
+    StreamingGeneration,
+)
 from grpo_trainer.rollout.vllm_options import worker_arguments
 from grpo_trainer.rollout.worker import GenerationWorker
 from observability import TracedHandle
-from rollout_actor import SyncRolloutActor
 
 ROLLOUT = "rollout actor"
 ENVIRONMENT = "environment"
@@ -61,14 +67,6 @@ def _discard_event(event: dict[str, Any]) -> None:
 _OBSERVED = cast("ObservabilityConfig", {"enabled": True, "callback": _discard_event})
 
 
-class RolloutActor(SyncRolloutActor, RunActor):
-    """`SyncRolloutActor` with telemetry; the remaining arguments are those of the base class."""
-
-    def __init__(self, telemetry: TelemetrySettings | None, *args: Any, **kwargs: Any) -> None:
-        self._start_telemetry(telemetry, "grpo.rollout")
-        super().__init__(*args, **kwargs)
-
-
 class RunActors:
     """Processes of one run: data plane, environment, generation, rollouts, policy.
 
@@ -83,6 +81,7 @@ class RunActors:
     Attributes:
         calls: the actors by name.
         policy_workers: names of the policy workers, by rank.
+        generators: names of the rollout actors; a synchronous run has one.
         data_plane: the driver's client, which owns the data plane.
         weight_sync: transfer of the policy's weights to the generation worker.
     """
@@ -110,6 +109,10 @@ class RunActors:
         self._has_weight_sync = False
         self.calls = ActorCalls(timeout_s=config.cluster.call_timeout_s, observer=observer)
         self.policy_workers = [f"policy worker {i}" for i in range(config.policy.data_parallel)]
+        self._is_async = config.grpo.mode == "async"
+        count = config.grpo.asynchronous.generators if self._is_async else 1
+        self.generators = [_numbered(ROLLOUT, i) for i in range(count)]
+        self._generation_workers = [_numbered(GENERATION, i) for i in range(count)]
         try:
             joins = ray.is_initialized() or config.cluster.address is not None
             address = config.cluster.address
@@ -124,7 +127,7 @@ class RunActors:
             notice("starting the rollout actor, the generation worker and the policy workers")
             self._start_rollouts(model, tokenizer)
             self._start_policy(model, tokenizer.pad_token_id)
-            loading = [GENERATION, *self.policy_workers]
+            loading = [*self._generation_workers, *self.policy_workers]
             self.calls.each("ready", {name: ((), {}) for name in loading})
             rendezvous = self.calls.call(self.policy_workers[0], "rendezvous_address")
             self.calls.each("join_group", {name: (rendezvous, {}) for name in self.policy_workers})
@@ -133,7 +136,7 @@ class RunActors:
                 config.refit,
                 name=config.run.name,
                 sources=self.policy_workers,
-                targets=[GENERATION],
+                targets=self._generation_workers,
             )
             self._has_weight_sync = True
         except BaseException:  # no process may stay behind, whatever the error
@@ -164,20 +167,30 @@ class RunActors:
             )
         )
         self.calls.add(ENVIRONMENT, environment)
-        worker = self._start_generation(model, tokenizer.pad_token_id)
-        self.calls.add(GENERATION, worker)
-        rollout = RolloutActor.options(num_cpus=_ACTOR_CPUS, resources=placement.rollout).remote(
-            self._telemetry,
-            RayGeneration(worker, timeout_s=config.cluster.call_timeout_s),
-            tokenizer if turn is None else EndKeepingTokenizer(tokenizer),
-            {TASK: TracedHandle(environment)},
-            config.model_dump(mode="json"),
-            self._plane,
-        )
-        self.calls.add(ROLLOUT, rollout)
+        actor = Generator if self._is_async else RolloutActor
+        client = StreamingGeneration if self._is_async else RayGeneration
+        options: dict[str, Any] = {"num_cpus": _ACTOR_CPUS, "resources": placement.rollout}
+        if self._is_async:
+            options["max_concurrency"] = 4  # reports and validation while it generates
+        for name, generation in zip(self.generators, self._generation_workers, strict=True):
+            worker = self._start_generation(model, tokenizer.pad_token_id)
+            self.calls.add(generation, worker)
+            rollout = actor.options(**options).remote(
+                self._telemetry,
+                client(worker, timeout_s=config.cluster.call_timeout_s),
+                tokenizer if turn is None else EndKeepingTokenizer(tokenizer),
+                {TASK: TracedHandle(environment)},
+                config.model_dump(mode="json"),
+                self._plane,
+            )
+            self.calls.add(name, rollout)
 
     def _start_generation(self, model: str, pad_token_id: int) -> Any:
         config, generation = self._config, self._config.policy.generation
+        own = config.grpo.asynchronous
+        calls = 2  # generate, and install or close
+        if self._is_async:
+            calls = own.concurrent_rollouts + 3  # install, metrics and validation
         options = {
             "num_cpus": _ACTOR_CPUS,
             "num_gpus": generation.num_gpus,
@@ -195,9 +208,12 @@ class RunActors:
                 folder=self._folder,
                 telemetry=self._telemetry,
             )
-            worker = ray.remote(VllmWorker).options(**options, max_concurrency=2)
+            worker = ray.remote(VllmWorker).options(**options, max_concurrency=calls)
             return worker.remote(**arguments, telemetry=self._telemetry)
-        worker = ray.remote(GenerationWorker).options(**options)
+        worker = ray.remote(GenerationWorker).options(
+            **options, max_concurrency=calls if self._is_async else 1
+        )
+        latency = generation.simulated_latency
         return worker.remote(
             model,
             max_new_tokens=generation.max_new_tokens,
@@ -206,6 +222,9 @@ class RunActors:
             seed=config.run.seed,
             num_threads=generation.num_threads,
             device="cuda" if generation.num_gpus > 0 else "cpu",
+            asynchronous=self._is_async,
+            partial_rollouts=self._is_async and own.partial_rollouts,
+            latency=None if latency is None else SimulatedLatency(latency.median_s, latency.sigma),
             telemetry=self._telemetry,
         )
 
@@ -213,7 +232,7 @@ class RunActors:
         config = self._config
         for rank, name in enumerate(self.policy_workers):
             handle = (
-                ray.remote(PolicyWorker)
+                ray.remote(StreamingPolicyWorker if self._is_async else PolicyWorker)
                 .options(
                     num_cpus=_ACTOR_CPUS,
                     num_gpus=config.policy.num_gpus_per_worker,
@@ -237,7 +256,8 @@ class RunActors:
         """Stop every process of the run; closing twice is fine."""
         try:
             if isinstance(self._config.policy.generation, VllmSection):
-                self.calls.close(GENERATION, VLLM_STOP_S)
+                for name in self._generation_workers:
+                    self.calls.close(name, VLLM_STOP_S)
             if self._telemetry is not None:
                 self.calls.shutdown_telemetry(2 * SHUTDOWN_S)
             self.calls.stop()
@@ -252,6 +272,11 @@ class RunActors:
                 self._started_ray = False
                 with _kept_sigterm_handler():
                     ray.shutdown()
+
+
+def _numbered(name: str, number: int) -> str:
+    """Return the name of one of several actors; the first keeps the plain name."""
+    return f"{name} {number}" if number else name
 
 
 def _without_log_lines(plane: DataPlaneConfig) -> DataPlaneConfig:
@@ -342,14 +367,17 @@ class _Needed(NamedTuple):
 
 def _needed(config: TrainerConfig) -> list[_Needed]:
     policy = config.policy
-    actors = 3 + policy.data_parallel + 2 + config.data_plane["num_storage_units"]
-    gpus = policy.generation.num_gpus + policy.data_parallel * policy.num_gpus_per_worker
+    generators = config.grpo.asynchronous.generators if config.grpo.mode == "async" else 1
+    actors = 1 + 2 * generators + policy.data_parallel + 2 + config.data_plane["num_storage_units"]
+    gpus = (
+        policy.generation.num_gpus * generators + policy.data_parallel * policy.num_gpus_per_worker
+    )
     custom: dict[str, float] = defaultdict(float)
     placement = config.cluster.placement
     for resources, times in (
         (placement.policy, policy.data_parallel),
-        (placement.generation, 1),
-        (placement.rollout, 1),
+        (placement.generation, generators),
+        (placement.rollout, generators),
         (placement.environment, 1),
     ):
         for name, amount in resources.items():

@@ -20,21 +20,19 @@ from dataplane_core.telemetry import Bucket, inject, span, step_context
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.errors import DynamicSamplingError, GradientError
-from grpo_trainer.policy.advantages import advantages, group_statistics, mean_and_std
+from grpo_trainer.policy.advantages import mean_and_std
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.policy.learning_rate import learning_rate
+from grpo_trainer.policy.shaping import CARRY, shape_rewards
 from grpo_trainer.policy.stages import stage_tasks
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.batch import rollout_batch
+from grpo_trainer.rollout.partition import TRAIN, VALIDATION
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import ROLLOUT
 from observability import emit
-
-TRAIN, VALIDATION = "train", "val"
-CARRY = ["total_reward", "loss_multiplier", "truncated"]
-"""Columns that the driver receives from a rollout, one number per sample each."""
 
 
 @dataclass
@@ -45,8 +43,7 @@ class Batch:
 
     - "advantages" and "sample_mask", float32 (n,), as they will be written;
     - "std", float64 (n,), the standard deviation of the group's rewards;
-    - "comparable", bool (n,), whether at least two of those rewards count;
-    - "truncated", bool (n,), whether a response reached its token budget.
+    - "comparable", bool (n,), whether at least two of those rewards count.
     """
 
     meta: KVBatchMeta
@@ -143,6 +140,13 @@ class GRPOStep:
         with self._context(step), span("grpo.step"):
             self._run(step, report)
 
+    def untrained_prompts(self) -> list[int]:
+        """Return the positions of prompts that are taken and not trained: none between steps."""
+        return []
+
+    def stop(self) -> None:
+        """End what runs between steps: nothing."""
+
     def _context(self, step: int) -> AbstractContextManager[None]:
         # The version of the weights is the number of completed steps.
         verbose = self._config.tracing.verbose
@@ -174,8 +178,6 @@ class GRPOStep:
     def _learn(self, batch: Batch, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
         meta, sample_mask = batch.meta, batch.columns["sample_mask"]
-        if grpo.overlong_filtering:
-            sample_mask[batch.columns["truncated"]] = 0.0
         self._policy.stamp_pad_width(meta)
         if grpo.recompute_prev_logprobs:
             with report.phase("logprobs"):
@@ -278,21 +280,14 @@ class GRPOStep:
                 carrier=inject(),
             )
         totals.add(meta.size, rollout, generation)
-        counted = None
-        if not grpo.statistics_include_filtered:
-            counted = carry["loss_multiplier"] > 0
-            if grpo.overlong_filtering:
-                counted &= ~carry["truncated"]
-        # In float64: in float32 a scale can make different rewards equal, or infinite.
-        reward = carry["total_reward"].double() * grpo.reward_scale
-        statistics = group_statistics(reward, grpo.num_generations_per_prompt, counted=counted)
+        shaped = shape_rewards(carry, grpo)
+        statistics = shaped.statistics
         meta.stamp_tags({"baseline": statistics.baseline, "std": statistics.std})
         columns = {
-            "advantages": advantages(statistics, normalize=grpo.normalize_advantages),
-            "sample_mask": carry["loss_multiplier"].clone(),
+            "advantages": shaped.advantages,
+            "sample_mask": shaped.sample_mask,
             "std": statistics.std,
             "comparable": statistics.comparable,
-            "truncated": carry["truncated"],
         }
         return Batch(meta, columns), carry["total_reward"]
 

@@ -23,6 +23,7 @@ from grpo_trainer.report.display import RunDisplay
 from grpo_trainer.report.picture import save_reward_picture
 from grpo_trainer.report.tracking import tracking_of
 from grpo_trainer.rollout.prompts import PromptStream
+from grpo_trainer.run.async_step import AsyncGRPOStep
 from grpo_trainer.run.folder import (
     CHECKPOINTS,
     INITIAL_MODEL,
@@ -86,15 +87,18 @@ def run_steps(
             policy.check_visible(folder)  # before the first checkpoint can be lost
         if checkpoint is not None:
             policy.load(checkpoint)
-        stepper = GRPOStep(
-            config,
-            calls=actors.calls,
-            data_plane=actors.data_plane,
-            policy=policy,
-            weight_sync=actors.weight_sync,
-            prompts=prompts,
-            run_id=run_id,
-        )
+        parts: dict[str, Any] = {
+            "calls": actors.calls,
+            "data_plane": actors.data_plane,
+            "policy": policy,
+            "weight_sync": actors.weight_sync,
+            "prompts": prompts,
+            "run_id": run_id,
+        }
+        stepper = GRPOStep(config, **parts)
+        if config.grpo.mode == "async":
+            pending = state.pending_prompts
+            stepper = AsyncGRPOStep(config, **parts, generators=actors.generators, pending=pending)
 
         def write_policy(partial: Path) -> dict[str, int]:
             written = policy.save(partial)
@@ -129,7 +133,12 @@ def run_steps(
             tracking.log(record)
             display.finished_step(record)
             reached = state.model_copy(
-                update={"step": done, "prompts_position": prompts.position, "history": history}
+                update={
+                    "step": done,
+                    "prompts_position": prompts.position,
+                    "pending_prompts": stepper.untrained_prompts(),
+                    "history": history,
+                }
             )
             every = config.checkpointing.every_steps
             saved = _due(done, every, config.grpo.num_steps)
@@ -140,6 +149,7 @@ def run_steps(
                 if every > 0 and not saved:
                     save(reached)
                 break
+        stepper.stop()
     with output_errors(folder / PICTURE):
         save_reward_picture(history, folder / PICTURE, title=f"GRPO, run {config.run.name!r}")
     return history

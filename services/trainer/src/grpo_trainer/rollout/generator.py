@@ -1,0 +1,225 @@
+"""Generator of an asynchronous run: it claims prompts and fills their samples until it is stopped.
+
+A prompt is put as the samples of one group, which have only the field `PROMPT`. A generator claims
+complete groups under a lease, plays them, and puts all columns under that lease. If it dies, its
+lease expires, and another generator claims the groups. If it is late, its put is refused. So each
+sample is filled once, whatever happens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any  # Any: metrics
+
+import torch
+
+from dataplane_core import ClaimTimeoutError, KVBatchMeta, LeaseLostError, held_claim
+from dataplane_core.telemetry import span, step_context
+from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
+from grpo_trainer.config.sections import GRPOSection
+from grpo_trainer.errors import first_line
+from grpo_trainer.policy.shaping import CARRY, ShapedRewards, shape_rewards
+from grpo_trainer.refit.weight_sync import version_number
+from grpo_trainer.rollout.batch import rollout_batch
+from grpo_trainer.rollout.partition import GENERATE_TASK, PROMPT, TRAIN, WEIGHT_VERSION
+from grpo_trainer.rollout.prompts import Prompt
+from grpo_trainer.rollout.remote_generation import StreamingGeneration
+from observability import emit
+from rollout_actor import SyncRolloutActor
+
+_CLAIM_S = 0.5
+_VERSIONS = "weight_versions"
+
+
+class RolloutActor(SyncRolloutActor, RunActor):
+    """`SyncRolloutActor` with telemetry; the remaining arguments are those of the base class."""
+
+    def __init__(self, telemetry: TelemetrySettings | None, *args: Any, **kwargs: Any) -> None:
+        self._start_telemetry(telemetry, "grpo.rollout")
+        super().__init__(*args, **kwargs)
+
+
+@dataclass
+class GeneratorReport:
+    """What a generator did since its last report.
+
+    Attributes:
+        rollouts: samples, metrics of the rollout, and generated tokens and seconds, per rollout.
+        rewards: reward of every generated sample.
+        filtered: samples of groups whose rewards are all equal, which were cleared.
+        lost: samples whose lease ended before they were put; another generator claims them.
+        idle_s: seconds without a prompt, summed over the concurrent rollouts.
+        error: why the generator stopped; None while it works.
+    """
+
+    rollouts: list[tuple[int, Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    filtered: int = 0
+    lost: int = 0
+    idle_s: float = 0.0
+    error: str | None = None
+
+
+class Generator(RolloutActor):
+    """Class of a generator's Ray actor.
+
+    Args:
+        telemetry: the run's telemetry.
+        generation: client of the generation worker.
+        args, kwargs: the remaining arguments of `SyncRolloutActor`.
+    """
+
+    def __init__(
+        self,
+        telemetry: TelemetrySettings | None,
+        generation: StreamingGeneration,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(telemetry, generation, *args, **kwargs)
+        self._generation = generation
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._report = GeneratorReport()
+
+    def start_generating(
+        self, grpo: Mapping[str, Any], *, run_id: str, lease_s: float, verbose: bool
+    ) -> None:
+        """Start to claim prompts; ``grpo`` is that section of the configuration."""
+        self._grpo = GRPOSection.model_validate(grpo)
+        self._run_id, self._lease_s, self._verbose = run_id, lease_s, verbose
+        self._threads = [
+            threading.Thread(target=self._generate, name=f"rollout {number}", daemon=True)
+            for number in range(self._grpo.asynchronous.concurrent_rollouts)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop_generating(self, timeout_s: float) -> None:
+        """Claim no more prompts; wait up to ``timeout_s`` for the rollouts that are being played.
+
+        What is not finished then stays leased until this process ends.
+        """
+        self._stopping.set()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def take_report(self) -> GeneratorReport:
+        """Return what happened since the last call."""
+        with self._lock:
+            report, self._report = self._report, GeneratorReport(error=self._report.error)
+        return report
+
+    def _generate(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                started = time.perf_counter()
+                claim = self._claim()
+                with self._lock:
+                    self._report.idle_s += time.perf_counter() - started
+                if claim is not None:
+                    self._play(claim)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the driver must learn it
+            with self._lock:
+                self._report.error = f"{type(error).__name__}: {first_line(error)}"
+            self._stopping.set()
+
+    def _claim(self) -> KVBatchMeta | None:
+        """Claim complete groups of prompts, in order; None if there are none for a while."""
+        size = self._grpo.num_generations_per_prompt
+        count = self._grpo.asynchronous.prompts_per_rollout * size
+        try:
+            claim = self._dp_client.claim_meta(
+                TRAIN, GENERATE_TASK, [PROMPT], count, timeout_s=_CLAIM_S
+            )
+        except ClaimTimeoutError:  # fewer than a full batch
+            claim = self._dp_client.claim_meta(
+                TRAIN, GENERATE_TASK, [PROMPT], count, blocking=False
+            )
+        if not claim.size:
+            return None
+        return claim.subset(sorted(range(claim.size), key=claim.sample_ids.__getitem__))
+
+    def _play(self, claim: KVBatchMeta) -> None:
+        version = version_number(self._generation.weight_version())
+        context = step_context(self._run_id, version, weight_version=version, verbose=self._verbose)
+        with context, span("grpo.rollout"):
+            try:
+                with held_claim(self._dp_client, claim, renew_every_s=self._lease_s / 3):
+                    filtered = self._fill(claim)
+            except LeaseLostError as error:
+                with self._lock:
+                    self._report.lost += len(error.sample_ids)
+                return
+            if filtered:
+                with span("drop", "wasted"):
+                    emit("dropped", TRAIN, filtered, reason="equal_rewards")
+                    self._dp_client.clear_samples(filtered, TRAIN)
+
+    def _fill(self, claim: KVBatchMeta) -> list[str]:
+        """Generate the samples of a claim and put their columns; return those without a signal."""
+        started = time.perf_counter()
+        size = self._grpo.num_generations_per_prompt
+        stored = self._dp_client.get_data(claim.subset(range(0, claim.size, size)))
+        prompts = [Prompt.model_validate(each) for each in stored[PROMPT].tolist()]
+        meta, carry, metrics, _ = self.rollout_to_tq(
+            rollout_batch(prompts, group_size=size),
+            partition_id=TRAIN,
+            group_size=size,
+            finish_generation=False,
+            carry_keys=[*CARRY, "response_token_lengths", _VERSIONS],
+            claim=claim,
+        )
+        shaped = shape_rewards(carry, self._grpo)
+        keep = torch.ones(claim.size, dtype=torch.bool)
+        if self._grpo.dynamic_sampling.enabled:
+            keep = shaped.is_informative
+        self._put(claim, meta, carry, shaped, keep)
+        filtered = [claim.sample_ids[row] for row in (~keep).nonzero()[:, 0].tolist()]
+        generated = {
+            "tokens": int(carry["response_token_lengths"].sum()),
+            "seconds": time.perf_counter() - started,
+        }
+        with self._lock:
+            self._report.rollouts.append((claim.size, metrics, generated))
+            self._report.rewards += carry["total_reward"].tolist()
+            self._report.filtered += len(filtered)
+        return filtered
+
+    def _put(
+        self,
+        claim: KVBatchMeta,
+        meta: KVBatchMeta,
+        carry: Mapping[str, Any],
+        shaped: ShapedRewards,
+        keep: torch.Tensor,
+    ) -> None:
+        """Put the columns that make the rows of ``keep``, bool (n,), ready for training."""
+        size = self._grpo.num_generations_per_prompt
+        oldest = [
+            min(version_number(each["version"]) for each in spans) for spans in carry[_VERSIONS]
+        ]
+        rewards, lengths = carry["total_reward"].tolist(), meta.sequence_lengths or []
+        tags = [
+            {
+                "input_lengths": lengths[row],
+                "reward": rewards[row],
+                # The tag of its group: a claim takes the complete group or nothing of it.
+                WEIGHT_VERSION: min(oldest[row // size * size : (row // size + 1) * size]),
+            }
+            for row in range(claim.size)
+        ]
+        rows = keep.nonzero()[:, 0].tolist()
+        if rows:
+            self._dp_client.put_columns(
+                [claim.sample_ids[row] for row in rows],
+                TRAIN,
+                {"advantages": shaped.advantages[keep], "sample_mask": shaped.sample_mask[keep]},
+                [tags[row] for row in rows],
+                claim=claim,
+            )

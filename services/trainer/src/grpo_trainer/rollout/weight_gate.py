@@ -1,0 +1,71 @@
+"""`WeightGate`: lets a refit replace a model's weights between forward passes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grpo_trainer.errors import WorkerError
+
+
+class WeightGate:
+    """Gate between threads that use a model's weights and one that replaces them.
+
+    A waiting replacement has priority: no user enters before it is done.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._users = 0
+        self._is_replacing = False
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Use the weights during the block; wait for a replacement first."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def step_aside(self) -> bool:
+        """Let a waiting replacement proceed; return whether there was one.
+
+        For a thread inside `using`, at a point where the weights may change.
+        """
+        if not self._is_replacing:
+            return False
+        self._leave()
+        self._enter()
+        return True
+
+    @contextmanager
+    def replacing(self, timeout_s: float) -> Iterator[None]:
+        """Replace the weights during the block, which no user overlaps.
+
+        Raises:
+            WorkerError: the users did not leave within ``timeout_s``.
+        """
+        with self._changed:
+            self._is_replacing = True
+            try:
+                if not self._changed.wait_for(lambda: self._users == 0, timeout_s):
+                    raise WorkerError(
+                        f"the weights are still in use after {timeout_s:g} s: {self._users} "
+                        "responses are being generated"
+                    )
+                yield
+            finally:
+                self._is_replacing = False
+                self._changed.notify_all()
+
+    def _enter(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_replacing)
+            self._users += 1
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._users -= 1
+            self._changed.notify_all()
