@@ -58,6 +58,32 @@ class ActorCalls:
         """The Ray handles of all actors."""
         return list(self._actors.values())
 
+    def remove(self, name: str) -> None:
+        """Kill an actor and forget it."""
+        with suppress(TimeoutError):  # Ray hangs: the actor ends with the driver
+            call_within(_KILL_S, partial(ray.kill, self._actors.pop(name)))
+
+    def is_dead(self, name: str) -> bool:
+        """Return whether an actor has died; one that does not answer soon may be either."""
+        return self._answers(name) is False
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether an actor has started and answers soon."""
+        return self._answers(name) is True
+
+    def _answers(self, name: str) -> bool | None:
+        """Return True for an actor that answers, False for a dead one, None for a silent one."""
+        try:
+            probe = call_within(_PROBE_S, self._actors[name].__ray_ready__.remote)
+            if not _ready([probe], 1, _PROBE_S):
+                return None
+            call_within(_PROBE_S, partial(ray.get, probe))
+        except TimeoutError:
+            return None
+        except RayActorError:
+            return False
+        return True
+
     def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of one actor and return its result; the errors are those of `each`."""
         return self.each(method, {name: (args, kwargs)})[name]
@@ -69,6 +95,7 @@ class ActorCalls:
         *,
         awaited: AwaitedColumns | None = None,
         meanwhile: Callable[[], None] | None = None,
+        timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Call a method of several actors at once; report calls that block.
 
@@ -78,6 +105,7 @@ class ActorCalls:
             awaited: the columns that the call writes, named while it blocks.
             meanwhile: called several times a second until all have answered; its errors end the
                 wait.
+            timeout_s: deadline of the call, in seconds; None is that of all calls.
 
         Returns:
             Actor name to result.
@@ -88,7 +116,8 @@ class ActorCalls:
         """
         for name, (args, kwargs) in calls.items():
             self._observe(name, "sent", (args, dict(kwargs)))
-        deadline = time.monotonic() + self._timeout_s
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         with ExitStack() as stack:
             waiting = {
                 name: stack.enter_context(reported_while_blocked(f"{name}: {method}", awaited))
@@ -96,7 +125,7 @@ class ActorCalls:
             }
             try:
                 pending = self._send(method, calls)
-                return self._gather(method, pending, waiting, deadline, meanwhile)
+                return self._gather(method, pending, waiting, deadline, limit_s, meanwhile)
             except TimeoutError:
                 # No actor is at fault: a hung raylet blocks every process that stores or
                 # fetches a value.
@@ -124,6 +153,7 @@ class ActorCalls:
         pending: dict[Any, str],
         waiting: Mapping[str, Callable[[], None]],
         deadline: float,
+        timeout_s: float,
         meanwhile: Callable[[], None] | None,
     ) -> dict[str, Any]:
         order = list(pending.values())
@@ -138,7 +168,7 @@ class ActorCalls:
             if not done:
                 late = ", ".join(sorted(pending.values()))
                 self._check_alive(method)
-                raise WorkerError(f"{method}: no answer from {late} in {self._timeout_s:g} s")
+                raise WorkerError(f"{method}: no answer from {late} in {timeout_s:g} s")
             for reference in done:
                 name = pending.pop(reference)
                 waiting[name]()

@@ -250,6 +250,7 @@ class AsyncSection(Section):
             step; null is ``max_staleness`` times the samples of a step, so that few are too old.
         generators: generation workers, each with a rollout actor.
         min_generators: the run ends if fewer are left.
+        replace_lost: start a generator in place of one that died or failed.
         prompts_per_rollout: prompts that a generator plays together.
         concurrent_rollouts: rollouts of one generator at the same time.
         prompts_per_claim: prompts whose groups a policy rank claims, and trains on, at once.
@@ -262,6 +263,7 @@ class AsyncSection(Section):
     max_samples_ahead: NonNegativeInt | None
     generators: PositiveInt
     min_generators: PositiveInt
+    replace_lost: bool
     prompts_per_rollout: PositiveInt
     concurrent_rollouts: PositiveInt
     prompts_per_claim: PositiveInt

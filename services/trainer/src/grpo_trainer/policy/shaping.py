@@ -29,7 +29,7 @@ class ShapedRewards(NamedTuple):
 
     @property
     def is_informative(self) -> torch.Tensor:
-        """Whether the rewards of the sample's group differ, bool (n,)."""
+        """Samples in groups of unequal rewards, bool (n,)."""
         return self.statistics.comparable & (self.statistics.std != 0)
 
 

@@ -30,18 +30,20 @@ _MEANS = ("loss", "kl", "clip_fraction", "approx_entropy", "importance_ratio")
 
 @dataclass
 class StreamedPart:
-    """What one rank trained on in a step.
+    """Part of a step on which one rank trained.
 
     Attributes:
         means: loss metrics over all ranks, means over the optimizer steps with tokens; also
             ``grad_norm`` and the sum of ``tokens``.
-        rewards: reward of each sample of this rank.
-        staleness: staleness of each sample of this rank, in versions.
+        sample_ids: the samples of this rank.
+        rewards: reward of each.
+        staleness: staleness of each, in versions.
         gap: difference to the generator's log-probabilities.
         wait_s: seconds that the rank was blocked in claims.
     """
 
     means: dict[str, float] = field(default_factory=dict)
+    sample_ids: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     gap: LogprobGap = field(default_factory=lambda: LogprobGap.total([]))
@@ -55,7 +57,7 @@ class StreamingPolicyWorker(PolicyWorker):
     def train_stream(
         self, version: int, *, samples: int, rows_per_step: int, learning_rate: float
     ) -> StreamedPart:
-        """Train on the next samples that are not too stale, and clear them.
+        """Train on the next samples that are not too stale.
 
         Args:
             version: number of the current weights.
@@ -104,8 +106,7 @@ class StreamingPolicyWorker(PolicyWorker):
                 self._optimizer.step()
                 for meta in metas:
                     record_trained(self._client, meta, field=_GENERATED, task=TRAIN_TASK)
-        for meta in metas:
-            self._client.clear_samples(meta.sample_ids, TRAIN)
+        part.sample_ids += [each for meta in metas for each in meta.sample_ids]
         means = dict(zip(_MEANS, (sums[:-1] / divisor).tolist(), strict=True))
         return {**means, "grad_norm": norm, "tokens": float(tokens)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Any  # Any: arguments of remote methods
 
 from dataplane_core.telemetry import inject
 from grpo_trainer.actors.address import is_loopback, node_address, resolve_hosts
@@ -54,7 +55,7 @@ class RefitWeightSync:
     ) -> None:
         self._calls = calls
         self._model_name = f"{name}-{secrets.token_hex(4)}"
-        self._sources, self._targets = sources, targets
+        self._sources, self._targets = sources, list(targets)
         self._timeout_s = config.timeout_s
         self._count = 0
         self._installed: int | None = None
@@ -89,8 +90,9 @@ class RefitWeightSync:
                 "control_access": access.model_dump(),
                 "model_name": self._model_name,
             }
-            joining = (RefitSettings.model_validate(settings),)
-            calls.each("join_refit", dict.fromkeys((*sources, *targets), (joining, {})))
+            self._joining = RefitSettings.model_validate(settings)
+            joining: tuple[tuple[Any, ...], dict[str, Any]] = ((self._joining,), {})
+            calls.each("join_refit", dict.fromkeys((*sources, *targets), joining))
             self._open = stack.pop_all()
 
     def _check_one_machine(self, host: str) -> None:
@@ -106,6 +108,21 @@ class RefitWeightSync:
                 f"refit.host: {host} is reachable from one machine only, but the run is on several "
                 f"(driver on {node_address()}, {where}); set refit.host to 'node'"
             )
+
+    def add_target(self, name: str) -> None:
+        """Let a generation worker take part from the next refit on.
+
+        Raises:
+            WorkerError: it cannot join.
+        """
+        self._calls.call(name, "join_refit", self._joining)
+        self._targets.append(name)
+        self._installed = None  # it has none of the installed weights
+
+    def remove_target(self, name: str) -> None:
+        """Leave a generation worker out of later refits."""
+        if name in self._targets:
+            self._targets.remove(name)
 
     def sync(self, version: int) -> None:
         """Install the policy's current weights as ``version`` on every generation worker.

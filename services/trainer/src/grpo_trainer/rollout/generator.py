@@ -17,6 +17,7 @@ from typing import Any  # Any: metrics
 import torch
 
 from dataplane_core import ClaimTimeoutError, KVBatchMeta, LeaseLostError, held_claim
+from dataplane_core.process import process_name
 from dataplane_core.telemetry import span, step_context
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
@@ -44,7 +45,7 @@ class RolloutActor(SyncRolloutActor, RunActor):
 
 @dataclass
 class GeneratorReport:
-    """What a generator did since its last report.
+    """Work of a generator since its last report.
 
     Attributes:
         rollouts: samples, metrics of the rollout, and generated tokens and seconds, per rollout.
@@ -52,6 +53,7 @@ class GeneratorReport:
         filtered: samples of groups whose rewards are all equal, which were cleared.
         lost: samples whose lease ended before they were put; another generator claims them.
         idle_s: seconds without a prompt, summed over the concurrent rollouts.
+        owner: name of its process, as the owner of claims.
         error: why the generator stopped; None while it works.
     """
 
@@ -60,6 +62,7 @@ class GeneratorReport:
     filtered: int = 0
     lost: int = 0
     idle_s: float = 0.0
+    owner: str = field(default_factory=process_name)
     error: str | None = None
 
 

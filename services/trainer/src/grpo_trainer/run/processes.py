@@ -67,6 +67,18 @@ def _discard_event(event: dict[str, Any]) -> None:
 _OBSERVED = cast("ObservabilityConfig", {"enabled": True, "callback": _discard_event})
 
 
+class GeneratorActors(NamedTuple):
+    """Names of the actors of a generator.
+
+    Attributes:
+        rollout: its rollout actor.
+        worker: its generation worker.
+    """
+
+    rollout: str
+    worker: str
+
+
 class RunActors:
     """Processes of one run: data plane, environment, generation, rollouts, policy.
 
@@ -81,7 +93,7 @@ class RunActors:
     Attributes:
         calls: the actors by name.
         policy_workers: names of the policy workers, by rank.
-        generators: names of the rollout actors; a synchronous run has one.
+        generators: the generators that take part; a synchronous run has one.
         data_plane: the driver's client, which owns the data plane.
         weight_sync: transfer of the policy's weights to the generation worker.
     """
@@ -110,9 +122,8 @@ class RunActors:
         self.calls = ActorCalls(timeout_s=config.cluster.call_timeout_s, observer=observer)
         self.policy_workers = [f"policy worker {i}" for i in range(config.policy.data_parallel)]
         self._is_async = config.grpo.mode == "async"
-        count = config.grpo.asynchronous.generators if self._is_async else 1
-        self.generators = [_numbered(ROLLOUT, i) for i in range(count)]
-        self._generation_workers = [_numbered(GENERATION, i) for i in range(count)]
+        self.generators: list[GeneratorActors] = []
+        self._started_generators = 0
         try:
             joins = ray.is_initialized() or config.cluster.address is not None
             address = config.cluster.address
@@ -127,7 +138,8 @@ class RunActors:
             notice("starting the rollout actor, the generation worker and the policy workers")
             self._start_rollouts(model, tokenizer)
             self._start_policy(model, tokenizer.pad_token_id)
-            loading = [*self._generation_workers, *self.policy_workers]
+            workers = [names.worker for names in self.generators]
+            loading = [*workers, *self.policy_workers]
             self.calls.each("ready", {name: ((), {}) for name in loading})
             rendezvous = self.calls.call(self.policy_workers[0], "rendezvous_address")
             self.calls.each("join_group", {name: (rendezvous, {}) for name in self.policy_workers})
@@ -136,7 +148,7 @@ class RunActors:
                 config.refit,
                 name=config.run.name,
                 sources=self.policy_workers,
-                targets=self._generation_workers,
+                targets=workers,
             )
             self._has_weight_sync = True
         except BaseException:  # no process may stay behind, whatever the error
@@ -152,13 +164,12 @@ class RunActors:
 
     def _start_rollouts(self, model: str, tokenizer: Any) -> None:
         config = self._config
-        placement = config.cluster.placement
         rendered = chat_turn(tokenizer, config.policy.model)
         # A string says why follow-ups cannot be rendered; `read_inputs` has refused data with any.
         turn = None if isinstance(rendered, str) else rendered
         environment = (
             ray.remote(VerifierEnvironment)
-            .options(num_cpus=_ACTOR_CPUS, resources=placement.environment)
+            .options(num_cpus=_ACTOR_CPUS, resources=config.cluster.placement.environment)
             .remote(
                 correct=config.env.correct,
                 wrong=config.env.wrong,
@@ -167,23 +178,58 @@ class RunActors:
             )
         )
         self.calls.add(ENVIRONMENT, environment)
-        actor = Generator if self._is_async else RolloutActor
-        client = StreamingGeneration if self._is_async else RayGeneration
-        options: dict[str, Any] = {"num_cpus": _ACTOR_CPUS, "resources": placement.rollout}
+        self._rollout_arguments = (
+            tokenizer if turn is None else EndKeepingTokenizer(tokenizer),
+            {TASK: TracedHandle(environment)},
+            config.model_dump(mode="json"),
+            self._plane,
+        )
+        self._model, self._pad_token_id = model, tokenizer.pad_token_id
+        own = config.grpo.asynchronous
+        for _ in range(own.generators if self._is_async else 1):
+            self.generators.append(self.start_generator())
+
+    def start_generator(self) -> GeneratorActors:
+        """Start a generation worker and its rollout actor; they load the model meanwhile."""
+        config = self._config
+        names = GeneratorActors(
+            _numbered(ROLLOUT, self._started_generators),
+            _numbered(GENERATION, self._started_generators),
+        )
+        self._started_generators += 1
+        worker = self._start_generation(self._model, self._pad_token_id)
+        self.calls.add(names.worker, worker)
+        timeout_s = config.cluster.call_timeout_s
+        options: dict[str, Any] = {
+            "num_cpus": _ACTOR_CPUS,
+            "resources": config.cluster.placement.rollout,
+        }
         if self._is_async:
-            options["max_concurrency"] = 4  # reports and validation while it generates
-        for name, generation in zip(self.generators, self._generation_workers, strict=True):
-            worker = self._start_generation(model, tokenizer.pad_token_id)
-            self.calls.add(generation, worker)
-            rollout = actor.options(**options).remote(
-                self._telemetry,
-                client(worker, timeout_s=config.cluster.call_timeout_s),
-                tokenizer if turn is None else EndKeepingTokenizer(tokenizer),
-                {TASK: TracedHandle(environment)},
-                config.model_dump(mode="json"),
-                self._plane,
-            )
-            self.calls.add(name, rollout)
+            # Reports and validation are answered while it generates.
+            actor = Generator.options(**options, max_concurrency=4)
+            generation: RayGeneration = StreamingGeneration(worker, timeout_s=timeout_s)
+        else:
+            actor = RolloutActor.options(**options)
+            generation = RayGeneration(worker, timeout_s=timeout_s)
+        rollout = actor.remote(self._telemetry, generation, *self._rollout_arguments)
+        self.calls.add(names.rollout, rollout)
+        return names
+
+    def admit_generator(self, names: GeneratorActors) -> None:
+        """Let a started generator take part in the next refit.
+
+        Raises:
+            WorkerError: it cannot join.
+        """
+        self.weight_sync.add_target(names.worker)
+        self.generators.append(names)
+
+    def remove_generator(self, names: GeneratorActors) -> None:
+        """Kill the actors of a generator, and leave it out of later refits."""
+        self.generators.remove(names)
+        self.weight_sync.remove_target(names.worker)
+        for name in names:
+            self.calls.remove(name)
 
     def _start_generation(self, model: str, pad_token_id: int) -> Any:
         config, generation = self._config, self._config.policy.generation
@@ -256,8 +302,8 @@ class RunActors:
         """Stop every process of the run; closing twice is fine."""
         try:
             if isinstance(self._config.policy.generation, VllmSection):
-                for name in self._generation_workers:
-                    self.calls.close(name, VLLM_STOP_S)
+                for names in self.generators:
+                    self.calls.close(names.worker, VLLM_STOP_S)
             if self._telemetry is not None:
                 self.calls.shutdown_telemetry(2 * SHUTDOWN_S)
             self.calls.stop()

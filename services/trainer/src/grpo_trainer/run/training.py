@@ -97,8 +97,13 @@ def run_steps(
         }
         stepper = GRPOStep(config, **parts)
         if config.grpo.mode == "async":
-            pending = state.pending_prompts
-            stepper = AsyncGRPOStep(config, **parts, generators=actors.generators, pending=pending)
+            stepper = AsyncGRPOStep(
+                config,
+                **parts,
+                actors=actors,
+                pending=state.pending_prompts,
+                notice=display.notice,
+            )
 
         def write_policy(partial: Path) -> dict[str, int]:
             written = policy.save(partial)

@@ -1,0 +1,188 @@
+"""`GeneratorFleet`: the generators of an asynchronous run, which may leave and join."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from dataplane_core import DataPlaneClient
+from grpo_trainer.actors.calls import ActorCalls
+from grpo_trainer.config.loading import TrainerConfig
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.refit.weight_sync import RefitWeightSync
+from grpo_trainer.rollout.generator import GeneratorReport
+from grpo_trainer.rollout.partition import TRAIN
+from grpo_trainer.rollout.totals import RolloutTotals
+from grpo_trainer.run.processes import GeneratorActors, RunActors
+
+_REPORT_S = 20.0
+"""Seconds within which a generator must report; else it counts as lost."""
+
+_STOP_S = 10.0
+"""Seconds that generators may take to finish their rollouts when the run ends."""
+
+
+class GeneratorFleet:
+    """The generators of a run.
+
+    A generator that dies, fails or does not answer is removed, as long as ``min_generators``
+    remain. Its claims are ended, so that others claim its prompts at once. With ``replace_lost``
+    another one is started, and joins between two steps.
+
+    Args:
+        client: the driver's client.
+        actors: the run's processes.
+        weight_sync: transfer of weights to the generators.
+        config: the run's configuration.
+        run_id: the run's id.
+        notice: called with a line when a generator leaves or joins.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        actors: RunActors,
+        weight_sync: RefitWeightSync,
+        config: TrainerConfig,
+        *,
+        run_id: str,
+        notice: Callable[[str], object],
+    ) -> None:
+        self._client = client
+        self._actors = actors
+        self._owners: dict[GeneratorActors, str] = {}
+        self._calls: ActorCalls = actors.calls
+        self._weight_sync = weight_sync
+        self._config = config
+        self._run_id = run_id
+        self._notice = notice
+        self._starting: GeneratorActors | None = None
+        self._is_started = False
+        self._clear_counts()
+
+    def start(self) -> None:
+        """Let all generators claim prompts; the weights are installed."""
+        for names in self._actors.generators:
+            self._start(names)
+        self._is_started = True
+
+    def stop(self) -> None:
+        """Let the generators finish what they play, and claim nothing else."""
+        if self._is_started:
+            names = [each.rollout for each in self._actors.generators]
+            self._calls.each("stop_generating", dict.fromkeys(names, ((_STOP_S,), {})))
+
+    def _start(self, names: GeneratorActors) -> None:
+        self._calls.call(
+            names.rollout,
+            "start_generating",
+            self._config.grpo.model_dump(mode="json"),
+            run_id=self._run_id,
+            lease_s=self._config.data_plane["claim_lease_s"],
+            verbose=self._config.tracing.verbose,
+        )
+
+    def sync(self, version: int) -> None:
+        """Install the policy's weights on all generators but those that die meanwhile.
+
+        Raises:
+            WorkerError: as `RefitWeightSync.sync`, or too few generators remain.
+        """
+        while True:
+            try:
+                self._weight_sync.sync(version)
+            except WorkerError as error:
+                dead = [each for each in self._actors.generators if self._is_dead(each)]
+                if not dead:
+                    raise
+                for names in dead:
+                    self._lose(names, error)
+            else:
+                return
+
+    def replace_lost(self, version: int) -> None:
+        """Admit a generator that has started, and start one if one is missing.
+
+        For the time between two steps.
+
+        Raises:
+            WorkerError: as `sync`.
+        """
+        names = self._starting
+        if names is not None and self._is_dead(names):
+            self._starting = None
+            self._notice(f"{names.rollout} died while it started")
+        elif names is not None and self._calls.is_alive(names.worker):
+            self._starting = None
+            self._actors.admit_generator(names)
+            self.sync(version)
+            if names in self._actors.generators:  # not lost in the refit
+                self._start(names)
+                self._notice(f"{names.rollout} joined")
+        own = self._config.grpo.asynchronous
+        missing = len(self._actors.generators) < own.generators
+        if own.replace_lost and missing and self._starting is None:
+            self._starting = self._actors.start_generator()
+
+    def collect(self) -> None:
+        """Collect the generators' reports, and remove those that failed.
+
+        Raises:
+            WorkerError: too few generators remain; says why the last one was lost.
+        """
+        for names in list(self._actors.generators):
+            try:
+                report: GeneratorReport = self._calls.each(
+                    "take_report", {names.rollout: ((), {})}, timeout_s=_REPORT_S
+                )[names.rollout]
+                self._owners[names] = report.owner
+                self._add(report)
+                if report.error is not None:
+                    raise WorkerError(f"{names.rollout}: {report.error}")
+            except WorkerError as error:
+                self._lose(names, error)
+
+    def _is_dead(self, names: GeneratorActors) -> bool:
+        return any(self._calls.is_dead(name) for name in names)
+
+    def _lose(self, names: GeneratorActors, error: WorkerError) -> None:
+        if len(self._actors.generators) <= self._config.grpo.asynchronous.min_generators:
+            raise error
+        self._actors.remove_generator(names)
+        owner = self._owners.pop(names, None)
+        for claim in self._client.list_claims(TRAIN):
+            if claim.owner == owner:
+                self._client.end_claim(TRAIN, claim.claim, expired_only=False)
+        self._notice(f"continuing without {names.rollout}: {error}")
+
+    def _add(self, report: GeneratorReport) -> None:
+        for samples, rollout, generated in report.rollouts:
+            self._totals.add(samples, rollout, generated)
+        self._rewards += report.rewards
+        self._filtered += report.filtered
+        self._lost += report.lost
+        self._idle_s += report.idle_s
+
+    def _clear_counts(self) -> None:
+        self._totals = RolloutTotals()
+        self._rewards: list[float] = []
+        self._filtered = self._lost = 0
+        self._idle_s = 0.0
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of what was generated since the last call."""
+        size = self._config.grpo.num_generations_per_prompt
+        rewards = torch.tensor(self._rewards or [math.nan])
+        metrics = {
+            "generators": len(self._actors.generators),
+            "generated": len(self._rewards),
+            "generated_reward": float(rewards.mean()),
+            "filtered_groups": self._filtered // size,
+            "lost_groups": self._lost // size,
+            "generator_wait_s": self._idle_s,
+            **(self._totals.metrics if self._rewards else {}),
+        }
+        self._clear_counts()
+        return metrics

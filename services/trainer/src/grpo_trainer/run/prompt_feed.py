@@ -1,0 +1,63 @@
+"""`PromptFeed`: the prompts of an asynchronous run, as samples that generators fill."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from dataplane_core import DataPlaneClient
+from dataplane_core.tensors.columns import object_array
+from grpo_trainer.rollout.partition import PROMPT, TRAIN
+from grpo_trainer.rollout.prompts import PromptStream
+
+_PAGE = 10_000
+
+
+class PromptFeed:
+    """Source of an asynchronous run's prompts: the stream, after the ``pending`` ones.
+
+    Args:
+        client: the driver's client.
+        stream: the run's stream.
+        pending: positions of prompts that were taken, and whose samples were not trained.
+        group_size: samples of a prompt.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        stream: PromptStream,
+        pending: Iterable[int],
+        group_size: int,
+    ) -> None:
+        self._client = client
+        self._stream = stream
+        self._pending = deque(pending)
+        self._group_size = group_size
+
+    def put(self, count: int) -> None:
+        """Put the next ``count`` prompts, each as the samples of a group."""
+        positions: list[int] = []
+        while len(positions) < count:
+            if self._pending:
+                positions.append(self._pending.popleft())
+            else:
+                positions.append(self._stream.position)
+                self._stream.take(1)
+        rows = [
+            (f"{position:09d}_g{number}", self._stream.at(position).model_dump())
+            for position in positions
+            for number in range(self._group_size)
+        ]
+        if rows:
+            ids, prompts = zip(*rows, strict=True)
+            self._client.put_columns(list(ids), TRAIN, {PROMPT: object_array(prompts)})
+
+    def untrained(self) -> list[int]:
+        """Return the positions of the prompts that are taken and not trained, in order."""
+        stored: set[int] = set()
+        start = 0
+        while page := self._client.list_samples(TRAIN, start=start, limit=_PAGE):
+            stored |= {int(sample.sample_id.partition("_")[0]) for sample in page}
+            start += len(page)
+        return sorted(stored | {*self._pending})
