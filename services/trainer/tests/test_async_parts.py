@@ -1,0 +1,174 @@
+"""Parts of an asynchronous run whose promises a run cannot show: weights that change in time."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane_core import InMemoryDataPlaneClient
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.policy.loss import grpo_loss, token_logprobs  # noqa: TID251
+from grpo_trainer.rollout.latency import SimulatedLatency  # noqa: TID251
+from grpo_trainer.rollout.prompts import SHIPPED, PromptStream, load_prompts  # noqa: TID251
+from grpo_trainer.rollout.sampling import sample_responses  # noqa: TID251
+from grpo_trainer.rollout.weight_gate import WeightGate  # noqa: TID251
+from grpo_trainer.rollout.worker import version_spans  # noqa: TID251
+from grpo_trainer.run.prompt_feed import PromptFeed  # noqa: TID251
+
+WAIT_S = 20.0
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 5), st.integers(0, 99))
+def test_a_response_cut_by_new_weights_continues_under_them(network, tokenizer, change_at, seed):
+    old, new = copy.deepcopy(network), copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.5)
+    rows = [torch.tensor([3, 4, 5]), torch.tensor([6])]
+    model = copy.deepcopy(old)
+    drawn = 0
+
+    def before_token():
+        nonlocal drawn
+        drawn += 1
+        if drawn == change_at + 1:
+            model.load_state_dict(new.state_dict())
+            return True
+        return False
+
+    responses = sample_responses(
+        model,
+        tokenizer,
+        rows,
+        max_new_tokens=[6, 6],
+        temperature=1.0,
+        generator=torch.Generator().manual_seed(seed),
+        before_token=before_token,
+    )
+    for row, response in zip(rows, responses, strict=True):
+        whole = torch.cat([row, response.token_ids])[None]
+        lengths = torch.tensor([whole.shape[1]])
+        with torch.no_grad():
+            scored = [
+                token_logprobs(each, whole, lengths, temperature=1.0)[0, len(row) :]
+                for each in (old, new)
+            ]
+        expected = torch.cat([scored[0][:change_at], scored[1][change_at:]])
+        torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=1e-4)
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12))
+def test_version_spans_cover_every_token_once(versions):
+    spans = version_spans(versions)
+    assert [span["version"] for span in spans for _ in range(span["start"], span["end"])] == (
+        versions
+    )
+    assert all(
+        first["end"] == second["start"] and first["version"] != second["version"]
+        for first, second in itertools.pairwise(spans)
+    )
+
+
+def test_weights_are_replaced_while_no_thread_uses_them():
+    gate, inside = WeightGate(), 0
+    lock, stop = threading.Lock(), threading.Event()
+
+    def use():
+        nonlocal inside
+        while not stop.is_set():
+            with gate.using():
+                for _ in range(3):
+                    with lock:
+                        inside += 1
+                    with lock:
+                        inside -= 1
+                    gate.step_aside()
+
+    with ThreadPoolExecutor(3) as pool:
+        users = [pool.submit(use) for _ in range(3)]
+        for _ in range(50):
+            with gate.replacing(WAIT_S):
+                assert inside == 0
+        stop.set()
+        for user in users:
+            user.result(WAIT_S)
+
+
+def test_weights_in_use_are_not_replaced_after_the_deadline():
+    gate = WeightGate()
+    with gate.using():
+        message = r"still in use after 0\.05 s: 1 responses"
+        with pytest.raises(WorkerError, match=message), gate.replacing(0.05):
+            raise AssertionError("replaced weights in use")
+        assert not gate.step_aside()  # the failed replacement blocks nobody
+    with gate.replacing(WAIT_S):
+        pass
+
+
+@given(
+    st.lists(st.floats(-3, 0), min_size=1, max_size=6),
+    st.lists(st.floats(-3, 0), min_size=6, max_size=6),
+    st.lists(st.floats(-3, 0), min_size=6, max_size=6),
+    st.floats(0.5, 3),
+    st.floats(-2, 2),
+)
+def test_stale_tokens_are_weighted_by_the_truncated_ratio(now, prev, drawn, cap, advantage):
+    width = len(now)
+    logprobs = torch.tensor([now], dtype=torch.float64, requires_grad=True)
+    proximal, behavior = (torch.tensor([each[:width]]).double() for each in (prev, drawn))
+    sums = grpo_loss(
+        logprobs,
+        proximal,
+        torch.tensor([advantage], dtype=torch.float64),
+        torch.ones(1, width),
+        clip_low=0.2,
+        clip_high=0.28,
+        behavior_logprobs=behavior,
+        max_importance_ratio=cap,
+    )
+    ratio = (logprobs.detach() - proximal).exp()
+    weight = (proximal - behavior).exp().clamp(max=cap)
+    clipped = ratio.clamp(0.8, 1.28)
+    expected = -(torch.minimum(ratio * advantage, clipped * advantage) * weight).sum()
+    torch.testing.assert_close(sums.loss.detach(), expected)
+    torch.testing.assert_close(sums.importance, weight.sum())
+
+
+def test_simulated_latency_has_its_median_and_a_tail():
+    latency = SimulatedLatency(median_s=2.0, sigma=1.0)
+    times = sorted(latency.longest_s(seed, 1) for seed in range(2_001))
+    assert 1.8 < times[1_000] < 2.2
+    assert times[-20] > 8.0
+    assert latency.longest_s(7, 4) == latency.longest_s(7, 4) >= latency.longest_s(7, 1)
+
+
+def test_pending_prompts_are_put_before_those_of_the_stream(tokenizer):
+    prompts = load_prompts(
+        SHIPPED / "train.jsonl", lambda text: tokenizer(text)["input_ids"], max_length=48
+    )
+    stream = PromptStream(prompts, seed=1, shuffle=True, position=40)
+    with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as client:
+        client.register_partition("train", ["prompt"], 100, ["generate"], grpo_group_size=2)
+        feed = PromptFeed(client, stream, [31, 38], 2)
+        feed.put(3)
+        assert stream.position == 41
+        claim = client.claim_meta("train", "generate", ["prompt"], 6)
+        stored = client.get_data(claim)["prompt"].tolist()
+        assert claim.sample_ids == [
+            f"{position:09d}_g{number}" for position in (31, 38, 40) for number in (0, 1)
+        ]
+        fresh = PromptStream(prompts, seed=1, shuffle=True)
+        order = fresh.take(41)
+        assert [each["token_ids"] for each in stored[::2]] == [
+            order[position].token_ids for position in (31, 38, 40)
+        ]
+        client.clear_samples(claim.sample_ids[:2], "train")
+        assert feed.untrained() == [38, 40]

@@ -1,0 +1,153 @@
+"""An asynchronous run on Ray: staleness, lost generators, and a resume without lost prompts."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+
+import psutil
+import pytest
+
+import grpo_trainer
+from grpo_trainer import RunDisplay
+from grpo_trainer.errors import WorkerError
+
+pytestmark = pytest.mark.slow
+
+STEPS, PROMPTS, GROUP, STALENESS = 5, 4, 4, 2
+CHECKPOINT = 3
+
+
+@pytest.fixture(scope="module")
+def async_config(local_ray, configure, model_folder, questions, tmp_path_factory):
+    """Function that configures an asynchronous run; takes dotted keys to change."""
+    prompts = tmp_path_factory.mktemp("data") / "train.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in questions.items())
+    )
+    return lambda changes=(): configure(
+        {
+            "run.output": str(tmp_path_factory.mktemp("runs")),
+            "data.train": str(prompts),
+            "policy.model": {
+                "kind": "pretrained",
+                "name": str(model_folder),
+                "use_chat_template": False,
+            },
+            "policy.data_parallel": 2,
+            "grpo.mode": "async",
+            "grpo.num_steps": STEPS,
+            "grpo.num_prompts_per_step": PROMPTS,
+            "grpo.num_generations_per_prompt": GROUP,
+            "grpo.asynchronous.max_staleness": STALENESS,
+            "grpo.asynchronous.generators": 2,
+            "grpo.asynchronous.prompts_per_rollout": 1,
+            "grpo.asynchronous.concurrent_rollouts": 2,
+            "grpo.asynchronous.prompts_per_claim": 1,
+            "policy.generation.simulated_latency": {"median_s": 0.05, "sigma": 1.0},
+            "checkpointing": {"every_steps": CHECKPOINT, "keep_last": 9},
+            "validation.every_steps": 0,
+            **dict(changes),
+        }
+    )
+
+
+class Recorder(RunDisplay):
+    """Display that records steps and notices, and kills a process in the second step."""
+
+    def __init__(self, victim=None):
+        self.records, self.notices, self._victim = [], [], victim
+
+    def notice(self, text):
+        self.notices.append(text)
+
+    def finished_step(self, record):
+        self.records.append(record)
+
+    def phase(self, name):
+        if self._victim and name == "train" and len(self.records) == 1:
+            victims = [
+                process
+                for process in psutil.Process().children(recursive=True)
+                if process.cmdline() and process.cmdline()[0].startswith(self._victim)
+            ]
+            victims[-1].send_signal(signal.SIGKILL)
+            self._victim = None
+
+
+def positions(sample_ids):
+    return Counter(int(each.partition("_")[0]) for each in sample_ids)
+
+
+@pytest.fixture(scope="module")
+def run(async_config):
+    """A run that lost a generation worker, with the ids that it trained by step."""
+    display, trained = Recorder("ray::GenerationWorker"), []
+
+    def observe(name, direction, value):
+        if direction == "received" and hasattr(value, "sample_ids"):
+            trained.append(value.sample_ids)
+
+    result = grpo_trainer.train(async_config(), display=display, observer=observe)
+    return result, display, trained
+
+
+def test_no_trained_sample_is_too_stale(run):
+    result, _, _ = run
+    assert len(result.history) == STEPS
+    for step, record in enumerate(result.history):
+        assert 0 <= record["staleness"] <= record["staleness_max"] <= min(step, STALENESS)
+        assert record["samples"] == PROMPTS * GROUP
+
+
+def test_a_killed_generator_is_replaced_and_its_prompts_are_played(run):
+    result, display, _ = run
+    assert [each for each in display.notices if each.startswith("continuing without")]
+    assert result.history[1]["generators"] == 1
+    assert "generation worker" in "".join(display.notices)
+
+
+def test_each_prompt_is_trained_once_and_complete(run):
+    _, _, trained = run
+    counts = positions(each for ids in trained for each in ids)
+    assert set(counts.values()) == {GROUP}
+    assert len(counts) == STEPS * PROMPTS
+    ids = [each for part in trained for each in part]
+    assert len(ids) == len(set(ids))
+
+
+def test_every_taken_prompt_is_trained_dropped_or_pending(run):
+    result, _, trained = run
+    [path] = (result.folder / "checkpoints").glob(f"step-*{CHECKPOINT}/state.json")
+    state = json.loads(path.read_text())["state"]
+    ranks = 2
+    until = [each for part in trained[: CHECKPOINT * ranks] for each in part]
+    done, pending = set(positions(until)), set(state["pending_prompts"])
+    dropped = sum(record["stale_groups"] for record in state["history"])
+    assert not done & pending
+    assert len(done) + len(pending) + dropped == state["prompts_position"]
+    assert done | pending <= set(range(state["prompts_position"]))
+
+
+def test_a_resume_plays_pending_prompts_again(run):
+    result, _, _ = run
+    folder = result.folder
+    # The last checkpoint is that of the last step; go back to the one before.
+    [newest] = (folder / "checkpoints").glob(f"step-*{STEPS}")
+    [path] = (folder / "checkpoints").glob(f"step-*{CHECKPOINT}/state.json")
+    state = json.loads(path.read_text())["state"]
+    newest.rename(folder / "newest")
+    display = Recorder()
+    again = grpo_trainer.resume(folder, display=display)
+    assert [record["step"] for record in display.records] == [*range(CHECKPOINT + 1, STEPS + 1)]
+    assert again.history[:CHECKPOINT] == state["history"]
+    assert all(record["staleness_max"] <= STALENESS for record in display.records)
+
+
+def test_run_ends_if_too_few_generators_remain(async_config):
+    config = async_config(
+        {"grpo.asynchronous.generators": 1, "grpo.asynchronous.min_generators": 1}
+    )
+    with pytest.raises(WorkerError, match="generation worker died"):
+        grpo_trainer.train(config, display=Recorder("ray::GenerationWorker"))
