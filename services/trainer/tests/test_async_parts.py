@@ -108,7 +108,7 @@ def test_weights_in_use_are_not_replaced_after_the_deadline():
         message = r"still in use after 0\.05 s: 1 responses"
         with pytest.raises(WorkerError, match=message), gate.replacing(0.05):
             raise AssertionError("replaced weights in use")
-        assert not gate.step_aside()  # the failed replacement blocks nobody
+        assert not gate.step_aside()  # the failed replacement blocks no user
     with gate.replacing(WAIT_S):
         pass
 

@@ -117,6 +117,8 @@ def _step_problems(config: TrainerConfig) -> list[str]:
 def _async_problems(config: TrainerConfig) -> list[str]:
     grpo, policy = config.grpo, config.policy
     if grpo.mode == "sync":
+        if config.checkpointing.journal:
+            return ["checkpointing.journal: found True; expected False with grpo.mode sync"]
         return []
     problems = []
     part = policy.data_parallel * grpo.num_generations_per_prompt
@@ -137,10 +139,20 @@ def _async_problems(config: TrainerConfig) -> list[str]:
             f"grpo.asynchronous.min_generators: {own.min_generators} is more than the "
             f"{own.generators} generators"
         )
+    if isinstance(policy.generation, VllmSection) and own.generators > 1:
+        problems.append(
+            f"grpo.asynchronous.generators: {own.generators} with vLLM; expected 1, which uses all "
+            "of policy.generation.servers or addresses"
+        )
     if config.data_plane.get("claim_lease_s") is None:
         problems.append(
             "data_plane.claim_lease_s: missing; grpo.mode async needs it, so that the groups of "
             "a dead generator are claimed again"
+        )
+    if config.checkpointing.journal and config.checkpointing.every_steps == 0:
+        problems.append(
+            "checkpointing.journal: found True with checkpointing.every_steps 0; expected "
+            "checkpoints, which bound the journal"
         )
     return problems
 

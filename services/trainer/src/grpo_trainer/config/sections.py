@@ -441,7 +441,15 @@ class RefitSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints of the run; ``every_steps: 0`` writes none."""
+    """Checkpoints of the run.
+
+    Attributes:
+        every_steps: steps between two checkpoints; 0 writes none.
+        keep_last: newest checkpoints that stay.
+        journal: store the finished groups of an asynchronous run until a checkpoint contains them,
+            so that a resume after a crash does not generate them again.
+    """
 
     every_steps: NonNegativeInt
+    journal: bool
     keep_last: PositiveInt

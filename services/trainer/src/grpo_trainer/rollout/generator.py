@@ -12,24 +12,45 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any  # Any: metrics
 
 import torch
 
-from dataplane_core import ClaimTimeoutError, KVBatchMeta, LeaseLostError, held_claim
+from dataplane_core import (
+    DP_TRAIN_FIELDS,
+    ClaimTimeoutError,
+    KVBatchMeta,
+    LeaseLostError,
+    held_claim,
+)
 from dataplane_core.process import process_name
+from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane_core.telemetry import span, step_context
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
 from grpo_trainer.errors import first_line
 from grpo_trainer.policy.shaping import CARRY, ShapedRewards, shape_rewards
+from grpo_trainer.policy.stages import PREV_LOGPROBS, REFERENCE_LOGPROBS
 from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.rollout.batch import rollout_batch
-from grpo_trainer.rollout.partition import GENERATE_TASK, PROMPT, TRAIN, WEIGHT_VERSION
+from grpo_trainer.rollout.journal import FinishedGroup, Journal
+from grpo_trainer.rollout.partition import (
+    GENERATE_TASK,
+    PROMPT,
+    TRAIN,
+    WEIGHT_VERSION,
+    position_of,
+)
 from grpo_trainer.rollout.prompts import Prompt
 from grpo_trainer.rollout.remote_generation import StreamingGeneration
 from observability import emit
 from rollout_actor import SyncRolloutActor
+
+JOURNALED = [name for name in DP_TRAIN_FIELDS if name not in (PREV_LOGPROBS, REFERENCE_LOGPROBS)]
+"""Columns that a finished group has, and training needs."""
+
+TOKEN_COLUMNS = TOKEN_ALIGNED_FIELDS & {*JOURNALED} - {"advantages", "sample_mask"}
 
 _CLAIM_S = 0.5
 _VERSIONS = "weight_versions"
@@ -51,8 +72,10 @@ class GeneratorReport:
         rollouts: samples, metrics of the rollout, and generated tokens and seconds, per rollout.
         rewards: reward of every generated sample.
         filtered: samples of groups whose rewards are all equal, which were cleared.
+        restored: samples that were finished before a crash, from the journal.
         lost: samples whose lease ended before they were put; another generator claims them.
         idle_s: seconds without a prompt, summed over the concurrent rollouts.
+        journal_s: seconds spent on the journal.
         owner: name of its process, as the owner of claims.
         error: why the generator stopped; None while it works.
     """
@@ -60,8 +83,10 @@ class GeneratorReport:
     rollouts: list[tuple[int, Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     filtered: int = 0
+    restored: int = 0
     lost: int = 0
     idle_s: float = 0.0
+    journal_s: float = 0.0
     owner: str = field(default_factory=process_name)
     error: str | None = None
 
@@ -88,13 +113,30 @@ class Generator(RolloutActor):
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._report = GeneratorReport()
+        self._journal: Journal | None = None
+        self._journal_lock = threading.Lock()
 
     def start_generating(
-        self, grpo: Mapping[str, Any], *, run_id: str, lease_s: float, verbose: bool
+        self,
+        grpo: Mapping[str, Any],
+        *,
+        run_id: str,
+        lease_s: float,
+        verbose: bool,
+        journal: str | None = None,
     ) -> None:
-        """Start to claim prompts; ``grpo`` is that section of the configuration."""
+        """Start to claim prompts.
+
+        Args:
+            grpo: that section of the configuration.
+            run_id: the run's id.
+            lease_s: length of a claim's lease, in seconds.
+            verbose: record details in the trace.
+            journal: folder of the run's `Journal`; None keeps none.
+        """
         self._grpo = GRPOSection.model_validate(grpo)
         self._run_id, self._lease_s, self._verbose = run_id, lease_s, verbose
+        self._journal = None if journal is None else Journal(Path(journal))
         self._threads = [
             threading.Thread(target=self._generate, name=f"rollout {number}", daemon=True)
             for number in range(self._grpo.asynchronous.concurrent_rollouts)
@@ -111,6 +153,13 @@ class Generator(RolloutActor):
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def rotate_journal(self) -> str:
+        """Append to a new file of the journal from now on; return its name."""
+        with self._journal_lock:
+            if self._journal is None:
+                raise AssertionError("the generator keeps no journal")
+            return self._journal.rotate()
 
     def take_report(self) -> GeneratorReport:
         """Return what happened since the last call."""
@@ -165,6 +214,50 @@ class Generator(RolloutActor):
                     self._dp_client.clear_samples(filtered, TRAIN)
 
     def _fill(self, claim: KVBatchMeta) -> list[str]:
+        """Put the columns of a claim's samples; return the samples that are to be cleared."""
+        size = self._grpo.num_generations_per_prompt
+        filtered: list[str] = []
+        missing: list[int] = []
+        for start in range(0, claim.size, size):
+            group = self._finished_before(claim.sample_ids[start])
+            if group is None:
+                missing += range(start, start + size)
+            else:
+                filtered += self._restore(claim.subset(range(start, start + size)), group)
+        return filtered + (self._play_groups(claim.subset(missing)) if missing else [])
+
+    def _finished_before(self, sample_id: str) -> FinishedGroup | None:
+        """Return the group of a sample, if it was finished before a crash."""
+        if self._journal is None:
+            return None
+        with self._journal_lock:
+            return self._journal.find(position_of(sample_id))
+
+    def _restore(self, claim: KVBatchMeta, group: FinishedGroup) -> list[str]:
+        """Put a group that was finished before a crash; return its samples if it was filtered."""
+        with self._lock:
+            self._report.restored += claim.size
+        if not group.columns:
+            return claim.sample_ids
+        # Weights that were lost in the crash are named like those that replace them.
+        version = min(group.weight_version, version_number(self._generation.weight_version()))
+        lengths = group.columns["input_lengths"].tolist()
+        tags = [
+            {"input_lengths": length, "reward": reward, WEIGHT_VERSION: version}
+            for length, reward in zip(lengths, group.rewards, strict=True)
+        ]
+        self._dp_client.put_columns(
+            claim.sample_ids,
+            TRAIN,
+            group.columns,
+            tags,
+            lengths=lengths,
+            ragged=[name for name in group.columns if name in TOKEN_COLUMNS],
+            claim=claim,
+        )
+        return []
+
+    def _play_groups(self, claim: KVBatchMeta) -> list[str]:
         """Generate the samples of a claim and put their columns; return those without a signal."""
         started = time.perf_counter()
         size = self._grpo.num_generations_per_prompt
@@ -193,6 +286,29 @@ class Generator(RolloutActor):
             self._report.rewards += carry["total_reward"].tolist()
             self._report.filtered += len(filtered)
         return filtered
+
+    def _record(self, claim: KVBatchMeta, tags: list[dict[str, Any]], keep: torch.Tensor) -> None:
+        """Append the finished groups of a claim to the journal."""
+        if self._journal is None:
+            return
+        started = time.perf_counter()
+        size = self._grpo.num_generations_per_prompt
+        for start in range(0, claim.size, size):
+            rows = range(start, start + size)
+            columns: dict[str, torch.Tensor] = {}
+            if keep[start]:
+                ids = [claim.sample_ids[row] for row in rows]
+                columns = self._dp_client.get_columns(ids, TRAIN, list(JOURNALED))  # type: ignore[assignment]  # all are tensors
+            group = FinishedGroup(
+                position_of(claim.sample_ids[start]),
+                tags[start][WEIGHT_VERSION],
+                [tags[row]["reward"] for row in rows],
+                columns,
+            )
+            with self._journal_lock:
+                self._journal.append(group)
+        with self._lock:
+            self._report.journal_s += time.perf_counter() - started
 
     def _put(
         self,
@@ -226,3 +342,4 @@ class Generator(RolloutActor):
                 [tags[row] for row in rows],
                 claim=claim,
             )
+        self._record(claim, tags, keep)

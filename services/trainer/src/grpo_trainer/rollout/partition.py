@@ -4,6 +4,17 @@ from __future__ import annotations
 
 TRAIN, VALIDATION = "train", "val"
 
+
+def sample_id(position: int, number: int) -> str:
+    """Return the id of a sample of an asynchronous run: the prompt's position, and its number."""
+    return f"{position:09d}_g{number}"
+
+
+def position_of(sample_id: str) -> int:
+    """Return the position of a sample's prompt in the stream."""
+    return int(sample_id.partition("_")[0])
+
+
 PROMPT = "prompt"
 """Field of asynchronous runs with the prompt of a sample that is to be generated."""
 

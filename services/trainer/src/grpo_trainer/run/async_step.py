@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
 from dataplane_core import DP_TRAIN_FIELDS, TagFilter
 from dataplane_core.telemetry import span
+from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.errors import DynamicSamplingError, GradientError
 from grpo_trainer.policy.advantages import mean_and_std
 from grpo_trainer.policy.learning_rate import learning_rate
@@ -36,6 +38,7 @@ class AsyncGRPOStep(GRPOStep):
     Args:
         actors: the run's processes, whose generators may change.
         pending: positions of prompts that an earlier part of the run took and did not train.
+        journal: folder of the run's journal; None keeps none.
         notice: called with a line when a generator leaves or joins.
     """
 
@@ -44,6 +47,7 @@ class AsyncGRPOStep(GRPOStep):
         *args: object,
         actors: RunActors,
         pending: Iterable[int] = (),
+        journal: Path | None = None,
         notice: Callable[[str], object] = lambda line: None,
         **kwargs: object,
     ) -> None:
@@ -56,6 +60,7 @@ class AsyncGRPOStep(GRPOStep):
             self._weight_sync,
             self._config,
             run_id=self._run_id,
+            journal=journal,
             notice=notice,
         )
         self._is_started = False
@@ -64,6 +69,10 @@ class AsyncGRPOStep(GRPOStep):
     def untrained_prompts(self) -> list[int]:
         """Return the positions of the prompts that the run has taken and not trained."""
         return self._feed.untrained()
+
+    def saved(self, state: RunState) -> None:
+        """Remove from the journal what the checkpoint of ``state`` contains."""
+        self._fleet.prune_journal(state.pending_prompts)
 
     def stop(self) -> None:
         """Let the generators finish what they play, and start nothing else."""

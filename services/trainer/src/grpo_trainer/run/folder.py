@@ -23,6 +23,7 @@ CONFIG = "config.json"
 LOCK = ".lock"
 METRICS = "metrics.jsonl"
 PICTURE = "reward.png"
+JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
 INITIAL_MODEL = "initial_model"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.generator import GeneratorReport
+from grpo_trainer.rollout.journal import prune
 from grpo_trainer.rollout.partition import TRAIN
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import GeneratorActors, RunActors
@@ -37,6 +39,7 @@ class GeneratorFleet:
         weight_sync: transfer of weights to the generators.
         config: the run's configuration.
         run_id: the run's id.
+        journal: folder of the run's journal; None keeps none.
         notice: called with a line when a generator leaves or joins.
     """
 
@@ -48,6 +51,7 @@ class GeneratorFleet:
         config: TrainerConfig,
         *,
         run_id: str,
+        journal: Path | None,
         notice: Callable[[str], object],
     ) -> None:
         self._client = client
@@ -57,6 +61,7 @@ class GeneratorFleet:
         self._weight_sync = weight_sync
         self._config = config
         self._run_id = run_id
+        self._journal = journal
         self._notice = notice
         self._starting: GeneratorActors | None = None
         self._is_started = False
@@ -82,7 +87,20 @@ class GeneratorFleet:
             run_id=self._run_id,
             lease_s=self._config.data_plane["claim_lease_s"],
             verbose=self._config.tracing.verbose,
+            journal=None if self._journal is None else str(self._journal),
         )
+
+    def prune_journal(self, untrained: list[int]) -> None:
+        """Remove what a new checkpoint contains; ``untrained`` are its pending prompts."""
+        if self._journal is None or not self._is_started:
+            return
+        open_files = set()
+        for names in list(self._actors.generators):
+            try:
+                open_files.add(self._calls.call(names.rollout, "rotate_journal"))
+            except WorkerError:
+                return  # `collect` removes the generator; the next checkpoint prunes
+        prune(self._journal, open_files=open_files, untrained=untrained)
 
     def sync(self, version: int) -> None:
         """Install the policy's weights on all generators but those that die meanwhile.
@@ -164,12 +182,14 @@ class GeneratorFleet:
         self._filtered += report.filtered
         self._lost += report.lost
         self._idle_s += report.idle_s
+        self._journal_s += report.journal_s
+        self._restored += report.restored
 
     def _clear_counts(self) -> None:
         self._totals = RolloutTotals()
         self._rewards: list[float] = []
-        self._filtered = self._lost = 0
-        self._idle_s = 0.0
+        self._filtered = self._lost = self._restored = 0
+        self._idle_s = self._journal_s = 0.0
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of what was generated since the last call."""
@@ -181,7 +201,9 @@ class GeneratorFleet:
             "generated_reward": float(rewards.mean()),
             "filtered_groups": self._filtered // size,
             "lost_groups": self._lost // size,
+            "restored_groups": self._restored // size,
             "generator_wait_s": self._idle_s,
+            "journal_s": self._journal_s,
             **(self._totals.metrics if self._rewards else {}),
         }
         self._clear_counts()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from dataplane_core import DataPlaneClient
 from dataplane_core.tensors.columns import object_array
-from grpo_trainer.rollout.partition import PROMPT, TRAIN
+from grpo_trainer.rollout.partition import PROMPT, TRAIN, position_of, sample_id
 from grpo_trainer.rollout.prompts import PromptStream
 
 _PAGE = 10_000
@@ -45,7 +45,7 @@ class PromptFeed:
                 positions.append(self._stream.position)
                 self._stream.take(1)
         rows = [
-            (f"{position:09d}_g{number}", self._stream.at(position).model_dump())
+            (sample_id(position, number), self._stream.at(position).model_dump())
             for position in positions
             for number in range(self._group_size)
         ]
@@ -58,6 +58,6 @@ class PromptFeed:
         stored: set[int] = set()
         start = 0
         while page := self._client.list_samples(TRAIN, start=start, limit=_PAGE):
-            stored |= {int(sample.sample_id.partition("_")[0]) for sample in page}
+            stored |= {position_of(sample.sample_id) for sample in page}
             start += len(page)
         return sorted(stored | {*self._pending})

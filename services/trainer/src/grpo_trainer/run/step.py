@@ -18,6 +18,7 @@ from column_io import write_columns
 from dataplane_core import DP_TRAIN_FIELDS, DataPlaneClient, KVBatchMeta
 from dataplane_core.telemetry import Bucket, inject, span, step_context
 from grpo_trainer.actors.calls import ActorCalls
+from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.errors import DynamicSamplingError, GradientError
 from grpo_trainer.policy.advantages import mean_and_std
@@ -143,6 +144,9 @@ class GRPOStep:
     def untrained_prompts(self) -> list[int]:
         """Return the positions of prompts that are taken and not trained: none between steps."""
         return []
+
+    def saved(self, state: RunState) -> None:
+        """Forget what only a resume without the checkpoint of ``state`` needs: nothing."""
 
     def stop(self) -> None:
         """End what runs between steps: nothing."""

@@ -27,6 +27,7 @@ from grpo_trainer.run.async_step import AsyncGRPOStep
 from grpo_trainer.run.folder import (
     CHECKPOINTS,
     INITIAL_MODEL,
+    JOURNAL,
     PICTURE,
     append_record,
     output_errors,
@@ -102,6 +103,7 @@ def run_steps(
                 **parts,
                 actors=actors,
                 pending=state.pending_prompts,
+                journal=folder / JOURNAL if config.checkpointing.journal else None,
                 notice=display.notice,
             )
 
@@ -118,6 +120,7 @@ def run_steps(
                 keep_last=config.checkpointing.keep_last,
                 notice=display.notice,
             )
+            stepper.saved(reached)
 
         write_config(folder, config)
         write_history(folder, history)
