@@ -48,7 +48,7 @@ def async_config(local_ray, configure, model_folder, questions, tmp_path_factory
             "grpo.asynchronous.concurrent_rollouts": 2,
             "grpo.asynchronous.prompts_per_claim": 1,
             "policy.generation.simulated_latency": {"median_s": 0.05, "sigma": 1.0},
-            "checkpointing": {"every_steps": CHECKPOINT, "keep_last": 9},
+            "checkpointing": {"every_steps": CHECKPOINT, "keep_last": 9, "journal": False},
             "validation.every_steps": 0,
             **dict(changes),
         }

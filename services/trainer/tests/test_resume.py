@@ -130,7 +130,8 @@ refit.advertised_host refit.control refit.control_access.tls_ca refit.control_ac
 refit.control_access.token_env refit.control_access.token_file refit.generation_tensor_parallel
 refit.host refit.timeout_s refit.transport
 tracing.enabled tracing.endpoint tracing.verbose tracking.sinks
-checkpointing.every_steps checkpointing.keep_last validation.batch_size validation.every_steps
+checkpointing.every_steps checkpointing.journal checkpointing.keep_last
+validation.batch_size validation.every_steps
 grpo.num_steps grpo.asynchronous.generators grpo.asynchronous.min_generators
 grpo.asynchronous.replace_lost env.step_timeout_s policy.micro_batch_size
 policy.dynamic_batching.max_tokens_per_microbatch

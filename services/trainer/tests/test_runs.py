@@ -51,7 +51,7 @@ def whole_run(local_ray, configure, model_folder, questions, tmp_path_factory):
             "grpo.num_generations_per_prompt": 8,
             "grpo.dynamic_sampling": {"enabled": True, "max_batches": 2, "when_short": "proceed"},
             "validation.every_steps": 2,
-            "checkpointing": {"every_steps": 2, "keep_last": 2},
+            "checkpointing": {"every_steps": 2, "keep_last": 2, "journal": False},
             "tracking.sinks": ["tensorboard"],
         }
     )
@@ -287,7 +287,7 @@ def test_a_dead_process_ends_the_command_and_is_named(command):
 
 
 def test_sigterm_ends_a_run_after_a_checkpoint_with_status_0(command):
-    changes = {"grpo.num_steps": 500, "checkpointing": {"every_steps": 100, "keep_last": 2}}
+    changes = {"grpo.num_steps": 500, "checkpointing.every_steps": 100}
     process = command(changes, until="step    2")
     status, output, errors = terminate(process)
     assert (status, errors) == (0, "")
