@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from collections import Counter
 from contextlib import suppress
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from integration.waiting import wait_until
 
 import grpo_trainer
@@ -147,39 +150,102 @@ def test_a_resume_plays_pending_prompts_again(run):
     assert all(record["staleness_max"] <= STALENESS for record in display.records)
 
 
-def test_a_killed_run_generates_no_finished_group_again(async_config, tmp_path, command_line):
-    """SIGKILL of the driver and its Ray cluster; the journal has what was finished."""
-    config = async_config(
-        {
-            "run.output": str(tmp_path),
+class Crash:
+    """A run of eight steps in a separate process, with a separate Ray cluster."""
+
+    def __init__(self, config, folder, command_line):
+        self._command_line = command_line
+        path = folder / "config.yaml"
+        path.write_text(config.model_dump_json())
+        self.process = command_line.start("train", "--config", path)
+        try:
+            wait_until(lambda: [*folder.glob("demo/*/checkpoints/step-*2")], 180)
+        except BaseException:
+            self.kill_all()
+            raise
+        [self.folder] = folder.glob("demo/*")
+
+    def kill(self, name):
+        """Kill the processes whose command begins with ``name``."""
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                command = each.cmdline()
+                if command and command[0].rpartition("/")[2].startswith(name):
+                    each.kill()
+
+    def kill_all(self):
+        """Kill the driver and its Ray cluster at once."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.communicate()
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+    def finish(self):
+        """Resume the run if it failed; return its records and the state of its last checkpoint."""
+        if self.process.poll() is None:
+            self.process.communicate(timeout=300)
+        if self.process.returncode != 0:
+            done = self._command_line.run("resume", self.folder, timeout=300)
+            assert done.returncode == 0, done.stderr
+        records = (self.folder / "metrics.jsonl").read_text().splitlines()
+        [newest] = self.folder.glob("checkpoints/step-*8/state.json")
+        return [json.loads(each) for each in records], json.loads(newest.read_text())["state"]
+
+
+@pytest.fixture
+def crashing(async_config, command_line, tmp_path):
+    """Function that starts a `Crash`, with a journal, and returns it after two steps."""
+    started = []
+
+    def start():
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        changes = {
+            "run.output": str(folder),
             "grpo.num_steps": 8,
             "checkpointing": {"every_steps": 2, "keep_last": 2, "journal": True},
         }
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(config.model_dump_json())
-    process = command_line.start("train", "--config", path)
-    try:
-        wait_until(lambda: [*tmp_path.glob("demo/*/checkpoints/step-*2")], 120)
-        family = psutil.Process(process.pid).children(recursive=True)
-    finally:
-        process.kill()
-        process.communicate()
-    for each in family:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    [folder] = tmp_path.glob("demo/*")
-    assert [*(folder / "journal").iterdir()]
-    done = command_line.run("resume", folder, timeout=240)
-    assert done.returncode == 0, done.stderr
-    history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        started.append(Crash(async_config(changes), folder, command_line))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.kill_all()
+
+
+def check_every_prompt_was_trained_once(history, state):
+    """A position that was neither trained nor dropped would be pending."""
     assert [record["step"] for record in history] == [*range(1, 9)]
-    assert sum(record["restored_groups"] for record in history) > 0
-    [newest] = folder.glob("checkpoints/step-*8/state.json")
-    state = json.loads(newest.read_text())["state"]
     dropped = sum(record["stale_groups"] for record in history)
     assert state["pending_prompts"] == []
     assert state["prompts_position"] == 8 * PROMPTS + dropped
+
+
+def test_a_killed_run_generates_no_finished_group_again(crashing):
+    crash = crashing()
+    crash.kill_all()
+    assert [*(crash.folder / "journal").iterdir()]
+    history, state = crash.finish()
+    assert sum(record["restored_groups"] for record in history) > 0
+    check_every_prompt_was_trained_once(history, state)
+
+
+@pytest.mark.long
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(["all", "ray::Streaming", "ray::Generator", "ray::Generation", "raylet"]),
+    st.floats(0.0, 6.0),
+)
+def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(crashing, victim, delay_s):
+    crash = crashing()
+    with suppress(subprocess.TimeoutExpired):
+        crash.process.wait(delay_s)
+    if crash.process.poll() is None:
+        crash.kill_all() if victim == "all" else crash.kill(victim)
+    check_every_prompt_was_trained_once(*crash.finish())
 
 
 def test_run_ends_if_too_few_generators_remain(async_config):

@@ -32,13 +32,13 @@ def groups(draw):
     )
 
 
-def same(found, group):
+def same(stored, group):
     return (
-        found is not None
-        and (found.position, found.weight_version, found.rewards)
+        stored is not None
+        and (stored.position, stored.weight_version, stored.rewards)
         == (group.position, group.weight_version, group.rewards)
-        and found.columns.keys() == group.columns.keys()
-        and all(torch.equal(found.columns[name], group.columns[name]) for name in group.columns)
+        and stored.columns.keys() == group.columns.keys()
+        and all(torch.equal(stored.columns[name], group.columns[name]) for name in group.columns)
     )
 
 
@@ -92,8 +92,8 @@ def test_a_damaged_group_is_never_returned(written, data):
         after = Journal(Path(name))
         by_position = {group.position: group for group in written}
         for position in range(7):
-            found = after.find(position)
-            assert found is None or same(found, by_position[position])
+            stored = after.find(position)
+            assert stored is None or same(stored, by_position[position])
 
 
 def test_a_checkpoint_removes_files_without_pending_groups(tmp_path):

@@ -53,7 +53,7 @@ class FinishedGroup:
 
 
 class Journal:
-    """Journal below ``folder``; this object appends to a file of its own, and reads all.
+    """Journal below ``folder``; this object appends to a separate file, and reads all.
 
     Not thread-safe.
     """
