@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,8 @@ from hypothesis import settings
 # Tests are imported by path, so their folder is not on sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from directory_calls import Calls, stop, until  # needs the line above
+import forked  # needs the line above
+from directory_calls import Calls, until
 
 from dataplane_core import ConfigError, PartitionSummary
 from dataplane_tq import TQDataPlaneClient, start_local_ray
@@ -58,6 +58,15 @@ def config_of(backend):
     return {**CONFIG, "backend": backend}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def lean_ray():
+    """Start Ray without its autoscaler, log monitor and dashboard, which no test uses."""
+    with pytest.MonkeyPatch.context() as patch:
+        for start in ("start_monitor", "start_log_monitor", "start_api_server"):
+            patch.setattr(f"ray._private.node.Node.{start}", lambda *_, **__: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def cluster():
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
@@ -83,15 +92,9 @@ def backend():
 def stop_process():
     """Return a function that stops a process, and waits until all its threads have stopped."""
 
-    def stopped(pid):
-        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
     def stop(pid):
         os.kill(pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 20
-        while not stopped(pid):
-            assert time.monotonic() < deadline, f"process {pid} does not stop"
+        until(lambda: is_stopped(pid))
 
     return stop
 
@@ -272,21 +275,18 @@ sys.stdin.read()
 
 
 class Child:
-    """Child process that is killed at the end of the test, stopped or not."""
+    """Process that is killed at the end of the test, stopped or not."""
 
     def __init__(self, code, *arguments):
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.process, self.stdin, self.stdout = forked.start(code, *arguments)
         self.pid = self.process.pid
 
     def read_line(self):
-        return self.process.stdout.readline().strip()
+        return self.stdout.readline().strip()
 
     def advance(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self.stdin.write("\n")
+        self.stdin.flush()
 
     def run_to(self, step):
         """Let the process run to a step, where it waits."""
@@ -307,22 +307,31 @@ class Child:
         until(lambda: state_of(self.pid) == "S")
 
     def stop(self):
-        stop(self.pid)
+        os.kill(self.pid, signal.SIGSTOP)
+        until(lambda: is_stopped(self.pid))
 
     def resume(self):
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self):
         self.process.kill()
-        self.process.wait(TIMEOUT_S)
+        self.process.join(TIMEOUT_S)
 
     def close(self):
-        self.process.kill()
-        self.process.communicate(timeout=TIMEOUT_S)
+        self.kill()
+        self.process.close()
+        self.stdin.close()
+        self.stdout.close()
 
 
 def is_error(line):
     return line.endswith(("Error", "Exceeded"))
+
+
+def is_stopped(pid):
+    """Return True if all threads of a process are stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def state_of(pid):

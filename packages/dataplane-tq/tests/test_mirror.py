@@ -15,6 +15,12 @@ from dataplane_tq import TQDataPlaneClient
 pytestmark = pytest.mark.slow  # each starts a worker that imports TransferQueue
 
 
+@pytest.fixture
+def config(config):
+    """One storage unit starts faster than two."""
+    return {**config, "num_storage_units": 1}
+
+
 def put(client, ids, tags=None):
     client.register_partition("train", ["x"], 8, ["train"])
     fields = TensorDict({"x": torch.ones(len(ids), 4)}, batch_size=[len(ids)])
