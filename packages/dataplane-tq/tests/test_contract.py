@@ -22,11 +22,10 @@ QUICK = ("packed", "simple")
     scope="module",
     params=[
         *QUICK,
-        pytest.param("unmirrored", marks=pytest.mark.slow),
-        # test_key_value_backends.py covers what differs between them.
+        # test_mirror.py and test_key_value_backends.py cover what differs in them.
         *(
             pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
-            for name in sorted(BACKENDS.keys() - {*QUICK})
+            for name in ("unmirrored", *sorted(BACKENDS.keys() - {*QUICK}))
         ),
     ],
 )

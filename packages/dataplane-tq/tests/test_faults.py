@@ -32,6 +32,12 @@ def batch(count):
 
 
 @pytest.fixture
+def config(config):
+    """One storage unit starts faster than two."""
+    return {**config, "num_storage_units": 1}
+
+
+@pytest.fixture
 def make_store(cluster, config):
     """Return a function that starts a separate TransferQueue; a test uses it or ``owner``."""
     stores = []
@@ -86,11 +92,11 @@ def until_unavailable(operation, client):
         ("packed", "TransferQueueController"),
         ("packed", "DataPlaneDirectory"),
         ("packed", "DataPlanePackedUnit#1"),
-        ("simple", "TransferQueueStorageUnit#0"),
+        pytest.param("simple", "TransferQueueStorageUnit#0", marks=pytest.mark.long),
     ],
 )
 def test_killed_part_fails_every_operation_within_seconds(make_store, backend, part):
-    store = make_store(backend=backend)
+    store = make_store(backend=backend, num_storage_units=2)
     with ThreadPoolExecutor(len(OPERATIONS)) as pool:
         waiting = pool.submit(OPERATIONS["blocked claim"], store)
         os.kill(pid_of(ray.get_actor(part, namespace="transfer_queue")), signal.SIGKILL)
