@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from integration.lean_ray import lean_ray
 
 from dataplane_tq import start_local_ray
 from grpo_trainer import DEMO_CONFIG, TrainerConfig, check_config
 
 # `make test-vllm` and `make test-verl` run them in separate environments.
 collect_ignore = [name for name in ("vllm", "verl") if not importlib.util.find_spec(name)]
+
+
+__all__ = ["lean_ray"]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,7 @@ def configured(folder: Path, changes: Mapping[str, Any]) -> TrainerConfig:
     ``changes`` maps dotted keys to their new values.
     """
     raw = copy.deepcopy(yaml.safe_load(DEMO_CONFIG.read_text()))
+    raw["data_plane"]["transfer_queue_mirror"] = False  # a process less for each run
     small = {
         "run.output": str(folder / "runs"),
         "validation.every_steps": 0,

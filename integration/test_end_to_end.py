@@ -152,6 +152,7 @@ def recorded(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFa
             "policy.global_batch_size": 32,
             "policy.micro_batch_size": 16,
             "refit.transport": "nixl",
+            "data_plane.transfer_queue_mirror": True,
             "tracing.enabled": True,
             "tracing.endpoint": admin.url,
         },

@@ -17,9 +17,12 @@ import pytest
 import ray
 import yaml
 from hypothesis import settings
+from integration.lean_ray import lean_ray
 
 from dataplane_tq import start_local_ray
 from grpo_trainer import DEMO_CONFIG, RunDisplay, check_config
+
+__all__ = ["lean_ray"]
 
 COMMAND = str(Path(sys.executable).with_name("grpo-trainer"))
 
