@@ -19,6 +19,7 @@ import torch
 import transfer_queue as tq
 import verl
 from hydra import compose, initialize_config_module
+from integration.lean_ray import lean_ray
 from PIL import Image
 from tensordict import TensorDict
 from transfer_queue.storage.managers.base import StorageManagerFactory
@@ -29,6 +30,8 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import get_tensordict
 
 from dataplane_tq import start_local_ray
+
+__all__ = ["lean_ray"]
 
 BACKENDS = {
     "SimpleStorage": ["transfer_queue.backend.SimpleStorage.num_data_storage_units=2"],
@@ -56,7 +59,7 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[pytest.param("SimpleStorage", marks=pytest.mark.long), "PackedStorage"])
 def started(cluster: None, request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     """Return a function that starts a new queue as verl's ``TaskRunnerV1.run`` does."""
 
