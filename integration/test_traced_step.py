@@ -18,6 +18,7 @@ from observability.receiver import Receiver, read_folder
 from observability.records import Records, Span
 
 STEPS = 2
+"""Number of complete steps; in the next one, a policy worker is killed."""
 SAMPLES = 64  # 8 prompts of 8, in optimiser steps of 32, on two ranks
 
 LOGPROBS = """
@@ -82,8 +83,9 @@ grpo.step [driver]
 def traced(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     folder = tmp_path_factory.mktemp("traced")
     with Receiver(folder / "telemetry") as receiver:
-        train(traced_config(folder, receiver.endpoint))
-        # The run is finished, so every process has exported its telemetry.
+        with pytest.raises(TrainerError, match="policy worker 1"):
+            train(traced_config(folder, receiver.endpoint), display=RankKiller(receiver))
+        # The run has failed, and every process but the killed one has exported its telemetry.
         yield Traced(receiver.snapshot(), read_folder(folder / "telemetry"))
 
 
@@ -93,7 +95,7 @@ def traced_config(folder: Path, endpoint: str, **changes: Any) -> Any:
     return configured(
         folder,
         {
-            "grpo.num_steps": STEPS,
+            "grpo.num_steps": STEPS + 1,
             "grpo.num_prompts_per_step": 8,
             "grpo.num_generations_per_prompt": 8,
             "policy.global_batch_size": 32,
@@ -107,7 +109,13 @@ def traced_config(folder: Path, endpoint: str, **changes: Any) -> Any:
 
 @dataclass
 class Traced:
-    """The telemetry of a run; ``stored`` is the same telemetry, read from files."""
+    """The telemetry of a run.
+
+    Attributes:
+        records: telemetry of all steps.
+        stored: the same telemetry, read from files.
+        steps: spans of each complete step.
+    """
 
     records: Records
     stored: Records
@@ -117,7 +125,8 @@ class Traced:
         by_trace: dict[str, list[Span]] = {}
         for span in self.records.spans:
             by_trace.setdefault(span.trace_id, []).append(span)
-        self.steps = sorted(by_trace.values(), key=lambda spans: min(s.start_ns for s in spans))
+        steps = sorted(by_trace.values(), key=lambda spans: min(s.start_ns for s in spans))
+        self.steps = steps[:STEPS]
 
 
 def drawn(spans: list[Span]) -> str:
@@ -254,7 +263,7 @@ def test_files_hold_the_received_telemetry(traced: Traced) -> None:
 
 
 class RankKiller(RunDisplay):
-    """A display that kills a policy worker when the second step starts to train."""
+    """A display that kills a policy worker when the step after `STEPS` starts to train."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -265,28 +274,26 @@ class RankKiller(RunDisplay):
         if name != "train":
             return
         self._trained += 1
-        if self._trained == 2:
-            # A process exports its spans in the order in which they end. This one ends last, so all
-            # spans of the first step in that process have arrived.
-            records = self._receiver.wait_for(lambda records: bool(first_training(records)), 60)
-            os.kill(first_training(records)[0].process.pid, signal.SIGKILL)
+        if self._trained == STEPS + 1:
+            # A process exports its spans in the order in which they end. These end last, so all
+            # spans of the complete steps in that process have arrived.
+            records = self._receiver.wait_for(
+                lambda records: len(training_of_the_victim(records)) == STEPS, 60
+            )
+            os.kill(training_of_the_victim(records)[0].process.pid, signal.SIGKILL)
 
 
-def first_training(records: Records) -> list[Span]:
+def training_of_the_victim(records: Records) -> list[Span]:
     """Return the spans ``train`` of the process to kill; each ends last in its step."""
     return [s for s in records.spans if s.process.label == "grpo.policy 1" and s.name == "train"]
 
 
-@pytest.mark.slow
-def test_trace_of_a_killed_actor_is_incomplete(cluster: None, tmp_path: Path) -> None:
+def test_trace_of_a_killed_actor_is_incomplete(traced: Traced) -> None:
     from observability.views import steps_of
 
-    with Receiver(tmp_path / "telemetry") as receiver:
-        with pytest.raises(TrainerError, match="policy worker 1"):
-            train(traced_config(tmp_path, receiver.endpoint), display=RankKiller(receiver))
-        first, second = steps_of(receiver.snapshot())
-    assert first.incomplete == []
-    assert any("grpo.driver" in reason and "WorkerError" in reason for reason in second.incomplete)
+    *complete, last = steps_of(traced.records)
+    assert [step.incomplete for step in complete] == [[]] * STEPS
+    assert any("grpo.driver" in reason and "WorkerError" in reason for reason in last.incomplete)
 
 
 @pytest.mark.long  # observability's tests cover every kind of missing collector
@@ -294,5 +301,5 @@ def test_run_continues_without_a_collector(cluster: None, tmp_path: Path) -> Non
     with Receiver() as receiver:
         endpoint = receiver.endpoint  # after it is closed, no process listens there
     result = train(traced_config(tmp_path, endpoint))
-    assert len(result.history) == STEPS
+    assert len(result.history) == STEPS + 1
     assert threading.active_count() < 100
