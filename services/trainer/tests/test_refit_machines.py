@@ -149,7 +149,12 @@ def sync_of(calls, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"host": "node"}, {"host": "0.0.0.0"}, {"host": "::", "advertised_host": "node"}]
+    "options",
+    [
+        {"host": "node"},
+        pytest.param({"host": "0.0.0.0"}, marks=pytest.mark.long),
+        {"host": "::", "advertised_host": "node"},
+    ],
 )
 def test_each_worker_advertises_its_machine_s_address(calls, options):
     sync = sync_of(calls, **options)
@@ -210,7 +215,13 @@ def calls_here(forgets):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgets", [1], indirect=True)
-@pytest.mark.parametrize("answers", [1, 2], ids=["after one answer", "after both"])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param(1, id="after one answer"),
+        pytest.param(2, id="after both", marks=pytest.mark.long),
+    ],
+)
 def test_a_version_is_published_again_after_the_state_is_lost(calls_here, forgets, answers):
     sync = sync_of(calls_here, control=forgets.address)
     try:

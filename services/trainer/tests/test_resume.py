@@ -26,18 +26,27 @@ NEWEST = "checkpoints/step-000002"
 
 @pytest.fixture(scope="module")
 def begun(local_ray, configure, tmp_path_factory):
-    """Folder and data set of a run of two steps, with a checkpoint after each."""
+    """Folder and data set of a run that was stopped while it wrote its second checkpoint."""
     data = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     data.write_text(PROMPTS)
     changes = {
         "run.output": str(tmp_path_factory.mktemp("runs")),
         "data.train": str(data),
         "data.validation": str(data),
-        "grpo.num_steps": 2,
+        "grpo.num_steps": 3,
         "validation.every_steps": 2,
         "checkpointing.every_steps": 1,
     }
-    return grpo_trainer.train(configure(changes)).folder, data
+    stop = grpo_trainer.GracefulStop()
+
+    def observe(name, direction, what):
+        if direction == "sent" and "step-000002" in str(what[0][:1]) and "partial" in str(what[0]):
+            stop.requested = True
+
+    result = grpo_trainer.train(configure(changes), stop=stop, observer=observe)
+    assert result.was_stopped
+    assert [record["step"] for record in result.history] == [1, 2]
+    return result.folder, data
 
 
 @pytest.fixture
@@ -68,7 +77,6 @@ def resumes(accepted, folder):
     """Function that resumes the copy until its processes start, and returns the notices."""
 
     def resume(*overrides):
-        overrides = ["grpo.num_steps=3", *overrides]
         return accepted(lambda display: grpo_trainer.resume(folder, overrides, display=display))
 
     return resume
@@ -77,7 +85,7 @@ def resumes(accepted, folder):
 def refusal(folder, *overrides, error=ConfigurationError):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(error) as refused:
-        grpo_trainer.resume(folder, ["grpo.num_steps=3", *overrides])
+        grpo_trainer.resume(folder, overrides)
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert {**after, folder / ".lock": b""} == before
     assert "\n" not in str(refused.value)
@@ -317,7 +325,8 @@ def test_other_folders_are_no_checkpoints(folder):
 
 def test_the_folder_of_a_resumed_run_is_absolute(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
-    assert grpo_trainer.resume(folder.relative_to(folder.parent)).folder == folder
+    resumed = grpo_trainer.resume(folder.relative_to(folder.parent), ["grpo.num_steps=2"])
+    assert resumed.folder == folder
 
 
 def test_a_run_finished_by_another_process_is_returned(folder, monkeypatch):
@@ -330,7 +339,7 @@ def test_a_run_finished_by_another_process_is_returned(folder, monkeypatch):
         yield
 
     monkeypatch.setattr("grpo_trainer.run.runs.run_lock", late)
-    result = grpo_trainer.resume(folder, ["grpo.num_steps=3"])
+    result = grpo_trainer.resume(folder)
     assert [record["step"] for record in result.history] == [1, 2]  # of the copied checkpoint
 
 

@@ -177,60 +177,45 @@ def holds_no_file(folder):
 
 
 @pytest.fixture(scope="module")
-def stopped(whole_run):
-    """Folder of a run that was stopped while it wrote its first checkpoint."""
-    stop = grpo_trainer.GracefulStop()
-
-    def observe(name, direction, what):
-        if direction == "sent" and "step-000002" in str(what[0][:1]) and "partial" in str(what[0]):
-            stop.requested = True
-
-    display = Acts({1: is_held})
-    result = grpo_trainer.train(whole_run(), stop=stop, observer=observe, display=display)
-    assert result.was_stopped
-    assert len(result.history) == 2
-    return result.folder
+def failed(whole_run):
+    """Folder of a run without disk space for its second checkpoint."""
+    display = Acts({1: is_held, 4: fill_disks})
+    named = "^policy worker 0: checkpoint file .*step-000004.*/model: cannot be written: "
+    with pytest.raises(WorkerError, match=named):
+        grpo_trainer.train(whole_run(), display=display)
+    return display.folder
 
 
-@pytest.mark.parametrize(
-    ("acts", "message"),
-    [
-        pytest.param(
-            {3: kill_generation_worker},
-            "generation worker died during ",
-            id="death",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"start": holds_no_file, 3: is_held, 4: fill_disks},
-            "policy worker 0: checkpoint file .*step-000004.*/model: cannot be written: ",
-            id="full disk",
-        ),
-    ],
-)
-def test_the_cause_of_an_end_is_named_and_written_files_stay(stopped, acts, message):
-    with pytest.raises(WorkerError, match=f"^{message}"):
-        grpo_trainer.resume(stopped, ["cluster.call_timeout_s=900"], display=Acts(acts))
+def assert_written_files_stay(folder, done):
     wait_until(lambda: not actors(), state=actors)
-    assert call_timeout_of(stopped) == 900
-    assert names(stopped / "checkpoints") == ["step-000002"]
-    done = 4 if 4 in acts else 3
-    assert [record["step"] for record in metrics_of(stopped)] == [*range(1, done + 1)]
+    assert names(folder / "checkpoints") == ["step-000002"]
+    assert [record["step"] for record in metrics_of(folder)] == [*range(1, done + 1)]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(stopped, finished):
-    resumed = grpo_trainer.resume(stopped)
-    assert not resumed.was_stopped
-    assert call_timeout_of(stopped) == 240  # no checkpoint has the other one
+def test_a_full_disk_is_named_and_written_files_stay(failed):
+    assert_written_files_stay(failed, 4)
+
+
+@pytest.mark.long  # integration/test_traced_step.py kills a policy worker
+def test_a_death_is_named_and_written_files_stay(failed):
+    with pytest.raises(WorkerError, match=r"^generation worker died during "):
+        grpo_trainer.resume(failed, display=Acts({3: kill_generation_worker}))
+    assert_written_files_stay(failed, 3)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(failed, finished):
+    display = Acts({"start": holds_no_file, 3: is_held})
+    resumed = grpo_trainer.resume(failed, ["cluster.call_timeout_s=900"], display=display)
+    assert call_timeout_of(failed) == 900
     assert lasting(resumed.history) == lasting(finished.history)
-    assert metrics_of(stopped) == resumed.history
+    assert metrics_of(failed) == resumed.history
     rewards = [(record["step"], pytest.approx(record["reward"])) for record in resumed.history]
-    assert tracked_rewards(stopped) == rewards  # without the steps that failed
-    assert names(stopped / "checkpoints") == names(finished.folder / "checkpoints")
+    assert tracked_rewards(failed) == rewards  # without the steps that failed
+    assert names(failed / "checkpoints") == names(finished.folder / "checkpoints")
     for name in ("model/model.safetensors", "optimizer.safetensors"):
         resumed_bytes, uninterrupted_bytes = (
             (folder / "checkpoints" / f"step-{STEPS:06d}" / name).read_bytes()
-            for folder in (stopped, finished.folder)
+            for folder in (failed, finished.folder)
         )
         assert resumed_bytes == uninterrupted_bytes, name
 
@@ -286,6 +271,8 @@ def test_a_dead_process_ends_the_command_and_is_named(command):
     assert not left
 
 
+# test_resume.py stops a run as a SIGTERM does, and test_signals.py checks what a SIGTERM requests.
+@pytest.mark.long
 def test_sigterm_ends_a_run_after_a_checkpoint_with_status_0(command):
     changes = {"grpo.num_steps": 500, "checkpointing.every_steps": 100}
     process = command(changes, until="step    2")

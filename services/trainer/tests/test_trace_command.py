@@ -150,6 +150,8 @@ def test_an_unknown_sample_is_an_error_with_similar_ids(traced, records):
     assert trained.sample_ids[0] in done.stderr
 
 
+# observability's tests run the command on a stuck process without a trainer.
+@pytest.mark.long
 def test_why_names_what_a_stuck_run_is_blocked_on(tmp_path, raw_config):
     write_config(raw_config, tmp_path, {"cluster.temp_dir": None})
     errors = tmp_path / "errors"
