@@ -90,7 +90,7 @@ admin: sync-demo ## Open the admin service with a live demo run; prints its addr
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out isolation test-slow test-refit test-together test-admin test-verl test-vllm ## Run every test but the long ones (test-long, cluster)
+test: system-packages left-out isolation test-slow test-refit-and-verl test-together test-admin test-vllm ## Run every test but the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out
@@ -98,7 +98,7 @@ left-out: sync ## List the tests that a missing Debian package leaves out
 
 .PHONY: test-slow
 test-slow: sync ## Run those tests of packages that isolation leaves out, but for refit-mx's
-	$(BIN)/pytest $(call LANES,2) -m "slow and not long" packages --ignore=packages/refit-mx
+	$(BIN)/pytest $(call LANES,3) -m "slow and not long" packages --ignore=packages/refit-mx
 
 .PHONY: test-refit
 test-refit: sync ## Run those of refit-mx that isolation leaves out, and the tests of refit-server
@@ -138,7 +138,12 @@ verl: $(UV) ## Install verl and what it uses into .venv-verl; fetches 0.4 GB, 1.
 
 .PHONY: test-verl
 test-verl: verl ## Run verl's replay buffer and resume on the packed backend, and trace its loop
-	$(VERL)/bin/pytest --confcutdir integration/verl --durations=5 integration/verl
+	$(VERL)/bin/pytest --confcutdir integration/verl --durations=5 -m "not long" integration/verl
+
+# Tests of refit wait for deadlines while those of verl import.
+.PHONY: test-refit-and-verl
+test-refit-and-verl: sync verl
+	$(MAKE) --jobs=2 --output-sync=target test-refit test-verl
 
 .PHONY: test-together
 test-together: sync ## Run the tests of the trainer and of everything together
@@ -153,9 +158,10 @@ $(MEMBERS:%=test-%): test-%: sync
 	$(BIN)/pytest $(or $(LANES_$*),$(call LANES,2)) -m "not long" $(wildcard packages/$* services/$*)
 
 .PHONY: test-long
-test-long: sync vllm ## Run the tests that `make test` leaves out, but for those of two machines
+test-long: sync vllm verl ## Run the tests that `make test` leaves out, but for those of two machines
 	$(BIN)/pytest -m long --ignore=integration/cluster
 	$(VLLM)/bin/pytest --confcutdir integration/vllm --durations=10 -m long integration/vllm
+	$(VERL)/bin/pytest --confcutdir integration/verl --durations=10 -m long integration/verl
 
 .PHONY: cluster
 cluster: sync ## Run all tests of a run on two machines; needs root
