@@ -272,6 +272,16 @@ def test_closing_ends_the_thread(job_class, make_app, plane):
     assert "dataplane-admin-live" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_query_during_the_shutdown_learns_the_reason(plane, look):
+    plane.register_partition("train", ["a"], 8, ["t"])
+    job = look()
+    until(lambda: "train" in present(job))
+    job.app.state.live.close()
+    answer = job.client.get("/api/v1/partition/samples", params={"id": "train"})
+    assert answer.status_code == 503
+    assert answer.json()["detail"] == "the service is shutting down; retry later"
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
 def test_a_missing_ray_cluster_is_one_sentence(job_of, address):
     job = job_of(ray_address=address, ask_s=1.0)

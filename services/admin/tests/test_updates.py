@@ -139,3 +139,10 @@ def test_the_stop_does_not_wait_for_subscribers(service):
     status, seconds, _ = asyncio.run(wait())
     assert status == 0
     assert seconds < 20
+
+
+def test_a_subscriber_during_the_shutdown_learns_the_reason(job):
+    job.app.state.updates.end()
+    answer = job.client.get("/api/v1/live")
+    assert answer.status_code == 503
+    assert answer.json()["detail"] == "the service is shutting down; retry later"

@@ -42,13 +42,13 @@ class LiveUpdates:
         self._polling: asyncio.Task[None] | None = None
 
     def subscribe(self) -> Response:
-        """Return the event stream, or 503 at the maximum number of subscribers."""
-        if self._ending or self._waiting >= self._maximum:
-            return ProblemResponse(
-                503,
+        """Return the event stream, or 503 at the maximum of subscribers or during the shutdown."""
+        if self._ending:
+            return _refuse("the service is shutting down; retry later")
+        if self._waiting >= self._maximum:
+            return _refuse(
                 f"too many live updates: {self._waiting} of at most {self._maximum} connections; "
-                "retry later",
-                headers={"retry-after": "10", "connection": "close"},
+                "retry later"
             )
         self._count(1)
         if self._polling is None:
@@ -99,6 +99,10 @@ class LiveUpdates:
                     self._newest = newest
                     self._wake()
             await asyncio.sleep(POLL_S)
+
+
+def _refuse(reason: str) -> Response:
+    return ProblemResponse(503, reason, headers={"retry-after": "10", "connection": "close"})
 
 
 class _Stream(StreamingResponse):

@@ -124,11 +124,13 @@ class Live:
             until_s: deadline from `deadline_s`, shared by several queries; None for a new one.
 
         Raises:
-            NotAttached: there is no connection.
+            NotAttached: there is no connection, or the poller is closed.
             TooManyQueries: too many queries are running.
             QueryTimeout: no answer in time. The query may still run.
             Exception: any error of the query.
         """
+        if self._ending.is_set():
+            raise NotAttached("the service is shutting down; retry later")
         inspector = self._inspector
         if inspector is None:
             raise NotAttached(self._snapshot.error or f"{self.source}: not connected yet")
