@@ -4,6 +4,7 @@
 `integration/test_skyrl.py` SkyRL's.
 """
 
+import os
 import subprocess
 import sys
 
@@ -293,3 +294,47 @@ except ImportError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert f"needs {missing} (" in done.stdout
+
+
+QUEUE = "".join(
+    f"async def {name}(self): ...\n    "
+    for name in (
+        "async_put",
+        "async_get_meta",
+        "async_get_data",
+        "async_clear_samples",
+        "async_clear_partition",
+        "async_kv_list",
+    )
+)
+UNINSTRUMENTED = """
+from observability.adapters.transfer_queue import TransferQueueInstrumentor
+
+instrumentor = TransferQueueInstrumentor()
+for _ in range(2):
+    instrumentor.instrument(skip_dep_check=True)
+    instrumentor.uninstrument()
+from transfer_queue.client import AsyncTransferQueueClient as Client
+
+original = Client.async_put
+assert original.__code__.co_filename.endswith("client.py"), "the client is traced"
+instrumentor.instrument(skip_dep_check=True)
+assert Client.async_put is not original
+instrumentor.uninstrument()
+assert Client.async_put is original
+"""
+
+
+def test_uninstrument_before_the_import_leaves_no_spans(tmp_path):
+    (tmp_path / "transfer_queue").mkdir()
+    (tmp_path / "transfer_queue" / "__init__.py").touch()
+    (tmp_path / "transfer_queue" / "client.py").write_text(
+        f"class AsyncTransferQueueClient:\n    {QUEUE}"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", UNINSTRUMENTED],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr

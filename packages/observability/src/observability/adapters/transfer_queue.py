@@ -26,21 +26,34 @@ class TransferQueueInstrumentor(BaseInstrumentor):
     helper processes that inherit the instrumentation and must start quickly.
     """
 
+    _is_enabled = False
+    _is_pending = False
+    """Whether a hook waits for the import; `wrapt` cannot remove a hook, so it is used again."""
+
     def instrumentation_dependencies(self) -> Collection[str]:
         """Return the supported versions."""
         return ("TransferQueue >= 0.1.9, < 0.2",)
 
     def _instrument(self, **options: Any) -> None:
-        register_post_import_hook(_wrap, _MODULE)
+        self._is_enabled = True
+        if not self._is_pending:
+            self._is_pending = True
+            register_post_import_hook(self._on_import, _MODULE)
 
     def _uninstrument(self, **options: Any) -> None:
         """Restore the methods; a synchronous client that exists already keeps the wrapped ones."""
-        module: Any = sys.modules.get(_MODULE)
-        if module is None:
+        self._is_enabled = False
+        if self._is_pending:
             return
+        module: Any = sys.modules[_MODULE]
         for name, method in list(vars(module.AsyncTransferQueueClient).items()):
             if hasattr(method, _WRAPPED):
                 setattr(module.AsyncTransferQueueClient, name, getattr(method, _WRAPPED))
+
+    def _on_import(self, module: Any) -> None:
+        self._is_pending = False
+        if self._is_enabled:
+            _wrap(module)
 
 
 def _wrap(module: Any) -> None:
