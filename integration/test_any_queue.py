@@ -51,10 +51,10 @@ while True:
 def ask(tmp_path: Path, cluster: None) -> Iterator[Callable[..., Any]]:
     """Run the service; return a function that calls the command and returns its JSON."""
     address = ray.get_runtime_context().gcs_address
-    serve = [ADMIN, "serve", "--port", "0", "--ray-address", address, "--poll", "0.2"]
+    serve = [ADMIN, "serve", "--port", "0", "--ray-address", address, "--poll-s", "0.2"]
     with (tmp_path / "log").open("wb") as log:
         service = subprocess.Popen(
-            [*serve, "--stuck-after", "1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log
+            [*serve, "--stuck-after-s", "1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log
         )
         assert service.stdout is not None
         try:

@@ -26,7 +26,7 @@ from dataplane_tq import QueueInspector, start_local_ray
 SIZES, FIELDS, ROWS, ROUNDS, WARM_UPS = (1_000, 100_000), 8, 32, 20, 2
 ROUND_S = 3.0
 POLL_S = 1.0
-"""The admin service's default of ``--poll``."""
+"""The admin service's default of ``--poll-s``."""
 TIMEOUT_S = 60.0
 _CONFIG = {
     "controller": {"polling_mode": True},

@@ -126,7 +126,7 @@ def post(url, body, **headers):
 
 
 def test_secrets_are_never_written(start, token_file, tmp_path):
-    service = start("--token-file", token_file, "--ray-address", "127.0.0.1:1", "--poll", "0.1")
+    service = start("--token-file", token_file, "--ray-address", "127.0.0.1:1", "--poll-s", "0.1")
     bearer = {"authorization": f"Bearer {TOKEN}"}
     login = urllib.request.Request(f"{service.url}/login", data=f"token={TOKEN}".encode())
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())

@@ -108,8 +108,8 @@ def test_a_file_without_a_token_is_refused_and_not_shown(refused, tmp_path, cont
         (["--host", "a" * 70], "not a host name"),
         (["--allowed-host", "*"], "--allowed-host: host '*'"),
         (["--retention-days", "inf"], "--retention-days"),
-        (["--silent-after", "inf"], "--silent-after"),
-        (["--stuck-after", "inf"], "--stuck-after"),
+        (["--silent-after-s", "inf"], "--silent-after-s"),
+        (["--stuck-after-s", "inf"], "--stuck-after-s"),
     ],
 )
 def test_a_wrong_option_is_reported_on_one_line(refused, arguments, named):
@@ -119,13 +119,13 @@ def test_a_wrong_option_is_reported_on_one_line(refused, arguments, named):
 
 
 def test_environment_sets_any_option(refused, monkeypatch):
-    variables = {"PORT": "x", "ALLOWED_HOST": "a.example a:80", "STUCK_AFTER": "0"}
+    variables = {"PORT": "x", "ALLOWED_HOST": "a.example a:80", "STUCK_AFTER_S": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(f"DATAPLANE_ADMIN_SERVE_{name}", value)
     status, said = refused()
     options = [line.split(": ")[1] for line in said.splitlines()]
-    assert (status, sorted(options)) == (1, ["--allowed-host", "--port", "--stuck-after"])
-    status, said = refused("--port", "0", "--stuck-after", "5")  # options come first
+    assert (status, sorted(options)) == (1, ["--allowed-host", "--port", "--stuck-after-s"])
+    status, said = refused("--port", "0", "--stuck-after-s", "5")  # options come first
     assert (status, said.count("\n")) == (1, 1)
     assert "--allowed-host: host 'a:80'" in said
 
@@ -137,7 +137,7 @@ def test_wrong_options_are_reported_together(refused):
         "--tempo-url": ("http://tempo/{traceid}", "placeholder {traceid}"),
         "--jaeger-url": ("jaeger:16686", "expected http://"),
         "--port": ("x", "integer"),
-        "--poll": ("0", "0.05"),
+        "--poll-s": ("0", "0.05"),
         "--allowed-host": ("a:80", "without a port"),
         "--allowed-origin": ("x", "expected a scheme"),
         "--root-path": ("/a b", "expected a path"),

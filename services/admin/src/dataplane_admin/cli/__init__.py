@@ -149,10 +149,10 @@ def serve(
         str | None,
         typer.Option(help="Ray cluster of the data plane to inspect; 'auto' for the local one."),
     ] = None,
-    poll: Annotated[
+    poll_s: Annotated[
         float, typer.Option(min=0.05, max=3600, help="Seconds between polls of the data plane.")
     ] = 1.0,
-    stuck_after: Annotated[
+    stuck_after_s: Annotated[
         float,
         typer.Option(
             min=1,
@@ -160,7 +160,7 @@ def serve(
             help="Seconds after which unclaimed samples and held claims count as stuck.",
         ),
     ] = 60.0,
-    silent_after: Annotated[
+    silent_after_s: Annotated[
         float,
         typer.Option(
             min=1,
@@ -238,9 +238,9 @@ def serve(
                 max_age_s=retention_days * _DAY_S or None, max_bytes=retention_bytes or None
             ),
             ray_address=ray_address,
-            poll_s=poll,
-            stuck_after_s=stuck_after,
-            silent_after_s=silent_after,
+            poll_s=poll_s,
+            stuck_after_s=stuck_after_s,
+            silent_after_s=silent_after_s,
             keep_sample_text=keep_sample_text,
             jaeger_url=jaeger_url,
             tempo_url=tempo_url,
