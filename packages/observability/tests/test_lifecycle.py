@@ -155,7 +155,7 @@ def test_a_claim_that_waits_is_reported_and_its_end_names_the_wait(client, log):
     [(_, _, waiting)] = log.named("waiting")
     [(_, ids, claimed)] = log.named("claimed")
     assert (waiting["task"], waiting["fields"], waiting["samples"]) == ("logprob", ("x",), 2)
-    assert waiting["again_s"] == 30.0
+    assert waiting["report_every_s"] == 30.0
     assert claimed["wait"] == waiting["wait"]
     assert ids == ["a", "b"]
 
@@ -192,7 +192,7 @@ def test_only_open_waits_are_reported_and_in_order():
 def test_a_long_wait_is_reported_at_once_and_repeated(sdk, monkeypatch):
     flushes = []
     monkeypatch.setattr(get_logger_provider(), "force_flush", flushes.append)
-    waits, reports = Waits(delay_s=0.01, again_s=0.02), Reports()
+    waits, reports = Waits(delay_s=0.01, report_every_s=0.02), Reports()
     begun = [waits.begin(reports) for _ in range(2)]
     assert reports.until(8) == begun * 4
     for wait in begun:
@@ -201,7 +201,7 @@ def test_a_long_wait_is_reported_at_once_and_repeated(sdk, monkeypatch):
 
 
 def test_a_long_report_interval_delays_no_other_wait():
-    waits = Waits(delay_s=0.01, again_s=3600.0)
+    waits = Waits(delay_s=0.01, report_every_s=3600.0)
     for _ in range(3):
         reports = Reports()
         waits.begin(reports)

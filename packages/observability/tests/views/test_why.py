@@ -135,16 +135,16 @@ def waiting(maker, process, at, *, since=5, wait="77-1", **report):
 def test_a_repeated_wait_is_one_and_lasts_since_its_start():
     maker = TraceMaker()
     for at in range(6, 600, 30):
-        waiting(maker, POLICIES[1], at, again_s=30.0)
+        waiting(maker, POLICIES[1], at, report_every_s=30.0)
     random.Random(4).shuffle(maker.records.events)
     (wait,) = why(maker.records, ns(605))
     assert (wait.seconds, wait.silent_s) == (600.0, 0.0)
     maker.event("claimed", POLICIES[1], 606, [], wait="77-1", task="train")
-    waiting(maker, POLICIES[1], 607, again_s=30.0)  # a report in flight when the wait ended
+    waiting(maker, POLICIES[1], 607, report_every_s=30.0)  # a report in flight when the wait ended
     assert why(maker.records, ns(900)) == []
 
 
-@pytest.mark.parametrize("promise", [{"again_s": 30.0}, {}])
+@pytest.mark.parametrize("promise", [{"report_every_s": 30.0}, {}])
 def test_a_wait_that_is_no_longer_repeated_is_marked_and_last(promise):
     maker = TraceMaker()
     waiting(maker, POLICIES[0], 2, since=1, **promise)
@@ -165,11 +165,11 @@ def test_a_wait_that_is_no_longer_repeated_is_marked_and_last(promise):
 @pytest.mark.parametrize(("after_s", "silent_s"), [(300.0, 0.0), (199.0, 200.0)])
 def test_silence_threshold_is_an_argument(after_s, silent_s):
     maker = TraceMaker()
-    waiting(maker, POLICIES[1], 6, again_s=30.0)
+    waiting(maker, POLICIES[1], 6, report_every_s=30.0)
     (wait,) = why(maker.records, ns(206), silent_after_s=after_s)
     assert wait.silent_s == silent_s
     maker = TraceMaker()
-    waiting(maker, POLICIES[1], 6)  # reported once and without again_s: never silent
+    waiting(maker, POLICIES[1], 6)  # reported once, no report_every_s: never silent
     (wait,) = why(maker.records, ns(206), silent_after_s=after_s)
     assert wait.silent_s == 0.0
 
@@ -337,7 +337,7 @@ def test_a_sentence_is_printable_whatever_the_names(hostile):
 def test_a_wait_lasts_since_it_was_received_whatever_its_clock(ahead_s):
     ahead, second = ahead_s * 10**9, 10**9
     received = 1_790_000_000 * second
-    options = {"dataplane.wait": "w", "dataplane.again_s": 30}
+    options = {"dataplane.wait": "w", "dataplane.report_every_s": 30}
     options |= {"dataplane.task": "train", "dataplane.since_ns": received + ahead - 10 * second}
     event = Event("waiting", received + ahead, options, (), DRIVER, received_ns=received)
     [wait] = why(Records(events=[event]), received + 50 * second)

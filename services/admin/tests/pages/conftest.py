@@ -77,7 +77,9 @@ def send_run(job, otlp):
     with pytest.MonkeyPatch.context() as then:
         then.setattr(time, "time_ns", lambda: NOW_NS - 3_600 * 10**9)
         since_ns = NOW_NS - 7_200 * 10**9
-        log("waiting", ago_s=3_600, run="yesterday", since_ns=since_ns, again_s=30, **waiting)
+        log(
+            "waiting", ago_s=3_600, run="yesterday", since_ns=since_ns, report_every_s=30, **waiting
+        )
     for number in range(15):
         job.send(otlp.trace(run=HOSTILE, step=None, names=["grpo.validation"], start_s=number))
     for step, records in enumerate(steps()):

@@ -149,7 +149,7 @@ def test_a_wait_ends_even_if_its_end_arrives_first(job, otlp):
 def test_a_repeated_wait_counts_once_and_its_end_ends_it(job, otlp):
     def sent(at_s, service="driver"):
         since_ns = otlp.start_ns + 1_000_000_000
-        return wait_of(otlp, service, at_s=at_s, since_ns=since_ns, again_s=30)
+        return wait_of(otlp, service, at_s=at_s, since_ns=since_ns, report_every_s=30)
 
     job.send(sent(1), sent(31))
     job.send(sent(61), sent(2, "another"))
@@ -254,7 +254,7 @@ def wait_now(otlp, *, clock_s=0.0, service="driver", **facts):
 
 @pytest.mark.parametrize("clock_s", [50, 3_600, -130, -86_400])
 def test_the_duration_of_a_wait_ignores_its_hosts_clock(job, otlp, clock_s):
-    job.send(wait_now(otlp, clock_s=clock_s, again_s=30))
+    job.send(wait_now(otlp, clock_s=clock_s, report_every_s=30))
     [wait] = job.get("why")
     assert abs(wait["seconds"] - 60) <= 5
     assert wait["silent_s"] is None
@@ -263,19 +263,19 @@ def test_the_duration_of_a_wait_ignores_its_hosts_clock(job, otlp, clock_s):
 @pytest.mark.parametrize("clock_s", [0, 3_600, -3_600])
 def test_an_unrepeated_wait_is_silent_by_the_services_clock(job_of, url, otlp, later, clock_s):
     job = job_of(store_url=url, silent_after_s=150.0)
-    job.send(wait_now(otlp, clock_s=clock_s, again_s=30))
+    job.send(wait_now(otlp, clock_s=clock_s, report_every_s=30))
     later(100)
     assert silent(job) == set()
     later(100)
     [wait] = job.get("why")
     assert 200 <= wait["silent_s"] <= 215
     assert "last seen 3 min 2" in wait["sentence"]
-    job.send(wait_now(otlp, clock_s=clock_s, again_s=30))
+    job.send(wait_now(otlp, clock_s=clock_s, report_every_s=30))
     assert silent(job) == set()
 
 
 def test_metrics_show_that_a_wait_continues(job, otlp, later):
-    job.send(wait_now(otlp, again_s=30), otlp.gauge("driver"))
+    job.send(wait_now(otlp, report_every_s=30), otlp.gauge("driver"))
     later(400)
     assert silent(job) == {"driver"}
     job.send(otlp.gauge("driver"))

@@ -156,7 +156,7 @@ class Lifecycle(Observer):
                 context=context,
                 wait=wait.name,
                 since_ns=wait.since_ns,
-                again_s=wait.again_s,
+                report_every_s=wait.report_every_s,
                 task=call.tasks[0],
                 fields=list(call.fields),
             )

@@ -25,7 +25,7 @@ logger = structlog.get_logger("observability")
 DELAY_S = 1.0
 """Seconds from the start of a wait to its first report."""
 
-AGAIN_S = 30.0
+REPORT_EVERY_S = 30.0
 """Seconds between the reports of a wait."""
 
 _FLUSH_MS = 5_000
@@ -37,17 +37,17 @@ class Wait:
     Attributes:
         name: name that is unique across processes, even if pids repeat after a container restart.
         since_ns: start of the wait, in nanoseconds since 1970.
-        again_s: seconds between its reports.
+        report_every_s: seconds between its reports.
         reported: whether it was reported.
     """
 
-    __slots__ = ("_due", "_ended", "_report", "again_s", "name", "reported", "since_ns")
+    __slots__ = ("_due", "_ended", "_report", "name", "report_every_s", "reported", "since_ns")
 
     def __init__(
-        self, name: str, due: float, again_s: float, report: Callable[[Wait], None]
+        self, name: str, due: float, report_every_s: float, report: Callable[[Wait], None]
     ) -> None:
         self.name = name
-        self.again_s = again_s
+        self.report_every_s = report_every_s
         self.since_ns = time.time_ns()
         self.reported = False
         self._due = due
@@ -60,12 +60,12 @@ class Waits:
 
     Args:
         delay_s: seconds before the first report; equal for all waits, so they fall due in order.
-        again_s: seconds between reports of a wait; also equal for all.
+        report_every_s: seconds between reports of a wait; also equal for all.
     """
 
-    def __init__(self, delay_s: float = DELAY_S, again_s: float = AGAIN_S) -> None:
+    def __init__(self, delay_s: float = DELAY_S, report_every_s: float = REPORT_EVERY_S) -> None:
         self._delay_s = delay_s
-        self._again_s = again_s
+        self._report_every_s = report_every_s
         self._start()
         # A forked child starts without waits: the parent reports them, and may hold the lock.
         os.register_at_fork(after_in_child=self._start)
@@ -94,7 +94,7 @@ class Waits:
                 with suppress(RuntimeError):  # no thread can be started
                     self._thread.start()
             name = f"{self._process}-{next(self._numbers)}"
-            wait = Wait(name, due, self._again_s, report)
+            wait = Wait(name, due, self._report_every_s, report)
             self._unreported.append(wait)
             if due < self._wakes:  # else the thread wakes in time without a notification
                 self._wakes = due
@@ -132,7 +132,7 @@ class Waits:
             while waiting and waiting[0]._due <= now:
                 wait = waiting.popleft()
                 if not wait._ended:
-                    wait._due = now + self._again_s
+                    wait._due = now + self._report_every_s
                     self._reported.append(wait)
                     return wait
             if waiting:

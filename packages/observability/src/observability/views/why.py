@@ -218,7 +218,7 @@ def why(
 
 def _silent_s(first: Event, last: Event, now_ns: int, after_s: float) -> float:
     """Return `Wait.silent_s` of a wait with these first and last reports."""
-    repeats = "dataplane.again_s" in first.attributes or last.time_ns > first.time_ns
+    repeats = "dataplane.report_every_s" in first.attributes or last.time_ns > first.time_ns
     seconds = (now_ns - (last.received_ns or last.time_ns)) / 1e9
     return seconds if repeats and seconds > after_s else 0.0
 

@@ -29,7 +29,7 @@ from observability.records import (
 from observability.views import attributes
 
 _READ = frozenset(
-    f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "again_s")
+    f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "report_every_s")
 ) | {"rl.run_id", "rl.step", "rl.weight_version"}
 
 
@@ -139,7 +139,7 @@ def _event(
         wait=wait_digest(process, wait) if wait else None,
         process=process.full_label,
         process_id=bytes.fromhex(process.identity),
-        again=event.attributes.get("dataplane.again_s") is not None,
+        again=event.attributes.get("dataplane.report_every_s") is not None,
     )
 
 

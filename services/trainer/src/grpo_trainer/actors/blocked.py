@@ -43,7 +43,7 @@ def reported_while_blocked(
             context=context,
             wait=wait.name,
             since_ns=wait.since_ns,
-            again_s=wait.again_s,
+            report_every_s=wait.report_every_s,
             fields=None if awaited is None else list(awaited.fields),
             on=on,
         )
