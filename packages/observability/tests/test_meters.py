@@ -46,11 +46,11 @@ class Metrics:
         return {own[label]: point.value for own, point in self.points(name)}
 
     def states(self, task="train"):
-        """Return the numbers of ready and of consumed samples of a task."""
+        """Return the numbers of ready and of acknowledged samples of a task."""
         read = self.read()
         return tuple(
             next(point.value for own, point in read[name][1] if own[TASK] == task)
-            for name in ("dataplane.ready", "dataplane.consumed")
+            for name in ("dataplane.ready", "dataplane.acknowledged")
         )
 
 
@@ -218,7 +218,7 @@ def test_each_place_is_queried_once_per_collection(metrics):
     clients[0].clear_samples(None, "train_7")
     store.questions.clear()
     for _ in range(2):  # a cleared place is not queried again
-        assert metrics.points("dataplane.ready") == metrics.points("dataplane.consumed") == []
+        assert metrics.points("dataplane.ready") == metrics.points("dataplane.acknowledged") == []
     assert len(store.questions) <= len(clients)
     store.close()
 
@@ -237,7 +237,7 @@ def test_a_failing_store_costs_only_its_own_series(metrics):
     ):
         foreign.error = RuntimeError("an adapter's own mistake")
         for _ in range(2):
-            for name in ("dataplane.ready", "dataplane.consumed", "dataplane.outstanding"):
+            for name in ("dataplane.ready", "dataplane.acknowledged", "dataplane.outstanding"):
                 assert metrics.values(name).keys() == {"train_#"}
             other.claim_meta("val_1", "train", ["x"], 1, blocking=False)
     assert [line["event"] for line in logs] == ["store_not_counted"]

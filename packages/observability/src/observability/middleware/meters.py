@@ -284,7 +284,7 @@ def _observe(meter: Meter) -> None:
         description="Samples that a task can claim now.",
     )
     meter.create_observable_gauge(
-        "dataplane.consumed",
+        "dataplane.acknowledged",
         [partial(counts.observe, "acknowledged")],
         unit="{sample}",
         description="Samples in the store that a task has acknowledged.",
