@@ -105,7 +105,7 @@ def test_failed_server_part_leaves_no_mixture_served(rig, old, part, phase, numb
     fleet = client(rig)
     error = refit_with_fault(rig, fleet, version_id, phase, pid, number)
     assert broken.address in error.failed
-    assert broken.address not in fleet.holds
+    assert broken.address not in fleet.server_versions
     if phase in ("prepare", "fetch"):
         rig.assert_serve(0, old, servers=[other])
     else:
@@ -117,7 +117,7 @@ def test_failed_server_part_leaves_no_mixture_served(rig, old, part, phase, numb
     assert status["version_id"] in {"install": (old, version_id), "resume": (version_id,)}.get(
         phase, (old,)
     )
-    assert fleet.holds == {other.address: status["version_id"]}
+    assert fleet.server_versions == {other.address: status["version_id"]}
     if number is STOP:
         os.kill(pid, signal.SIGCONT)
     else:
@@ -146,7 +146,7 @@ def test_publisher_failure_before_the_pause_pauses_no_server(rig, old, publisher
     error = refit_with_fault(rig, fleet, version_id, phase, processes[2].pid, number)
     # Servers notice at different times; the first one fails the refit.
     assert error.failed
-    assert set(fleet.holds.values()) == {old}
+    assert set(fleet.server_versions.values()) == {old}
     rig.assert_serve(0, old)
     if number is STOP:
         os.kill(processes[2].pid, signal.SIGCONT)
@@ -174,6 +174,6 @@ def test_missing_trainer_rank_pauses_no_server(rig, old):
     barrier = PhaseBarrier(store, rank=0, world_size=2)
     with pytest.raises(TimeoutError, match="'received' for ranks 1"):
         fleet.refit(rig.publish(1), barrier=barrier)
-    assert set(fleet.holds.values()) == {old}
+    assert set(fleet.server_versions.values()) == {old}
     rig.assert_serve(0, old)
     rig.refit(1, fleet)

@@ -41,17 +41,17 @@ def serving(rig):
     fleet = rig.fleet()
     version_id = rig.publish(0)
     fleet.refit(version_id)
-    assert set(fleet.holds.values()) == {version_id}
+    assert set(fleet.server_versions.values()) == {version_id}
     return fleet
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
 def test_all_servers_answer_like_fresh_ones(rig, transport):
     fleet = rig.fleet(init_info={"transport": transport})
-    assert fleet.holds == {}
+    assert fleet.server_versions == {}
     version_id = rig.refit(1, fleet)
     rig.refit(2, rig.fleet(init_info={"transport": transport}))
-    assert set(fleet.holds.values()) == {version_id}
+    assert set(fleet.server_versions.values()) == {version_id}
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +201,11 @@ def test_failed_fetch_pauses_no_server(rig, serving, spoil, named):
         tensors = rig.tensors(1)
         spoil(tensors)
         version_id = rig.publish(1, tensors)
-    held = serving.holds
+    held = serving.server_versions
     with pytest.raises(FleetError, match=f"{named}.*No server was paused") as caught:
         serving.refit(version_id)
     assert set(caught.value.failed) <= {server.address for server in rig.servers}
-    assert serving.holds == held
+    assert serving.server_versions == held
     rig.assert_serve(0, next(iter(held.values())))
     rig.refit(1, serving)
 
@@ -283,7 +283,7 @@ def test_failed_install_resumes_no_server_until_a_refit(rig, serving):
     with pytest.raises(FleetError, match=r"this layer fail.*No server was resumed") as caught:
         serving.refit(version_id)
     assert list(caught.value.failed) == [rig.servers[0].address]
-    assert serving.holds == {rig.servers[1].address: version_id}
+    assert serving.server_versions == {rig.servers[1].address: version_id}
     assert all(is_paused(server) for server in rig.servers)
     for client in (serving, rig.fleet()):
         with pytest.raises(FleetError, match="fenced"):
@@ -294,12 +294,12 @@ def test_failed_install_resumes_no_server_until_a_refit(rig, serving):
 
 
 def test_servers_without_an_install_resume_the_old_version(rig, serving):
-    (held,) = set(serving.holds.values())
+    (held,) = set(serving.server_versions.values())
     for server in rig.servers:
         on_workers(server, "drop_before_next_finish", 0)
     with pytest.raises(FleetError, match="No server was resumed"):
         serving.refit(rig.publish(1))
-    assert set(serving.holds.values()) == {held}
+    assert set(serving.server_versions.values()) == {held}
     serving.resume()
     rig.assert_serve(0, held)  # vLLM had named the new version
     rig.refit(1, serving)
@@ -327,8 +327,8 @@ def test_restarted_server_is_refitted(rig, serving):
     with pytest.raises(FleetError, match="ConnectError") as caught:
         serving.refit(version_id)
     assert list(caught.value.failed) == [server.address]
-    assert rig.servers[0].address in serving.holds
-    assert server.address not in serving.holds
+    assert rig.servers[0].address in serving.server_versions
+    assert server.address not in serving.server_versions
     rig.assert_serve(0, servers=rig.servers[:1])
     rig.revive()
     # The client reports that it serves the weights of its launch until the next refit.
@@ -370,7 +370,7 @@ def test_hung_engine_of_a_healthy_server_is_noticed_in_time(rig, serving):
 
 
 def test_resumed_server_is_noticed_before_any_install(rig, serving):
-    (held,) = set(serving.holds.values())
+    (held,) = set(serving.server_versions.values())
 
     def resume_one():
         wait_until(lambda: all(map(is_paused, rig.servers)))
@@ -383,14 +383,14 @@ def test_resumed_server_is_noticed_before_any_install(rig, serving):
     ):
         serving.refit(version_id, barrier=barrier)
     assert list(caught.value.failed) == [rig.servers[1].address]
-    assert set(serving.holds.values()) == {held}
+    assert set(serving.server_versions.values()) == {held}
     serving.resume()
     rig.assert_serve(0, held)
     rig.refit(1, serving)
 
 
 def test_dropped_fetch_is_noticed_before_any_install(rig, serving):
-    (held,) = set(serving.holds.values())
+    (held,) = set(serving.server_versions.values())
 
     def drop_one():
         wait_until(lambda: all(map(is_paused, rig.servers)))
@@ -402,7 +402,7 @@ def test_dropped_fetch_is_noticed_before_any_install(rig, serving):
     ):
         serving.refit(rig.publish(1), barrier=barrier)
     assert list(caught.value.failed) == [rig.servers[1].address]
-    assert set(serving.holds.values()) == {held}
+    assert set(serving.server_versions.values()) == {held}
     serving.resume()
     rig.assert_serve(0, held)
     rig.refit(1, serving)

@@ -69,7 +69,7 @@ def test_failed_install_of_one_rank_fences_both(rig, serving, rank):
         serving.refit(version_id)
     assert is_paused(rig.servers[0])
     assert all(status["fenced"] for status in statuses(rig.servers[0]))
-    assert serving.holds == {}
+    assert serving.server_versions == {}
     with pytest.raises(FleetError, match="not all hold one version"):
         serving.resume()
     serving.refit(version_id)
@@ -99,7 +99,7 @@ def test_killed_rank_ends_the_server(rig, serving, phase):
     with pytest.raises(FleetError) as caught:
         serving.refit(version_id)
     assert list(caught.value.failed) == [server.address]
-    assert serving.holds == {}
+    assert serving.server_versions == {}
     with pytest.raises(httpx.HTTPError):
         generate(server.address, PROMPTS[0])
     server.kill()

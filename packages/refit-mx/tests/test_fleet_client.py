@@ -231,7 +231,7 @@ def test_missing_server_is_named_and_none_is_paused(scripted):
         fleet.refit("v1")
     assert time.monotonic() - began < 30
     assert list(caught.value.failed) == [gone.url]
-    assert fleet.holds == {here.url: None}
+    assert fleet.server_versions == {here.url: None}
     assert_only_asked(here)
 
 
@@ -250,10 +250,10 @@ def test_version_of_a_server_with_failing_workers_is_unknown(scripted, answer):
     fleet = fleet_of([server.url], timeout_s=1.0)
     with pytest.raises(FleetError, match="/init_weight_transfer_engine"):
         fleet.refit("v1")
-    assert fleet.holds == {server.url: None}
+    assert fleet.server_versions == {server.url: None}
     changes["/collective_rpc"] = answer
     assert list(fleet.check()) == [server.url]
-    assert fleet.holds == {}
+    assert fleet.server_versions == {}
 
 
 def test_only_the_given_addresses_are_called(scripted, monkeypatch):

@@ -144,13 +144,15 @@ class RefitFleet:
         self._last_tried = ""
 
     @property
-    def holds(self) -> Mapping[str, str | None]:
+    def server_versions(self) -> Mapping[str, str | None]:
         """Version that all workers of a server last reported, by address.
 
         None is the version of the launch. Servers are omitted if they were not queried yet, did not
         answer, or hold a mixture.
         """
-        return {s.address: s.holds for s in self._servers if s.holds != Server.UNKNOWN}
+        return {
+            s.address: s.held_version for s in self._servers if s.held_version != Server.UNKNOWN
+        }
 
     def refit(self, version_id: str, *, barrier: PhaseBarrier | None = None) -> FleetStats:
         """Bring every server to a version, which they serve when this returns.
@@ -161,9 +163,9 @@ class RefitFleet:
                 `refit_mx.fleet.barrier.follow`.
 
         Raises:
-            FleetError: servers failed, which it names; `holds` has the version of each. Either no
-                server was paused and all serve as before, or servers were paused and none resumed.
-                Repeating the call brings all to the version, including restarted servers.
+            FleetError: servers failed, which it names; `server_versions` has the version of each.
+                Either no server was paused and all serve as before, or servers were paused and none
+                resumed. Repeating the call brings all to the version, including restarted servers.
             RefitTimeoutError: other ranks of the barrier did not come in time; servers as above.
             RefitConfigError: another refit is in progress, an event loop runs in this thread, or a
                 server was started without what the fleet needs; no server was paused.
@@ -223,7 +225,7 @@ class RefitFleet:
                 tried = self._last_tried
                 await self._group.all("resume", calls, lambda s, c: s.correct_name(c, tried))
                 await self._group.resume(calls)
-                self._version_id = self._servers[0].holds
+                self._version_id = self._servers[0].held_version
 
     def _stale(self) -> dict[str, str]:
         if self._version_id is None:
@@ -231,7 +233,7 @@ class RefitFleet:
         return {
             server.address: f"{server.holding}; expected version {self._version_id}"
             for server in self._servers
-            if server.holds != self._version_id
+            if server.held_version != self._version_id
         }
 
     @contextlib.contextmanager

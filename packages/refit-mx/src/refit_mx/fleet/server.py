@@ -59,8 +59,8 @@ class Server:
 
     Attributes:
         address: address of the server.
-        holds: version that all workers last reported; ``None`` for that of the launch; `UNKNOWN` if
-            the server was not queried, did not answer, or is fenced.
+        held_version: version that all workers last reported; ``None`` for that of the launch;
+            `UNKNOWN` if the server was not queried, did not answer, or is fenced.
         world_size: number of its workers; None before the first query.
     """
 
@@ -68,19 +68,21 @@ class Server:
 
     def __init__(self, address: str) -> None:
         self.address = checked_address(address)
-        self.holds: str | None = self.UNKNOWN
+        self.held_version: str | None = self.UNKNOWN
         self.world_size: int | None = None
 
     @property
     def holding(self) -> str:
         """Description of what it holds, for a message."""
-        if self.holds == self.UNKNOWN:
+        if self.held_version == self.UNKNOWN:
             return "an unknown version"
-        return "weights of the launch" if self.holds is None else f"version {self.holds}"
+        return (
+            "weights of the launch" if self.held_version is None else f"version {self.held_version}"
+        )
 
     def mark_unknown(self) -> None:
         """Forget what it holds: it may be gone, or return with other weights."""
-        self.holds = self.UNKNOWN
+        self.held_version = self.UNKNOWN
 
     async def identify(self, calls: Calls) -> None:
         """Check that the fleet can drive the server, without changing anything.
@@ -137,7 +139,7 @@ class Server:
             raise
         versions = {rank.version_id for rank in ranks}
         certain = len(versions) == 1 and not any(rank.fenced for rank in ranks)
-        self.holds = versions.pop() if certain else self.UNKNOWN
+        self.held_version = versions.pop() if certain else self.UNKNOWN
         return ranks
 
     async def _query_status(self, calls: Calls) -> tuple[RankStatus, ...]:
@@ -242,7 +244,7 @@ class Server:
     async def finish(self, calls: Calls, version_id: str) -> None:
         """Install the received version, which vLLM then reports with its answers."""
         path = "/finish_weight_update"
-        self.holds = self.UNKNOWN
+        self.held_version = self.UNKNOWN
         await self._reach(
             calls,
             calls.post(self.address, path, {"weight_version": version_id}),
@@ -272,7 +274,7 @@ class Server:
             calls: calls of the operation.
             wrong: version that vLLM reports because a failed refit named it.
         """
-        if self.holds in (wrong, self.UNKNOWN):
+        if self.held_version in (wrong, self.UNKNOWN):
             return
         try:
             name = (await calls.get(self.address, "/weight_info")).get("weight_version")
@@ -281,7 +283,7 @@ class Server:
                 return
             raise
         if name == wrong:
-            name = self.holds or _LAUNCH_NAME
+            name = self.held_version or _LAUNCH_NAME
             await calls.post(self.address, "/update_weight_version", {"new_version": name})
 
     async def _reach(

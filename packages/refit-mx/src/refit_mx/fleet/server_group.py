@@ -118,7 +118,10 @@ class ServerGroup:
         # A restarted server serves its launch weights and is not paused. Another client may have
         # updated one, and a worker may be fenced: only the workers know.
         ranks = await self.all("resume", calls, Server.expect_paused_status)
-        if len({s.holds for s in self.servers}) > 1 or self.servers[0].holds == Server.UNKNOWN:
+        if (
+            len({s.held_version for s in self.servers}) > 1
+            or self.servers[0].held_version == Server.UNKNOWN
+        ):
             failed = {
                 server.address: "; ".join(map(str, statuses))
                 for server, statuses in zip(self.servers, ranks, strict=True)
