@@ -27,18 +27,18 @@ class Pace:
 
     Attributes:
         newest: the step that finished last, else the one that reported last; None without steps.
-        usual_s: seconds after which the run, or a blocked task of it, is late.
+        late_after_s: seconds after which the run, or a blocked task of it, is late.
         since_s: seconds since the newest step finished; 0 without steps.
     """
 
     newest: models.TraceFacts | None
-    usual_s: float
+    late_after_s: float
     since_s: float
 
     @property
     def moves(self) -> bool:
         """True if a step finished recently."""
-        return self.since_s <= self.usual_s
+        return self.since_s <= self.late_after_s
 
 
 def paces(
@@ -134,7 +134,7 @@ def _is_late(wait: models.Wait, paces: Mapping[str, Pace]) -> bool:
     """Return whether a task is blocked for longer than usual for its run."""
     if wait.kind == "wait":
         pace = paces[wait.run_id]
-        return wait.seconds > pace.usual_s or not pace.moves
+        return wait.seconds > pace.late_after_s or not pace.moves
     # The data plane knows no runs: compare with the slowest moving run.
-    moving = [pace.usual_s for pace in paces.values() if pace.moves]
+    moving = [pace.late_after_s for pace in paces.values() if pace.moves]
     return wait.seconds > max(moving, default=0.0)

@@ -48,7 +48,7 @@ class Connections:
         self._by_peer: Counter[str] = Counter()
         self._open = 0
         # Connections whose peer must send something, by peer, the longest awaited first.
-        self._owing: dict[str, dict[Connection, None]] = {}
+        self._awaited: dict[str, dict[Connection, None]] = {}
 
     def add(self, connection: Connection) -> bool:
         """Add a connection, dropping another if necessary; return False if none can be dropped."""
@@ -69,23 +69,23 @@ class Connections:
         if not self._by_peer[connection.peer]:
             del self._by_peer[connection.peer]
 
-    def owe(self, connection: Connection) -> None:
+    def start_awaiting(self, connection: Connection) -> None:
         """Record that the service awaits data from the peer from now on."""
         self.stop_awaiting(connection)
-        self._owing.setdefault(connection.peer, {})[connection] = None
+        self._awaited.setdefault(connection.peer, {})[connection] = None
 
     def stop_awaiting(self, connection: Connection) -> None:
         """Record that the service awaits nothing from the peer."""
-        owing = self._owing.get(connection.peer, {})
-        owing.pop(connection, None)
-        if not owing:
-            self._owing.pop(connection.peer, None)
+        awaited = self._awaited.get(connection.peer, {})
+        awaited.pop(connection, None)
+        if not awaited:
+            self._awaited.pop(connection.peer, None)
 
     def _oldest(self) -> Connection | None:
-        if not self._owing:
+        if not self._awaited:
             return None
-        peer = max(self._owing, key=lambda peer: self._by_peer[peer])
-        return next(iter(self._owing[peer]))
+        peer = max(self._awaited, key=lambda peer: self._by_peer[peer])
+        return next(iter(self._awaited[peer]))
 
 
 class Config(uvicorn.Config):
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
         self._is_counted = False
         self._is_first = True
         self._grpc: GrpcRefusal | None = None
-        self._owed: Hashable = None
+        self._awaited: Hashable = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -180,19 +180,19 @@ class Connection(H11Protocol):
         if self.transport.is_closing() or not self._is_counted:
             return
         cycle = self.cycle
-        owed: Hashable = None
+        awaited: Hashable = None
         if cycle is None or cycle.response_complete:
-            owed, seconds = ("request", cycle), REQUEST_S
+            awaited, seconds = ("request", cycle), REQUEST_S
         elif cycle.more_body:
-            owed, seconds = ("body", cycle), _BODY_S
-        if owed == self._owed:
+            awaited, seconds = ("body", cycle), _BODY_S
+        if awaited == self._awaited:
             return
-        self._owed = owed
+        self._awaited = awaited
         self._end_deadline()
-        if owed is None:
+        if awaited is None:
             self._held.stop_awaiting(self)
             return
-        self._held.owe(self)
+        self._held.start_awaiting(self)
         self._deadline = self.loop.call_later(seconds, self._expire, "request_timed_out")
 
     def _expire(self, event: str) -> None:
