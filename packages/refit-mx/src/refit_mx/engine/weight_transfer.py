@@ -270,7 +270,7 @@ class MxWeightTransfer:
         return self._dropped
 
     def release(self) -> None:
-        """Release transfer resources; `init` may follow. The weights and the fence stay."""
+        """Drop the fetch and close all connections; `init` may follow. Weights and fence stay."""
         running = self.drop()
         self._close_receiver(running)
         self._error = None

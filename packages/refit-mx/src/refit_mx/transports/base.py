@@ -1,5 +1,7 @@
 """`Transport`: the interface that moves bytes from sources' arenas to a receiver's scratch buffer.
 
+A receiver fetches a version; the transfer is the phase of a fetch in which transports move bytes.
+
 A receiver has one instance of each transport that it uses. A transport knows no tensors or digests:
 it executes `ReadTable`s, and checks that each source still holds the version. It connects to a
 source on the first read from it, and disconnects if the source is unused (`UNUSED_FETCHES`).
