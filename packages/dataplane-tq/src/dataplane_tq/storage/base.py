@@ -139,7 +139,7 @@ def require_resources(cfg: DataPlaneConfig) -> None:
             )
 
 
-def answers(what: str, calls: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+def collect_results(what: str, calls: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
     """Return the results of actor calls by name.
 
     Args:

@@ -27,7 +27,7 @@ from dataplane_core import (
     UnavailableError,
 )
 from dataplane_core.config import require_keys
-from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_module
+from dataplane_tq.storage.base import StorageBackend, collect_results, require_bytes, require_module
 from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port, listens
 
 logger = structlog.get_logger("dataplane_tq.storage")
@@ -86,12 +86,12 @@ class Mooncake(StorageBackend):
             self.actors[name] = segments[name] = segment.remote()
         try:
             started = {_MASTER: master.start.remote(timeout_s)}
-            address, health = answers(what, started, timeout_s=2 * timeout_s)[_MASTER]
+            address, health = collect_results(what, started, timeout_s=2 * timeout_s)[_MASTER]
             mounted = {
                 name: segment.mount.remote(address, cfg["global_segment_size"], timeout_s)
                 for name, segment in segments.items()
             }
-            answers(what, mounted, timeout_s=timeout_s)
+            collect_results(what, mounted, timeout_s=timeout_s)
         except UnavailableError:
             self.stop()
             raise

@@ -11,7 +11,12 @@ from dataplane_core.config import require_keys
 from dataplane_tq.directory.wire import TOKEN_BYTES
 from dataplane_tq.packed.unit import UnitActor
 from dataplane_tq.packed.unit_wire import UnitAddress, UnitSpec
-from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_resources
+from dataplane_tq.storage.base import (
+    StorageBackend,
+    collect_results,
+    require_bytes,
+    require_resources,
+)
 from dataplane_tq.storage.packed_manager import BACKEND
 
 _MIN_BYTES = 1 << 20
@@ -64,7 +69,7 @@ class Packed(StorageBackend):
             )
         calls = {name: unit.describe.remote() for name, unit in self.actors.items()}
         try:
-            units = answers("backend 'packed'", calls, timeout_s=timeout_s)
+            units = collect_results("backend 'packed'", calls, timeout_s=timeout_s)
         except UnavailableError:
             self.stop()
             raise

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf, open_dict
 
 from dataplane_core import ConfigError, DataPlaneError, validate_config
 from dataplane_tq.directory.actor import DirectoryActor
-from dataplane_tq.storage.base import answers
+from dataplane_tq.storage.base import collect_results
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.packed_manager import BACKEND, RAW, RawConnection
 from dataplane_tq.upstream import StorageBootstrapProvider
@@ -94,7 +94,7 @@ def start(conf: Any) -> dict[str, Any]:
         .remote(cfg["storage_capacity"], storage.units, mirrored=False)
     )
     try:
-        results = answers(
+        results = collect_results(
             f"backend {BACKEND!r}",
             {
                 _DIRECTORY: directory.address.remote(),

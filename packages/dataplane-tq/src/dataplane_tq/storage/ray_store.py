@@ -8,7 +8,7 @@ a hundred times longer, and a read of a tensor without elements crashed the read
 from __future__ import annotations
 
 from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
-from dataplane_tq.storage.base import StorageBackend, answers
+from dataplane_tq.storage.base import StorageBackend, collect_results
 
 # TransferQueue's client finds or creates the actor by these fixed names.
 _ACTOR = "RayObjectRefStorage"
@@ -41,7 +41,9 @@ class RayStore(StorageBackend):
         ).remote()
         self.actors[_ACTOR] = actor
         try:
-            answers("backend 'ray'", {_ACTOR: actor.__ray_ready__.remote()}, timeout_s=timeout_s)
+            collect_results(
+                "backend 'ray'", {_ACTOR: actor.__ray_ready__.remote()}, timeout_s=timeout_s
+            )
         except UnavailableError:
             self.stop()
             raise

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from dataplane_core import DataPlaneConfig, UnavailableError
 from dataplane_core.config import require_keys
-from dataplane_tq.storage.base import StorageBackend, answers, require_resources
+from dataplane_tq.storage.base import StorageBackend, collect_results, require_resources
 
 
 class Simple(StorageBackend):
@@ -45,7 +45,7 @@ class Simple(StorageBackend):
             ).remote(config=options)
         calls = {name: unit.get_zmq_server_info.remote() for name, unit in self.actors.items()}
         try:
-            addresses = answers("backend 'simple'", calls, timeout_s=timeout_s)
+            addresses = collect_results("backend 'simple'", calls, timeout_s=timeout_s)
         except UnavailableError:
             self.stop()
             raise

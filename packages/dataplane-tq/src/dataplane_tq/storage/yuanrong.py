@@ -14,7 +14,7 @@ from typing import Any  # Any: TransferQueue's options have no static types
 import ray
 
 from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
-from dataplane_tq.storage.base import StorageBackend, answers, require_bytes, require_module
+from dataplane_tq.storage.base import StorageBackend, collect_results, require_bytes, require_module
 from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port
 from dataplane_tq.upstream import bound_yuanrong
 
@@ -52,7 +52,7 @@ class Yuanrong(StorageBackend):
         self.actors[_WORKER] = worker
         started = {_WORKER: worker.start.remote(cfg["global_segment_size"], timeout_s)}
         try:
-            ports = answers("backend 'yuanrong'", started, timeout_s=2 * timeout_s)
+            ports = collect_results("backend 'yuanrong'", started, timeout_s=2 * timeout_s)
         except UnavailableError:
             self.stop()
             raise
