@@ -22,8 +22,10 @@ from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
 from dataplane_core import (
+    CapacityExceeded,
     ConfigError,
     InvalidRequestError,
+    InvalidTypeError,
     MissingDataError,
     StorageSummary,
     UnavailableError,
@@ -244,6 +246,41 @@ def test_checkpoint_of_the_queue_restores_keys_tags_and_values(client, partition
     read = tq.kv_batch_get(["u_1", "u_0"], partition_id)
     assert [row.tolist() for row in read["tokens"]] == [[3, 4, 5], [0, 1, 2]]
     assert read["text"].tolist() == [{"b": 1}, "a"]
+
+
+class Unsupported:
+    """Type that the packed backend does not store."""
+
+
+def test_refused_put_leaves_no_key_in_the_controller(client, partition_id):
+    tq.kv_batch_put(["kept"], partition_id, column([[1]]), [{"status": "old"}])
+    tq.kv_batch_put(["tagged"], partition_id, tags=[{"status": "queued"}])
+    unsupported = TensorDict({"x": NonTensorStack(*[Unsupported()] * 4)}, [4])
+    keys = ["kept", "new", "tagged", "other"]
+    tags = [{"status": "refused"}] * len(keys)
+    with pytest.raises(InvalidTypeError, match="Unsupported"):
+        tq.kv_batch_put(keys, partition_id, unsupported, tags)
+    too_large = column([[0] * (4 << 20)])  # 32 MiB of 64-bit integers
+    with pytest.raises(CapacityExceeded):
+        tq.kv_batch_put(["large"], partition_id, too_large, [{"status": "refused"}])
+    with pytest.raises(InvalidRequestError, match="no batch dimension; expected 1 rows"):
+        tq.kv_put("row", partition_id, column([[1]])[0], {"status": "refused"})
+    assert tq.kv_list(partition_id) == {
+        partition_id: {"kept": {"status": "old"}, "tagged": {"status": "queued"}}
+    }
+    assert client.get_production_status(["x"], partition_id)[0].numel() == 2
+    # A retry registers the keys again.
+    tq.kv_batch_put(["new"], partition_id, column([[7]]), [{"status": "finished"}])
+    read = tq.kv_batch_get(["new", "kept"], partition_id)["x"]
+    assert [row.tolist() for row in read] == [[7], [1]]
+
+
+def test_meta_of_a_refused_put_can_be_put_again(client, partition_id):
+    meta = client.get_meta(["x"], 2, partition_id, mode="insert")
+    with pytest.raises(InvalidTypeError, match="Unsupported"):
+        client.put(TensorDict({"x": NonTensorStack(*[Unsupported()] * 2)}, [2]), metadata=meta)
+    client.put(column([[1], [2]]), metadata=meta)
+    assert values(client, partition_id) == [[1], [2]]
 
 
 def test_images_and_other_values_of_verl_are_stored(client, partition_id):

@@ -45,6 +45,7 @@ with _without("yr"):
         StorageManagerFactory,
     )
     from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+    from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 __all__ = [
     "AsyncSimpleStorageManager",
@@ -57,6 +58,8 @@ __all__ = [
     "StorageManager",
     "StorageManagerFactory",
     "TransferQueueController",
+    "ZMQMessage",
+    "ZMQRequestType",
     "bound_yuanrong",
     "extract_field_schema",
 ]

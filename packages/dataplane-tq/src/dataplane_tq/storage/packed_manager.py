@@ -13,6 +13,7 @@ that row was cleared or completely overwritten.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import (
+    CapacityExceeded,
     DeadlineExceededError,
     InvalidRequestError,
     MissingDataError,
@@ -41,6 +43,7 @@ from dataplane_tq.packed.encoding import encode, plain_jagged
 from dataplane_tq.packed.layout import Indices
 from dataplane_tq.packed.unit_client import Transport
 from dataplane_tq.packed.unit_wire import UnitAddress
+from dataplane_tq.storage.new_keys import forget_new_keys
 from dataplane_tq.storage.packed_checkpoint import load, save
 from dataplane_tq.upstream import (
     AsyncSimpleStorageManager,
@@ -58,8 +61,14 @@ RAW = "raw"
 _PREFIX = "tq:"
 """Beginning of the directory's name for a partition of TransferQueue."""
 
+_REFUSALS = (CapacityExceeded, InvalidRequestError, UnsupportedError)
+"""Errors after which a put has stored nothing."""
+
 Cells = dict[str, Indices]
 """Field to an array with the cell of each row."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class RawConnection(msgspec.Struct, frozen=True):
@@ -78,6 +87,13 @@ class RawConnection(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"RawConnection({sorted(self.units)})"  # TransferQueue logs its configuration
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """Value without data in TransferQueue's configuration of a data plane.
+
+    Unpickling it imports this module, as with `RawConnection`.
+    """
 
 
 class RawStore:
@@ -164,6 +180,19 @@ class RawStore:
             answer = session.ask(request, p.ReadAnswer)
             session.send(p.Unpin())
         return _cells(fields, answer)
+
+    def missing(self, partition_id: str, indexes: Sequence[int]) -> list[int]:
+        """Return the rows of ``indexes`` that have no values."""
+        sample_ids = [str(index) for index in indexes]
+        with self._link.session(f"put(partition={partition_id!r})") as session:
+            try:
+                session.ask(p.Read(_partition(partition_id), sample_ids, []), p.ReadAnswer)
+            except PartitionNotFoundError:
+                return list(indexes)
+            except MissingDataError as error:
+                return [int(sample_id) for sample_id in error.sample_ids]
+            session.send(p.Unpin())
+        return []
 
     def get(
         self, partition_id: str, indexes: Sequence[int], fields: list[str], meta: Cells
@@ -269,6 +298,8 @@ class PackedStorageManager(StorageManager):
     ) -> None:
         """Store rows, then report their schema and cells to the controller.
 
+        A refused put removes the keys that ``kv_put`` has registered for it.
+
         Raises:
             UnsupportedError: (a NotImplementedError) ``data_parser`` is given, or the queue belongs
                 to a data plane.
@@ -276,10 +307,27 @@ class PackedStorageManager(StorageManager):
             DataPlaneError: as `RawStore.put`.
         """
         raw = self._served("write")
+        try:
+            await self._put(raw, data, metadata, data_parser)
+        except _REFUSALS:
+            await self._forget_new_keys(raw, metadata)
+            raise
+
+    async def _put(
+        self,
+        raw: RawStore,
+        data: TensorDict,
+        metadata: Any,
+        data_parser: Callable[[Any], Any] | None,
+    ) -> None:
         if data_parser is not None:
             raise UnsupportedError(f"{BACKEND} does not run a data_parser; parse before the put")
         if metadata.size == 0 or not data.keys():
             return
+        if not data.batch_size:
+            raise InvalidRequestError(
+                f"put_data: the values have no batch dimension; expected {metadata.size} rows"
+            )
         partition_ids = set(metadata.partition_ids)
         if len(partition_ids) != 1:
             raise InvalidRequestError(
@@ -310,6 +358,17 @@ class PackedStorageManager(StorageManager):
             cells = now
         for row, cell in zip(metadata._custom_backend_meta, rows, strict=True):
             row.update(cell)
+
+    async def _forget_new_keys(self, raw: RawStore, metadata: Any) -> None:
+        """Remove the keys of rows that have neither values nor tags; log a failure."""
+        try:
+            for partition_id, at in _by_partition(metadata).items():
+                indexes = [metadata.global_indexes[i] for i in at]
+                empty = await asyncio.to_thread(raw.missing, partition_id, indexes)
+                if empty:
+                    await forget_new_keys(self, partition_id, empty, raw.timeout_s)
+        except Exception:  # the caller raises why the put was refused
+            logger.warning("the keys of a refused put stay in the controller", exc_info=True)
 
     async def get_data(self, metadata: Any) -> TensorDict:
         """Return the values of the meta's rows and fields, in the form of SimpleStorage.
