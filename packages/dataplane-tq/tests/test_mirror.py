@@ -27,15 +27,21 @@ def put(client, ids, tags=None):
     client.put_samples(list(ids), "train", fields, tags)
 
 
-@ray.remote(num_cpus=0, max_calls=1)  # TransferQueue allows one client per process
 def listed():
-    """List all keys through TransferQueue's own API, in a separate process."""
-    import transfer_queue
+    """List all keys through TransferQueue's own API, in a process that imports nothing else."""
 
-    import dataplane_tq.storage  # noqa: F401  # registers the packed backend
+    # Ray pickles a function of a function by value, so the worker does not import this module.
+    @ray.remote(num_cpus=0, max_calls=1)  # TransferQueue allows one client per process
+    def read():
+        import sys
 
-    transfer_queue.init()
-    return transfer_queue.kv_list()
+        import transfer_queue
+
+        assert "dataplane_tq" not in sys.modules
+        transfer_queue.init()
+        return transfer_queue.kv_list()
+
+    return ray.get(read.remote(), timeout=180)
 
 
 def test_raw_clients_get_samples_of_the_configured_sampler(cluster, config):
@@ -74,7 +80,7 @@ def test_transfer_queues_own_api_lists_rows_and_tags(cluster, config):
     with TQDataPlaneClient(config) as client:
         put(client, "ab", [{"v": 1}, {"v": 2}])
         client.clear_samples(["a"], "train")  # waits until the put is reported
-        assert ray.get(listed.remote(), timeout=180) == {"train": {"b": {"v": 2}}}
+        assert listed() == {"train": {"b": {"v": 2}}}
 
 
 def test_without_the_mirror_transfer_queue_runs_separately(cluster, config):
@@ -82,7 +88,7 @@ def test_without_the_mirror_transfer_queue_runs_separately(cluster, config):
         put(client, "ab")
         with pytest.raises(ValueError, match="TransferQueueController"):
             ray.get_actor("TransferQueueController", namespace="transfer_queue")
-        assert ray.get(listed.remote(), timeout=180) == {}
+        assert listed() == {}
         assert client.get_samples(["b"], "train", ["x"])["x"].tolist() == [[1.0] * 4]
 
 

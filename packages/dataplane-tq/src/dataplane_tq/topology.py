@@ -26,6 +26,7 @@ from dataplane_tq.mirror.sampler import ConsumptionSampler, load_sampler
 from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.base import StorageBackend, end_actor
 from dataplane_tq.storage.packed import Packed
+from dataplane_tq.storage.packed_manager import BACKEND, Registration
 from dataplane_tq.storage.simple import defaults
 from dataplane_tq.upstream import TransferQueueController
 
@@ -180,6 +181,8 @@ def _for_transfer_queue(connection: Connection) -> Any:
     backend = {"storage_backend": connection.manager, connection.manager: connection.storage}
     if connection.manager == "SimpleStorage":
         backend[connection.manager] = {**defaults(connection.manager), **connection.storage}
+    if connection.manager == BACKEND:
+        backend[BACKEND] = {**connection.storage, "registration": Registration()}
     return OmegaConf.merge(config, {**shipped, "backend": backend})
 
 
