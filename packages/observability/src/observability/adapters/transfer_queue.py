@@ -28,7 +28,7 @@ class TransferQueueInstrumentor(BaseInstrumentor):
 
     _is_enabled = False
     _is_pending = False
-    """Whether a hook waits for the import; `wrapt` cannot remove a hook, so it is used again."""
+    """True while a hook waits for the import; `wrapt` cannot remove it, so it is used again."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
         """Return the supported versions."""
