@@ -8,7 +8,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import psutil
-from integration.benchmarks import admin_ingest, admin_pages, harness, refit, tracing
+from integration.benchmarks import (
+    admin_ingest,
+    admin_pages,
+    growth_clients,
+    growth_nodes,
+    growth_rows,
+    harness,
+    refit,
+    tracing,
+)
 
 CIRCUMSTANCES_HEADINGS = ["property", "value"]
 _PACKAGES = (
@@ -33,6 +42,9 @@ def circumstances() -> list[list[str]]:
         "tracing": tracing.SEED,
         "ingested spans": admin_ingest.SEED,
         "pages": admin_pages.SEED,
+        "growth, rows": growth_rows.SEED,
+        "growth, clients and units": growth_clients.SEED,
+        "growth, nodes": growth_nodes.SEED,
     }
     load = ", ".join(f"{average:.2f}" for average in os.getloadavg())
     return [

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from integration.benchmarks.admin_ingest import INGEST_HEADINGS, IngestResult
 from integration.benchmarks.admin_pages import PAGES_HEADINGS, PagesResult
 from integration.benchmarks.admin_soak import SOAK_HEADINGS, SoakResult
+from integration.benchmarks.growth import GrowthResult
 from integration.benchmarks.refit import REFIT_HEADINGS, STAGE_HEADINGS, RefitResult
 from integration.benchmarks.refit_planning import PLANNING_HEADINGS, PlanningResult
 from integration.benchmarks.report import (
@@ -27,9 +28,10 @@ def tables(
     refits: Sequence[RefitResult],
     planning: PlanningResult | None,
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
+    growth: GrowthResult | None,
 ) -> Iterator[Table]:
     """Yield the tables in the order of the docs; leave out those without rows."""
-    for table in _all(sessions, costs, refits, planning, admin):
+    for table in _all(sessions, costs, refits, planning, admin, growth):
         if table[2]:
             yield table
 
@@ -40,6 +42,7 @@ def _all(
     refits: Sequence[RefitResult],
     planning: PlanningResult | None,
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
+    growth: GrowthResult | None,
 ) -> Iterator[Table]:
     for session in sessions:
         for case in session.cases:
@@ -58,3 +61,5 @@ def _all(
     yield "Admin service: ingested spans", INGEST_HEADINGS, ingest.rows()
     yield "Admin service: pages and answers", PAGES_HEADINGS, pages.rows()
     yield "Admin service: one hour", SOAK_HEADINGS, [] if soak is None else soak.rows()
+    if growth is not None:
+        yield from growth.tables()

@@ -1,0 +1,220 @@
+"""Puts and gets from another node, against those from the storage unit's node.
+
+The nodes are two simulated machines of `integration.cluster`: they share processors, but neither
+memory nor network. The storage unit and the driver are on the first. A client on each node does the
+same in shuffled rounds. This module is also the driver's program: it prints its samples as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any  # Any: a configuration, and Ray handles
+
+import numpy as np
+import ray
+import torch
+from integration.benchmarks.results_file import Entry
+from integration.benchmarks.summary import Summary
+from integration.cluster.machines import Machines, MachinesError
+from integration.cluster.ray_nodes import RayNodes
+
+from dataplane_tq import TQDataPlaneClient
+
+SEED = 20_264
+NODES_HEADINGS = [
+    "operation",
+    "same node p50 ms",
+    "p99 ms",
+    "other node p50 ms",
+    "p99 ms",
+    "other/same (IQR)",
+    "MB",
+    "GB/s same",
+    "other",
+]
+
+_SAME, _OTHER = "same", "other"
+_NAMES = ("left", "right")
+_ROUNDS, _WARM_UPS, _TIMES = 12, 2, 5
+_TIMEOUT_S = 180.0
+_PARTITION, _TASK = "growth", "train"
+_SMALL_ROWS, _TOKENS = 32, 8
+_BULK_ROWS, _BULK_ROW_BYTES = 64, 512 << 10
+_BULK_BYTES = _BULK_ROWS * _BULK_ROW_BYTES
+_PER_TOKEN = {
+    "input_ids": torch.int64,
+    "token_mask": torch.int64,
+    "generation_logprobs": torch.float32,
+    "prev_logprobs": torch.float32,
+    "advantages": torch.float32,
+}
+_PER_SAMPLE = ("input_lengths", "sample_mask", "total_reward")
+
+
+@dataclass(frozen=True)
+class NodesResult:
+    """Durations of operations from both nodes.
+
+    Attributes:
+        seconds: "same" or "other" node to its operations, each with its durations; the n-th of both
+            nodes are of the same round.
+    """
+
+    seconds: Mapping[str, Mapping[str, list[float]]]
+
+    def _ratio(self, operation: str) -> Summary:
+        above, below = (self.seconds[node][operation] for node in (_OTHER, _SAME))
+        rounds = Summary.of([a / b for a, b in zip(above, below, strict=True)])
+        value = float(np.median(above) / np.median(below))
+        return Summary(value, rounds.p99, rounds.spread, rounds.count)
+
+    def rows(self) -> list[list[str]]:
+        """Return rows for a table with `NODES_HEADINGS`."""
+        rows = []
+        for operation in self.seconds[_SAME]:
+            same, other = (Summary.of(self.seconds[node][operation]) for node in (_SAME, _OTHER))
+            ratio = self._ratio(operation)
+            moved = ["", "", ""]
+            if operation.endswith("_bulk"):
+                rates = (f"{_BULK_BYTES / each.value / 1e9:.2f}" for each in (same, other))
+                moved = [f"{_BULK_BYTES / 1e6:.0f}", *rates]
+            times = (same.value, same.p99, other.value, other.p99)
+            cells = [f"{seconds * 1e3:.3g}" for seconds in times]
+            rows.append([operation, *cells, f"{ratio.value:.2f} ({ratio.spread:.2f})", *moved])
+        return rows
+
+    def entries(self) -> list[Entry]:
+        """Return entries for the file of results."""
+        entries = []
+        for operation in self.seconds[_SAME]:
+            name = f"growth.nodes_{operation}"
+            for node in (_SAME, _OTHER):
+                each = Summary.of(self.seconds[node][operation])
+                spread, count = each.spread * 1e3, each.count
+                entries += [
+                    Entry(f"{name}.{node}_p50_ms", each.value * 1e3, "ms", None, spread, count),
+                    Entry(f"{name}.{node}_p99_ms", each.p99 * 1e3, "ms", None, spread, count),
+                ]
+            ratio = self._ratio(operation)
+            entries.append(
+                Entry(
+                    f"{name}.ratio_vs_same_node", ratio.value, "x", _SAME, ratio.spread, ratio.count
+                )
+            )
+        return entries
+
+
+def measure_nodes(announce: Callable[[str], None]) -> NodesResult:
+    """Start two machines with a Ray node each, and measure.
+
+    Args:
+        announce: called with the title of the part.
+
+    Raises:
+        MachinesError: this process may not create machines, or the driver failed.
+    """
+    announce("growth: two nodes")
+    folder = Path(tempfile.mkdtemp(prefix="gn-"))  # a short path: Ray's sockets are below it
+    try:
+        with Machines(*_NAMES) as machines:
+            nodes = RayNodes(machines, folder)
+            printed = nodes.head.run(
+                [sys.executable, "-m", "integration.benchmarks.growth_nodes", nodes.address],
+                env=nodes.environment,
+                timeout_s=_TIMEOUT_S,
+            )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return NodesResult(json.loads(printed.splitlines()[-1]))
+
+
+class _Side:
+    """Actor with a client on one node."""
+
+    def __init__(self, cfg: Mapping[str, Any], name: str) -> None:
+        self._client = TQDataPlaneClient(cfg, bootstrap=False)
+        self._name = name
+        self._number = 0
+        small = {name: torch.ones(_SMALL_ROWS, _TOKENS, dtype=d) for name, d in _PER_TOKEN.items()}
+        self._small = small | {name: torch.ones(_SMALL_ROWS) for name in _PER_SAMPLE}
+        self._bulk = torch.randint(0, 256, (_BULK_ROWS, _BULK_ROW_BYTES), dtype=torch.uint8)
+
+    def run(self) -> dict[str, list[float]]:
+        """Run every operation several times; return the seconds of each."""
+        seconds: dict[str, list[float]] = {}
+
+        def timed(
+            operation: str, call: Callable[..., Any], *arguments: Any, **keywords: Any
+        ) -> Any:
+            began = time.perf_counter()
+            answer = call(*arguments, **keywords)
+            seconds.setdefault(operation, []).append(time.perf_counter() - began)
+            return answer
+
+        client, fields, bulk = self._client, list(self._small), {"bulk": self._bulk}
+        cut = {"lengths": [_TOKENS] * _SMALL_ROWS, "ragged": list(_PER_TOKEN)}
+        needed = ["input_ids"]
+        for _ in range(_TIMES):
+            ids, bulk_ids = self._ids(_SMALL_ROWS), self._ids(_BULK_ROWS)
+            timed("put32", client.put_columns, ids, _PARTITION, self._small, **cut)
+            claimed = timed("claim32", client.claim_meta, _PARTITION, _TASK, needed, _SMALL_ROWS)
+            assert sorted(claimed.sample_ids) == sorted(ids)
+            timed("get32", client.get_columns, ids, _PARTITION, fields)
+            timed("put_bulk", client.put_columns, bulk_ids, _PARTITION, bulk)
+            got = timed("get_bulk", client.get_columns, bulk_ids, _PARTITION, ["bulk"])
+            assert torch.equal(got["bulk"], self._bulk)
+            client.clear_samples([*ids, *bulk_ids], _PARTITION, force=True)
+        return seconds
+
+    def _ids(self, count: int) -> list[str]:
+        self._number += 1
+        return [f"{self._name}-{self._number:05d}-{row}" for row in range(count)]
+
+
+def main(address: str) -> None:
+    """Measure on a cluster, and print the samples as JSON."""
+    ray.init(address=address, namespace="growth", logging_level="ERROR", log_to_driver=False)
+    same, other = _NAMES
+    cfg = {
+        "enabled": True,
+        "impl": "transfer_queue",
+        "backend": "packed",
+        "storage_capacity": 10_000,
+        "num_storage_units": 1,
+        "claim_meta_poll_interval_s": 1.0,
+        "global_segment_size": 512 << 20,
+        "local_buffer_size": 0,
+        "transfer_queue_mirror": False,
+        "claim_lease_s": 60.0,
+        "unit_resources": {same: 1},
+    }
+    seconds: dict[str, dict[str, list[float]]] = {_SAME: {}, _OTHER: {}}
+    order = random.Random(SEED)
+    with TQDataPlaneClient(cfg, bootstrap=True) as client:
+        client.register_partition(_PARTITION, [], 0, [_TASK])
+        actor: Any = ray.remote(_Side)
+        sides = {
+            node: actor.options(num_cpus=0.1, resources={name: 1}).remote(cfg, node)
+            for node, name in ((_SAME, same), (_OTHER, other))
+        }
+        for number in range(_WARM_UPS + _ROUNDS):
+            for node in order.sample(list(sides), len(sides)):
+                timed = ray.get(sides[node].run.remote(), timeout=_TIMEOUT_S)
+                for operation, values in timed.items() if number >= _WARM_UPS else ():
+                    seconds[node].setdefault(operation, []).extend(values)
+    ray.shutdown()
+    print(json.dumps(seconds))
+
+
+__all__ = ["NODES_HEADINGS", "SEED", "MachinesError", "NodesResult", "measure_nodes"]
+
+if __name__ == "__main__":
+    main(sys.argv[1])
