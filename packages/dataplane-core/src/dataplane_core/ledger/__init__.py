@@ -5,6 +5,7 @@ under its lock (`InMemoryDataPlaneClient`), a server from a single thread. The v
 stored elsewhere; the ledger keeps one opaque cell for each.
 """
 
+from dataplane_core.ledger.cells import SharedCells
 from dataplane_core.ledger.inspect import (
     AssignmentSummary,
     ClaimSummary,
@@ -36,6 +37,7 @@ __all__ = [
     "PutTicket",
     "Row",
     "SampleState",
+    "SharedCells",
     "Shortage",
     "StatePage",
     "StorageSummary",

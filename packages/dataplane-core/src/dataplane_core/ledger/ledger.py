@@ -17,6 +17,7 @@ from dataplane_core.errors import (
     PartitionNotFoundError,
     listed,
 )
+from dataplane_core.ledger.cells import SharedCells
 from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.partition import Partition
 from dataplane_core.ledger.rows import Row
@@ -206,7 +207,7 @@ class Ledger:
     def commit_put(
         self,
         ticket: PutTicket,
-        cells: Mapping[str, Sequence[Any]],
+        cells: Mapping[str, Sequence[Any]] | SharedCells,
         tags: Sequence[Mapping[str, Any]] | None,
         origin: str | None = None,
         *,
@@ -216,7 +217,7 @@ class Ledger:
 
         Args:
             ticket: from `begin_put`; it is closed, even if this raises.
-            cells: field to one cell per sample.
+            cells: field to one cell per sample, or cells that the samples share.
             tags: one mapping per sample that replaces its tags; None keeps them.
             origin: name of the put, see `DataPlaneClient.read_origins`.
             nbytes: field to the bytes of its cells, if the store knows them.
@@ -306,7 +307,7 @@ class Ledger:
             del self.partitions[partition_id]
         self.totals["clears"] += 1
         self.totals["samples_cleared"] += len(rows)
-        self._discard([cell for row in rows if not row.pins for cell in row.cells.values()])
+        self._discard([cell for row in rows if not row.pins for cell in row.all_cells()])
         return rows
 
     def detach(self, partition_id: str, *, force: bool) -> Partition | None:
@@ -331,7 +332,7 @@ class Ledger:
     def dismantle(self, partition: Partition, count: int) -> list[Row]:
         """Drop up to ``count`` samples of a detached partition; return their rows."""
         rows = partition.dismantle(count)
-        self._discard([cell for row in rows if not row.pins for cell in row.cells.values()])
+        self._discard([cell for row in rows if not row.pins for cell in row.all_cells()])
         return rows
 
     @staticmethod
@@ -349,7 +350,7 @@ class Ledger:
                 unused += row.stale
                 row.stale = ()
                 if row.dropped:
-                    unused += row.cells.values()
+                    unused += row.all_cells()
         if unused:
             self._discard(unused)
 

@@ -16,7 +16,7 @@ from dataplane_core.ledger.assignments import Assignment, indivisible, split
 from dataplane_core.ledger.leases import Lease, Leases
 from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.queues import Queue
-from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.rows import NO_STATES, Row
 from dataplane_core.ledger.samples import Samples
 from dataplane_core.ledger.selection import ClaimRequest, RankGroup, balance
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
@@ -438,7 +438,7 @@ class Partition:
                     task.assignments.take(state, [row.sample_id])
             task.dequeue(unclaimed)
         for row in dropped:
-            row.states.clear()
+            row.states = NO_STATES
         self.touch()
         return dropped
 
@@ -454,7 +454,7 @@ class Partition:
                 for state in row.states.values():
                     if not isinstance(state, str):
                         state.rows.pop(row.sample_id, None)
-                row.states.clear()
+                row.states = NO_STATES
         for task in self.tasks.values():
             task.drop_queues()
         self._retired[:] = [queue for queue in self._retired if not queue.shed(2 * count)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any  # Any: cells belong to the storage, tags to the caller
 
+from dataplane_core.ledger.cells import Place
 from dataplane_core.ledger.parted_dict import PartedDict
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
 from dataplane_core.tags import LENGTH_TAG
@@ -20,6 +21,15 @@ GROUP_TAG = "group"
 NO_ORIGINS: Mapping[str, str] = MappingProxyType({})
 """Origins of samples whose puts had no origin."""
 
+NO_CELLS: Mapping[str, Any] = {}
+"""Cells of samples without fields; never changed."""
+
+NO_TAGS: dict[str, Any] = {}
+"""Tags of samples without tags; never changed."""
+
+NO_STATES: dict[Task, State] = {}
+"""States of samples that are open to every task; never changed."""
+
 
 class Row:
     """The record of one sample that was put.
@@ -27,12 +37,15 @@ class Row:
     Attributes:
         sample_id: the sample's id.
         sequence: number in the order of first puts; never reused.
-        cells: field to the storage's cell of its value.
+        cells: field to the storage's cell of its value, or, with a ``place``, to a column and a
+            layer that other samples share: see `SharedCells`. Replaced and never changed.
+        place: the sample's numbers in shared columns; empty if its cells are its own.
         origins: field to the name of the put that wrote it; shared by the samples of a put, hence
             replaced and never changed.
-        tags: the caller's primitives.
+        tags: the caller's primitives; replaced and never changed.
         put_at: when it was first put, on the clock of claims.
-        states: task to the sample's state for it; without an entry the sample is open.
+        states: task to the sample's state for it; without an entry the sample is open. `Task`
+            replaces `NO_STATES`, which all samples without states share.
         pins: number of running reads. Cells that are overwritten or cleared meanwhile are
             discarded when the last read ends.
         stale: cells that were overwritten while the row was pinned.
@@ -44,6 +57,7 @@ class Row:
         "dropped",
         "origins",
         "pins",
+        "place",
         "put_at",
         "sample_id",
         "sequence",
@@ -56,13 +70,26 @@ class Row:
         self.sample_id = sample_id
         self.sequence = sequence
         self.put_at = put_at
-        self.cells: dict[str, Any] = {}
+        self.cells: Mapping[str, Any] = NO_CELLS
+        self.place: Place = ()
         self.origins: Mapping[str, str] = NO_ORIGINS
-        self.tags: dict[str, Any] = {}
-        self.states: dict[Task, State] = {}
+        self.tags: dict[str, Any] = NO_TAGS
+        self.states: dict[Task, State] = NO_STATES
         self.pins = 0
         self.stale: Sequence[Any] = ()
         self.dropped = False
+
+    def cell(self, name: str) -> Any:
+        """Return the storage's cell of a field."""
+        cell = self.cells[name]
+        return (cell[0], self.place[cell[1]]) if self.place else cell
+
+    def all_cells(self) -> Iterable[Any]:
+        """Return the storage's cells of all fields."""
+        place = self.place
+        if not place:
+            return self.cells.values()
+        return [(column, place[layer]) for column, layer in self.cells.values()]
 
     @property
     def group(self) -> str:

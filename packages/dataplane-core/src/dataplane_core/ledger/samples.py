@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any  # Any: cells belong to the storage
 
 from dataplane_core.declaration import missing_data
+from dataplane_core.ledger.cells import Overlay, Place, SharedCells
 from dataplane_core.ledger.origins import count_origins, note_origin
-from dataplane_core.ledger.rows import Row, Rows
+from dataplane_core.ledger.rows import NO_CELLS, Row, Rows
 from dataplane_core.ledger.sizes import FieldBytes, Measure
 from dataplane_core.schema import Form
 
@@ -36,7 +37,7 @@ class Samples:
     def write(
         self,
         sample_ids: Sequence[str],
-        cells: Mapping[str, Sequence[Any]],
+        cells: Mapping[str, Sequence[Any]] | SharedCells,
         sequence: Iterator[int],
         origin: str | None,
         *,
@@ -47,7 +48,7 @@ class Samples:
 
         Args:
             sample_ids: the samples.
-            cells: field to one cell per sample.
+            cells: field to one cell per sample, or cells that the samples share.
             sequence: yields the sequences of new samples.
             origin: name of the put, or None.
             nbytes: field to the bytes of ``cells``, if the store knows them.
@@ -56,21 +57,21 @@ class Samples:
         Returns:
             The rows, those of them that were present before, and cells that can be discarded.
         """
-        names = tuple(cells)
-        by_sample = zip(*cells.values(), strict=True) if names else itertools.repeat(())
+        names, by_sample = _by_sample(cells)
         replaced: list[Any] = []
         written: list[Row] = []
         known = [self.rows.get(sample_id) for sample_id in sample_ids]
         present = [row for row in known if row is not None]
         new: dict[str, Row] = {}
+        overlay = Overlay()
         if present:
             self._forget_bytes(present, [name for name in names if self.field_counts.get(name)])
-        for sample_id, row, values in zip(sample_ids, known, by_sample, strict=False):
+        for sample_id, row, (values, place) in zip(sample_ids, known, by_sample, strict=False):
             if row is None:
                 row = new[sample_id] = Row(sample_id, next(sequence), now)
-                row.cells = dict(zip(names, values, strict=True))
+                row.cells, row.place = values, place
             else:
-                replaced += self._overwrite(row, dict(zip(names, values, strict=True)))
+                replaced += self._overwrite(row, values, place, overlay)
             written.append(row)
         for row in new.values():
             self.rows.add(row)
@@ -87,17 +88,19 @@ class Samples:
         """Subtract the bytes of cells that are about to be replaced or removed."""
         if self.sizes.known:
             for name in fields:
-                self.sizes.remove(name, [row.cells[name] for row in rows if name in row.cells])
+                self.sizes.remove(name, [row.cell(name) for row in rows if name in row.cells])
 
-    def _overwrite(self, row: Row, cells: Mapping[str, Any]) -> list[Any]:
+    def _overwrite(
+        self, row: Row, cells: Mapping[str, Any], place: Place, overlay: Overlay
+    ) -> list[Any]:
         """Write fields of a present sample; return the cells that can be discarded."""
         replaced = []
-        for name, cell in cells.items():
+        for name in cells:
             if name in row.cells:
-                replaced.append(row.cells[name])
+                replaced.append(row.cell(name))
             else:
                 self.field_counts[name] = self.field_counts.get(name, 0) + 1
-            row.cells[name] = cell
+        row.cells, row.place = overlay.over(row.cells, row.place, cells, place)
         if row.pins:
             row.stale = [*row.stale, *replaced]
             return []
@@ -145,3 +148,16 @@ class Samples:
         """Return the origins of fields; see `DataPlaneClient.read_origins`."""
         known = (self.rows[sample_id] for sample_id in sample_ids if sample_id in self.rows)
         return count_origins(known, fields)
+
+
+def _by_sample(
+    cells: Mapping[str, Sequence[Any]] | SharedCells,
+) -> tuple[tuple[str, ...], Iterable[tuple[Mapping[str, Any], Place]]]:
+    """Return the fields that a put writes, and the cells and the place of each of its samples."""
+    if isinstance(cells, SharedCells):
+        return cells.fields, cells.samples
+    names = tuple(cells)
+    if not names:
+        return names, itertools.repeat((NO_CELLS, ()))
+    columns = zip(*cells.values(), strict=True)
+    return names, ((dict(zip(names, values, strict=True)), ()) for values in columns)

@@ -13,7 +13,7 @@ from dataplane_core.ledger.assignments import Assignment, Assignments
 from dataplane_core.ledger.leases import Lease
 from dataplane_core.ledger.order import ClaimOrder, Positions
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue, Terms
-from dataplane_core.ledger.rows import Row, Rows
+from dataplane_core.ledger.rows import NO_STATES, Row, Rows
 from dataplane_core.ledger.samples import Samples
 from dataplane_core.ledger.selection import ClaimRequest, TagFilter
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
@@ -138,7 +138,10 @@ class Task:
             states = row.states
             before = _CODES[type(states.get(self))]
             if to is not None:
-                states[self] = to
+                if states is NO_STATES:
+                    row.states = {self: to}
+                else:
+                    states[self] = to
             elif before:
                 del states[self]
             self.totals[before] -= 1
@@ -152,7 +155,7 @@ class Task:
 
     def remove(self, row: Row) -> State | None:
         """Remove a cleared sample; return its state."""
-        state = row.states.pop(self, None)
+        state = row.states.pop(self, None) if row.states else None
         before = _CODES[type(state)]
         self.totals[before] -= 1
         if before > ASSIGNED:

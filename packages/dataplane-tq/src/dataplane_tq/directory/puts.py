@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import repeat
-from typing import Any  # Any: cells are the catalogue's
 
 from dataplane_core import (
     CapacityExceeded,
@@ -17,6 +15,7 @@ from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.backlog import grouped
 from dataplane_tq.directory.books import Books
 from dataplane_tq.directory.catalogue import Catalogue
+from dataplane_tq.directory.cells import cells_of_put
 from dataplane_tq.directory.operations import Drops, Idle, Operation, Pins, State
 from dataplane_tq.packed.layout import Block
 
@@ -51,13 +50,10 @@ class Putting(Operation):
         """Make the put visible in one step that cannot fail; return the next operation."""
         ticket, books = self._ticket, self._books
         partition = books.ledger.partition(ticket.partition_id)
-        cells: dict[str, list[Any]] = {
-            name: [None] * (0 if self._blocks else len(ticket.sample_ids)) for name in ticket.kinds
-        }
+        cells = cells_of_put(ticket.kinds, self._blocks, len(ticket.sample_ids))
         nbytes: dict[str, int] = {}
         for block in self._blocks:
             name = block.layout.name
-            cells[name].extend(zip(repeat(block), range(block.layout.rows)))
             nbytes[name] = nbytes.get(name, 0) + block.layout.nbytes
         if books.catalogue is not None:
             _disown(books.catalogue, partition, ticket)

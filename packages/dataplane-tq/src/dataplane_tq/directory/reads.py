@@ -34,7 +34,8 @@ def find(
 
 def _parts(rows: list[Row], name: str, catalogue: Catalogue) -> FieldParts:
     """Return the locations of one field of ``rows``; they may be in several blocks."""
-    first, start = rows[0].cells[name]
+    first, layer = rows[0].cells[name]
+    start = rows[0].place[layer]
     stop = start + len(rows)
     if (owners := catalogue.owners(first)) is not None and owners[start:stop] == rows:
         # Fast path: the rows are a block, or a run of its rows, in the order of the put.
@@ -42,7 +43,7 @@ def _parts(rows: list[Row], name: str, catalogue: Catalogue) -> FieldParts:
         run = b"" if complete else np.arange(start, stop, dtype=np.int64).tobytes()
         return FieldParts([first], b"", run)
     cells = [row.cells[name] for row in rows]
-    numbers = [number for _, number in cells]
+    numbers = [row.place[layer] for row, (_, layer) in zip(rows, cells, strict=True)]
     if all(block is first for block, _ in cells):
         complete = len(numbers) == first.layout.rows and numbers == list(range(len(numbers)))
         return FieldParts([first], b"", b"" if complete else _packed(numbers, np.int64))

@@ -11,10 +11,12 @@ from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import PutTicket
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.books import Books
+from dataplane_tq.directory.cells import cells_of_restore
 from dataplane_tq.directory.operations import Operation, State
 from dataplane_tq.packed.layout import Block
 
-_Cell = tuple[Block, int]
+_Column = tuple[Block, list[int]]
+"""A block, and the number of each sample's row in it."""
 
 
 class Restoring(Operation):
@@ -26,14 +28,14 @@ class Restoring(Operation):
         self._books = books
         self._partition_id = partition_id
         self._blocks: list[tuple[Block, list[int]]] = []
-        self._puts: list[tuple[PutTicket, dict[str, list[_Cell]]]] = []
+        self._puts: list[tuple[PutTicket, dict[str, _Column]]] = []
 
     def reserve(self, saved: list[p.SavedBlock], node: str) -> list[Block]:
         """Reserve capacity for the blocks; raise a `DataPlaneError` if it cannot be had now."""
         catalogue = self._books.catalogue
         if catalogue is None:
             raise InvalidRequestError("restore: this store has no packed units")
-        cells: dict[tuple[str, ...], dict[str, list[_Cell]]] = {}
+        columns: dict[tuple[str, ...], dict[str, _Column]] = {}
         for each in saved:
             rows = _live_rows(each)
             block = catalogue.restore(each.id, each.layout, preferred_node=node)
@@ -45,15 +47,15 @@ class Restoring(Operation):
                     "at the save"
                 )
             self._blocks.append((block, rows))
-            fields = cells.setdefault(tuple(each.sample_ids), {})
+            fields = columns.setdefault(tuple(each.sample_ids), {})
             if each.layout.name in fields:
                 raise InvalidRequestError(
                     f"restore(partition={self._partition_id!r}): field {each.layout.name!r} of "
                     f"sample {each.sample_ids[0]!r} is in two blocks"
                 )
-            fields[each.layout.name] = [(block, row) for row in rows]
-        for sample_ids, fields in cells.items():
-            kinds = {name: column[0][0].layout.kind for name, column in fields.items()}
+            fields[each.layout.name] = block, rows
+        for sample_ids, fields in columns.items():
+            kinds = {name: block.layout.kind for name, (block, _) in fields.items()}
             ticket = self._books.ledger.begin_put(self._partition_id, sample_ids, kinds)
             if ticket is None:
                 raise self._books.ledger.full(self._partition_id, sample_ids)
@@ -65,9 +67,9 @@ class Restoring(Operation):
         catalogue = self._books.catalogue
         assert catalogue is not None
         for ticket, fields in self._puts:
-            self._books.ledger.commit_put(ticket, fields, None)
+            self._books.ledger.commit_put(ticket, cells_of_restore(fields), None)
             rows = [ticket.partition.rows[sample_id] for sample_id in ticket.sample_ids]
-            for [(block, _), *_] in fields.values():
+            for block, _ in fields.values():
                 if block.layout.rows == len(rows):
                     catalogue.own(block, rows)
         for block, numbers in self._blocks:
