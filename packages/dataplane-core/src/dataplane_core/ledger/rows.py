@@ -27,7 +27,7 @@ NO_CELLS: Mapping[str, Any] = {}
 NO_TAGS: dict[str, Any] = {}
 """Tags of samples without tags; never changed."""
 
-NO_STATES: dict[Task, State] = {}
+NO_STATES: Mapping[Task, State] = {}
 """States of samples that are open to every task; never changed."""
 
 
@@ -39,13 +39,13 @@ class Row:
         sequence: number in the order of first puts; never reused.
         cells: field to the storage's cell of its value, or, with a ``place``, to a column and a
             layer that other samples share: see `SharedCells`. Replaced and never changed.
-        place: the sample's numbers in shared columns; empty if its cells are its own.
+        place: the sample's numbers in shared columns; empty if it shares no cells.
         origins: field to the name of the put that wrote it; shared by the samples of a put, hence
             replaced and never changed.
         tags: the caller's primitives; replaced and never changed.
         put_at: when it was first put, on the clock of claims.
-        states: task to the sample's state for it; without an entry the sample is open. `Task`
-            replaces `NO_STATES`, which all samples without states share.
+        states: task to the sample's state for it; without an entry the sample is open. Shared by
+            the samples of a claim, hence replaced and never changed.
         pins: number of running reads. Cells that are overwritten or cleared meanwhile are
             discarded when the last read ends.
         stale: cells that were overwritten while the row was pinned.
@@ -74,7 +74,7 @@ class Row:
         self.place: Place = ()
         self.origins: Mapping[str, str] = NO_ORIGINS
         self.tags: dict[str, Any] = NO_TAGS
-        self.states: dict[Task, State] = NO_STATES
+        self.states: Mapping[Task, State] = NO_STATES
         self.pins = 0
         self.stale: Sequence[Any] = ()
         self.dropped = False

@@ -134,16 +134,19 @@ class Task:
         after = _CODES[type(to)]
         moved = 0
         claimed: dict[int, int] = {}
+        # Samples of one claim share their states. Keyed by the id() of the old states; the value
+        # keeps these alive, so that no new ones get the same id().
+        replacements: dict[int, tuple[Mapping[Task, State], Mapping[Task, State]]] = {}
         for row in rows:
             states = row.states
             before = _CODES[type(states.get(self))]
-            if to is not None:
-                if states is NO_STATES:
-                    row.states = {self: to}
-                else:
-                    states[self] = to
-            elif before:
-                del states[self]
+            pair = replacements.get(id(states))
+            if pair is None:
+                new = {task: state for task, state in states.items() if task is not self}
+                if to is not None:
+                    new[self] = to
+                pair = replacements[id(states)] = states, new or NO_STATES
+            row.states = pair[1]
             self.totals[before] -= 1
             moved += 1
             if (before > ASSIGNED) is not (after > ASSIGNED):
@@ -154,8 +157,8 @@ class Task:
             self._count(chunk, count if after > ASSIGNED else -count)
 
     def remove(self, row: Row) -> State | None:
-        """Remove a cleared sample; return its state."""
-        state = row.states.pop(self, None) if row.states else None
+        """Remove a cleared sample; return its state. The caller then replaces its states."""
+        state = row.states.get(self)
         before = _CODES[type(state)]
         self.totals[before] -= 1
         if before > ASSIGNED:
