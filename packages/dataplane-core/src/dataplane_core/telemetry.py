@@ -80,19 +80,21 @@ def attached(carrier: Mapping[str, str] | None) -> Iterator[None]:
 
 @contextmanager
 def step_context(
-    run_id: str, step: int, weight_version: int, *, verbose: bool = False
+    run_id: str, step: int | None, weight_version: int, *, verbose: bool = False
 ) -> Iterator[None]:
     """Set run, step and weight version in the context of a block.
 
     Args:
         run_id: id of the run.
-        step: number of completed steps before this one.
+        step: number of completed steps before this one; None for work of no step, such as a
+            rollout of asynchronous training.
         weight_version: version of the weights with which the step generates and trains.
         verbose: let `detail_span` record spans.
     """
     current = context.get_current()
     for name, value in ((RUN_ID, run_id), (STEP, step), (WEIGHT_VERSION, weight_version)):
-        current = baggage.set_baggage(name, str(value), current)
+        if value is not None:
+            current = baggage.set_baggage(name, str(value), current)
     if verbose:
         current = baggage.set_baggage(_VERBOSE, "1", current)
     token = context.attach(current)

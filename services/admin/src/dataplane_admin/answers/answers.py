@@ -279,8 +279,8 @@ class Answers:
         )
         return models.Traces(traces=page, next=trace_cursor(after))
 
-    def steps(self, run: str, *, limit: int = 10) -> list[models.TraceFacts]:
-        """Return the newest step traces of a run, newest first."""
+    def steps(self, run: str | None, *, limit: int = 10) -> list[models.TraceFacts]:
+        """Return the newest step traces of a run, or of all runs, newest first."""
         return self._store.steps(run, limit)
 
     def trace(self, trace_id: str) -> models.Trace:

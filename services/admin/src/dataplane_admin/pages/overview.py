@@ -138,11 +138,11 @@ def overview(
     waits_of_run = answers.why(run=run)
     waits = [item for item in waits_of_run if item.silent_s is None]
     silent = [item for item in waits_of_run if item.silent_s is not None]
-    judged = runs_to_judge(answers, run, waits, answers.traces(run=run, limit=_STEPS).traces)
+    judged = runs_to_judge(answers, run, waits, _newest(answers, run))
     pace = paces(answers, judged, status.now_ns, stuck_after_s)
     state, first_line = headline(status, waits, silent, held.partitions, pace)
     # Read the steps after the headline, so that the table has every step that it names.
-    facts = answers.traces(run=run, limit=_STEPS).traces
+    facts = _newest(answers, run)
     longest = max((item.seconds for item in facts), default=0.0)
     rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]
     steps = [_step(item, buckets.of(item), longest) for item in facts]
@@ -161,6 +161,11 @@ def overview(
         runs=answers.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
     )
+
+
+def _newest(answers: Answers, run: str | None) -> list[models.TraceFacts]:
+    """Return the newest steps; the newest traces of a program that has no steps."""
+    return answers.steps(run, limit=_STEPS) or answers.traces(run=run, limit=_STEPS).traces
 
 
 def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview | None:

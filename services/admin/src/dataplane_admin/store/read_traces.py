@@ -111,12 +111,13 @@ def read_traces(
     return facts, rows[limit - 1].arrival if more else None
 
 
-def read_steps(reader: Reader, run_id: str, limit: int = 10) -> list[TraceFacts]:
-    """Return the newest step traces among the newest 1,000 traces of a run."""
+def read_steps(reader: Reader, run_id: str | None, limit: int = 10) -> list[TraceFacts]:
+    """Return the newest step traces among the newest 1,000 traces of a run, or of all."""
+    traces = select(*_COLUMNS)
+    if run_id is not None:
+        traces = traces.where(TraceModel.run_id == storable(run_id))
     newest = (
-        select(*_COLUMNS)
-        .where(TraceModel.run_id == storable(run_id))
-        .order_by(TraceModel.arrival.desc())
+        traces.order_by(TraceModel.arrival.desc())
         .limit(_MAX_LATEST)
         .execution_options(yield_per=_AT_ONCE)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,20 +23,28 @@ class AwaitedColumns:
 
 @contextmanager
 def reported_while_blocked(
-    on: str, awaited: AwaitedColumns | None = None
+    on: str, awaited: AwaitedColumns | None = None, *, quiet_s: float = 0.0
 ) -> Iterator[Callable[[], None]]:
     """Report a call that blocks for more than a second.
 
     Args:
         on: the actor and method called, "policy worker 1: train".
         awaited: the columns that the call writes; None if it writes none.
+        quiet_s: do not report a shorter wait, which is normal for the call.
 
     Yields:
         A function that ends the wait before the block ends.
     """
     context = otel_context.get_current()
 
+    began = time.monotonic()
+    is_reported = False
+
     def report(wait: Wait) -> None:
+        nonlocal is_reported
+        if time.monotonic() < began + quiet_s:
+            return
+        is_reported = True
         emit(
             "waiting",
             None if awaited is None else awaited.partition_id,
@@ -56,7 +65,7 @@ def reported_while_blocked(
         if not ended:
             ended = True
             waits.end(wait)
-            if wait.reported:
+            if is_reported:
                 emit("answered", context=context, error=error, wait=wait.name, on=on)
 
     try:

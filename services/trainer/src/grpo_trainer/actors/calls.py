@@ -33,11 +33,15 @@ class ActorCalls:
     Args:
         timeout_s: deadline of a call, in seconds.
         observer: called with each value that is sent or received; for measurements.
+        quiet_s: do not report shorter waits, which are normal for these actors.
     """
 
-    def __init__(self, *, timeout_s: float, observer: Observer | None = None) -> None:
+    def __init__(
+        self, *, timeout_s: float, observer: Observer | None = None, quiet_s: float = 0.0
+    ) -> None:
         self._timeout_s = timeout_s
         self._observer = observer
+        self._quiet_s = quiet_s
         self._actors: dict[str, Any] = {}
 
     def add(self, name: str, handle: Any) -> None:
@@ -120,7 +124,9 @@ class ActorCalls:
         deadline = time.monotonic() + limit_s
         with ExitStack() as stack:
             waiting = {
-                name: stack.enter_context(reported_while_blocked(f"{name}: {method}", awaited))
+                name: stack.enter_context(
+                    reported_while_blocked(f"{name}: {method}", awaited, quiet_s=self._quiet_s)
+                )
                 for name in calls
             }
             try:

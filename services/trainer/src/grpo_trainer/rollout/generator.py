@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any  # Any: metrics
@@ -52,7 +53,9 @@ JOURNALED = [name for name in DP_TRAIN_FIELDS if name not in (PREV_LOGPROBS, REF
 
 TOKEN_COLUMNS = TOKEN_ALIGNED_FIELDS & {*JOURNALED} - {"advantages", "sample_mask"}
 
-_CLAIM_S = 0.5
+_CLAIM_S = 2.0
+"""Seconds that an idle generator waits for a prompt before it checks whether to stop."""
+
 _VERSIONS = "weight_versions"
 
 
@@ -170,48 +173,48 @@ class Generator(RolloutActor):
     def _generate(self) -> None:
         try:
             while not self._stopping.is_set():
-                started = time.perf_counter()
-                claim = self._claim()
-                with self._lock:
-                    self._report.idle_s += time.perf_counter() - started
-                if claim is not None:
-                    self._play(claim)
+                with self._context(), span("grpo.rollout"):
+                    started = time.perf_counter()
+                    claim = self._claim()
+                    with self._lock:
+                        self._report.idle_s += time.perf_counter() - started
+                    if claim is not None:
+                        with self._context():  # the weights may be newer now
+                            self._play(claim)
         except Exception as error:  # noqa: BLE001  # whatever it is, the driver must learn it
             with self._lock:
                 self._report.error = f"{type(error).__name__}: {first_line(error)}"
             self._stopping.set()
 
     def _claim(self) -> KVBatchMeta | None:
-        """Claim complete groups of prompts, in order; None if there are none for a while."""
+        """Claim the groups that are ready, or the next one; None if there is none for a while."""
         size = self._grpo.num_generations_per_prompt
         count = self._grpo.asynchronous.prompts_per_rollout * size
-        try:
-            claim = self._dp_client.claim_meta(
-                TRAIN, GENERATE_TASK, [PROMPT], count, timeout_s=_CLAIM_S
-            )
-        except ClaimTimeoutError:  # fewer than a full batch
-            claim = self._dp_client.claim_meta(
-                TRAIN, GENERATE_TASK, [PROMPT], count, blocking=False
-            )
+        task = TRAIN, GENERATE_TASK, [PROMPT]
+        claim = self._dp_client.claim_meta(*task, count, blocking=False)
         if not claim.size:
-            return None
+            try:
+                claim = self._dp_client.claim_meta(*task, size, timeout_s=_CLAIM_S)
+            except ClaimTimeoutError:
+                return None
         return claim.subset(sorted(range(claim.size), key=claim.sample_ids.__getitem__))
 
-    def _play(self, claim: KVBatchMeta) -> None:
+    def _context(self) -> AbstractContextManager[None]:
         version = version_number(self._generation.weight_version())
-        context = step_context(self._run_id, version, weight_version=version, verbose=self._verbose)
-        with context, span("grpo.rollout"):
-            try:
-                with held_claim(self._dp_client, claim, renew_every_s=self._lease_s / 3):
-                    filtered = self._fill(claim)
-            except LeaseLostError as error:
-                with self._lock:
-                    self._report.lost += len(error.sample_ids)
-                return
-            if filtered:
-                with span("drop", "wasted"):
-                    emit("dropped", TRAIN, filtered, reason="equal_rewards")
-                    self._dp_client.clear_samples(filtered, TRAIN)
+        return step_context(self._run_id, None, weight_version=version, verbose=self._verbose)
+
+    def _play(self, claim: KVBatchMeta) -> None:
+        try:
+            with held_claim(self._dp_client, claim, renew_every_s=self._lease_s / 3):
+                filtered = self._fill(claim)
+        except LeaseLostError as error:
+            with self._lock:
+                self._report.lost += len(error.sample_ids)
+            return
+        if filtered:
+            with span("drop", "wasted"):
+                emit("dropped", TRAIN, filtered, reason="equal_rewards")
+                self._dp_client.clear_samples(filtered, TRAIN)
 
     def _fill(self, claim: KVBatchMeta) -> list[str]:
         """Put the columns of a claim's samples; return the samples that are to be cleared."""

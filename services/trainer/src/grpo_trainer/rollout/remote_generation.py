@@ -20,8 +20,10 @@ GENERATION = "generation worker"
 class RayGeneration:
     """`rollout_actor.GenerationInterface` that calls the handle of a `GenerationWorker`."""
 
+    _quiet_s = 0.0
+
     def __init__(self, worker: Any, *, timeout_s: float) -> None:
-        self._calls = ActorCalls(timeout_s=timeout_s)
+        self._calls = ActorCalls(timeout_s=timeout_s, quiet_s=self._quiet_s)
         self._calls.add(GENERATION, worker)
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool) -> Mapping[str, Any]:
@@ -47,6 +49,8 @@ class RayGeneration:
 
 class StreamingGeneration(RayGeneration):
     """`RayGeneration` of concurrent rollouts, which share the worker's metrics and memory."""
+
+    _quiet_s = 30.0  # many rollouts generate all the time
 
     def weight_version(self) -> str:
         """Return the version id of the weights that the worker holds."""
