@@ -23,15 +23,16 @@ def test_light_clients_import_neither_torch_nor_ray():
 
 
 @pytest.mark.parametrize(
-    ("directory", "units", "clients", "bound"),
+    ("directory", "units", "clients", "machine", "bound"),
     [
-        (0.95, 0.1, 0.9, "directory"),  # its thread is busy, whatever else is
-        (0.7, 0.3, 0.9, "all cores"),
-        (0.5, 0.0, 0.4, "round trips"),
+        (0.95, 0.1, 0.9, 2.0, "directory"),  # its thread is busy, whatever else is
+        (0.7, 0.3, 0.9, 1.95, "all cores"),
+        (0.7, 0.1, 0.4, 1.95, "other load"),
+        (0.5, 0.0, 0.4, 1.0, "round trips"),
     ],
 )
-def test_bottleneck_is_what_has_no_processor_time_left(directory, units, clients, bound):
-    cores = {"directory": directory, "units": units, "clients": clients}
+def test_bottleneck_is_what_has_no_processor_time_left(directory, units, clients, machine, bound):
+    cores = {"directory": directory, "units": units, "clients": clients, "machine": machine}
     assert bottleneck(cores, 2) == bound
 
 

@@ -48,6 +48,7 @@ CLIENTS_HEADINGS = [
     "cores: directory",
     "units",
     "clients",
+    "machine",
     "bound by",
 ]
 UNITS_HEADINGS = ["units", "transport", "put GB/s", "IQR", "get GB/s", "IQR", "n"]
@@ -74,7 +75,7 @@ class Round:
     Attributes:
         rate: operations per second of all clients.
         cycle_s: durations of all cycles.
-        cores: CPU seconds per second of the directory, of all units, and of all clients.
+        cores: CPU seconds per second of the directory, all units, all clients, and the machine.
     """
 
     rate: float
@@ -86,14 +87,15 @@ def bottleneck(cores: Mapping[str, float], machine_cores: int) -> str:
     """Return what bounds the throughput.
 
     Args:
-        cores: CPU seconds per second of the directory, of the units, and of the clients.
+        cores: CPU seconds per second of the directory, the units, the clients, and the machine.
         machine_cores: cores of the machine.
     """
     if cores["directory"] >= _BUSY:
         return "directory"  # one thread
-    if sum(cores.values()) >= _BUSY * machine_cores:
-        return "all cores"
-    return "round trips"
+    if cores["machine"] < _BUSY * machine_cores:
+        return "round trips"
+    used = sum(cores[name] for name in ("directory", "units", "clients"))
+    return "all cores" if used >= _BUSY * cores["machine"] else "other load"
 
 
 def round_of(done: list[Done], cpu_s: Mapping[str, float], seconds: float, wall_s: float) -> Round:
@@ -143,7 +145,10 @@ class ClientsResult:
                     f"{ratio.value:.2f} ({ratio.spread:.2f})",
                     f"{cycle.value * 1e3:.3g}",
                     f"{cycle.p99 * 1e3:.3g}",
-                    *(f"{cores[name]:.2f}" for name in ("directory", "units", "clients")),
+                    *(
+                        f"{cores[name]:.2f}"
+                        for name in ("directory", "units", "clients", "machine")
+                    ),
                     bottleneck(cores, os.cpu_count() or 1),
                 ]
             )

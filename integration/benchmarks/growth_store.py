@@ -36,8 +36,13 @@ class GrowingStore:
     units: list[psutil.Process]
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the CPU time that the directory and all units have used so far."""
-        return {"directory": _cpu_s(self.directory), "units": sum(map(_cpu_s, self.units))}
+        """Return the CPU time used so far by the directory, all units, and the entire machine."""
+        machine = psutil.cpu_times()
+        return {
+            "directory": _cpu_s(self.directory),
+            "units": sum(map(_cpu_s, self.units)),
+            "machine": sum(machine) - machine.idle - machine.iowait - machine.guest,
+        }
 
 
 def _cpu_s(process: psutil.Process) -> float:
