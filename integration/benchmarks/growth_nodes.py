@@ -41,6 +41,7 @@ NODES_HEADINGS = [
     "other",
 ]
 
+_ROOT = Path(__file__).parents[2]
 _SAME, _OTHER = "same", "other"
 _NAMES = ("left", "right")
 _ROUNDS, _WARM_UPS, _TIMES = 12, 2, 5
@@ -128,7 +129,7 @@ def measure_nodes(announce: Callable[[str], None]) -> NodesResult:
             nodes = RayNodes(machines, folder)
             printed = nodes.head.run(
                 [sys.executable, "-m", "integration.benchmarks.growth_nodes", nodes.address],
-                env=nodes.environment,
+                env={**nodes.environment, "PYTHONPATH": str(_ROOT)},  # it starts in another folder
                 timeout_s=_TIMEOUT_S,
             )
     finally:
