@@ -11,6 +11,7 @@ import psutil
 from integration.benchmarks import (
     admin_ingest,
     admin_pages,
+    async_grpo,
     growth_clients,
     growth_nodes,
     growth_rows,
@@ -40,6 +41,7 @@ def circumstances() -> list[list[str]]:
         "data plane": harness.SEED,
         "refit": refit.SEED,
         "tracing": tracing.SEED,
+        "asynchronous GRPO": async_grpo.SEED,
         "ingested spans": admin_ingest.SEED,
         "pages": admin_pages.SEED,
         "growth, rows": growth_rows.SEED,

@@ -50,6 +50,7 @@ def benchmarks(
     with ingest_servers() as servers:
         with serving(live_samples=LIVE_SAMPLES) as service:
             from integration.benchmarks import cluster, report
+            from integration.benchmarks.async_grpo import measure_async
             from integration.benchmarks.circumstances import CIRCUMSTANCES_HEADINGS, circumstances
             from integration.benchmarks.growth import measure_growth
             from integration.benchmarks.refit import measure_refit
@@ -73,19 +74,20 @@ def benchmarks(
         sessions = run_sessions(parts, backend=backend, full=full)
         loads = (DEMO, LARGER) if full else (DEMO,)
         costs = [measure_tracing(load, parts.begin, full=full) for load in loads]
+        async_results = measure_async(parts.begin) if full else []
         growth = measure_growth(parts, full=True) if full else None
     refits = measure_refit(parts.begin, full=full)
     planning = measure_planning(parts.begin) if full else None
     parts.begin("writing the results")
     large = [part for part in (planning, soak, growth) if part is not None]
-    measured = [*sessions, *refits, *costs, ingest, pages, *large]
+    measured = [*sessions, *refits, *costs, *async_results, ingest, pages, *large]
     entries = [entry for part in measured for entry in part.entries()]
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
     on = ("Measured on", CIRCUMSTANCES_HEADINGS, measured_on)
     for title, headings, rows in (
         on,
-        *tables(sessions, costs, refits, planning, (ingest, pages, soak), growth),
+        *tables(sessions, costs, async_results, refits, planning, (ingest, pages, soak), growth),
     ):
         console.print(report.terminal_table(title, headings, rows))
         if full:

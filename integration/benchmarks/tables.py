@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from integration.benchmarks.admin_ingest import INGEST_HEADINGS, IngestResult
 from integration.benchmarks.admin_pages import PAGES_HEADINGS, PagesResult
 from integration.benchmarks.admin_soak import SOAK_HEADINGS, SoakResult
+from integration.benchmarks.async_grpo import ASYNC_HEADINGS, WHAT_IF_HEADINGS, AsyncResult
 from integration.benchmarks.growth import GrowthResult
 from integration.benchmarks.refit import REFIT_HEADINGS, STAGE_HEADINGS, RefitResult
 from integration.benchmarks.refit_planning import PLANNING_HEADINGS, PlanningResult
@@ -25,13 +26,14 @@ Table = tuple[str, list[str], list[list[str]]]
 def tables(
     sessions: Sequence[Session],
     costs: Sequence[TracingCost],
+    async_results: Sequence[AsyncResult],
     refits: Sequence[RefitResult],
     planning: PlanningResult | None,
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
     growth: GrowthResult | None,
 ) -> Iterator[Table]:
     """Yield the tables in the order of the docs; leave out those without rows."""
-    for table in _all(sessions, costs, refits, planning, admin, growth):
+    for table in _all(sessions, costs, async_results, refits, planning, admin, growth):
         if table[2]:
             yield table
 
@@ -39,6 +41,7 @@ def tables(
 def _all(
     sessions: Sequence[Session],
     costs: Sequence[TracingCost],
+    async_results: Sequence[AsyncResult],
     refits: Sequence[RefitResult],
     planning: PlanningResult | None,
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
@@ -57,6 +60,10 @@ def _all(
         title = f"Tracing of a GRPO step: {cost.load.title}"
         yield title, TRACING_HEADINGS, cost.rows()
         yield title, INSIDE_HEADINGS, cost.inside_rows()
+    rows = [row for result in async_results for row in result.rows()]
+    yield "Asynchronous GRPO", ASYNC_HEADINGS, rows
+    rows = [row for result in async_results for row in result.what_if_rows()]
+    yield "What-if: predictions from one traced run", WHAT_IF_HEADINGS, rows
     ingest, pages, soak = admin
     yield "Admin service: ingested spans", INGEST_HEADINGS, ingest.rows()
     yield "Admin service: pages and answers", PAGES_HEADINGS, pages.rows()

@@ -1,16 +1,19 @@
 """The command line ``grpo-trace``: where a GRPO step spends its time, across all its processes.
 
 Without a subcommand it runs traced steps and shows them. The telemetry is stored in a folder, so
-that ``show``, ``sample`` and ``why`` also work afterwards, and from another terminal during the
-run. Those three are the commands of ``python -m observability``; by default they read the newest
-traced run.
+that ``show``, ``sample``, ``why`` and ``what-if`` also work afterwards, and from another terminal
+during the run. The first three are the commands of ``python -m observability``; by default all read
+the newest traced run.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any  # Any: values of options
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from dataplane_core import DataPlaneError
@@ -30,6 +34,7 @@ from observability import cli as views
 
 if TYPE_CHECKING:
     from dataplane_core import PartitionSummary
+    from grpo_trainer.what_if import Recording, Setting
     from observability.views import Step
 
 TRACES = Path("runs") / "traces"
@@ -42,6 +47,13 @@ class _TraceGroup(OptionsGroup):
             load_config(given["config"], _overrides(given))
         except ConfigurationError as error:
             yield str(error)
+
+
+class _WhatIfCommand(OptionsCommand):
+    def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
+        generators = given.get("generators")
+        if generators is not None and not re.fullmatch(r"[+-]?\d{1,6}", generators):
+            yield f"--generators: found {generators!r}; expected a number such as 3, +2 or -1"
 
 
 class _ShowCommand(OptionsCommand):
@@ -187,6 +199,90 @@ def why_command(
     """List blocked tasks and what each is blocked on, longest first; silent processes last."""
     partitions = _live_partitions if live else None
     _guarded(lambda: views.why(_newest(folder), live=partitions, as_json=as_json))
+
+
+@app.command(
+    "what-if",
+    cls=_WhatIfCommand,
+    epilog="Example: grpo-trace what-if --generators +2 --staleness 2",
+)
+def what_if_command(
+    generators: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Generators: a number, or a change such as +2 or -1."),
+    ] = None,
+    staleness: Annotated[
+        int | None, typer.Option(min=0, help="Steps by which generators may run ahead.")
+    ] = None,
+    folder: Folder = None,
+    as_json: views.AsJson = False,
+) -> None:
+    """Predict the step time of a traced run with other generators or another staleness."""
+
+    def predict() -> None:
+        from grpo_trainer.what_if import Setting, recording_of
+        from observability.recordings import read_recording
+
+        try:
+            records = read_recording(_newest(folder))
+        except (OSError, ValueError) as error:
+            raise views.RecordingError(views.reason_of(error)) from None
+        recorded = recording_of(records)
+        setting = recorded.setting
+        count = setting.generators
+        if generators is not None:
+            count = int(generators) + (count if generators[0] in "+-" else 0)
+        if count < 1:
+            raise ConfigurationError(
+                f"--generators: {generators} of {setting.generators} leaves {count}; expected 1 or "
+                "more"
+            )
+        ahead = setting.staleness if staleness is None else staleness
+        changed = Setting(count, setting.concurrent_rollouts, ahead)
+        _print_prediction(recorded, changed, as_json=as_json)
+
+    _guarded(predict)
+
+
+def _print_prediction(recorded: Recording, changed: Setting, *, as_json: bool) -> None:
+    rows = {
+        "recorded": (recorded.setting, recorded.shares),
+        "replayed": (recorded.setting, recorded.replayed()),
+        "long run": (recorded.setting, recorded.with_setting(recorded.setting)),
+        "what if": (changed, recorded.with_setting(changed)),
+    }
+    error = rows["replayed"][1].step_s / recorded.shares.step_s - 1
+    if as_json:
+        answer = {
+            name.replace(" ", "_"): {**asdict(setting), **asdict(shares)}
+            for name, (setting, shares) in rows.items()
+        }
+        typer.echo(json.dumps({**answer, "replay_error": error}, indent=2))
+        return
+    table = Table(box=None)
+    for heading in (
+        "",
+        "generators",
+        "rollouts",
+        "staleness",
+        "step",
+        "trainer idle",
+        "generators idle",
+    ):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, (setting, shares) in rows.items():
+        table.add_row(
+            name,
+            str(setting.generators),
+            str(setting.rollouts),
+            str(setting.staleness),
+            f"{shares.step_s:.2f} s",
+            f"{shares.trainer_idle:.0%}",
+            f"{shares.generators_idle:.0%}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"The replayed step differs from the recorded one by {error:+.1%}.")
 
 
 def _guarded(action: Callable[[], None]) -> None:
