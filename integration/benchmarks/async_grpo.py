@@ -49,7 +49,7 @@ from observability.receiver import Receiver
 SEED = 20_263
 _ROUNDS = 3
 _STEPS = 6
-_MANY_STEPS = 1_000
+_MANY_STEPS = 100
 """Steps of a run that is stopped earlier."""
 
 _PROMPTS = 32

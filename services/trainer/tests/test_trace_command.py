@@ -232,3 +232,43 @@ def test_a_trace_that_is_damaged_is_named(tmp_path):
     done = run("show", "--folder", damaged, folder=tmp_path)
     assert done.returncode == 1
     assert "traces.otlp" in done.stderr
+
+
+def test_what_if_predicts_from_a_traced_run(traced):
+    done = run("what-if", "--generators", "+2", "--staleness", "1", "--json", folder=traced[0])
+    answer = json.loads(done.stdout)
+    assert (answer["recorded"]["generators"], answer["recorded"]["staleness"]) == (1, 0)
+    assert (answer["what_if"]["generators"], answer["what_if"]["staleness"]) == (3, 1)
+    assert 0 < answer["what_if"]["step_s"] < answer["long_run"]["step_s"]
+    shown = run("what-if", folder=traced[0]).stdout
+    assert re.search(r"^The replayed step differs from the recorded one by [+-]", shown, re.M)
+
+
+@pytest.mark.parametrize(("given", "reason"), [("many", "found 'many'"), ("-1", "leaves 0")])
+def test_what_if_refuses_numbers_of_generators(traced, given, reason):
+    done = run("what-if", "--generators", given, folder=traced[0])
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: --generators: ")
+    assert reason in done.stderr
+
+
+@pytest.mark.long
+def test_what_if_reads_the_setting_of_an_asynchronous_run(tmp_path, raw_config):
+    changes = {
+        "grpo.mode": "async",
+        "grpo.asynchronous.max_staleness": 2,
+        "grpo.asynchronous.prompts_per_rollout": 1,
+        "grpo.asynchronous.concurrent_rollouts": 3,
+        "policy.generation.simulated_latency": {"median_s": 0.2, "sigma": 0.0},
+    }
+    write_config(raw_config, tmp_path, changes)
+    done = run(
+        "--steps", 6, "--config", "config.yaml", "--folder", "traced", folder=tmp_path, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(run("what-if", "--folder", "traced", "--json", folder=tmp_path).stdout)
+    recorded = answer["recorded"]
+    assert recorded["generators"] == 1
+    assert recorded["concurrent_rollouts"] == 3
+    assert recorded["staleness"] == 2
+    assert answer["what_if"] == answer["long_run"]
