@@ -4,7 +4,7 @@ A part of a full run of the benchmarks, and ``python -m integration.benchmarks.a
 ``--vllm`` it measures a real vLLM instead, with ``--learning`` rewards instead of speed.
 
 Generation is simulated: each response takes at least a log-normal time, while the processor is
-idle, as it would be beside a GPU. Training is real and bound by the processor. Every variant has as
+idle, as it would be with a GPU. Training is real and bound by the processor. Every variant has as
 many responses in generation at the same time: a synchronous step plays its batch in one rollout, an
 asynchronous generator plays as many prompts in concurrent rollouts of one prompt each. A second
 case has no simulated time, so that both sides need the same processor and nothing can be gained.

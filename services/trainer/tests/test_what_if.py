@@ -1,4 +1,4 @@
-"""What-if: predictions of the model, and what it reads from the telemetry of a run."""
+"""Predictions of the what-if model, and its reading of a run's telemetry."""
 
 from __future__ import annotations
 
@@ -108,26 +108,26 @@ def asynchronous():
 
     Rollouts of 6 s, each of one group, two at a time; four groups fit into the store.
     """
-    told = Telemetry()
+    recorded = Telemetry()
     for step, began in enumerate((0.0, 10.0)):
         trace = f"step {step}"
-        root = told.span("grpo.step", told.driver, began, began + 10, trace)
-        told.span("refit", told.driver, began, began + 1, trace, root)
-        told.span("train", told.driver, began + 1, began + 8, trace, root)
-        for rank, lag in zip(told.ranks, (0.0, 1.0), strict=True):
+        root = recorded.span("grpo.step", recorded.driver, began, began + 10, trace)
+        recorded.span("refit", recorded.driver, began, began + 1, trace, root)
+        recorded.span("train", recorded.driver, began + 1, began + 8, trace, root)
+        for rank, lag in zip(recorded.ranks, (0.0, 1.0), strict=True):
             # The second rank starts to train later; the first one waits for it at the end.
-            optimizing = told.span("optimizer_step", rank, began + 1, began + 8, trace)
-            told.span("receive train", rank, began + 1, began + 4 + lag, trace, optimizing)
+            optimizing = recorded.span("optimizer_step", rank, began + 1, began + 8, trace)
+            recorded.span("receive train", rank, began + 1, began + 4 + lag, trace, optimizing)
         trained = [2 * step, 2 * step + 1]
         put = range(4) if step == 0 else (4, 5)
-        told.event("put", told.driver, began + 1, trace, put)
-        told.event("trained", told.ranks[0], began + 8, trace, trained)
-        told.event("cleared", told.driver, began + 9, trace, trained)
+        recorded.event("put", recorded.driver, began + 1, trace, put)
+        recorded.event("trained", recorded.ranks[0], began + 8, trace, trained)
+        recorded.event("cleared", recorded.driver, began + 9, trace, trained)
     for group in range(6):
         trace, began = f"rollout {group}", 1 + group // 2 * 6
-        told.span("grpo.rollout", told.generator, began, began + 6, trace)
-        told.event("put", told.generator, began + 6, trace, [group])
-    return told.records
+        recorded.span("grpo.rollout", recorded.generator, began, began + 6, trace)
+        recorded.event("put", recorded.generator, began + 6, trace, [group])
+    return recorded.records
 
 
 def test_an_asynchronous_run_is_read_from_its_telemetry():
@@ -148,8 +148,8 @@ def test_an_asynchronous_run_is_read_from_its_telemetry():
 
 def synchronous():
     """A step: refit of 1 s, two batches of 5 s, scoring of 1 s, training of 2 s."""
-    told = Telemetry()
-    root = told.span("grpo.step", told.driver, 0, 14, "step")
+    recorded = Telemetry()
+    root = recorded.span("grpo.step", recorded.driver, 0, 14, "step")
     for name, start, end in (
         ("refit", 0, 1),
         ("rollout", 1, 6),
@@ -157,15 +157,17 @@ def synchronous():
         ("logprobs", 11, 12),
         ("train", 12, 14),
     ):
-        told.span(name, told.driver, start, end, "step", root)
-    told.event("put", told.generator, 6, "step", range(8))
-    told.event("put", told.generator, 11, "step", range(8, 16))
-    told.event(
-        "dropped", told.driver, 11, "step", range(4), **{"dataplane.reason": "equal_rewards"}
+        recorded.span(name, recorded.driver, start, end, "step", root)
+    recorded.event("put", recorded.generator, 6, "step", range(8))
+    recorded.event("put", recorded.generator, 11, "step", range(8, 16))
+    recorded.event(
+        "dropped", recorded.driver, 11, "step", range(4), **{"dataplane.reason": "equal_rewards"}
     )
-    told.event("dropped", told.driver, 11, "step", range(12, 16), **{"dataplane.reason": "surplus"})
-    told.event("trained", told.ranks[0], 14, "step", range(4, 12))
-    return told.records
+    recorded.event(
+        "dropped", recorded.driver, 11, "step", range(12, 16), **{"dataplane.reason": "surplus"}
+    )
+    recorded.event("trained", recorded.ranks[0], 14, "step", range(4, 12))
+    return recorded.records
 
 
 def test_a_synchronous_run_is_read_from_its_telemetry():

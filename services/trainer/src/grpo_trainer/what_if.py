@@ -32,7 +32,7 @@ _LONG_RUN = 50
 
 @dataclass(frozen=True)
 class Setting:
-    """What a prediction changes.
+    """Setting that a prediction changes.
 
     Attributes:
         generators: number of generators.
@@ -349,20 +349,20 @@ class _Run:
             for time_ns, change in ((span.start_ns, 1), (span.end_ns, -1))
         )
         playing: Counter[Process] = Counter()
-        most_playing = 1
+        max_playing = 1
         for _, change, process in ends:
             playing[process] += change
-            most_playing = max(most_playing, playing[process])
+            max_playing = max(max_playing, playing[process])
         stored: set[str] = set()
-        most_stored = 0
+        max_stored = 0
         for event in self._events:
             if event.name == "put" and event.process == self.driver:
                 stored |= _groups_of(event)
             elif event.name == "cleared":
                 stored -= _groups_of(event)
-            most_stored = max(most_stored, len(stored))
-        ahead = max(0, ceil(most_stored / groups_per_step) - 1)
-        return Setting(len(playing), most_playing, ahead)
+            max_stored = max(max_stored, len(stored))
+        ahead = max(0, ceil(max_stored / groups_per_step) - 1)
+        return Setting(len(playing), max_playing, ahead)
 
 
 def _groups_of(event: Event) -> set[str]:

@@ -173,13 +173,14 @@ class Generator(RolloutActor):
     def _generate(self) -> None:
         try:
             while not self._stopping.is_set():
-                with self._context(), span("grpo.rollout"):
+                with self._context(), span("grpo.generator"):
                     started = time.perf_counter()
                     claim = self._claim()
                     with self._lock:
                         self._report.idle_s += time.perf_counter() - started
                     if claim is not None:
-                        with self._context():  # the weights may be newer now
+                        # The weights may be newer now.
+                        with self._context(), span("grpo.rollout"):
                             self._play(claim)
         except Exception as error:  # noqa: BLE001  # whatever it is, the driver must learn it
             with self._lock:
