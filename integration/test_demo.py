@@ -23,8 +23,8 @@ UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 SCRIPTS = Path(sys.executable).parent
 TIMEOUT_S = 300.0
 
-STEPS = 20
-"""A third of the demo's steps, which suffice for it to learn."""
+STEPS = 24
+"""Fewer than half of the demo's steps, which suffice for it to learn."""
 PARTS = {
     "gcs_server",
     "raylet",
