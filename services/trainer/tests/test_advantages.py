@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.errors import AdvantageError
-from grpo_trainer.policy.advantages import (  # noqa: TID251  # rewards that no run has
+from grpo_trainer.samples.advantages import (  # noqa: TID251  # rewards that no run has
     advantages,
     group_statistics,
     mean_and_std,

@@ -19,9 +19,9 @@ from dataplane_core import DP_TRAIN_FIELDS, KVBatchMeta, TagFilter, held_claim
 from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.policy.logprob_gap import LogprobGap
 from grpo_trainer.policy.loss import LossSums, grpo_loss, token_logprobs
-from grpo_trainer.policy.stages import PREV_LOGPROBS, REFERENCE_LOGPROBS, TRAIN_TASK
 from grpo_trainer.policy.worker import PolicyWorker
-from grpo_trainer.rollout.partition import TRAIN, WEIGHT_VERSION
+from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSION
+from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS, TRAIN_TASK
 from observability import record_trained, traced
 
 _GENERATED = "generation_logprobs"

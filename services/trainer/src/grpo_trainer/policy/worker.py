@@ -38,14 +38,14 @@ from grpo_trainer.model.load import load_model
 from grpo_trainer.policy.logprob_gap import LogprobGap
 from grpo_trainer.policy.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.policy.process_group import connect_store, host_store, join_process_group
-from grpo_trainer.policy.stages import (
+from grpo_trainer.refit.settings import RefitSettings
+from grpo_trainer.refit.source import RefitSource
+from grpo_trainer.samples.tasks import (
     PREV_LOGPROBS,
     REFERENCE_LOGPROBS,
     TASK_OF_COLUMN,
     TRAIN_TASK,
 )
-from grpo_trainer.refit.settings import RefitSettings
-from grpo_trainer.refit.source import RefitSource
 from observability import record_trained, traced
 from refit_mx import RefitConfigError
 

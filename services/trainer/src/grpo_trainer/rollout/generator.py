@@ -31,20 +31,20 @@ from dataplane_core.telemetry import span, step_context
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
 from grpo_trainer.errors import first_line
-from grpo_trainer.policy.shaping import CARRY, ShapedRewards, shape_rewards
-from grpo_trainer.policy.stages import PREV_LOGPROBS, REFERENCE_LOGPROBS
 from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.journal import FinishedGroup, Journal
-from grpo_trainer.rollout.partition import (
+from grpo_trainer.rollout.prompts import Prompt
+from grpo_trainer.rollout.remote_generation import StreamingGeneration
+from grpo_trainer.samples.partition import (
     GENERATE_TASK,
     PROMPT,
     TRAIN,
     WEIGHT_VERSION,
     position_of,
 )
-from grpo_trainer.rollout.prompts import Prompt
-from grpo_trainer.rollout.remote_generation import StreamingGeneration
+from grpo_trainer.samples.shaping import CARRY, ShapedRewards, shape_rewards
+from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS
 from observability import emit
 from rollout_actor import SyncRolloutActor
 

@@ -19,16 +19,16 @@ from dataplane_core import DP_TRAIN_FIELDS, TagFilter
 from dataplane_core.telemetry import span
 from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.errors import DynamicSamplingError, GradientError
-from grpo_trainer.policy.advantages import mean_and_std
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.policy.logprob_gap import LogprobGap
-from grpo_trainer.policy.stages import TRAIN_TASK
 from grpo_trainer.policy.streaming_worker import StreamedPart
-from grpo_trainer.rollout.partition import GENERATE_TASK, PROMPT, TRAIN, WEIGHT_VERSION
 from grpo_trainer.run.generator_fleet import GeneratorFleet
 from grpo_trainer.run.processes import RunActors
 from grpo_trainer.run.prompt_feed import PromptFeed
 from grpo_trainer.run.step import GRPOStep, StepReport
+from grpo_trainer.samples.advantages import mean_and_std
+from grpo_trainer.samples.partition import GENERATE_TASK, PROMPT, TRAIN, WEIGHT_VERSION
+from grpo_trainer.samples.tasks import TRAIN_TASK
 from observability import emit
 
 

@@ -15,9 +15,9 @@ from grpo_trainer.errors import WorkerError
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.generator import GeneratorReport
 from grpo_trainer.rollout.journal import prune
-from grpo_trainer.rollout.partition import TRAIN
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import GeneratorActors, RunActors
+from grpo_trainer.samples.partition import TRAIN
 
 _REPORT_S = 20.0
 """Seconds within which a generator must report; else it counts as lost."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from dataplane_core import DataPlaneClient
 from dataplane_core.tensors.columns import object_array
-from grpo_trainer.rollout.partition import PROMPT, TRAIN, position_of, sample_id
 from grpo_trainer.rollout.prompts import PromptStream
+from grpo_trainer.samples.partition import PROMPT, TRAIN, position_of, sample_id
 
 _PAGE = 10_000
 

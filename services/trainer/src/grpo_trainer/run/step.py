@@ -21,18 +21,18 @@ from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.errors import DynamicSamplingError, GradientError
-from grpo_trainer.policy.advantages import mean_and_std
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.policy.learning_rate import learning_rate
-from grpo_trainer.policy.shaping import CARRY, shape_rewards
-from grpo_trainer.policy.stages import stage_tasks
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.batch import rollout_batch
-from grpo_trainer.rollout.partition import TRAIN, VALIDATION
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import ROLLOUT
+from grpo_trainer.samples.advantages import mean_and_std
+from grpo_trainer.samples.partition import TRAIN, VALIDATION
+from grpo_trainer.samples.shaping import CARRY, shape_rewards
+from grpo_trainer.samples.tasks import stage_tasks
 from observability import emit
 
 

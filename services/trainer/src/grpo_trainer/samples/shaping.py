@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from grpo_trainer.config.sections import GRPOSection
-from grpo_trainer.policy.advantages import GroupStatistics, advantages, group_statistics
+from grpo_trainer.samples.advantages import GroupStatistics, advantages, group_statistics
 
 CARRY = ["total_reward", "loss_multiplier", "truncated"]
 """Columns of a rollout from which rewards are shaped, one number per sample each."""
