@@ -325,6 +325,7 @@ assert Client.async_put is original
 """
 
 
+@pytest.mark.slow  # needs the extra transfer-queue
 def test_uninstrument_before_the_import_leaves_no_spans(tmp_path):
     (tmp_path / "transfer_queue").mkdir()
     (tmp_path / "transfer_queue" / "__init__.py").touch()

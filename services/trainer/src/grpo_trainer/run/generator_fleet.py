@@ -19,7 +19,7 @@ from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import GeneratorActors, RunActors
 from grpo_trainer.samples.partition import TRAIN
 
-_REPORT_S = 20.0
+_REPORT_S = 60.0
 """Seconds within which a generator must report; else it counts as lost."""
 
 _STOP_S = 10.0
