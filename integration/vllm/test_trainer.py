@@ -113,6 +113,26 @@ def test_run_error_names_the_killed_server(run: TrainerRun, servers: list[VllmSe
     assert call(servers[0], "/weight_info", method="GET") == {"weight_version": rank["version_id"]}
 
 
+def test_asynchronous_run_generates_while_it_trains(
+    models: Callable[..., Path], servers: list[VllmServer], tmp_path: Path
+) -> None:
+    with running_trainer(
+        tmp_path,
+        policy__model={"kind": "pretrained", "name": str(models(0)), "use_chat_template": False},
+        policy__generation__servers=0,
+        policy__generation__addresses=[servers[0].address],
+        grpo__mode="async",
+        grpo__asynchronous__max_staleness=2,
+        grpo__asynchronous__concurrent_rollouts=8,
+    ) as run:
+        records = run.wait_for_steps(4)
+    assert all(record["samples"] == ROWS for record in records)
+    assert all(record["staleness_max"] <= 2 for record in records)
+    assert max(record["staleness_max"] for record in records) > 0
+    # The server began with other weights, and the first samples are not stale.
+    assert records[0]["rollout_logprob_diff_max"] < 1e-4
+
+
 @pytest.mark.long  # each process of vLLM imports it, which is slow
 def test_servers_end_with_a_killed_driver(tmp_path: Path) -> None:
     with running_trainer(tmp_path) as run:

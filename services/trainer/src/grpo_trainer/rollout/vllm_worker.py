@@ -19,9 +19,10 @@ from rollout_actor.vllm import VllmGeneration
 class VllmWorker(RunActor):
     """Class of a Ray actor with the methods of `grpo_trainer.rollout.worker.GenerationWorker`.
 
-    It runs two calls at a time, so that `close` does not wait for another one. ``servers`` has the
-    arguments of `VllmServers`, which are started if ``addresses`` is empty. ``generation`` has
-    those of `rollout_actor.vllm.VllmGeneration`.
+    Its calls overlap, so that `close` does not wait for another one. ``servers`` has the arguments
+    of `VllmServers`, which are started if ``addresses`` is empty. ``generation`` has those of
+    `rollout_actor.vllm.VllmGeneration`. In an ``asynchronous`` run a response may have tokens of
+    several versions of the weights.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class VllmWorker(RunActor):
         *,
         servers: Mapping[str, Any],
         generation: Mapping[str, Any],
+        asynchronous: bool = False,
         telemetry: TelemetrySettings | None = None,
     ) -> None:
         self._start_telemetry(telemetry, "grpo.generation")
@@ -39,7 +41,9 @@ class VllmWorker(RunActor):
         self._generation: VllmGeneration | None = None
         self._fleet: RefitFleet | None = None
         self._version: str | None = None
-        self._known_versions: set[str | None] = {None}
+        # Of an asynchronous run: responses in progress have tokens of earlier versions, and, while
+        # a refit runs, of the next.
+        self._installed: set[str] | None = set() if asynchronous else None
 
     def ready(self) -> None:
         """Start the servers, if any, and return once all serve."""
@@ -64,7 +68,7 @@ class VllmWorker(RunActor):
         versions = {
             span["version"] for spans in output.get("weight_versions", ()) for span in spans
         }
-        if versions - self._known_versions:
+        if versions - ({self._version} if self._installed is None else self._installed):
             # A restarted server serves the weights of its launch.
             raise WorkerError(
                 f"vLLM generated with the weights {', '.join(sorted(versions))}; expected only "
@@ -95,10 +99,15 @@ class VllmWorker(RunActor):
         """
         if self._fleet is None:
             raise RefitConfigError("the generation worker has not joined a refit")
+        if self._installed is not None:
+            self._installed.add(version_id)
         self._fleet.refit(version_id)
         self._version = version_id
-        self._known_versions.add(version_id)
         emit("refit_installed")
+
+    def weight_version(self) -> str:
+        """Return the version id of the installed weights; empty before the first refit."""
+        return self._version or ""
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics since `clear_metrics`."""

@@ -255,7 +255,9 @@ class RunActors:
                 telemetry=self._telemetry,
             )
             worker = ray.remote(VllmWorker).options(**options, max_concurrency=calls)
-            return worker.remote(**arguments, telemetry=self._telemetry)
+            return worker.remote(
+                **arguments, asynchronous=self._is_async, telemetry=self._telemetry
+            )
         worker = ray.remote(GenerationWorker).options(
             **options, max_concurrency=calls if self._is_async else 1
         )
