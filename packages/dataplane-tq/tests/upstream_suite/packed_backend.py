@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
         item.module.BACKEND_CONFIGS["PackedStorage"] = CONFIG
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def start_ray():
     """Start a Ray with four CPUs; the tests would start one with as many as the machine has.
 
