@@ -48,10 +48,13 @@ from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS
 from observability import emit
 from rollout_actor import SyncRolloutActor
 
-JOURNALED = [name for name in DP_TRAIN_FIELDS if name not in (PREV_LOGPROBS, REFERENCE_LOGPROBS)]
-"""Columns that a finished group has, and training needs."""
+_SHAPED = ("advantages", "sample_mask")
+"""Columns that make a sample ready for training."""
 
-TOKEN_COLUMNS = TOKEN_ALIGNED_FIELDS & {*JOURNALED} - {"advantages", "sample_mask"}
+_OF_ROLLOUT = [
+    name for name in DP_TRAIN_FIELDS if name not in (PREV_LOGPROBS, REFERENCE_LOGPROBS, *_SHAPED)
+]
+"""Columns of a rollout that training needs."""
 
 _CLAIM_S = 2.0
 """Seconds that an idle generator waits for a prompt before it checks whether to stop."""
@@ -256,7 +259,7 @@ class Generator(RolloutActor):
             group.columns,
             tags,
             lengths=lengths,
-            ragged=[name for name in group.columns if name in TOKEN_COLUMNS],
+            ragged=[name for name in _OF_ROLLOUT if name in TOKEN_ALIGNED_FIELDS],
             claim=claim,
         )
         return []
@@ -291,22 +294,34 @@ class Generator(RolloutActor):
             self._report.filtered += len(filtered)
         return filtered
 
-    def _record(self, claim: KVBatchMeta, tags: list[dict[str, Any]], keep: torch.Tensor) -> None:
-        """Append the finished groups of a claim to the journal."""
+    def _record(
+        self,
+        claim: KVBatchMeta,
+        tags: list[dict[str, Any]],
+        shaped: ShapedRewards,
+        keep: torch.Tensor,
+    ) -> None:
+        """Append the finished groups of a claim to the journal.
+
+        Call it before the put that makes them ready: policy workers may train and clear them soon.
+        """
         if self._journal is None:
             return
         started = time.perf_counter()
         size = self._grpo.num_generations_per_prompt
         for start in range(0, claim.size, size):
-            rows = range(start, start + size)
-            columns: dict[str, torch.Tensor] = {}
+            rows = slice(start, start + size)
+            columns: dict[str, Any] = {}
             if keep[start]:
-                ids = [claim.sample_ids[row] for row in rows]
-                columns = self._dp_client.get_columns(ids, TRAIN, list(JOURNALED))  # type: ignore[assignment]  # all are tensors
+                columns = {
+                    **self._dp_client.get_columns(claim.sample_ids[rows], TRAIN, _OF_ROLLOUT),
+                    "advantages": shaped.advantages[rows].clone(),
+                    "sample_mask": shaped.sample_mask[rows].clone(),
+                }
             group = FinishedGroup(
                 position_of(claim.sample_ids[start]),
                 tags[start][WEIGHT_VERSION],
-                [tags[row]["reward"] for row in rows],
+                [each["reward"] for each in tags[rows]],
                 columns,
             )
             with self._journal_lock:
@@ -324,8 +339,10 @@ class Generator(RolloutActor):
     ) -> None:
         """Put the columns that make the rows of ``keep``, bool (n,), ready for training."""
         size = self._grpo.num_generations_per_prompt
+        current = version_number(self._generation.weight_version())  # of a row without tokens
         oldest = [
-            min(version_number(each["version"]) for each in spans) for spans in carry[_VERSIONS]
+            min((version_number(each["version"]) for each in spans), default=current)
+            for spans in carry[_VERSIONS]
         ]
         rewards, lengths = carry["total_reward"].tolist(), meta.sequence_lengths or []
         tags = [
@@ -337,6 +354,7 @@ class Generator(RolloutActor):
             }
             for row in range(claim.size)
         ]
+        self._record(claim, tags, shaped, keep)
         rows = keep.nonzero()[:, 0].tolist()
         if rows:
             self._dp_client.put_columns(
@@ -346,4 +364,3 @@ class Generator(RolloutActor):
                 [tags[row] for row in rows],
                 claim=claim,
             )
-        self._record(claim, tags, keep)

@@ -10,6 +10,7 @@ group that is older nevertheless, because its responses took long, is not claime
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -30,6 +31,9 @@ from grpo_trainer.samples.advantages import mean_and_std
 from grpo_trainer.samples.partition import GENERATE_TASK, PROMPT, TRAIN, WEIGHT_VERSION
 from grpo_trainer.samples.tasks import TRAIN_TASK
 from observability import emit
+
+
+_DROP_EVERY_S = 1.0
 
 
 class AsyncGRPOStep(GRPOStep):
@@ -65,6 +69,8 @@ class AsyncGRPOStep(GRPOStep):
         )
         self._is_started = False
         self._remaining = 0
+        self._version = self._dropped = 0
+        self._dropped_at = 0.0
 
     def untrained_prompts(self) -> list[int]:
         """Return the positions of the prompts that the run has taken and not trained."""
@@ -86,7 +92,8 @@ class AsyncGRPOStep(GRPOStep):
         if not self._is_started:
             self._start()
         self._fleet.replace_lost(step)
-        dropped = self._drop_stale(step)
+        self._version, self._dropped = step, 0
+        self._drop_stale()
         with report.phase("train"):
             rate = learning_rate(policy.optimizer, step, grpo.num_steps)
             parts = self._policy.train_stream(
@@ -109,7 +116,7 @@ class AsyncGRPOStep(GRPOStep):
             )
         report.metrics.update(
             self._metrics(parts),
-            stale_groups=dropped // grpo.num_generations_per_prompt,
+            stale_groups=self._dropped // grpo.num_generations_per_prompt,
             learning_rate=rate,
             **self._fleet.take_metrics(),
         )
@@ -134,6 +141,10 @@ class AsyncGRPOStep(GRPOStep):
 
     def _tend(self) -> None:
         """Keep the generators supplied, and collect what they report."""
+        if time.monotonic() > self._dropped_at + _DROP_EVERY_S:
+            # Slow responses become stale when they are finished. They would take the space of
+            # prompts that the ranks wait for.
+            self._drop_stale()
         self._top_up()
         self._fleet.collect()
 
@@ -150,11 +161,12 @@ class AsyncGRPOStep(GRPOStep):
             )
         self._feed.put(max(0, missing) // self._config.grpo.num_generations_per_prompt)
 
-    def _drop_stale(self, step: int) -> int:
-        """Clear the groups that are too stale for this and later steps; return their samples."""
-        oldest = step - self._config.grpo.asynchronous.max_staleness
+    def _drop_stale(self) -> None:
+        """Clear the groups that are too stale for this and later steps."""
+        self._dropped_at = time.monotonic()
+        oldest = self._version - self._config.grpo.asynchronous.max_staleness
         if oldest <= 0:
-            return 0
+            return
         stale = self._client.claim_meta(
             TRAIN,
             TRAIN_TASK,
@@ -167,7 +179,7 @@ class AsyncGRPOStep(GRPOStep):
             with span("drop", "wasted"):
                 emit("dropped", TRAIN, stale.sample_ids, reason="stale")
                 self._client.clear_samples(stale.sample_ids, TRAIN, force=True)
-        return stale.size
+            self._dropped += stale.size
 
     def _metrics(self, parts: list[StreamedPart]) -> dict[str, float]:
         """Return the metrics of what the ranks trained on."""
