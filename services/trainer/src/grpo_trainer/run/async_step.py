@@ -32,7 +32,6 @@ from grpo_trainer.samples.partition import GENERATE_TASK, PROMPT, TRAIN, WEIGHT_
 from grpo_trainer.samples.tasks import TRAIN_TASK
 from observability import emit
 
-
 _DROP_EVERY_S = 1.0
 
 
