@@ -113,7 +113,8 @@ def test_a_sample_is_followed_from_its_put_to_its_clear(traced, records):
     # A duration, "0 s" or "12 ms", comes first.
     what = [line[2] for line in lines]
     assert what[0] == "put"
-    assert what[-2:] == ["trained", "cleared"]
+    assert what[-3:] == ["trained", "acknowledged", "cleared"]
+    assert what.count("claimed") == 3
     assert what.count("read") == 3  # logprobs, reference, train
 
 
