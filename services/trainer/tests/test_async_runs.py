@@ -221,6 +221,7 @@ def check_every_prompt_was_trained_once(history, state):
     assert state["prompts_position"] == 8 * PROMPTS + dropped
 
 
+@pytest.mark.timeout(700)  # two starts of Ray
 def test_a_killed_run_generates_no_finished_group_again(crashing):
     crash = crashing()
     crash.kill_all()
@@ -231,6 +232,7 @@ def test_a_killed_run_generates_no_finished_group_again(crashing):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(crashing, seed):
     draw = random.Random(seed)
