@@ -25,7 +25,12 @@ from dataplane_core import (
     InvalidRequestError,
     async_client,  # noqa: TID251
 )
-from dataplane_core.testing import BackpressureContract, LeaseContract, OriginContract
+from dataplane_core.testing import (
+    BackpressureContract,
+    LeaseContract,
+    NamedClaimContract,
+    OriginContract,
+)
 from dataplane_core.testing.claims import ClaimContract
 
 PATIENCE_S = 20.0
@@ -101,7 +106,7 @@ class MakeAwaited:
             client.close()
 
 
-class TestAwaitedLeases(MakeAwaited, LeaseContract):
+class TestAwaitedLeases(MakeAwaited, LeaseContract, NamedClaimContract):
     pass
 
 

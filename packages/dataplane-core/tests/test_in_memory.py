@@ -22,6 +22,7 @@ from dataplane_core.testing import (
     DataPlaneClientContract,
     InspectionContract,
     LeaseContract,
+    NamedClaimContract,
     OriginContract,
 )
 
@@ -58,7 +59,7 @@ class MakeInMemory:
             client.close()
 
 
-class TestInMemoryLeases(MakeInMemory, LeaseContract):
+class TestInMemoryLeases(MakeInMemory, LeaseContract, NamedClaimContract):
     pass
 
 

@@ -9,6 +9,7 @@ from dataplane_core.testing import (
     DataPlaneClientContract,
     InspectionContract,
     LeaseContract,
+    NamedClaimContract,
     OriginContract,
 )
 from dataplane_tq import TQDataPlaneClient
@@ -82,7 +83,7 @@ class TestTransferQueue(DataPlaneClientContract, OriginContract, InspectionContr
         return backend in ("packed", "unmirrored")
 
 
-class TestLeases(LeaseContract):
+class TestLeases(LeaseContract, NamedClaimContract):
     @pytest.fixture
     def make_client(self, attach: Attach) -> Iterator[Callable]:
         """Return a builder of clients; each has its own lease duration, so one store serves all."""

@@ -21,6 +21,7 @@ from dataplane_core.testing import (
     DataPlaneClientContract,
     LeaseContract,
     MinimalClient,
+    NamedClaimContract,
     OriginContract,
 )
 from observability import (
@@ -58,7 +59,7 @@ class TestWrappedOrigins(OriginContract):
 
 
 @pytest.mark.usefixtures("sdk")
-class TestWrappedLeases(LeaseContract, BackpressureContract):
+class TestWrappedLeases(LeaseContract, NamedClaimContract, BackpressureContract):
     @pytest.fixture(params=[MetricsDataPlaneClient, InstrumentedDataPlaneClient])
     def make_client(self, request):
         clients = []

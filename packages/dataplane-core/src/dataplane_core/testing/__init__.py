@@ -14,8 +14,9 @@ A subclass provides two fixtures and inherits every test::
         def peer(self, client):
             ...  # a second client of the same store, preferably in another process
 
-`LeaseContract`, `BackpressureContract`, `OriginContract` and `InspectionContract` are for clients
-with those capabilities. `MinimalClient` is for tests of layers that use clients. Needs the extra
+`LeaseContract`, `NamedClaimContract`, `BackpressureContract`, `OriginContract` and
+`InspectionContract` are for clients with those capabilities. `MinimalClient` is for tests of layers
+that use clients. Needs the extra
 ``dataplane-core[testing]``.
 """
 
@@ -40,6 +41,7 @@ from dataplane_core.testing.claims import ClaimContract  # noqa: E402
 from dataplane_core.testing.columns import ColumnContract  # noqa: E402
 from dataplane_core.testing.hostile import HostileContract  # noqa: E402
 from dataplane_core.testing.inspection import InspectionContract  # noqa: E402
+from dataplane_core.testing.lease_waits import NamedClaimContract  # noqa: E402
 from dataplane_core.testing.leases import BackpressureContract, LeaseContract  # noqa: E402
 from dataplane_core.testing.machine import StateMachineContract  # noqa: E402
 from dataplane_core.testing.minimal import MinimalClient  # noqa: E402
@@ -59,5 +61,6 @@ __all__ = [
     "InspectionContract",
     "LeaseContract",
     "MinimalClient",
+    "NamedClaimContract",
     "OriginContract",
 ]

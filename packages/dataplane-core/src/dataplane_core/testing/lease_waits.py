@@ -118,41 +118,6 @@ class LeaseWaitContract:
             leasing.register_partition("train", ["x"], 2, ["train", "logprob"])
             put(leasing, "train", ["a", "b"])
 
-    def test_claim_of_named_samples_waits_for_their_holder(self, leasing: DataPlaneClient) -> None:
-        if not leasing.capabilities.named_claims:
-            pytest.skip("the client lacks named claims")
-        held = claim(leasing, sample_ids=["b", "a"], dp_rank=1)
-        assert held.sample_ids == ["b", "a"]
-        named: dict[str, Any] = {"sample_ids": ["a"], "size": 1}
-        with pytest.raises(ClaimTimeoutError, match="1 are leased") as caught:
-            claim(leasing, timeout_s=SOON_S, **named)
-        assert (caught.value.missing, caught.value.leased) == (1, 1)
-        with pytest.raises(ClaimTimeoutError, match="1 of the named samples are not in the"):
-            claim(leasing, timeout_s=SOON_S, sample_ids=["a", "c"])
-        again = self.wakes(leasing, held, partial(leasing.release, held), **named)
-        assert again.sample_ids == ["a"]
-        leasing.acknowledge(again)
-        with pytest.raises(InvalidRequestError, match="acknowledged 1 of the 1 named samples: 'a'"):
-            claim(leasing, **named)
-
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            {"sample_ids": ["a"]},
-            {"sample_ids": ["a", "a"]},
-            {"sample_ids": ["a", "b"], "seed": 1},
-            {"sample_ids": ["a", "b"], "dp_rank": 0, "dp_world": 2},
-            {"sample_ids": ["a", "b"], "where": [TagFilter("v", "==", 1)]},
-        ],
-        ids=str,
-    )
-    def test_claim_of_named_samples_refuses_contradictions(
-        self, leasing: DataPlaneClient, wrong: dict[str, Any]
-    ) -> None:
-        with pytest.raises(InvalidRequestError, match=r"sample_ids|more than once"):
-            claim(leasing, **wrong)
-        assert claim(leasing).size == 2
-
     def test_renewed_lease_keeps_others_waiting(self, leasing: DataPlaneClient) -> None:
         held = claim(leasing)
         leasing.renew(held)
@@ -308,3 +273,40 @@ class LeaseWaitContract:
             done = [each for loop in loops for each in loop.result(2 * self.max_wait_s)]
         assert sorted(done) == sorted(ids)
         assert client.check_consumption_status("train", ["train"])
+
+
+class NamedClaimContract(LeaseWaitContract):
+    """Contract of clients with ``capabilities.named_claims`` and leases."""
+
+    def test_claim_of_named_samples_waits_for_their_holder(self, leasing: DataPlaneClient) -> None:
+        held = claim(leasing, sample_ids=["b", "a"], dp_rank=1)
+        assert held.sample_ids == ["b", "a"]
+        named: dict[str, Any] = {"sample_ids": ["a"], "size": 1}
+        with pytest.raises(ClaimTimeoutError, match="1 are leased") as caught:
+            claim(leasing, timeout_s=SOON_S, **named)
+        assert (caught.value.missing, caught.value.leased) == (1, 1)
+        with pytest.raises(ClaimTimeoutError, match="1 of the named samples are not in the"):
+            claim(leasing, timeout_s=SOON_S, sample_ids=["a", "c"])
+        again = self.wakes(leasing, held, partial(leasing.release, held), **named)
+        assert again.sample_ids == ["a"]
+        leasing.acknowledge(again)
+        with pytest.raises(InvalidRequestError, match="acknowledged 1 of the 1 named samples: 'a'"):
+            claim(leasing, **named)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"sample_ids": ["a"]},
+            {"sample_ids": ["a", "a"]},
+            {"sample_ids": ["a", "b"], "seed": 1},
+            {"sample_ids": ["a", "b"], "dp_rank": 0, "dp_world": 2},
+            {"sample_ids": ["a", "b"], "where": [TagFilter("v", "==", 1)]},
+        ],
+        ids=str,
+    )
+    def test_claim_of_named_samples_refuses_contradictions(
+        self, leasing: DataPlaneClient, wrong: dict[str, Any]
+    ) -> None:
+        with pytest.raises(InvalidRequestError, match=r"sample_ids|more than once"):
+            claim(leasing, **wrong)
+        assert claim(leasing).size == 2
