@@ -92,7 +92,15 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def address(cluster):
+def patient_controller():
+    """Let a controller wait longer than its 1 s for the samples of a claim."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TQ_CONTROLLER_GET_METADATA_TIMEOUT", str(int(START_S)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def address(patient_controller, cluster):
     return ray.get_runtime_context().gcs_address
 
 
@@ -130,7 +138,7 @@ def test_claim_that_blocks_the_controller_is_shown_until_the_queue_ends(address)
         job.run("put(['a', 'b'], 'train', x=torch.zeros(2))")
         job.run("put(['a'], 'train', y=torch.zeros(1))")
         assert summary_of(inspector, "train").tasks == ()
-        # TransferQueue answers no other request until this claim has two samples.
+        # TransferQueue answers no other request until this claim has two samples or times out.
         job.begin("claim(['x', 'y'], 2, 'train')")
         summary = summary_of(
             inspector, "train", lambda s: s.tasks and s.tasks[0].waiting_for is not None
