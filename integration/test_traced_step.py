@@ -19,6 +19,7 @@ from observability.records import Records, Span
 
 STEPS = 2
 """Number of complete steps; in the next one, a policy worker is killed."""
+VICTIM = "grpo.policy 1"
 SAMPLES = 64  # 8 prompts of 8, in optimiser steps of 32, on two ranks
 
 LOGPROBS = """
@@ -278,17 +279,26 @@ class RankKiller(RunDisplay):
             return
         self._trained += 1
         if self._trained == STEPS + 1:
-            # A process exports its spans in the order in which they end. These end last, so all
-            # spans of the complete steps in that process have arrived.
-            records = self._receiver.wait_for(
-                lambda records: len(training_of_the_victim(records)) == STEPS, 60
-            )
-            os.kill(training_of_the_victim(records)[0].process.pid, signal.SIGKILL)
+            records = self._receiver.wait_for(has_the_victims_steps, 60)
+            pids = {s.process.pid for s in records.spans if s.process.label == VICTIM}
+            os.kill(pids.pop(), signal.SIGKILL)
 
 
-def training_of_the_victim(records: Records) -> list[Span]:
-    """Return the spans ``train`` of the process to kill; each ends last in its step."""
-    return [s for s in records.spans if s.process.label == "grpo.policy 1" and s.name == "train"]
+def has_the_victims_steps(records: Records) -> bool:
+    """Return whether all spans and events of the complete steps in the victim have arrived.
+
+    A process exports its spans in the order in which they end, and its events in the order in which
+    they happen. The two do not wait for each other.
+    """
+    spans = [s for s in records.spans if s.process.label == VICTIM and s.name == "train"]
+    acknowledged = [
+        e
+        for e in records.events
+        if e.process.label == VICTIM
+        and e.name == "acknowledged"
+        and e.attributes.get("rl.step") in range(STEPS)
+    ]
+    return len(spans) == STEPS and len(acknowledged) == 3 * STEPS
 
 
 def test_trace_of_a_killed_actor_is_incomplete(traced: Traced) -> None:
