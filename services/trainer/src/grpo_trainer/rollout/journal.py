@@ -18,20 +18,20 @@ import json
 import os
 import struct
 import uuid
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-_HEAD = struct.Struct("<4sIQ")
-"""Head of a record: the magic, the CRC-32 of its payload, and the payload's size in bytes."""
+_HEAD = struct.Struct("<4sQQ")
+"""Head of a record: the magic, the XXH3-64 of its payload, and the payload's size in bytes."""
 
-_MAGIC = b"GRJ1"
+_MAGIC = b"GRJ2"
 _SUFFIX = ".journal"
 
 
@@ -79,7 +79,7 @@ class Journal:
             "rewards": group.rewards,
         }
         payload = save(group.columns, metadata={"group": json.dumps(facts)})
-        head = _HEAD.pack(_MAGIC, zlib.crc32(payload), len(payload))
+        head = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(payload), len(payload))
         remaining = memoryview(head + payload)
         while remaining:  # a raw file may write a part
             remaining = remaining[self._file.write(remaining) :]
@@ -123,7 +123,7 @@ class _Place:
     path: Path
     start: int
     size: int
-    crc: int
+    checksum: int
     position: int
 
 
@@ -136,13 +136,13 @@ def _records(path: Path) -> Iterator[_Place]:
     with path.open("rb") as file:
         end = os.fstat(file.fileno()).st_size
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            magic, crc, size = _HEAD.unpack(head)
+            magic, checksum, size = _HEAD.unpack(head)
             start = file.tell()
             if magic != _MAGIC or start + size > end:
                 return  # cut by a crash, or not a journal
             facts = _facts(file, size)
             if facts is not None:
-                yield _Place(path, start, size, crc, int(facts["position"]))
+                yield _Place(path, start, size, checksum, int(facts["position"]))
             file.seek(start + size)
 
 
@@ -167,7 +167,7 @@ def _read(place: _Place) -> FinishedGroup | None:
             payload = file.read(place.size)
     except FileNotFoundError:  # pruned: the group is trained
         return None
-    if zlib.crc32(payload) != place.crc:
+    if xxhash.xxh3_64_intdigest(payload) != place.checksum:
         return None
     length = int.from_bytes(payload[:8], "little")
     try:

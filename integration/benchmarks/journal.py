@@ -1,0 +1,94 @@
+"""Cost of the journal of an asynchronous run, as a share of the put that it precedes.
+
+``python -m integration.benchmarks.journal``: for each length of the responses, rounds put a group
+of 16 samples as a generator does, and record it in a `Journal` as a generator does: the columns of
+the rollout are read back from the store, and appended with the advantages to a file in the
+temporary folder. A put is that of the rollout's columns and that of the advantages.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any  # Any: columns
+
+import torch
+from integration.benchmarks.cluster import ray_cluster
+from integration.benchmarks.report import markdown_table
+from integration.benchmarks.summary import Summary
+from integration.benchmarks.systems.data_plane import config
+from rich.console import Console
+
+from dataplane_tq import TQDataPlaneClient
+from grpo_trainer.rollout.journal import FinishedGroup, Journal  # noqa: TID251  # what is measured
+
+HEADINGS = ["tokens of a sample", "put, ms", "journal, ms", "journal / put (IQR)", "bytes written"]
+SEED = 20_263
+ROWS, LENGTHS, ROUNDS, WARM_UPS = 16, (256, 1_024, 4_096), 40, 5
+_PARTITION = "train"
+_TOKENS = {
+    "input_ids": torch.int64,
+    "token_mask": torch.int64,
+    "generation_logprobs": torch.float32,
+}
+_NUMBERS = {"input_lengths": torch.int64, "total_reward": torch.float32}
+_ADVANTAGES = ("advantages", "sample_mask")
+
+
+def measure(client: TQDataPlaneClient, journal: Journal, length: int) -> list[str]:
+    """Return a row for a table with `HEADINGS`."""
+    columns: dict[str, Any] = {
+        **{name: torch.ones((ROWS, length), dtype=dtype) for name, dtype in _TOKENS.items()},
+        **{name: torch.ones(ROWS, dtype=dtype) for name, dtype in _NUMBERS.items()},
+    }
+    advantages = {name: torch.ones(ROWS) for name in _ADVANTAGES}
+    lengths = [length] * ROWS
+    puts, records = [], []
+    written = 0
+    for number in range(WARM_UPS + ROUNDS):
+        ids = [f"{length}_{number}_{row}" for row in range(ROWS)]
+        begun = time.perf_counter()
+        client.put_columns(ids, _PARTITION, columns, lengths=lengths, ragged=[*_TOKENS])
+        between = time.perf_counter()
+        stored = client.get_columns(ids, _PARTITION, [*columns])
+        group = FinishedGroup(number, 0, [1.0] * ROWS, {**stored, **advantages})
+        written = journal.append(group)
+        recorded = time.perf_counter()
+        client.put_columns(ids, _PARTITION, advantages)
+        end = time.perf_counter()
+        client.clear_samples(ids, _PARTITION)
+        if number >= WARM_UPS:
+            puts.append(between - begun + end - recorded)
+            records.append(recorded - between)
+    share = Summary.of([record / put for record, put in zip(records, puts, strict=True)])
+    return [
+        f"{length:,}",
+        f"{1_000 * Summary.of(puts).value:.2f}",
+        f"{1_000 * Summary.of(records).value:.2f}",
+        f"{share.value:.2f} ({share.spread:.2f})",
+        f"{written:,}",
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    with (
+        ray_cluster(full=False),
+        TQDataPlaneClient(config("packed"), bootstrap=True) as client,
+        tempfile.TemporaryDirectory(prefix="bench-journal-") as folder,
+    ):
+        fields = [*_TOKENS, *_NUMBERS, *_ADVANTAGES]
+        samples = ROWS * (WARM_UPS + ROUNDS) * len(LENGTHS)
+        client.register_partition(_PARTITION, fields, samples, ["train"])
+        journal = Journal(Path(folder))
+        order = random.Random(SEED).sample(LENGTHS, len(LENGTHS))
+        rows = {length: measure(client, journal, length) for length in order}
+        journal.close()
+    table = markdown_table("Journal", HEADINGS, [rows[length] for length in LENGTHS])
+    Console(soft_wrap=True, highlight=False, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    main()
