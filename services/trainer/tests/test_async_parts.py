@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dataplane_core import InMemoryDataPlaneClient
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.policy.loss import grpo_loss, token_logprobs  # noqa: TID251
+from grpo_trainer.rollout.generator import required_versions  # noqa: TID251
 from grpo_trainer.rollout.latency import SimulatedLatency  # noqa: TID251
 from grpo_trainer.rollout.prompts import SHIPPED, PromptStream, load_prompts  # noqa: TID251
 from grpo_trainer.rollout.sampling import sample_responses  # noqa: TID251
@@ -172,3 +173,11 @@ def test_pending_prompts_are_put_before_those_of_the_stream(tokenizer):
         ]
         client.clear_samples(claim.sample_ids[:2], "train")
         assert feed.untrained() == [38, 40]
+
+
+@pytest.mark.parametrize("carry", [{"weight_versions": [[], None]}, {}])
+def test_a_backend_without_weight_versions_is_named(carry):
+    expected = "'b'" if carry else "'a'"
+    with pytest.raises(WorkerError, match=f"sample {expected}: .* reported no weight_versions"):
+        required_versions(carry, ["a", "b"])
+    assert required_versions({"weight_versions": [[]]}, ["a"]) == [[]]

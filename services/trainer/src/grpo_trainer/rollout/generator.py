@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane_core.telemetry import span, step_context
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
-from grpo_trainer.errors import first_line
+from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.journal import FinishedGroup, Journal
@@ -46,7 +46,7 @@ from grpo_trainer.samples.partition import (
 from grpo_trainer.samples.shaping import CARRY, ShapedRewards, shape_rewards
 from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS
 from observability import emit
-from rollout_actor import SyncRolloutActor
+from rollout_actor import SyncRolloutActor, WeightVersionSpan
 
 _SHAPED = ("advantages", "sample_mask")
 """Columns that make a sample ready for training."""
@@ -342,7 +342,7 @@ class Generator(RolloutActor):
         current = version_number(self._generation.weight_version())  # of a row without tokens
         oldest = [
             min((version_number(each["version"]) for each in spans), default=current)
-            for spans in carry[_VERSIONS]
+            for spans in required_versions(carry, claim.sample_ids)
         ]
         rewards, lengths = carry["total_reward"].tolist(), meta.sequence_lengths or []
         tags = [
@@ -364,3 +364,21 @@ class Generator(RolloutActor):
                 [tags[row] for row in rows],
                 claim=claim,
             )
+
+
+def required_versions(
+    carry: Mapping[str, Any], sample_ids: Sequence[str]
+) -> list[list[WeightVersionSpan]]:
+    """Return the spans of weight versions of each row of a rollout.
+
+    Raises:
+        WorkerError: a row has none.
+    """
+    versions = list(carry.get(_VERSIONS, [None] * len(sample_ids)))
+    if None in versions:
+        raise WorkerError(
+            f"sample {sample_ids[versions.index(None)]!r}: the generation backend reported no "
+            "weight_versions; expected spans for every response with grpo.mode async, because "
+            "staleness is computed from them"
+        )
+    return versions
