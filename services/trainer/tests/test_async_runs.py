@@ -15,7 +15,7 @@ from integration.waiting import wait_until
 
 import grpo_trainer
 from grpo_trainer import RunDisplay
-from grpo_trainer.errors import WorkerError
+from grpo_trainer.errors import DynamicSamplingError, WorkerError
 
 pytestmark = pytest.mark.slow
 
@@ -252,3 +252,27 @@ def test_run_ends_if_too_few_generators_remain(async_config):
     )
     with pytest.raises(WorkerError, match="generation worker died"):
         grpo_trainer.train(config, display=Recorder("ray::GenerationWorker"))
+
+
+@pytest.mark.parametrize("when_short", ["proceed", "raise"])
+def test_a_step_that_finds_only_equal_rewards_ends(async_config, tmp_path, when_short):
+    unsolvable = tmp_path / "train.jsonl"
+    unsolvable.write_text(json.dumps({"prompt": "1+1", "answer": "none of these"}) + "\n")
+    config = async_config(
+        {
+            "data.train": str(unsolvable),
+            "grpo.num_steps": 2,
+            "grpo.dynamic_sampling": {"enabled": True, "max_batches": 2, "when_short": when_short},
+        }
+    )
+    if when_short == "raise":
+        with pytest.raises(DynamicSamplingError, match="step 1 were in groups of equal rewards"):
+            grpo_trainer.train(config)
+        return
+    history = grpo_trainer.train(config).history
+    assert [record["samples"] for record in history] == [PROMPTS * GROUP] * 2
+    # The second step tries again, instead of training on what filled the first.
+    assert all(record["filtered_groups"] > 0 for record in history)
+    assert all(record["masked_groups"] > 0 for record in history)
+    assert [record["tokens"] for record in history] == [0, 0]
+    assert [record["grad_norm"] for record in history] == [0, 0]

@@ -38,6 +38,7 @@ from grpo_trainer.rollout.prompts import Prompt
 from grpo_trainer.rollout.remote_generation import StreamingGeneration
 from grpo_trainer.samples.partition import (
     GENERATE_TASK,
+    IS_FILLER,
     PROMPT,
     TRAIN,
     WEIGHT_VERSION,
@@ -78,6 +79,7 @@ class GeneratorReport:
         rollouts: samples, metrics of the rollout, and generated tokens and seconds, per rollout.
         rewards: reward of every generated sample.
         filtered: samples of groups whose rewards are all equal, which were cleared.
+        masked: such samples that were put for a short step, excluded from the loss.
         restored: samples that were finished before a crash, from the journal.
         lost: samples whose lease ended before they were put; another generator claims them.
         idle_s: seconds without a prompt, summed over the concurrent rollouts.
@@ -89,6 +91,7 @@ class GeneratorReport:
     rollouts: list[tuple[int, Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     filtered: int = 0
+    masked: int = 0
     restored: int = 0
     lost: int = 0
     idle_s: float = 0.0
@@ -119,6 +122,7 @@ class Generator(RolloutActor):
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._report = GeneratorReport()
+        self._fills_short_step = False
         self._journal: Journal | None = None
         self._journal_lock = threading.Lock()
 
@@ -159,6 +163,10 @@ class Generator(RolloutActor):
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def fill_short_step(self, filling: bool) -> None:
+        """Put groups of equal rewards too from now on, excluded from the loss; or clear them."""
+        self._fills_short_step = filling
 
     def rotate_journal(self) -> str:
         """Append to a new file of the journal from now on; return its name."""
@@ -280,8 +288,13 @@ class Generator(RolloutActor):
         )
         shaped = shape_rewards(carry, self._grpo)
         keep = torch.ones(claim.size, dtype=torch.bool)
+        masked = 0
         if self._grpo.dynamic_sampling.enabled:
-            keep = shaped.is_informative
+            if self._fills_short_step:
+                shaped.sample_mask[~shaped.is_informative] = 0.0
+                masked = int((~shaped.is_informative).sum())
+            else:
+                keep = shaped.is_informative
         self._put(claim, meta, carry, shaped, keep)
         filtered = [claim.sample_ids[row] for row in (~keep).nonzero()[:, 0].tolist()]
         generated = {
@@ -292,6 +305,7 @@ class Generator(RolloutActor):
             self._report.rollouts.append((claim.size, metrics, generated))
             self._report.rewards += carry["total_reward"].tolist()
             self._report.filtered += len(filtered)
+            self._report.masked += masked
         return filtered
 
     def _record(
@@ -345,12 +359,14 @@ class Generator(RolloutActor):
             for spans in required_versions(carry, claim.sample_ids)
         ]
         rewards, lengths = carry["total_reward"].tolist(), meta.sequence_lengths or []
+        informative = shaped.is_informative.tolist()
         tags = [
             {
                 "input_lengths": lengths[row],
                 "reward": rewards[row],
                 # The tag of its group: a claim takes the complete group or nothing of it.
                 WEIGHT_VERSION: min(oldest[row // size * size : (row // size + 1) * size]),
+                IS_FILLER: bool(self._grpo.dynamic_sampling.enabled and not informative[row]),
             }
             for row in range(claim.size)
         ]

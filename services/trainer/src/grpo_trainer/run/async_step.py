@@ -28,7 +28,13 @@ from grpo_trainer.run.processes import RunActors
 from grpo_trainer.run.prompt_feed import PromptFeed
 from grpo_trainer.run.step import GRPOStep, StepReport
 from grpo_trainer.samples.advantages import mean_and_std
-from grpo_trainer.samples.partition import GENERATE_TASK, PROMPT, TRAIN, WEIGHT_VERSION
+from grpo_trainer.samples.partition import (
+    GENERATE_TASK,
+    IS_FILLER,
+    PROMPT,
+    TRAIN,
+    WEIGHT_VERSION,
+)
 from grpo_trainer.samples.tasks import TRAIN_TASK
 from observability import emit
 
@@ -66,7 +72,7 @@ class AsyncGRPOStep(GRPOStep):
             journal=journal,
             notice=notice,
         )
-        self._is_started = False
+        self._is_started = self._is_short = False
         self._remaining = 0
         self._version = self._dropped = 0
         self._dropped_at = 0.0
@@ -92,6 +98,10 @@ class AsyncGRPOStep(GRPOStep):
             self._start()
         self._fleet.replace_lost(step)
         self._version, self._dropped = step, 0
+        if self._is_short:
+            self._fleet.fill_short_step(False)
+            self._is_short = False
+            self._drop_matching(TagFilter(IS_FILLER, "==", True), "surplus")
         self._drop_stale()
         with report.phase("train"):
             rate = learning_rate(policy.optimizer, step, grpo.num_steps)
@@ -146,6 +156,27 @@ class AsyncGRPOStep(GRPOStep):
             self._drop_stale()
         self._top_up()
         self._fleet.collect()
+        self._check_filtered()
+
+    def _check_filtered(self) -> None:
+        """Fill the step with groups of equal rewards if too many were filtered, or raise.
+
+        A step may replace the content of the store ``max_batches - 1`` times. What fills the step
+        then is excluded from the loss.
+        """
+        sampling = self._config.grpo.dynamic_sampling
+        allowed = (sampling.max_batches - 1) * self._config.max_samples_in_store
+        if self._fleet.filtered <= allowed:
+            return
+        if sampling.when_short == "raise":
+            raise DynamicSamplingError(
+                f"dynamic sampling: {self._fleet.filtered} samples of step {self._version + 1} "
+                "were in groups of equal rewards; raise grpo.dynamic_sampling.max_batches, or set "
+                "when_short to proceed"
+            )
+        if not self._is_short:
+            self._fleet.fill_short_step(True)
+            self._is_short = True
 
     def _top_up(self) -> None:
         """Put prompts until the store holds as many samples as it may."""
@@ -166,19 +197,23 @@ class AsyncGRPOStep(GRPOStep):
         oldest = self._version - self._config.grpo.asynchronous.max_staleness
         if oldest <= 0:
             return
-        stale = self._client.claim_meta(
+        self._dropped += self._drop_matching(TagFilter(WEIGHT_VERSION, "<", oldest), "stale")
+
+    def _drop_matching(self, where: TagFilter, reason: str) -> int:
+        """Clear the groups that are ready and match; return the number of their samples."""
+        dropped = self._client.claim_meta(
             TRAIN,
             TRAIN_TASK,
             [PROMPT],
             self._config.max_samples_in_store,
             blocking=False,
-            where=[TagFilter(WEIGHT_VERSION, "<", oldest)],
+            where=[where],
         )
-        if stale.size:
+        if dropped.size:
             with span("drop", "wasted"):
-                emit("dropped", TRAIN, stale.sample_ids, reason="stale")
-                self._client.clear_samples(stale.sample_ids, TRAIN, force=True)
-            self._dropped += stale.size
+                emit("dropped", TRAIN, dropped.sample_ids, reason=reason)
+                self._client.clear_samples(dropped.sample_ids, TRAIN, force=True)
+        return dropped.size
 
     def _metrics(self, parts: list[StreamedPart]) -> dict[str, float]:
         """Return the metrics of what the ranks trained on."""

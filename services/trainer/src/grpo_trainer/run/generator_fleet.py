@@ -90,6 +90,23 @@ class GeneratorFleet:
             journal=None if self._journal is None else str(self._journal),
         )
 
+    @property
+    def filtered(self) -> int:
+        """Samples of groups of equal rewards that were cleared since the last `take_metrics`."""
+        return self._filtered
+
+    def fill_short_step(self, filling: bool) -> None:
+        """Let generators put groups of equal rewards too, excluded from the loss; or clear them.
+
+        Raises:
+            WorkerError: as `collect`.
+        """
+        for names in list(self._actors.generators):
+            try:
+                self._calls.call(names.rollout, "fill_short_step", filling)
+            except WorkerError as error:
+                self._lose(names, error)
+
     def prune_journal(self, untrained: list[int]) -> None:
         """Remove what a new checkpoint contains; ``untrained`` are its pending prompts."""
         if self._journal is None or not self._is_started:
@@ -180,6 +197,7 @@ class GeneratorFleet:
             self._totals.add(samples, rollout, generated)
         self._rewards += report.rewards
         self._filtered += report.filtered
+        self._masked += report.masked
         self._lost += report.lost
         self._idle_s += report.idle_s
         self._journal_s += report.journal_s
@@ -188,7 +206,7 @@ class GeneratorFleet:
     def _clear_counts(self) -> None:
         self._totals = RolloutTotals()
         self._rewards: list[float] = []
-        self._filtered = self._lost = self._restored = 0
+        self._filtered = self._masked = self._lost = self._restored = 0
         self._idle_s = self._journal_s = 0.0
 
     def take_metrics(self) -> dict[str, float]:
@@ -200,6 +218,7 @@ class GeneratorFleet:
             "generated": len(self._rewards),
             "generated_reward": float(rewards.mean()),
             "filtered_groups": self._filtered // size,
+            "masked_groups": self._masked // size,
             "lost_groups": self._lost // size,
             "restored_groups": self._restored // size,
             "generator_wait_s": self._idle_s,

@@ -23,3 +23,6 @@ GENERATE_TASK = "generate"
 
 WEIGHT_VERSION = "weight_version"
 """Tag with the number of the weights that drew the oldest token of a sample's group."""
+
+IS_FILLER = "is_filler"
+"""Tag of an asynchronous run: whether a sample only fills a step, excluded from the loss."""
