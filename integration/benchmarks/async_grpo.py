@@ -374,12 +374,11 @@ def _configured(load: Load, variant: Variant, number: int) -> Iterator[TrainerCo
         )
 
 
-def measure_learning(announce: Callable[[str], None], seeds: Sequence[int]) -> list[list[str]]:
-    """Return rows for a table with `LEARNING_HEADINGS`: the demo, synchronous and one step off.
+def measure_learning(announce: Callable[[str], None], seeds: Sequence[int]) -> Iterator[list[str]]:
+    """Yield rows for a table with `LEARNING_HEADINGS`: the demo, synchronous and one step off.
 
     Rewards are those of all generated samples, also of groups that are dropped.
     """
-    rows = []
     for seed in seeds:
         for variant in (SYNC, ONE_STEP_OFF):
             announce(f"learning: {variant.title}, seed {seed}")
@@ -397,18 +396,15 @@ def measure_learning(announce: Callable[[str], None], seeds: Sequence[int]) -> l
             rewards = [step[name] for step in history if not math.isnan(step[name])]
             name = "validation_reward"
             held_out = [step[name] for step in history if name in step]
-            rows.append(
-                [
-                    variant.title,
-                    str(seed),
-                    f"{sum(step['samples'] for step in history):,}",
-                    f"{fmean(rewards[:_FIVE]):.3f}",
-                    f"{fmean(rewards[-_FIVE:]):.3f}",
-                    *(f"{reward:.3f}" for reward in held_out),
-                    f"{time.perf_counter() - started:.0f}",
-                ]
-            )
-    return rows
+            yield [
+                variant.title,
+                str(seed),
+                f"{sum(step['samples'] for step in history):,}",
+                f"{fmean(rewards[:_FIVE]):.3f}",
+                f"{fmean(rewards[-_FIVE:]):.3f}",
+                *(f"{reward:.3f}" for reward in held_out),
+                f"{time.perf_counter() - started:.0f}",
+            ]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -435,7 +431,10 @@ def async_grpo(
     parts.begin("starting Ray")
     with ray_cluster(full=False):
         if learning:
-            rows = measure_learning(parts.begin, _SEEDS)
+            rows = []
+            for row in measure_learning(parts.begin, _SEEDS):
+                console.log(*row)
+                rows.append(row)
             markdown.print(markdown_table("Learning", LEARNING_HEADINGS, rows))
             return
         loads = (VLLM,) if vllm else (SLOW, FAST)

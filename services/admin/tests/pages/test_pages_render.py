@@ -172,6 +172,18 @@ def test_a_short_wait_is_not_stuck(site, client, monkeypatch, kind, seconds, stu
     assert "3 of 480 lack advantages" in text
 
 
+def test_bars_of_a_partition_in_constant_use_show_the_present_samples(site, client, monkeypatch):
+    held = site.answers.partitions()
+    [train] = [each for each in held.partitions if each.id == "train"]
+    changes = {"present": 480, "put": 5_000, "declared": 60_000, "not_put": 55_000}
+    changed = held.model_copy(update={"partitions": [train.model_copy(update=changes)]})
+    monkeypatch.setattr(site.answers, "partitions", lambda: changed)
+    text = Document(client.get("/").text).text
+    assert "480 samples" in text
+    assert "60,000" not in text
+    assert "55,000 not put yet" not in text
+
+
 def test_the_overview_filters_by_run(client):
     text = Document(client.get("/?run=yesterday").text).text
     assert "Silent processes" in text

@@ -37,5 +37,9 @@ class DynamicSamplingError(TrainerError, RuntimeError):
     """Too few groups with unequal rewards after the allowed number of batches."""
 
 
+class StalenessError(TrainerError, RuntimeError):
+    """Too many samples of an asynchronous step were too stale to be trained."""
+
+
 class AdvantageError(TrainerError, ValueError):
     """Rewards without finite advantages; the message names the sample."""

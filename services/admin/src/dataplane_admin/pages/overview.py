@@ -29,9 +29,13 @@ class TaskOnOverview:
 
 @dataclass(frozen=True)
 class PartitionOnOverview:
-    """One partition as the overview shows it."""
+    """One partition as the overview shows it.
+
+    ``streams``: samples were cleared while others come.
+    """
 
     facts: models.Partition
+    streams: bool
     url: str
     tasks: Sequence[TaskOnOverview]
     trend: marks.Trend | None
@@ -178,11 +182,15 @@ def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview 
 
 
 def _partition(facts: models.Partition) -> PartitionOnOverview:
-    total = max(facts.declared, facts.present, 1)
+    # Tasks count the present samples. Once samples are cleared while others come, as in an
+    # asynchronous run, the declared number says nothing about them.
+    streams = facts.put > facts.present > 0
+    total = facts.present if streams else max(facts.declared, facts.present)
     behind = max(facts.tasks, key=lambda task: task.unclaimed, default=None)
     backlog: Sequence[float] = behind.backlog if behind else facts.put_trend
     return PartitionOnOverview(
         facts=facts,
+        streams=streams,
         url=to("/partition", id=facts.id),
         tasks=[
             TaskOnOverview(task.name, marks.of_task(task, total), _task_text(task))

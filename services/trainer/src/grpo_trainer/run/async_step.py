@@ -19,7 +19,7 @@ import torch
 from dataplane_core import DP_TRAIN_FIELDS, TagFilter
 from dataplane_core.telemetry import span
 from grpo_trainer.checkpoint.folder import RunState
-from grpo_trainer.errors import DynamicSamplingError, GradientError
+from grpo_trainer.errors import DynamicSamplingError, GradientError, StalenessError
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.policy.logprob_gap import LogprobGap
 from grpo_trainer.policy.streaming_worker import StreamedPart
@@ -39,6 +39,8 @@ from grpo_trainer.samples.tasks import TRAIN_TASK
 from observability import emit
 
 _DROP_EVERY_S = 1.0
+_STALE_CONTENTS = 2
+"""A step fails if more than this many times the samples of the full store were too stale."""
 
 
 class AsyncGRPOStep(GRPOStep):
@@ -133,14 +135,13 @@ class AsyncGRPOStep(GRPOStep):
     def _start(self) -> None:
         """Register the partition, put the first prompts, and start the generators."""
         grpo = self._config.grpo
-        sampling = grpo.dynamic_sampling
-        batches = sampling.max_batches if sampling.enabled else 1
-        # Twice: groups that became too stale are replaced as well.
-        self._limit = 2 * batches * self._remaining + self._config.max_samples_in_store
+        # A blocking claim ends if no more samples will come. How many will come is unknown, since
+        # groups that are stale or have equal rewards are replaced; but a step puts fewer than this.
+        contents = grpo.dynamic_sampling.max_batches + _STALE_CONTENTS + 1
         self._client.register_partition(
             TRAIN,
             [PROMPT, *DP_TRAIN_FIELDS],
-            self._limit,
+            grpo.num_steps * contents * self._config.max_samples_in_store,
             [GENERATE_TASK, TRAIN_TASK],
             grpo_group_size=grpo.num_generations_per_prompt,
         )
@@ -183,12 +184,6 @@ class AsyncGRPOStep(GRPOStep):
         counts = self._client.count_samples(TRAIN, GENERATE_TASK, [PROMPT])
         stored = counts.put - counts.cleared
         missing = min(self._config.max_samples_in_store, self._remaining) - stored
-        if counts.put + missing > self._limit:
-            raise DynamicSamplingError(
-                f"asynchronous step: {counts.put} samples were generated, and too few of them were "
-                "in groups with unequal rewards and fresh; raise "
-                "grpo.dynamic_sampling.max_batches or grpo.asynchronous.max_staleness"
-            )
         self._feed.put(max(0, missing) // self._config.grpo.num_generations_per_prompt)
 
     def _drop_stale(self) -> None:
@@ -198,6 +193,12 @@ class AsyncGRPOStep(GRPOStep):
         if oldest <= 0:
             return
         self._dropped += self._drop_matching(TagFilter(WEIGHT_VERSION, "<", oldest), "stale")
+        if self._dropped > _STALE_CONTENTS * self._config.max_samples_in_store:
+            raise StalenessError(
+                f"step {self._version + 1}: {self._dropped} samples were too stale to be trained; "
+                "raise grpo.asynchronous.max_staleness, lower max_samples_ahead, or generate with "
+                "fewer concurrent rollouts"
+            )
 
     def _drop_matching(self, where: TagFilter, reason: str) -> int:
         """Clear the groups that are ready and match; return the number of their samples."""

@@ -136,6 +136,7 @@ class GRPOStep:
             WorkerError: a worker died, failed or timed out.
             DataPlaneError: the data plane failed.
             DynamicSamplingError: too few groups have unequal rewards.
+            StalenessError: too many samples of an asynchronous step are too stale.
             GradientError: a gradient is not finite. Its optimizer step and later ones were skipped.
         """
         with self._context(step), span("grpo.step"):
