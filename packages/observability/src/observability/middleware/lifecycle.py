@@ -43,6 +43,8 @@ EventName = Literal[
     "trained",
     "dropped",
     "refit_installed",
+    "generator_joined",
+    "generator_left",
 ]
 
 MAX_IDS = 4096

@@ -139,7 +139,13 @@ class Answers:
         self._snapshot(partition_id)
         assert self._live is not None  # `_snapshot` raises otherwise
         return partitions.view(
-            self._live, partition_id, self._needs, start=start, limit=limit, windows=windows
+            self._live,
+            partition_id,
+            self._needs,
+            self._store.generator_events(partition_id),
+            start=start,
+            limit=limit,
+            windows=windows,
         )
 
     def partition_history(self, partition_id: str) -> models.PartitionHistory:

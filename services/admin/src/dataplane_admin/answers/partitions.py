@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from dataplane_admin import models
 from dataplane_admin.answers.claims import Needs
 from dataplane_admin.answers.errors import Conflict, Late, NotFound, Refused, Unavailable
+from dataplane_admin.answers.generators import generators
 from dataplane_admin.live import (
     PAGE,
     Live,
@@ -35,6 +36,7 @@ from dataplane_core import (
     UnknownTaskError,
     UnsupportedError,
 )
+from observability.records import Event
 from observability.views import printable
 
 T = TypeVar("T")
@@ -172,7 +174,14 @@ def matrix(summary: PartitionSummary, scan: Scan | None, windows: int) -> models
 
 
 def view(
-    live: Live, partition_id: str, needs: Needs, *, start: int, limit: int, windows: int
+    live: Live,
+    partition_id: str,
+    needs: Needs,
+    generator_events: Sequence[Event],
+    *,
+    start: int,
+    limit: int,
+    windows: int,
 ) -> models.PartitionView:
     """Return a partition and its contents as of one moment, read from the data plane.
 
@@ -196,6 +205,7 @@ def view(
     scan = moment.scan
     if scan is None and moment.summary.present > PAGE:
         scan = snapshot.scans.get(partition_id)
+    claims = [models.Claim.of(claim) for claim in moment.claims]
     return models.PartitionView(
         at_ns=moment.at_ns,
         spread_s=moment.spread_s,
@@ -207,7 +217,8 @@ def view(
             total=moment.summary.present,
             samples=[sample(state, partition_id) for state in moment.samples],
         ),
-        claims=[models.Claim.of(claim) for claim in moment.claims],
+        claims=claims,
+        generators=generators(generator_events, claims),
         problem=problem,
     )
 

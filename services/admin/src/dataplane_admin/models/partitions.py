@@ -23,6 +23,26 @@ class Claim(Model):
     """Seconds until the lease expires, below 0 if it has; None if it never does."""
 
 
+class Generator(Model):
+    """A generator of an asynchronous run, and what it holds of the partition."""
+
+    name: Text
+    owner: Text
+    """Its process, as the ``owner`` of claims; empty if unknown."""
+    joined_ns: int | None
+    """Time at which it started to claim prompts; None if not reported."""
+    left_ns: int | None
+    """Time at which it left; None while it takes part."""
+    reason: Text
+    """Why it left: ``finished``, or what was wrong; empty while it takes part."""
+    claims: int
+    """Claims that it holds."""
+    samples: int
+    """Samples of these claims."""
+    oldest_claim_s: float | None
+    """Age of the oldest of these claims; None without any."""
+
+
 class PartitionField(Model):
     """One field of a partition."""
 
@@ -225,6 +245,8 @@ class PartitionView(Model):
     samples: SamplePage
     claims: list[Claim]
     """Leased claims, oldest first, max 1,000."""
+    generators: list[Generator]
+    """Generators of the run that registered the partition last; first those that take part."""
     problem: Text
     """Why the data plane could not be read; empty if it was. Samples and claims are then missing,
     and the rest is from the newest poll."""

@@ -25,6 +25,7 @@ from observability.records import Event, Records, decode_logs
 from observability.views.arrivals import MAX_DELAY_NS
 
 _MAX_EVENTS_OF_SAMPLE = 2000
+_MAX_EVENTS_OF_GENERATORS = 1000
 
 
 def read_sample_records(reader: Reader, sample_id: str, partition: str | None = None) -> Records:
@@ -125,6 +126,35 @@ def read_samples(
         return hits, None
     bottom = rows[limit - 1]
     return hits, (id_of_bytes(bottom.head + bottom.tail), bottom.key)
+
+
+def read_generator_events(reader: Reader, partition: str) -> list[Event]:
+    """Return when generators joined and left, since a run last registered a partition.
+
+    The driver of a run records both, so their times are of one clock.
+    """
+    registered = (
+        select(EventModel.place_id, EventModel.time_ns)
+        .join(PlaceModel, PlaceModel.id == EventModel.place_id)
+        .where(PlaceModel.partition == storable(partition), EventModel.name == "registered")
+        .order_by(EventModel.id.desc())
+        .limit(1)
+    )
+    with reader.connect() as connection:
+        newest = connection.execute(registered).first()
+        if newest is None:
+            return []
+        changes = (
+            select(*EVENT_COLUMNS)
+            .where(
+                EventModel.place_id == newest.place_id,
+                EventModel.name.in_(("generator_joined", "generator_left")),
+                EventModel.time_ns >= newest.time_ns,
+            )
+            .order_by(EventModel.id.desc())
+            .limit(_MAX_EVENTS_OF_GENERATORS)
+        )
+        return sorted(reader.events(connection, changes), key=lambda event: event.time_ns)
 
 
 def read_claimants(reader: Reader, partition: str) -> set[str]:

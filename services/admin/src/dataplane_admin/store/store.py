@@ -20,6 +20,7 @@ from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.migrate import migrate
 from dataplane_admin.store.read_events import (
     read_claimants,
+    read_generator_events,
     read_newest_claims,
     read_sample_records,
     read_samples,
@@ -162,6 +163,7 @@ class Store:
     wait_records = _bound(read_wait_records)
     newest_claims = _bound(read_newest_claims)
     claimants = _bound(read_claimants)
+    generator_events = _bound(read_generator_events)
     staleness = _bound(read_staleness)
     trace_staleness = _bound(read_trace_staleness)
     series = _bound(read_series)

@@ -84,7 +84,6 @@ class GeneratorReport:
         lost: samples whose lease ended before they were put; another generator claims them.
         idle_s: seconds without a prompt, summed over the concurrent rollouts.
         journal_s: seconds spent on the journal.
-        owner: name of its process, as the owner of claims.
         error: why the generator stopped; None while it works.
     """
 
@@ -96,7 +95,6 @@ class GeneratorReport:
     lost: int = 0
     idle_s: float = 0.0
     journal_s: float = 0.0
-    owner: str = field(default_factory=process_name)
     error: str | None = None
 
 
@@ -134,8 +132,8 @@ class Generator(RolloutActor):
         lease_s: float,
         verbose: bool,
         journal: str | None = None,
-    ) -> None:
-        """Start to claim prompts.
+    ) -> str:
+        """Start to claim prompts; return the name of this process, as the owner of claims.
 
         Args:
             grpo: that section of the configuration.
@@ -153,6 +151,7 @@ class Generator(RolloutActor):
         ]
         for thread in self._threads:
             thread.start()
+        return process_name()
 
     def stop_generating(self, timeout_s: float) -> None:
         """Claim no more prompts; wait up to ``timeout_s`` for the rollouts that are being played.

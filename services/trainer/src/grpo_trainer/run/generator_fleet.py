@@ -11,13 +11,14 @@ import torch
 from dataplane_core import DataPlaneClient
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.config.loading import TrainerConfig
-from grpo_trainer.errors import WorkerError
+from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.generator import GeneratorReport
 from grpo_trainer.rollout.journal import prune
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import GeneratorActors, RunActors
 from grpo_trainer.samples.partition import TRAIN
+from observability import emit
 
 _REPORT_S = 60.0
 """Seconds within which a generator must report; else it counts as lost."""
@@ -78,9 +79,11 @@ class GeneratorFleet:
         if self._is_started:
             names = [each.rollout for each in self._actors.generators]
             self._calls.each("stop_generating", dict.fromkeys(names, ((_STOP_S,), {})))
+            for each in self._actors.generators:
+                self._emit_left(each, "finished")
 
     def _start(self, names: GeneratorActors) -> None:
-        self._calls.call(
+        owner: str = self._calls.call(
             names.rollout,
             "start_generating",
             self._config.grpo.model_dump(mode="json"),
@@ -89,6 +92,12 @@ class GeneratorFleet:
             verbose=self._config.tracing.verbose,
             journal=None if self._journal is None else str(self._journal),
         )
+        self._owners[names] = owner
+        emit("generator_joined", TRAIN, generator=names.rollout, owner=owner)
+
+    def _emit_left(self, names: GeneratorActors, reason: str) -> None:
+        owner = self._owners.get(names)
+        emit("generator_left", TRAIN, generator=names.rollout, owner=owner, reason=reason)
 
     @property
     def filtered(self) -> int:
@@ -172,7 +181,6 @@ class GeneratorFleet:
                 report: GeneratorReport = self._calls.each(
                     "take_report", {names.rollout: ((), {})}, timeout_s=_REPORT_S
                 )[names.rollout]
-                self._owners[names] = report.owner
                 self._add(report)
                 if report.error is not None:
                     raise WorkerError(f"{names.rollout}: {report.error}")
@@ -186,6 +194,7 @@ class GeneratorFleet:
         if len(self._actors.generators) <= self._config.grpo.asynchronous.min_generators:
             raise error
         self._actors.remove_generator(names)
+        self._emit_left(names, first_line(error))
         owner = self._owners.pop(names, None)
         for claim in self._client.list_claims(TRAIN):
             if claim.owner == owner:
