@@ -97,6 +97,11 @@ def send_run(job, otlp):
             ago_s = (NOW_NS - spans[0].start_time_unix_nano) / 1e9
             log("cleared", ago_s=ago_s)
             log("registered", ago_s=ago_s, samples=512, tasks=["train"], fields=FIELDS)
+            rollouts = {f"rollout actor {number}": f"node-2:401{number}" for number in range(4)}
+            for name, owner in rollouts.items():
+                log("generator_joined", ago_s=ago_s - 0.1, generator=name, owner=owner)
+            lost = {"generator": "rollout actor 2", "owner": rollouts["rollout actor 2"]}
+            log("generator_left", ago_s=ago_s - 0.2, reason="out of memory ", **lost)
         job.send(traces, logs)
     # Samples that the first and the last step trained on, put with or without a version.
     for step, ids, versions in (

@@ -276,6 +276,21 @@ def test_the_matrix_of_100000_samples_is_small(client):
     assert len(answer.content) < 200_000
 
 
+def test_generators_are_listed_with_what_they_hold(client):
+    text = Document(client.get("/partition?id=train").text).text
+    table = text[text.index("Generators 3 in the run") : text.index("Claims 2, oldest first")]
+    rows = re.findall(
+        r"rollout actor (\d)(node-2:401\d)(joined|left) .*?:\d\d:\d\d(?:\.\d{3})?(.*)", table
+    )
+    assert rows == [
+        ("0", "node-2:4010", "joined", "00-"),
+        ("1", "node-2:4011", "joined", "13212 s"),
+        ("3", "node-2:4013", "joined", "1810 min 40 s"),
+        ("2", "node-2:4012", "left", "out of memory 00-"),
+    ]
+    assert "Generators" not in Document(client.get("/partition?id=replay-100k").text).text
+
+
 def test_a_chosen_window_lists_its_samples(client):
     page = Document(client.get("/partition?id=replay-100k&start=834&count=834").text)
     assert "Samples 834 to 883" in page.text

@@ -24,10 +24,10 @@ def generators(events: Iterable[Event], claims: Sequence[models.Claim]) -> list[
         else:
             joined[name] = event
             left.pop(name, None)
-    found = [_generator(name, joined.get(name), left.get(name), claims) for name in joined | left]
-    found.sort(key=lambda each: (-(each.left_ns or 0), _by_number(each.name)))
-    return [each for each in found if each.left_ns is None] + [
-        each for each in found if each.left_ns is not None
+    listed = [_generator(name, joined.get(name), left.get(name), claims) for name in joined | left]
+    listed.sort(key=lambda each: (-(each.left_ns or 0), _by_number(each.name)))
+    return [each for each in listed if each.left_ns is None] + [
+        each for each in listed if each.left_ns is not None
     ]
 
 
