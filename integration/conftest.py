@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from integration.admin_service import admin, browser
 from integration.lean_ray import lean_ray
 
 from dataplane_tq import start_local_ray
@@ -21,7 +22,7 @@ from grpo_trainer import DEMO_CONFIG, TrainerConfig, check_config
 collect_ignore = [name for name in ("vllm", "verl") if not importlib.util.find_spec(name)]
 
 
-__all__ = ["lean_ray"]
+__all__ = ["admin", "browser", "lean_ray"]
 
 
 @pytest.fixture(scope="module")

@@ -7,49 +7,25 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sysconfig
 import urllib.parse
-import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
+from integration.admin_service import ADMIN, Admin
 from integration.conftest import configured
-from integration.waiting import wait_until
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from dataplane_core import KVBatchMeta
 from grpo_trainer import RunDisplay, train
 
-ADMIN = Path(sysconfig.get_path("scripts")) / "dataplane-admin"
-TIMEOUT_S = 60.0
 STEPS, PROMPTS, GROUP, RANKS = 3, 8, 8, 2
 SAMPLES = PROMPTS * GROUP
 INSPECTED = 2
 """The step during which the live data plane is inspected."""
 TASKS = {"prev_lp", "ref_lp", "train"}
-
-
-class Admin:
-    """A client of the admin service's API."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def ask(self, path: str, **query: object) -> Any:
-        """Return the answer of an API path."""
-        parameters = urllib.parse.urlencode(query)
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{parameters}", timeout=30) as answer:
-            return json.load(answer)
-
-    def until(self, condition: Callable[[], Any]) -> Any:
-        """Call ``condition`` until it returns a true value, and return that value."""
-        return wait_until(condition, TIMEOUT_S, state=lambda: self.ask("status"))
 
 
 class RunRecord(RunDisplay):
@@ -101,37 +77,6 @@ class RunRecord(RunDisplay):
             if partition["id"] == "train" and acknowledged == {SAMPLES}:
                 return partition
         return None
-
-
-@pytest.fixture(scope="module")
-def admin(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
-    """Run ``dataplane-admin serve``, which inspects the cluster."""
-    folder = tmp_path_factory.mktemp("admin")
-    address = ray.get_runtime_context().gcs_address
-    serve = [str(ADMIN), "serve", "--port", "0", "--ray-address", address, "--poll-s", "0.1"]
-    with (folder / "log").open("wb") as log:
-        service = subprocess.Popen(serve, cwd=folder, stdout=subprocess.PIPE, stderr=log)
-        assert service.stdout is not None
-        try:
-            url = service.stdout.readline().decode().strip()
-            assert url, (folder / "log").read_text()
-            yield Admin(url)
-            service.terminate()
-            assert service.wait(30) == 0, (folder / "log").read_text()
-        finally:
-            service.kill()
-            service.wait()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    assert chromium, "these tests drive Debian's package chromium, which is not installed"
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        started = playwright.chromium.launch(executable_path=chromium, args=arguments)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,141 @@
+"""The admin service shows an asynchronous run from start to end, in a browser.
+
+The driver waits while the test looks at the pages, so the ranks neither train nor clear samples
+meanwhile; the generators continue.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from integration.admin_service import Admin
+from integration.conftest import configured
+from integration.waiting import wait_until
+from playwright.sync_api import Browser, Page, expect
+
+from grpo_trainer import RunDisplay, train
+
+STEPS, PROMPTS, GROUP, GENERATORS = 4, 8, 4, 2
+SAMPLES = PROMPTS * GROUP
+PATIENCE_MS = 60_000
+KILLED_IN = 1
+"""The step in which a generation worker is killed."""
+
+
+class Watcher(RunDisplay):
+    """Display that checks what a tab of the overview and one of the partition show.
+
+    Attributes:
+        overview: opened before the run.
+        partition: opened in the first step; like the overview, it is never reloaded.
+        steps: finished steps.
+    """
+
+    def __init__(self, overview: Page, partition: Page) -> None:
+        self.overview, self.partition = overview, partition
+        self.steps = 0
+
+    def phase(self, name: str) -> None:
+        if name == "train":
+            self._before_training()
+        elif name == "clear":
+            self._after_training()
+
+    def finished_step(self, record: dict[str, Any]) -> None:
+        self.steps += 1
+
+    def _before_training(self) -> None:
+        expect(self._bar("train")).to_have_text(re.compile("^0 acknowledged"))
+        if self.steps == 0:
+            self.partition.goto("/partition?id=train")
+            self.partition.evaluate("window.kept = true")
+            expect(self._generators("joined")).to_have_count(GENERATORS)
+        expect(self._acknowledged("train")).to_have_text("0")
+        if self.steps == KILLED_IN:
+            _kill_a_generation_worker()
+        elif self.steps == KILLED_IN + 1:
+            lost = self._generators("left")
+            expect(lost).to_have_count(1)
+            expect(lost).to_contain_text("generation worker")
+
+    def _after_training(self) -> None:
+        expect(self._acknowledged("train")).to_have_text(str(SAMPLES))
+        expect(self._bar("generate")).to_contain_text("acknowledged")
+        expect(self._bar("train")).to_have_text(re.compile(f"^{SAMPLES} acknowledged"))
+        # A generator acknowledges after the put that makes its samples ready.
+        wait_until(lambda: int(self._acknowledged("generate").inner_text()) >= SAMPLES)
+
+    def _acknowledged(self, task: str) -> Any:
+        row = self.partition.locator(f"[aria-labelledby=tasks-h] tr[data-key={task}]")
+        return row.locator("td").nth(4)
+
+    def _bar(self, task: str) -> Any:
+        return self.overview.locator(f"#partitions li[data-key={task}] .count")
+
+    def _generators(self, state: str) -> Any:
+        return self.partition.locator("#generators tbody tr").filter(has_text=state)
+
+
+def _kill_a_generation_worker() -> None:
+    workers = [
+        each
+        for each in psutil.Process().children(recursive=True)
+        if each.cmdline() and each.cmdline()[0].startswith("ray::GenerationWorker")
+    ]
+    workers[-1].send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def tabs(admin: Admin, browser: Browser) -> Iterator[tuple[Page, Page]]:
+    """Yield two tabs; the test fails on any console message or page error."""
+    complaints: list[str] = []
+    opened = []
+    for _ in range(2):
+        tab = browser.new_page(viewport={"width": 1280, "height": 900}, base_url=admin.url)
+        tab.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        opened.append(tab)
+    expect.set_options(timeout=PATIENCE_MS)
+    yield opened[0], opened[1]
+    expect.set_options(timeout=5_000)
+    for tab in opened:
+        tab.close()
+    assert complaints == []
+
+
+def test_pages_follow_an_asynchronous_run(
+    admin: Admin, tabs: tuple[Page, Page], tmp_path: Path
+) -> None:
+    watcher = Watcher(*tabs)
+    watcher.overview.goto("/")
+    watcher.overview.evaluate("window.kept = true")
+    config = configured(
+        tmp_path,
+        {
+            "run.name": "dashboard",
+            "grpo.mode": "async",
+            "grpo.num_steps": STEPS,
+            "grpo.num_prompts_per_step": PROMPTS,
+            "grpo.num_generations_per_prompt": GROUP,
+            "grpo.asynchronous.generators": GENERATORS,
+            "grpo.asynchronous.prompts_per_rollout": 1,
+            "grpo.asynchronous.prompts_per_claim": 2,
+            "policy.global_batch_size": SAMPLES,
+            "policy.micro_batch_size": SAMPLES // 2,
+            "policy.generation.simulated_latency": {"median_s": 0.2, "sigma": 0.5},
+            "tracing.enabled": True,
+            "tracing.endpoint": admin.url,
+        },
+    )
+    train(config, display=watcher)
+    assert watcher.steps == STEPS
+    for step in range(STEPS):
+        link = watcher.overview.locator("#steps").get_by_role("link", name=str(step), exact=True)
+        expect(link).to_be_visible()
+    assert all(tab.evaluate("window.kept") for tab in tabs), "a page was reloaded"
