@@ -275,6 +275,23 @@ def test_a_put_under_a_lost_lease_is_refused_and_changes_nothing():
     assert book.rows["a"].cells["y"] == ("y", "a")
 
 
+def test_each_lease_expires_at_its_last_deadline():
+    ledger = books()
+    put(ledger, ["long", "renewed", "short"])
+    book = ledger.partition("p")
+    assert book.next_expiry() is None
+    leases = [ClaimRequest("a", ("x",), 1, lease_s=each) for each in (5.0, 2.0, 1.5)]
+    tokens = [book.claim(request, 0.0).token for request in leases]
+    book.renew(tokens[1], ["renewed"], 1.0)
+    ends = {}
+    while (now := book.next_expiry()) is not None:
+        before = dict(book.leases)
+        assert not ledger.expire(now - 0.01)
+        ledger.expire(now)
+        ends.update({token: now for token in before if token not in book.leases})
+    assert ends == dict(zip(tokens, (5.0, 3.0, 1.5), strict=True))
+
+
 def test_two_puts_under_way_cannot_give_a_field_two_kinds():
     ledger = books(num_samples=2)
     first = ledger.begin_put("p", ["a"], {"x": "torch.int64"})

@@ -369,6 +369,6 @@ class Ledger:
         self.partitions.clear()
 
     def next_expiry(self) -> float | None:
-        """Return when the next lease or assignment of any partition expires; None if none."""
+        """Return when to call `expire` next; None if never. See `Partition.next_expiry`."""
         moments = [partition.next_expiry() for partition in self.partitions.values()]
         return min((moment for moment in moments if moment is not None), default=None)

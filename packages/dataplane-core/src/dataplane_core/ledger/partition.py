@@ -63,6 +63,9 @@ class Partition:
         self._retired: list[Queue] = []
         self.tasks = {name: self._new_task(name) for name in declaration.consumer_tasks}
         self.leases = Leases(declaration.partition_id)
+        # No lease or assignment expires before. A deadline only ever moves later, so this stays
+        # true when one is renewed or ends.
+        self._next_expiry = math.inf
         self.put_total = 0
         self.touch()
 
@@ -303,6 +306,7 @@ class Partition:
                 assignment = Assignment(group, other, rows, now + seconds, seconds)
                 task.move(batch, assignment)
                 task.assignments.add(assignment)
+                self._next_expiry = min(self._next_expiry, assignment.deadline)
         return claimed
 
     def _take_assigned(
@@ -343,6 +347,7 @@ class Partition:
             rank=request.dp_rank,
             group=request.group,
         )
+        self._next_expiry = min(self._next_expiry, lease.deadline)
         task.move(rows, lease)
         return Claimed(rows, token)
 
@@ -403,6 +408,8 @@ class Partition:
 
     def expire(self, now: float) -> bool:
         """End expired leases and assignments; return whether there were any."""
+        if now < self._next_expiry:
+            return False
         leases = [lease for lease in self.leases.values() if lease.deadline <= now]
         any_assigned = False
         for task in self.tasks.values():
@@ -413,13 +420,18 @@ class Partition:
             any_assigned = any_assigned or bool(expired)
         for lease in leases:
             self.end_lease(lease)
+        timed = (each.deadline for task in self.tasks.values() for each in task.assignments.timed)
+        leased = (lease.deadline for lease in self.leases.values())
+        self._next_expiry = min(itertools.chain(timed, leased), default=math.inf)
         return bool(leases) or any_assigned
 
     def next_expiry(self) -> float | None:
-        """Return when the next lease or assignment expires, on the caller's clock; None if none."""
-        timed = (each.deadline for task in self.tasks.values() for each in task.assignments.timed)
-        leased = (lease.deadline for lease in self.leases.values())
-        return min(itertools.chain(timed, leased), default=None)
+        """Return when to call `expire` next, on the caller's clock; None if never.
+
+        Nothing expires before. Nothing may expire then either, because leases were renewed or
+        ended; that call finds the next moment.
+        """
+        return None if self._next_expiry == math.inf else self._next_expiry
 
     def drop(self, sample_ids: Iterable[str]) -> list[Row]:
         """Remove samples from the partition, ignoring unknown ids; return their rows."""

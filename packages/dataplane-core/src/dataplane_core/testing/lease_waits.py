@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any  # Any: keywords of a claim
 
@@ -96,6 +97,20 @@ class LeaseWaitContract:
         with pytest.raises(LeaseLostError, match="expired"):
             client.acknowledge(held)
         client.acknowledge(again)
+
+    def test_claim_blocked_on_a_renewed_lease_wakes_when_it_expires(
+        self, make_client: MakeClient
+    ) -> None:
+        client = make_client(claim_lease_s=1.0)
+        client.register_partition("train", ["x"], 2, ["train"])
+        put(client, "train", ["a", "b"])
+        held = claim(client)
+
+        def renew() -> None:
+            with suppress(LeaseLostError):  # the machine was too slow; the claim still wakes
+                client.renew(held)
+
+        assert sorted(self.wakes(client, held, renew).sample_ids) == ["a", "b"]
 
     def test_claim_blocked_on_a_lease_wakes_when_it_is_released(
         self, leasing: DataPlaneClient

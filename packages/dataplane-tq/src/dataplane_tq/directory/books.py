@@ -127,14 +127,18 @@ class Books:
             del self.backlog[partition_id]
 
     def _plan_expiry(self) -> None:
-        """Schedule `expire` for the next lease's end, in case no request arrives before it."""
+        """Schedule `expire` for the next expiry, in case no request arrives before it."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
         moment = self.ledger.next_expiry()
         if moment is not None:
             delay = max(0.0, moment - time.monotonic())
-            self._expiry = self._loop.call_later(delay, self.expire)
+            self._expiry = self._loop.call_later(delay, self._expire_as_planned)
+
+    def _expire_as_planned(self) -> None:
+        self.expire()
+        self._plan_expiry()  # nothing was due if the lease was renewed meanwhile
 
     def expire(self) -> None:
         """Expire leases that are due, and wake the requests blocked on their samples."""
