@@ -73,7 +73,7 @@ def test_shared_arena_uses_large_pages():
         # The kernel has none free while other processes compete for memory.
         refused |= error in (errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
     if refused:
-        pytest.skip("the kernel had no large pages free")
+        pytest.skip("needs free memory in pages of 2 MiB, which the kernel refused")
     pytest.fail("no arena is in large pages")
 
 
