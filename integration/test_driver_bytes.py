@@ -123,7 +123,7 @@ def test_driver_moves_a_small_fraction_of_the_bulk_bytes(
             config,
             calls=actors.calls,
             data_plane=BulkCountingClient(inner, own_events.append),
-            policy=Policy(actors.calls, actors.policy_workers, config.policy),
+            policy=Policy(actors.calls, actors.policy_ranks, config.policy),
             weight_sync=actors.weight_sync,
             prompts=PromptStream(prompts, seed=1, shuffle=True),
             run_id="test",

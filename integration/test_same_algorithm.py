@@ -75,7 +75,7 @@ def through_the_data_plane(
 ) -> Outcome:
     actors = RunActors(config, model=model, tokenizer=tokenizer)
     try:
-        policy = Policy(actors.calls, actors.policy_workers, config.policy)
+        policy = Policy(actors.calls, actors.policy_ranks, config.policy)
         client = ReadingClient(actors.data_plane)
         train = policy.train
 

@@ -396,7 +396,7 @@ class Steps:
             config,
             calls=actors.calls,
             data_plane=actors.data_plane if traced else bare(actors.data_plane),
-            policy=Policy(actors.calls, actors.policy_workers, config.policy),
+            policy=Policy(actors.calls, actors.policy_ranks, config.policy),
             weight_sync=Refit(actors.weight_sync),
             prompts=PromptStream(self._inputs.training, seed=1, shuffle=True),
             run_id="bench",

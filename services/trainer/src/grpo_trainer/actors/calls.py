@@ -100,6 +100,7 @@ class ActorCalls:
         awaited: AwaitedColumns | None = None,
         meanwhile: Callable[[], None] | None = None,
         timeout_s: float | None = None,
+        errors: dict[str, WorkerError] | None = None,
     ) -> dict[str, Any]:
         """Call a method of several actors at once; report calls that block.
 
@@ -110,13 +111,15 @@ class ActorCalls:
             meanwhile: called several times a second until all have answered; its errors end the
                 wait.
             timeout_s: deadline of the call, in seconds; None is that of all calls.
+            errors: gets the error of each actor that died or failed, instead of an exception.
 
         Returns:
             Actor name to result.
 
         Raises:
             WorkerError: naming the actor that died, failed or did not answer. The other calls are
-                abandoned: they may be blocked on the dead actor.
+                abandoned: they may be blocked on the dead actor. With ``errors``, only if one did
+                not answer.
         """
         for name, (args, kwargs) in calls.items():
             self._observe(name, "sent", (args, dict(kwargs)))
@@ -131,7 +134,7 @@ class ActorCalls:
             }
             try:
                 pending = self._send(method, calls)
-                return self._gather(method, pending, waiting, deadline, limit_s, meanwhile)
+                return self._gather(method, pending, waiting, deadline, limit_s, meanwhile, errors)
             except TimeoutError:
                 # No actor is at fault: a hung raylet blocks every process that stores or
                 # fetches a value.
@@ -161,6 +164,7 @@ class ActorCalls:
         deadline: float,
         timeout_s: float,
         meanwhile: Callable[[], None] | None,
+        errors: dict[str, WorkerError] | None,
     ) -> dict[str, Any]:
         order = list(pending.values())
         results: dict[str, Any] = {}
@@ -178,9 +182,15 @@ class ActorCalls:
             for reference in done:
                 name = pending.pop(reference)
                 waiting[name]()
-                results[name] = self._result(name, method, reference, deadline)
-                self._observe(name, "received", results[name])
-        return {name: results[name] for name in order}
+                try:
+                    results[name] = self._result(name, method, reference, deadline)
+                except WorkerError as error:
+                    if errors is None:
+                        raise
+                    errors[name] = error
+                else:
+                    self._observe(name, "received", results[name])
+        return {name: results[name] for name in order if name in results}
 
     def close(self, name: str, timeout_s: float) -> None:
         """Let a live actor stop what it started; wait for at most ``timeout_s``."""

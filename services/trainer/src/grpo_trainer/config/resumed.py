@@ -27,6 +27,7 @@ CHANGEABLE = (
     "grpo.asynchronous.min_generators",
     "grpo.asynchronous.replace_lost",
     "env.step_timeout_s",
+    "policy.when_rank_dies",
     "policy.micro_batch_size",
     "policy.generation.addresses",
     "policy.generation.servers",

@@ -205,10 +205,17 @@ class RouterReplaySection(Section):
 
 
 class PolicySection(Section):
-    """Trained model and the data-parallel workers that hold it."""
+    """Trained model and the data-parallel workers that hold it.
+
+    Attributes:
+        data_parallel: number of ranks; each holds the model and the optimizer.
+        when_rank_dies: "raise" ends the run; with "proceed" the other ranks take over its samples,
+            and the run continues without it. A rank that dies meanwhile ends the run.
+    """
 
     model: Annotated[RandomModel | PretrainedModel, Field(discriminator="kind")]
     data_parallel: PositiveInt
+    when_rank_dies: Literal["raise", "proceed"]
     num_gpus_per_worker: NonNegativeFloat
     num_threads: PositiveInt
     max_total_sequence_length: PositiveInt

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: results of remote methods
+from typing import NamedTuple
 
 from column_io import DynamicBatchingArgs, round_up, shard_meta_for_dp
 from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, KVBatchMeta
 from dataplane_core.telemetry import inject
 from grpo_trainer.actors.blocked import AwaitedColumns
 from grpo_trainer.actors.calls import ActorCalls
-from grpo_trainer.config.sections import PolicySection
+from grpo_trainer.config.sections import GRPOSection, PolicySection
+from grpo_trainer.errors import WorkerError
 from grpo_trainer.policy.logprob_gap import LogprobGap
-
-if TYPE_CHECKING:
-    from grpo_trainer.policy.streaming_worker import StreamedPart
+from grpo_trainer.policy.ranks import PolicyRanks
+from grpo_trainer.policy.streaming_worker import StreamedPart, trainable_filter
+from grpo_trainer.samples.partition import sample_id
 
 
 class Scores(NamedTuple):
@@ -31,12 +34,40 @@ class Scores(NamedTuple):
     gap: LogprobGap
 
 
-class Policy:
-    """Data-parallel ``workers``, named by rank, that share the policy's work."""
+@dataclass
+class StreamedStep:
+    """Result of an asynchronous step.
 
-    def __init__(self, calls: ActorCalls, workers: list[str], config: PolicySection) -> None:
+    Attributes:
+        means: metrics of the optimizer steps; see `step_means`.
+        sample_ids: the samples that were trained.
+        parts: the ranks' parts. Those of a rank that died are lost.
+    """
+
+    means: dict[str, float]
+    sample_ids: list[str]
+    parts: list[StreamedPart]
+
+
+def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the means over the optimizer steps with tokens, and the sum of "tokens".
+
+    A step without tokens has no mean loss; its zeros would dilute the other steps' values.
+    """
+    counted = [step for step in steps if step["tokens"] > 0] or steps
+    means = {name: sum(step[name] for step in counted) / len(counted) for name in steps[0]}
+    return {**means, "tokens": sum(step["tokens"] for step in steps)}
+
+
+class Policy:
+    """The ranks that share the policy's work.
+
+    With ``when_rank_dies: proceed``, each method continues without a rank that dies in it.
+    """
+
+    def __init__(self, calls: ActorCalls, ranks: PolicyRanks, config: PolicySection) -> None:
         self._calls = calls
-        self._workers = workers
+        self._ranks = ranks
         self._config = config
         batching = config.dynamic_batching
         self._dynamic: DynamicBatchingArgs | None = None
@@ -48,6 +79,18 @@ class Policy:
                 "max_tokens_per_microbatch": batching.max_tokens_per_microbatch,
             }
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that live."""
+        return len(self._ranks.names)
+
+    def drop_dead(self, error: WorkerError) -> None:
+        """Continue without the ranks that died; raise ``error`` if none has, or none may.
+
+        For a call other than those of this object.
+        """
+        self._ranks.drop_dead(error)
+
     def stamp_pad_width(self, meta: KVBatchMeta) -> None:
         """Set the sequence width that every reader of the batch pads to."""
         multiple = self._config.make_sequence_length_divisible_by
@@ -58,66 +101,122 @@ class Policy:
 
     def compute_logprobs(self, meta: KVBatchMeta, column: str) -> Scores:
         """Have every rank score its shard and write ``column``."""
-        shards, inverse = self._shard(meta)
+        errors: dict[str, float] = {}
+        gaps: list[LogprobGap] = []
         carrier = inject()
-        results = self._calls.each(
-            "compute_logprobs",
-            {
-                name: ((shard, column), {"carrier": carrier})
-                for name, shard in zip(self._workers, shards, strict=True)
-            },
-            awaited=AwaitedColumns(meta.partition_id, (column,), meta.size),
-        )
-        joined = [value for name in self._workers for value in results[name]["error"]]
-        if inverse is not None and joined:
-            joined = [joined[place] for place in inverse]
-        return Scores(joined, LogprobGap.total(results[name]["gap"] for name in self._workers))
+        remaining = meta
+        while remaining.size:
+            shards = self._shard(remaining)
+            failures: dict[str, WorkerError] = {}
+            results = self._calls.each(
+                "compute_logprobs",
+                {name: ((shard, column), {"carrier": carrier}) for name, shard in shards.items()},
+                awaited=AwaitedColumns(meta.partition_id, (column,), remaining.size),
+                errors=failures,
+            )
+            for name, result in results.items():
+                gaps.append(result["gap"])
+                if result["error"]:
+                    errors.update(zip(shards[name].sample_ids, result["error"], strict=True))
+            if failures:
+                self._ranks.drop_dead(next(iter(failures.values())))
+            failed = {each for name in failures for each in shards[name].sample_ids}
+            remaining = remaining.subset(
+                [row for row, each in enumerate(remaining.sample_ids) if each in failed]
+            )
+        joined = [errors[each] for each in meta.sample_ids] if errors else []
+        return Scores(joined, LogprobGap.total(gaps))
 
     def train(
         self, meta: KVBatchMeta, *, global_batch_size: int, learning_rate: float
     ) -> dict[str, float]:
-        """Make one optimizer step for every ``global_batch_size`` rows of ``meta``."""
-        shards, _ = self._shard(meta, global_batch_size)
-        arguments: dict[str, Any] = {
-            "rows_per_step": global_batch_size // len(self._workers),
-            "learning_rate": learning_rate,
-            "carrier": inject(),
-        }
-        results = self._calls.each(
-            "train",
-            {
-                name: ((shard,), arguments)
-                for name, shard in zip(self._workers, shards, strict=True)
-            },
-        )
-        return results[self._workers[0]]
+        """Make one optimizer step for every ``global_batch_size`` rows of ``meta``.
+
+        Returns:
+            The means over these steps, see `step_means`. If ``grad_norm`` is not finite, a step
+            was skipped, and none was made after it.
+        """
+        steps: list[dict[str, float]] = []
+        arguments = {"learning_rate": learning_rate, "carrier": inject()}
+        while (done := len(steps) * global_batch_size) < meta.size:
+            remaining = meta.subset(range(done, meta.size))
+            failures: dict[str, WorkerError] = {}
+            shards = self._shard(remaining, global_batch_size)
+            results = self._calls.each(
+                "train",
+                {
+                    name: (
+                        (shard,),
+                        {
+                            "rows_per_step": shard.size * global_batch_size // remaining.size,
+                            **arguments,
+                        },
+                    )
+                    for name, shard in shards.items()
+                },
+                errors=failures,
+            )
+            if failures:
+                steps += self._ranks.drop_dead(next(iter(failures.values())))[0]
+                self._ranks.acknowledge_trained(
+                    meta.sample_ids[done : len(steps) * global_batch_size]
+                )
+            else:
+                steps += results[self._ranks.names[0]]
+            if steps and not math.isfinite(steps[-1]["grad_norm"]):
+                break
+        return step_means(steps)
 
     def train_stream(
         self,
         version: int,
+        grpo: GRPOSection,
         *,
         samples: int,
-        global_batch_size: int,
         learning_rate: float,
         meanwhile: Callable[[], None],
-    ) -> list[StreamedPart]:
-        """Let the ranks claim and train on the next ``samples``; return their parts, by rank.
+    ) -> StreamedStep:
+        """Let the ranks claim and train on the next ``samples``.
 
-        One optimizer step is made for every ``global_batch_size``. ``meanwhile`` is called several
-        times a second until then.
+        ``meanwhile`` is called several times a second until then. ``grad_norm`` is as in `train`.
         """
-        arguments: dict[str, Any] = {
-            "samples": samples,
-            "rows_per_step": global_batch_size // len(self._workers),
+        batch_size = self._config.global_batch_size
+        arguments = {
+            "batch_size": batch_size,
             "learning_rate": learning_rate,
             "carrier": inject(),
         }
-        results = self._calls.each(
-            "train_stream",
-            dict.fromkeys(self._workers, ((version,), arguments)),
-            meanwhile=meanwhile,
-        )
-        return [results[name] for name in self._workers]
+        steps: list[dict[str, float]] = []
+        parts: list[StreamedPart] = []
+        trained: list[str] = []
+        while (left := samples // batch_size - len(steps)) > 0:
+            failures: dict[str, WorkerError] = {}
+            results = self._calls.each(
+                "train_stream",
+                dict.fromkeys(self._ranks.names, ((version,), {"steps": left, **arguments})),
+                meanwhile=meanwhile,
+                errors=failures,
+            )
+            fresh = [results[name] for name in self._ranks.names if name in results]
+            if failures:
+                error = next(iter(failures.values()))
+                fresh = self._ranks.drop_dead(error, "stream_progress")
+                self._ranks.release_assigned(
+                    [trainable_filter(version, grpo.asynchronous.max_staleness)]
+                )
+            ids = [
+                sample_id(position, number)
+                for position in fresh[0].positions
+                for number in range(grpo.num_generations_per_prompt)
+            ]
+            if failures:
+                self._ranks.acknowledge_trained(ids)
+            steps += fresh[0].steps
+            parts += fresh
+            trained += ids
+            if steps and not math.isfinite(steps[-1]["grad_norm"]):
+                break
+        return StreamedStep(step_means(steps), trained, parts)
 
     def check_visible(self, folder: Path) -> None:
         """Check that every rank sees ``folder``, an absolute path.
@@ -125,23 +224,44 @@ class Policy:
         Raises:
             WorkerError: a rank does not see it.
         """
-        self._calls.each("check_visible", {name: ((str(folder),), {}) for name in self._workers})
+        self._calls.each("check_visible", dict.fromkeys(self._ranks.names, ((str(folder),), {})))
 
     def save(self, folder: Path) -> dict[str, int]:
         """Have rank 0 write model and optimizer into ``folder``, as `save_policy`."""
-        written: dict[str, int] = self._calls.call(self._workers[0], "save", str(folder))
-        return written
+        while True:
+            try:
+                written: dict[str, int] = self._calls.call(
+                    self._ranks.names[0], "save", str(folder)
+                )
+            except WorkerError as error:
+                self._ranks.drop_dead(error)
+            else:
+                return written
 
     def load(self, folder: Path) -> None:
         """Have every rank load model and optimizer from ``folder``."""
-        self._calls.each("load", {name: ((str(folder),), {}) for name in self._workers})
+        self._calls.each("load", dict.fromkeys(self._ranks.names, ((str(folder),), {})))
 
-    def _shard(
-        self, meta: KVBatchMeta, batch_size: int | None = None
-    ) -> tuple[list[KVBatchMeta], list[int] | None]:
-        return shard_meta_for_dp(
-            meta,
-            dp_world=len(self._workers),
-            batch_size=batch_size,
-            dynamic_batching_args=self._dynamic,
-        )
+    def _shard(self, meta: KVBatchMeta, batch_size: int | None = None) -> dict[str, KVBatchMeta]:
+        """Return the shard of each rank; after the death of a rank, shards may differ in size."""
+        world = len(self._ranks.names)
+        count = batch_size or meta.size
+        if count % world == 0:
+            shards, _ = shard_meta_for_dp(
+                meta,
+                dp_world=world,
+                batch_size=batch_size,
+                dynamic_batching_args=self._dynamic,
+            )
+            return dict(zip(self._ranks.names, shards, strict=True))
+        uneven = {}
+        for rank, name in enumerate(self._ranks.names):
+            rows = [row for row in range(meta.size) if row % count % world == rank]
+            if rows:
+                [uneven[name]], _ = shard_meta_for_dp(
+                    meta.subset(rows),
+                    dp_world=1,
+                    batch_size=None if batch_size is None else len(range(rank, count, world)),
+                    dynamic_batching_args=self._dynamic,
+                )
+        return uneven

@@ -6,6 +6,7 @@ import datetime
 import socket
 from typing import Any  # Any: mypy sees no stores in torch.distributed
 
+import torch
 import torch.distributed as dist
 
 from grpo_trainer.actors.address import bind_to_node_interface, node_address
@@ -41,3 +42,29 @@ def join_process_group(
     bind_to_node_interface()
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def leave_process_group() -> None:
+    """Leave the group, if this process is in one; operations that wait for it then fail."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def share_state(model: Any, optimizer: Any) -> None:
+    """Copy the model and the state of its AdamW from rank 0 to all other ranks."""
+    device = next(model.parameters()).device
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    has_state = torch.tensor(float(bool(optimizer.state)), device=device)
+    dist.broadcast(has_state, 0)
+    if not has_state:  # no step was completed
+        optimizer.state.clear()
+        return
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+        state = optimizer.state[parameter]
+        step = state.get("step", torch.tensor(0.0)).to(device)
+        dist.broadcast(step, 0)
+        state["step"] = step.cpu()
+        for name in ("exp_avg", "exp_avg_sq"):
+            state.setdefault(name, torch.zeros_like(parameter))
+            dist.broadcast(state[name], 0)

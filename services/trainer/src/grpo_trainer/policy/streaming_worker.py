@@ -20,12 +20,27 @@ from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.policy.logprob_gap import LogprobGap
 from grpo_trainer.policy.loss import LossSums, grpo_loss, token_logprobs
 from grpo_trainer.policy.worker import PolicyWorker
-from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSION
+from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSION, position_of
 from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS, TRAIN_TASK
 from observability import record_trained, traced
 
 _GENERATED = "generation_logprobs"
 _MEANS = ("loss", "kl", "clip_fraction", "approx_entropy", "importance_ratio")
+
+STREAM_FIELDS = [
+    name for name in DP_TRAIN_FIELDS if name not in (PREV_LOGPROBS, REFERENCE_LOGPROBS)
+]
+"""Fields that generators put and the loss needs; the ranks compute the others."""
+
+
+def trainable_filter(version: int, max_staleness: int) -> TagFilter:
+    """Return the filter of samples that weights ``version`` may train on."""
+    return TagFilter(WEIGHT_VERSION, ">=", version - max_staleness)
+
+
+def even_shares(total: int, ranks: int) -> list[int]:
+    """Divide ``total`` among ranks; the shares differ by at most 1."""
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 
 
 @dataclass
@@ -33,8 +48,8 @@ class StreamedPart:
     """Part of a step on which one rank trained.
 
     Attributes:
-        means: loss metrics over all ranks, means over the optimizer steps with tokens; also
-            ``grad_norm`` and the sum of ``tokens``.
+        steps: metrics of each completed optimizer step, over all ranks; see `train_stream`.
+        positions: positions of the prompts that these steps trained, of all ranks.
         sample_ids: the samples of this rank.
         rewards: reward of each.
         staleness: staleness of each, in versions.
@@ -42,28 +57,35 @@ class StreamedPart:
         wait_s: seconds that the rank was blocked in claims.
     """
 
-    means: dict[str, float] = field(default_factory=dict)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     sample_ids: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     gap: LogprobGap = field(default_factory=lambda: LogprobGap.total([]))
     wait_s: float = 0.0
 
+    def __len__(self) -> int:
+        """Return the number of completed optimizer steps."""
+        return len(self.steps)
+
 
 class StreamingPolicyWorker(PolicyWorker):
     """Class of a policy worker's Ray actor in an asynchronous run."""
 
+    _part: StreamedPart
+
     @traced
     def train_stream(
-        self, version: int, *, samples: int, rows_per_step: int, learning_rate: float
+        self, version: int, *, steps: int, batch_size: int, learning_rate: float
     ) -> StreamedPart:
         """Train on the next samples that are not too stale.
 
         Args:
             version: number of the current weights.
-            samples: samples of the step, over all ranks.
-            rows_per_step: this rank's rows of one optimizer step, a multiple of the group size.
-            learning_rate: learning rate of the step.
+            steps: optimizer steps.
+            batch_size: samples of an optimizer step, over all ranks; a multiple of the group size.
+            learning_rate: learning rate of the steps.
 
         Returns:
             The rank's part. A ``grad_norm`` that is not finite means that an optimizer step and
@@ -71,34 +93,46 @@ class StreamingPolicyWorker(PolicyWorker):
         """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        part = StreamedPart()
-        steps = []
-        for _ in range(samples // (rows_per_step * self._world)):
-            with span("optimizer_step", "productive"):
-                steps.append(self._stream_step(version, rows_per_step, part))
-            if not math.isfinite(steps[-1]["grad_norm"]):
+        self._part = part = StreamedPart()
+        shares = even_shares(batch_size // self._group_size, self._world)
+        for _ in range(steps):
+            with span("optimizer_step", "productive"), self._collective():
+                self._stream_step(version, shares, part)
+            if not math.isfinite(part.steps[-1]["grad_norm"]):
                 break
-        counted = [step for step in steps if step["tokens"] > 0] or steps
-        part.means = {
-            name: sum(step[name] for step in counted) / len(counted)
-            for name in (*_MEANS, "grad_norm")
-        }
-        part.means["tokens"] = sum(step["tokens"] for step in steps)
         return part
 
-    def _stream_step(self, version: int, rows: int, part: StreamedPart) -> dict[str, float]:
-        """Make one optimizer step with ``rows`` samples of this rank."""
+    def stream_progress(self) -> StreamedPart:
+        """Return the completed optimizer steps of the last `train_stream`, also of a failed one."""
+        return self._part
+
+    @property
+    def _group_size(self) -> int:
+        size: int = self._grpo["num_generations_per_prompt"]
+        return size
+
+    def _stream_step(self, version: int, shares: list[int], part: StreamedPart) -> None:
+        """Make one optimizer step with ``shares[rank]`` groups of each rank."""
         self._optimizer.zero_grad()
+        rows = shares[self._rank] * self._group_size
         sums = torch.zeros(len(_MEANS) + 1, device=self._device, dtype=torch.float64)
         metas: list[KVBatchMeta] = []
+        is_even = len(set(shares)) == 1
         with ExitStack() as claims:
             while (missing := rows - sum(meta.size for meta in metas)) > 0:
-                meta = self._claim_groups(version, missing, part)
+                meta = self._claim_groups(version, missing, part, is_even=is_even)
                 held = held_claim(self._client, meta, renew_every_s=(self._lease_s or 0.0) / 3)
                 claims.enter_context(held)
                 metas.append(meta)
                 sums += self._accumulate(meta, part)
+            # All ranks learn what this step trains: a rank that dies cannot report it.
+            positions = torch.zeros(sum(shares), device=self._device, dtype=torch.float64)
+            first = sum(shares[: self._rank])
+            own = sorted({position_of(each) for meta in metas for each in meta.sample_ids})
+            positions[first : first + len(own)] = torch.tensor(own, dtype=torch.float64)
+            sums = torch.cat([sums, positions])
             dist.all_reduce(sums)
+            sums, positions = sums[: len(_MEANS) + 1], sums[len(_MEANS) + 1 :]
             tokens = sums[-1]
             divisor = float(tokens) or 1.0
             norm = self._reduce_gradients(divisor)
@@ -106,40 +140,40 @@ class StreamingPolicyWorker(PolicyWorker):
                 self._optimizer.step()
                 for meta in metas:
                     record_trained(self._client, meta, field=_GENERATED, task=TRAIN_TASK)
+        tags = [tag for meta in metas for tag in meta.tags or []]
+        part.rewards += [tag["reward"] for tag in tags]
+        part.staleness += [version - tag[WEIGHT_VERSION] for tag in tags]
         part.sample_ids += [each for meta in metas for each in meta.sample_ids]
+        part.positions += [int(each) for each in positions.tolist()]
         means = dict(zip(_MEANS, (sums[:-1] / divisor).tolist(), strict=True))
-        return {**means, "grad_norm": norm, "tokens": float(tokens)}
+        part.steps.append({**means, "grad_norm": norm, "tokens": float(tokens)})
 
-    def _claim_groups(self, version: int, missing: int, part: StreamedPart) -> KVBatchMeta:
-        """Claim this rank's part of the next groups; the ranks get equal numbers of samples."""
-        own, size = self._grpo["asynchronous"], self._grpo["num_generations_per_prompt"]
+    def _claim_groups(
+        self, version: int, missing: int, part: StreamedPart, *, is_even: bool
+    ) -> KVBatchMeta:
+        """Claim up to ``missing`` samples of the next groups.
+
+        If the ranks need equal numbers of samples, each drawn batch is shared by all.
+        """
+        own = self._grpo["asynchronous"]
         started = time.perf_counter()
         meta = self._client.claim_meta(
             TRAIN,
             TRAIN_TASK,
-            self._stream_fields,
-            min(missing, own["prompts_per_claim"] * size),
+            STREAM_FIELDS,
+            min(missing, own["prompts_per_claim"] * self._group_size),
             self._rank,
             # Before the driver's deadline, so that the error says what is missing.
             timeout_s=0.9 * self._timeout_s,
-            dp_world=self._world,
-            where=[TagFilter(WEIGHT_VERSION, ">=", version - own["max_staleness"])],
+            dp_world=self._world if is_even else None,
+            where=[trainable_filter(version, own["max_staleness"])],
         )
         part.wait_s += time.perf_counter() - started
-        tags = meta.tags or []
-        part.rewards += [tag["reward"] for tag in tags]
-        part.staleness += [version - tag[WEIGHT_VERSION] for tag in tags]
         return meta
-
-    @property
-    def _stream_fields(self) -> list[str]:
-        """Fields that generators put and the loss needs; the ranks compute the others."""
-        computed = (PREV_LOGPROBS, REFERENCE_LOGPROBS)
-        return [name for name in DP_TRAIN_FIELDS if name not in computed]
 
     def _accumulate(self, meta: KVBatchMeta, part: StreamedPart) -> torch.Tensor:
         """Add the gradient of the summed loss of a claim; return its sums, and those of tokens."""
-        batch = read_columns(self._client, meta, self._stream_fields, pad_value_dict=self._pad)
+        batch = read_columns(self._client, meta, STREAM_FIELDS, pad_value_dict=self._pad)
         totals = torch.zeros(len(_MEANS) + 1, device=self._device, dtype=torch.float64)
         for micro in self._micro_batches(batch):
             with detail_span("micro_batch", "productive"):

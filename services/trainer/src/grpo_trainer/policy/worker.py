@@ -37,7 +37,13 @@ from grpo_trainer.checkpoint.policy_state import (
 from grpo_trainer.model.load import load_model
 from grpo_trainer.policy.logprob_gap import LogprobGap
 from grpo_trainer.policy.loss import LossSums, grpo_loss, token_logprobs
-from grpo_trainer.policy.process_group import connect_store, host_store, join_process_group
+from grpo_trainer.policy.process_group import (
+    connect_store,
+    host_store,
+    join_process_group,
+    leave_process_group,
+    share_state,
+)
 from grpo_trainer.refit.settings import RefitSettings
 from grpo_trainer.refit.source import RefitSource
 from grpo_trainer.samples.tasks import (
@@ -100,19 +106,27 @@ class PolicyWorker(RunActor):
         self._refit: RefitSource | None = None
         self._backend, self._timeout_s = "nccl" if gpu else "gloo", timeout_s
         self._store: Any = None
+        self._steps: list[dict[str, float]] = []
 
     def ready(self) -> None:
         """Return once the model is loaded."""
 
-    def rendezvous_address(self) -> tuple[str, int]:
-        """Host the ranks' store on this rank, which must be 0; return the store's host and port."""
-        self._store = host_store(self._world, timeout_s=self._timeout_s)
+    def rendezvous_address(self, world: int) -> tuple[str, int]:
+        """Host the store of ``world`` ranks on this one, the new rank 0; return its host and port.
+
+        The rank leaves the group that it was in.
+        """
+        leave_process_group()
+        self._rank = 0
+        self._store = host_store(world, timeout_s=self._timeout_s)
         return self._store.host, self._store.port
 
-    def join_group(self, host: str, port: int) -> None:
-        """Join the process group through rank 0's store; return once all ranks have joined."""
-        if self._store is None:
-            self._store = connect_store(host, port, self._world, timeout_s=self._timeout_s)
+    def join_group(self, host: str, port: int, *, rank: int, world: int) -> None:
+        """Join a process group through rank 0's store; return once all ranks have joined."""
+        if rank > 0:
+            leave_process_group()
+            self._store = connect_store(host, port, world, timeout_s=self._timeout_s)
+        self._rank, self._world = rank, world
         join_process_group(
             self._store,
             backend=self._backend,
@@ -120,6 +134,23 @@ class PolicyWorker(RunActor):
             world=self._world,
             timeout_s=self._timeout_s,
         )
+
+    def progress(self) -> list[dict[str, float]]:
+        """Return the completed optimizer steps of the last `train`, also of one that failed."""
+        return self._steps
+
+    def share_state(self) -> None:
+        """Copy model and optimizer from rank 0; all ranks must call it."""
+        share_state(self._model, self._optimizer)
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Leave the process group if the block raises: else other ranks would wait for this one."""
+        try:
+            yield
+        except BaseException:  # whatever ends the block
+            leave_process_group()
+            raise
 
     @traced
     def compute_logprobs(self, meta: KVBatchMeta, column: str) -> dict[str, Any]:
@@ -186,7 +217,7 @@ class PolicyWorker(RunActor):
     @traced
     def train(
         self, meta: KVBatchMeta, *, rows_per_step: int, learning_rate: float
-    ) -> dict[str, float]:
+    ) -> list[dict[str, float]]:
         """Train on the shard.
 
         Args:
@@ -195,11 +226,12 @@ class PolicyWorker(RunActor):
             learning_rate: learning rate of this call's steps.
 
         Returns:
-            ``loss``, ``kl``, ``clip_fraction``, ``approx_entropy``, ``grad_norm``, ``tokens`` over
-            all ranks: means over the optimizer steps with tokens, and the sum of ``tokens``. A
-            ``grad_norm`` that is not finite means that an optimizer step and all later ones were
-            skipped. The ranks agree, because all use the norm of the summed gradient.
+            ``loss``, ``kl``, ``clip_fraction``, ``approx_entropy``, ``grad_norm``, ``tokens`` of
+            each optimizer step, over all ranks. A ``grad_norm`` that is not finite means that this
+            optimizer step and all later ones were skipped. The ranks agree, because all use the
+            norm of the summed gradient.
         """
+        self._steps = []
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         skipped = set()
@@ -210,29 +242,23 @@ class PolicyWorker(RunActor):
         fields = [name for name in DP_TRAIN_FIELDS if name not in skipped]
         with self._claimed(meta, TRAIN_TASK, fields):
             batch = read_columns(self._client, meta, fields, pad_value_dict=self._pad)
-            return self._train(meta, batch, rows_per_step)
+            with self._collective():
+                self._train(meta, batch, rows_per_step)
+        return self._steps
 
-    def _train(
-        self, meta: KVBatchMeta, batch: BatchedDataDict[Any], rows_per_step: int
-    ) -> dict[str, float]:
-        steps = []
+    def _train(self, meta: KVBatchMeta, batch: BatchedDataDict[Any], rows_per_step: int) -> None:
         used: list[int] = []
-        for step in range(meta.size // rows_per_step):
-            steps.append(self._optimizer_step(batch.get_batch(step, rows_per_step)))
-            if not math.isfinite(steps[-1]["grad_norm"]):
-                break
-            if steps[-1]["tokens"] > 0:
-                used += range(step * rows_per_step, (step + 1) * rows_per_step)
-        # A step without tokens has no mean loss; its zeros would dilute the other steps' values.
-        counted = [step for step in steps if step["tokens"] > 0] or steps
-        means = {
-            name: sum(step[name] for step in counted) / len(counted)
-            for name in (*_LOSS_METRICS, "grad_norm")
-        }
-        tokens = sum(step["tokens"] for step in steps)
-        if used:
-            record_trained(self._client, meta.subset(used), field=_GENERATED)
-        return {**means, "tokens": tokens}
+        try:
+            for step in range(meta.size // rows_per_step):
+                done = self._optimizer_step(batch.get_batch(step, rows_per_step))
+                self._steps.append(done)
+                if not math.isfinite(done["grad_norm"]):
+                    break
+                if done["tokens"] > 0:
+                    used += range(step * rows_per_step, (step + 1) * rows_per_step)
+        finally:
+            if used:
+                record_trained(self._client, meta.subset(used), field=_GENERATED)
 
     def _optimizer_step(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
         with span("optimizer_step", "productive"):
@@ -311,7 +337,9 @@ class PolicyWorker(RunActor):
             yield batch.slice(start, min(start + size, batch.size)).to(self._device)
 
     def join_refit(self, settings: RefitSettings) -> None:
-        """Prepare to publish weights."""
+        """Prepare to publish weights, also again, with another rank."""
+        if self._refit is not None:
+            self._refit.close()
         bind_to_node_interface()
         self._refit = RefitSource(settings, rank=self._rank, world=self._world)
 

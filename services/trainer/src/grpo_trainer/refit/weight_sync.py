@@ -55,7 +55,7 @@ class RefitWeightSync:
     ) -> None:
         self._calls = calls
         self._model_name = f"{name}-{secrets.token_hex(4)}"
-        self._sources, self._targets = sources, list(targets)
+        self._sources, self._targets = list(sources), list(targets)
         self._timeout_s = config.timeout_s
         self._count = 0
         self._installed: int | None = None
@@ -108,6 +108,16 @@ class RefitWeightSync:
                 f"refit.host: {host} is reachable from one machine only, but the run is on several "
                 f"(driver on {node_address()}, {where}); set refit.host to 'node'"
             )
+
+    def replace_sources(self, names: list[str]) -> None:
+        """Let these policy workers, named by rank, publish from the next refit on.
+
+        Raises:
+            WorkerError: one of them cannot join.
+        """
+        self._sources = list(names)
+        self._calls.each("join_refit", dict.fromkeys(names, ((self._joining,), {})))
+        self._installed = None  # a target that joins needs a version that the new sources publish
 
     def add_target(self, name: str) -> None:
         """Let a generation worker take part from the next refit on.

@@ -20,9 +20,9 @@ from dataplane_core import DP_TRAIN_FIELDS, TagFilter
 from dataplane_core.telemetry import span
 from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.errors import DynamicSamplingError, GradientError, StalenessError
+from grpo_trainer.policy.driver import StreamedStep
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.policy.logprob_gap import LogprobGap
-from grpo_trainer.policy.streaming_worker import StreamedPart
 from grpo_trainer.run.generator_fleet import GeneratorFleet
 from grpo_trainer.run.processes import RunActors
 from grpo_trainer.run.prompt_feed import PromptFeed
@@ -69,6 +69,7 @@ class AsyncGRPOStep(GRPOStep):
             self._client,
             actors,
             self._weight_sync,
+            self._policy,
             self._config,
             run_id=self._run_id,
             journal=journal,
@@ -107,18 +108,17 @@ class AsyncGRPOStep(GRPOStep):
         self._drop_stale()
         with report.phase("train"):
             rate = learning_rate(policy.optimizer, step, grpo.num_steps)
-            parts = self._policy.train_stream(
+            trained = self._policy.train_stream(
                 step,
+                grpo,
                 samples=self._config.samples_per_step,
-                global_batch_size=policy.global_batch_size,
                 learning_rate=rate,
                 meanwhile=self._tend,
             )
-        trained = [each for part in parts for each in part.sample_ids]
         with report.phase("clear", "overhead"):
-            self._client.clear_samples(trained, TRAIN)
+            self._client.clear_samples(trained.sample_ids, TRAIN)
         self._fleet.collect()
-        norm = parts[0].means["grad_norm"]
+        norm = trained.means["grad_norm"]
         if not math.isfinite(norm):
             raise GradientError(
                 f"step {step + 1}: the gradient's norm is {norm}; expected a finite number. No "
@@ -126,7 +126,7 @@ class AsyncGRPOStep(GRPOStep):
                 "policy.model.name, and a lower policy.optimizer.learning_rate"
             )
         report.metrics.update(
-            self._metrics(parts),
+            self._metrics(trained),
             stale_groups=self._dropped // grpo.num_generations_per_prompt,
             learning_rate=rate,
             **self._fleet.take_metrics(),
@@ -216,18 +216,20 @@ class AsyncGRPOStep(GRPOStep):
                 self._client.clear_samples(dropped.sample_ids, TRAIN, force=True)
         return dropped.size
 
-    def _metrics(self, parts: list[StreamedPart]) -> dict[str, float]:
+    def _metrics(self, trained: StreamedStep) -> dict[str, float]:
         """Return the metrics of what the ranks trained on."""
+        parts = trained.parts
         staleness = [each for part in parts for each in part.staleness]
         reward, std = mean_and_std(torch.tensor([each for part in parts for each in part.rewards]))
         return {
             "reward": reward,
             "reward_std": std,
-            "samples": len(staleness),
-            "groups": len(staleness) // self._config.grpo.num_generations_per_prompt,
+            "samples": len(trained.sample_ids),
+            "groups": len(trained.sample_ids) // self._config.grpo.num_generations_per_prompt,
             "staleness": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
             "trainer_wait_s": max(part.wait_s for part in parts),
             **LogprobGap.total(part.gap for part in parts).metrics,
-            **parts[0].means,
+            "policy_ranks": self._policy.ranks,
+            **trained.means,
         }

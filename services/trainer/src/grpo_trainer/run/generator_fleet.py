@@ -12,6 +12,7 @@ from dataplane_core import DataPlaneClient
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.errors import WorkerError, first_line
+from grpo_trainer.policy.driver import Policy
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.generator import GeneratorReport
 from grpo_trainer.rollout.journal import prune
@@ -38,6 +39,7 @@ class GeneratorFleet:
         client: the driver's client.
         actors: the run's processes.
         weight_sync: transfer of weights to the generators.
+        policy: the ranks that publish the weights.
         config: the run's configuration.
         run_id: the run's id.
         journal: folder of the run's journal; None keeps none.
@@ -49,6 +51,7 @@ class GeneratorFleet:
         client: DataPlaneClient,
         actors: RunActors,
         weight_sync: RefitWeightSync,
+        policy: Policy,
         config: TrainerConfig,
         *,
         run_id: str,
@@ -60,6 +63,7 @@ class GeneratorFleet:
         self._owners: dict[GeneratorActors, str] = {}
         self._calls: ActorCalls = actors.calls
         self._weight_sync = weight_sync
+        self._policy = policy
         self._config = config
         self._run_id = run_id
         self._journal = journal
@@ -129,7 +133,7 @@ class GeneratorFleet:
         prune(self._journal, open_files=open_files, untrained=untrained)
 
     def sync(self, version: int) -> None:
-        """Install the policy's weights on all generators but those that die meanwhile.
+        """Install the policy's weights on all generators, without the processes that die meanwhile.
 
         Raises:
             WorkerError: as `RefitWeightSync.sync`, or too few generators remain.
@@ -140,7 +144,7 @@ class GeneratorFleet:
             except WorkerError as error:
                 dead = [each for each in self._actors.generators if self._is_dead(each)]
                 if not dead:
-                    raise
+                    self._policy.drop_dead(error)
                 for names in dead:
                     self._lose(names, error)
             else:

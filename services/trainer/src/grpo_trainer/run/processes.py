@@ -31,6 +31,7 @@ from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.config.sections import ClusterSection, VllmSection
 from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.model.chat_turn import EndKeepingTokenizer, chat_turn
+from grpo_trainer.policy.ranks import PolicyRanks
 from grpo_trainer.policy.streaming_worker import StreamingPolicyWorker
 from grpo_trainer.policy.worker import PolicyWorker
 from grpo_trainer.refit.weight_sync import RefitWeightSync
@@ -92,7 +93,8 @@ class RunActors:
 
     Attributes:
         calls: the actors by name.
-        policy_workers: names of the policy workers, by rank.
+        policy_workers: names of the policy workers that were started, by rank.
+        policy_ranks: those that live, as a process group.
         generators: the generators that take part; a synchronous run has one.
         data_plane: the driver's client, which owns the data plane.
         weight_sync: transfer of the policy's weights to the generation worker.
@@ -101,6 +103,7 @@ class RunActors:
     calls: ActorCalls
     data_plane: DataPlaneClient
     weight_sync: RefitWeightSync
+    policy_ranks: PolicyRanks
 
     def __init__(
         self,
@@ -141,8 +144,6 @@ class RunActors:
             workers = [names.worker for names in self.generators]
             loading = [*workers, *self.policy_workers]
             self.calls.each("ready", {name: ((), {}) for name in loading})
-            rendezvous = self.calls.call(self.policy_workers[0], "rendezvous_address")
-            self.calls.each("join_group", {name: (rendezvous, {}) for name in self.policy_workers})
             self.weight_sync = RefitWeightSync(
                 self.calls,
                 config.refit,
@@ -151,6 +152,14 @@ class RunActors:
                 targets=workers,
             )
             self._has_weight_sync = True
+            self.policy_ranks = PolicyRanks(
+                self.calls,
+                self.policy_workers,
+                client=self.data_plane,
+                weight_sync=self.weight_sync,
+                continues=config.policy.when_rank_dies == "proceed",
+                notice=notice,
+            )
         except BaseException:  # no process may stay behind, whatever the error
             self.close()
             raise

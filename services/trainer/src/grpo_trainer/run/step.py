@@ -20,7 +20,7 @@ from dataplane_core.telemetry import Bucket, inject, span, step_context
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.config.loading import TrainerConfig
-from grpo_trainer.errors import DynamicSamplingError, GradientError
+from grpo_trainer.errors import DynamicSamplingError, GradientError, WorkerError
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.refit.weight_sync import RefitWeightSync
@@ -157,6 +157,14 @@ class GRPOStep:
         verbose = self._config.tracing.verbose
         return step_context(self._run_id, step, weight_version=step, verbose=verbose)
 
+    def _install(self, version: int) -> None:
+        """Install the policy's weights on the generation worker."""
+        while True:
+            try:
+                return self._weight_sync.sync(version)
+            except WorkerError as error:
+                self._policy.drop_dead(error)
+
     def _stream(self, step: int) -> str:
         """Return the name of the step's random stream."""
         return f"train {step}"
@@ -164,7 +172,7 @@ class GRPOStep:
     def _run(self, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
         with report.phase("refit"):
-            self._weight_sync.sync(step)
+            self._install(step)
         self._calls.call(GENERATION, "begin", self._stream(step))
         self._client.register_partition(
             TRAIN,
@@ -215,8 +223,7 @@ class GRPOStep:
                 "policy.model.name, and a lower policy.optimizer.learning_rate or a "
                 "grpo.max_logprob_error"
             )
-        report.metrics.update(trained)
-        report.metrics["learning_rate"] = rate
+        report.metrics.update(trained, learning_rate=rate, policy_ranks=self._policy.ranks)
 
     def _collect(self, report: StepReport) -> Batch:
         """Generate and return the samples to train on; clear all others."""
@@ -313,7 +320,7 @@ class GRPOStep:
 
     def _validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
         with report.phase("refit"):
-            self._weight_sync.sync(step)
+            self._install(step)
         self._calls.call(GENERATION, "begin", f"validation {step}")
         size = self._config.validation.batch_size
         rewards = []

@@ -83,7 +83,7 @@ def run_steps(
             notice=display.notice,
         )
         stack.callback(actors.close)
-        policy = Policy(actors.calls, actors.policy_workers, config.policy)
+        policy = Policy(actors.calls, actors.policy_ranks, config.policy)
         if config.checkpointing.every_steps > 0:
             policy.check_visible(folder)  # before the first checkpoint can be lost
         if checkpoint is not None:

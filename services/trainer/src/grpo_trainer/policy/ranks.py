@@ -1,0 +1,142 @@
+"""`PolicyRanks`: the ranks of the policy that live; a run can continue without one that died.
+
+All ranks hold the same weights and the same state of the optimizer. When one dies, the others leave
+their collective operations, and the one with the most completed optimizer steps becomes rank 0 of a
+smaller process group and copies its state to the others. What no completed step has trained is
+divided among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any  # Any: results of remote methods
+
+from dataplane_core import DataPlaneClient, TagFilter, held_claim
+from grpo_trainer.actors.calls import ActorCalls
+from grpo_trainer.errors import WorkerError
+from grpo_trainer.policy.streaming_worker import STREAM_FIELDS
+from grpo_trainer.refit.weight_sync import RefitWeightSync
+from grpo_trainer.samples.partition import TRAIN
+from grpo_trainer.samples.tasks import TRAIN_TASK
+from observability import record_trained
+
+_GENERATED = "generation_logprobs"
+_ACKNOWLEDGED = "acknowledged"
+
+
+class PolicyRanks:
+    """The ranks of a run.
+
+    Args:
+        calls: the run's actors by name.
+        names: names of the ranks' actors, by rank; loaded, and in no process group yet.
+        client: the driver's client.
+        weight_sync: transfer of the policy's weights.
+        continues: whether the run continues without a rank that dies.
+        notice: called with a line when it does.
+
+    Attributes:
+        names: names of the ranks that live, by rank.
+
+    Raises:
+        WorkerError: a rank cannot join the process group.
+    """
+
+    def __init__(
+        self,
+        calls: ActorCalls,
+        names: Sequence[str],
+        *,
+        client: DataPlaneClient,
+        weight_sync: RefitWeightSync,
+        continues: bool,
+        notice: Callable[[str], object],
+    ) -> None:
+        self.names = list(names)
+        self._calls = calls
+        self._client = client
+        self._weight_sync = weight_sync
+        self._continues = continues
+        self._notice = notice
+        self._join()
+
+    def _join(self) -> None:
+        world = len(self.names)
+        address = self._calls.call(self.names[0], "rendezvous_address", world)
+        self._calls.each(
+            "join_group",
+            {
+                name: (address, {"rank": rank, "world": world})
+                for rank, name in enumerate(self.names)
+            },
+        )
+
+    def drop_dead(self, error: WorkerError, progress: str = "progress") -> list[Any]:
+        """Continue without the ranks that died.
+
+        Call it when no rank works any more. The next refit publishes the weights again.
+
+        Args:
+            error: raised if no rank has died, or the run does not continue without one.
+            progress: method of the ranks that returns what they completed, the longer the more.
+
+        Returns:
+            What ``progress`` returned, by new rank: the first has completed the most.
+
+        Raises:
+            WorkerError: ``error``; or another rank died meanwhile.
+        """
+        dead = [name for name in self.names if self._calls.is_dead(name)]
+        alive = [name for name in self.names if name not in dead]
+        if not (dead and alive and self._continues):
+            raise error
+        self._notice(f"continuing without {', '.join(dead)}: {error}")
+        for name in dead:
+            self._calls.remove(name)
+        reports = self._calls.each(progress, dict.fromkeys(alive, ((), {})))
+        self.names = sorted(alive, key=lambda name: -len(reports[name]))
+        self._join()
+        self._calls.each("share_state", dict.fromkeys(self.names, ((), {})))
+        self._weight_sync.replace_sources(self.names)
+        for claim in self._client.list_claims(TRAIN):
+            if claim.rank is not None:  # the ranks that live hold none
+                self._client.end_claim(TRAIN, claim.claim, expired_only=False)
+        return [reports[name] for name in self.names]
+
+    def release_assigned(self, where: list[TagFilter]) -> None:
+        """Release the samples that are assigned to ranks and not claimed, with this filter.
+
+        Call it when no rank works any more. Else they would be free after the length of a lease.
+        """
+        claims = [
+            self._client.claim_meta(
+                TRAIN,
+                TRAIN_TASK,
+                STREAM_FIELDS,
+                each.samples,
+                each.rank,
+                blocking=False,
+                dp_world=each.world,
+                where=where,
+            )
+            for each in self._client.list_assignments(TRAIN)
+            if each.task == TRAIN_TASK
+        ]
+        for claim in claims:
+            if claim.size:
+                self._client.release(claim)
+
+    def acknowledge_trained(self, sample_ids: Sequence[str]) -> None:
+        """Acknowledge the samples of completed optimizer steps whose rank died before it did."""
+        states = [self._client.read_sample(TRAIN, each) for each in sample_ids]
+        held = [
+            state.sample_id
+            for state in states
+            if state is not None and state.tasks[TRAIN_TASK] != _ACKNOWLEDGED
+        ]
+        if held:
+            claim = self._client.claim_meta(
+                TRAIN, TRAIN_TASK, [_GENERATED], len(held), sample_ids=held
+            )
+            with held_claim(self._client, claim, renew_every_s=1.0):
+                record_trained(self._client, claim, field=_GENERATED)
