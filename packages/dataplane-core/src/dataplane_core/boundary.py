@@ -42,6 +42,7 @@ class PutRequest:
         tags: one dict of primitives per id, or None.
         token: token of the lease under which the caller writes, or None.
         origin: name of the put, or None.
+        acknowledge: whether the put also acknowledges the samples that the lease holds.
     """
 
     where: str
@@ -50,6 +51,7 @@ class PutRequest:
     tags: list[dict[str, Any]] | None
     token: str | None
     origin: str | None
+    acknowledge: bool = False
 
     def copied_tags(self) -> list[dict[str, Any]] | None:
         """Return copies of the tags for the caller, who may change them."""
@@ -117,15 +119,19 @@ def check_put(
     *,
     claim: object = None,
     origin: object = None,
+    acknowledge: object = False,
 ) -> PutRequest:
     """Check the arguments of a put, except the values of its fields.
 
     Raises:
         DuplicateSampleError: (a ValueError) an id is given twice.
-        InvalidRequestError: (a ValueError) ids, tags, claim or origin are invalid.
+        InvalidRequestError: (a ValueError) ids, tags, claim or origin are invalid, or
+            ``acknowledge`` is given without a claim.
     """
     partition = checked_name(method, "partition_id", partition_id)
     where = f"{method}(partition={partition!r})"
+    if checked_bool(where, "acknowledge", acknowledge) and claim is None:
+        raise refused(where, "claim", claim, "a leased claim, with acknowledge=True")
     ids = checked_distinct_ids(where, sample_ids)
     return PutRequest(
         where,
@@ -134,6 +140,7 @@ def check_put(
         None if tags is None else _checked_tags(where, ids, tags),
         None if claim is None else _token(where, checked_meta(where, "claim", claim)),
         None if origin is None else checked_name(where, "origin", origin, empty=True),
+        bool(acknowledge),
     )
 
 

@@ -174,6 +174,7 @@ class DataPlaneClient(OptionalMethods, ABC):
         *,
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
+        acknowledge: bool = False,
     ) -> KVBatchMeta:
         """Write fields, tags or both for ``sample_ids``, all or nothing.
 
@@ -194,6 +195,8 @@ class DataPlaneClient(OptionalMethods, ABC):
                 or a clear, or if another claim of the task holds or has acknowledged one of them.
             origin: name of this put, a W3C traceparent for example. The store keeps it with the
                 values, for clients with ``capabilities.origins``.
+            acknowledge: also `acknowledge`, in the same step, those of ``sample_ids`` that
+                ``claim`` holds. Else they can be claimed again if the caller dies after the put.
 
         Returns:
             A meta of the ids, with ``fields`` = the names written (None if none) and the tags.

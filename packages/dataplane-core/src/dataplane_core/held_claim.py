@@ -19,7 +19,7 @@ _STOP_S = 5.0
 
 @contextlib.contextmanager
 def held_claim(
-    client: DataPlaneClient, claim: KVBatchMeta, *, renew_every_s: float
+    client: DataPlaneClient, claim: KVBatchMeta, *, renew_every_s: float, acknowledge: bool = True
 ) -> Iterator[None]:
     """Renew a claim during the block, then acknowledge it; release it if the block raises.
 
@@ -29,6 +29,7 @@ def held_claim(
         client: renews, acknowledges and releases; thread-safe.
         claim: as `DataPlaneClient.claim_meta` returned it.
         renew_every_s: at most a third of ``claim_lease_s``, so that one late renewal loses nothing.
+        acknowledge: False if the block acknowledges, by its last put for example.
 
     Raises:
         LeaseLostError: the lease expired or was ended during the block; the claim's samples may
@@ -59,6 +60,7 @@ def held_claim(
         raise
     else:
         ended.set()
-        client.acknowledge(claim)
+        if acknowledge:
+            client.acknowledge(claim)
     finally:
         thread.join(_STOP_S)

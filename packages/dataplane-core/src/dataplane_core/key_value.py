@@ -144,9 +144,18 @@ class KeyValueClient(DataPlaneClient):
         *,
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
+        acknowledge: bool = False,
     ) -> KVBatchMeta:
         """Write samples; see `DataPlaneClient`. ``claim`` and ``origin`` are refused."""
-        put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        put = check_put(
+            "put_samples",
+            sample_ids,
+            partition_id,
+            tags,
+            claim=claim,
+            origin=origin,
+            acknowledge=acknowledge,
+        )
         _refuse("put_samples", claim=claim, origin=origin)
         sample_ids, partition_id, tags = put.sample_ids, put.partition_id, put.tags
         columns = {} if fields is None else split_rows(fields, len(sample_ids))

@@ -55,6 +55,7 @@ class PaddedColumns:
         ragged: Collection[str] = (),
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
+        acknowledge: bool = False,
     ) -> KVBatchMeta:
         """Put padded columns without their padding.
 
@@ -68,6 +69,7 @@ class PaddedColumns:
                 ``lengths[i]``. They are per token from then on, see `get_columns`.
             claim: see `put_samples`.
             origin: see `put_samples`.
+            acknowledge: see `put_samples`.
 
         Raises:
             InvalidRequestError: (a ValueError) columns or lengths do not fit.
@@ -75,11 +77,19 @@ class PaddedColumns:
         """
         from dataplane_core.tensors.columns import check_columns, fields_of_columns
 
-        put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        put = check_put(
+            "put_columns",
+            sample_ids,
+            partition_id,
+            tags,
+            claim=claim,
+            origin=origin,
+            acknowledge=acknowledge,
+        )
         count = len(put.sample_ids)
         row_lengths, cut_columns = check_columns(put.where, columns, count, lengths, ragged)
         fields = fields_of_columns(columns, count, row_lengths, cut_columns)
-        keywords = _given(claim=claim, origin=origin)
+        keywords = _given(claim=claim, origin=origin, acknowledge=put.acknowledge or None)
         return self.put_samples(put.sample_ids, put.partition_id, fields, put.tags, **keywords)
 
     def get_columns(

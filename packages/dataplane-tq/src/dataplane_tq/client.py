@@ -186,9 +186,18 @@ class TQDataPlaneClient(DataPlaneClient):
         *,
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
+        acknowledge: bool = False,
     ) -> KVBatchMeta:
         self._check_open()
-        put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        put = check_put(
+            "put_samples",
+            sample_ids,
+            partition_id,
+            tags,
+            claim=claim,
+            origin=origin,
+            acknowledge=acknowledge,
+        )
         if fields is None:
             return self._put(put, Encoded({}), dict)
         count = len(put.sample_ids)
@@ -210,9 +219,18 @@ class TQDataPlaneClient(DataPlaneClient):
         ragged: Collection[str] = (),
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
+        acknowledge: bool = False,
     ) -> KVBatchMeta:
         self._check_open()
-        put = check_put("put_columns", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        put = check_put(
+            "put_columns",
+            sample_ids,
+            partition_id,
+            tags,
+            claim=claim,
+            origin=origin,
+            acknowledge=acknowledge,
+        )
         count = len(put.sample_ids)
         row_lengths, cut_columns = check_columns(put.where, columns, count, lengths, ragged)
         encoded = self._store.encode_columns(columns, count, row_lengths, cut_columns)
@@ -253,7 +271,10 @@ class TQDataPlaneClient(DataPlaneClient):
                     )
             # A store with `registers` has reported the rows during the write.
             reporter = None if self._store.registers or not sample_ids else self._reporter
-            session.ask(p.CommitPut(put.tags, reporter is not None, put.origin), type(None))
+            commit = p.CommitPut(put.tags, reporter is not None, put.origin, put.acknowledge)
+            for each in session.ask(commit, list[p.Consumption]):
+                if self._reporter is not None:
+                    self._reporter.report_claim(each.sample_ids, partition_id, each.task_name)
             if reporter is not None:
                 tags = put.copied_tags()
                 fields = list(encoded.kinds)

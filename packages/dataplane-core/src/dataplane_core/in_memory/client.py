@@ -154,8 +154,17 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         *,
         claim: KVBatchMeta | None = None,
         origin: str | None = None,
+        acknowledge: bool = False,
     ) -> KVBatchMeta:
-        put = check_put("put_samples", sample_ids, partition_id, tags, claim=claim, origin=origin)
+        put = check_put(
+            "put_samples",
+            sample_ids,
+            partition_id,
+            tags,
+            claim=claim,
+            origin=origin,
+            acknowledge=acknowledge,
+        )
         columns = {} if fields is None else row_codec.split_rows(fields, len(put.sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
         forms = {name: column.form for name, column in columns.items() if column.form is not None}
@@ -172,6 +181,8 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             try:
                 check_enums(columns, self._store.ledger.partition(put.partition_id).declaration)
                 self._store.ledger.commit_put(ticket, cells, put.tags, put.origin, nbytes=nbytes)
+                if put.acknowledge:
+                    self._store.ledger.acknowledge_put(ticket)
             finally:
                 self._store.ledger.abort_put(ticket)
             self._store.changed.notify_all()

@@ -246,6 +246,18 @@ class Ledger:
         if replaced:
             self._discard(replaced)
 
+    def acknowledge_put(self, ticket: PutTicket) -> tuple[str, list[str]]:
+        """Acknowledge what the claim of a put that was just committed holds of its samples.
+
+        Returns:
+            The claim's task, and these samples.
+        """
+        leases = ticket.partition.leases
+        lease = leases[ticket.token or ""]
+        held = [each for each in ticket.sample_ids if each in lease.rows]
+        ticket.partition.acknowledge(lease.token, held)
+        return lease.task.name, held
+
     def abort_put(self, ticket: PutTicket) -> None:
         """Undo the reservations of `begin_put`; idempotent."""
         if ticket.open:

@@ -44,6 +44,29 @@ class LeaseContract(LeaseWaitContract):
         put(client, "train", ["a", "b"])
         return client
 
+    def test_put_that_acknowledges_ends_the_lease_of_its_samples(
+        self, held: DataPlaneClient
+    ) -> None:
+        claim = held.claim_meta("train", "train", ["x"], 2)
+        held.put_samples(["a"], "train", batch(1), claim=claim, acknowledge=True)
+        assert not held.check_consumption_status("train", ["train"])
+        held.clear_samples(["a"], "train")
+        with pytest.raises(SamplesLeasedError, match="'b'"):
+            held.clear_samples(["b"], "train")
+        held.acknowledge(claim.subset([1]))
+        assert held.check_consumption_status("train", ["train"])
+
+    def test_refused_put_acknowledges_nothing(self, held: DataPlaneClient) -> None:
+        claim = held.claim_meta("train", "train", ["x"], 1)
+        held.release(claim)
+        with pytest.raises(LeaseLostError):
+            held.put_samples(["a"], "train", batch(1), claim=claim, acknowledge=True)
+        assert held.claim_meta("train", "train", ["x"], 2).size == 2
+
+    def test_put_that_acknowledges_needs_a_claim(self, held: DataPlaneClient) -> None:
+        with pytest.raises(InvalidRequestError, match="acknowledge=True"):
+            held.put_samples(["a"], "train", batch(1), acknowledge=True)
+
     def test_unclaimed_assignment_opens_when_its_lease_expires(
         self, make_client: MakeClient
     ) -> None:

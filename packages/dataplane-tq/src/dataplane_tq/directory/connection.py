@@ -183,7 +183,8 @@ class Connection:
             putting.undo()
             self._become(request, Idle())
             raise
-        return Deferred(None, lambda: self._become(request, putting.commit(request)))
+        consumed = putting.consumption(request)
+        return Deferred(consumed, lambda: self._become(request, putting.commit(request)))
 
     def _reported(self, request: p.Reported) -> list[p.Consumption]:
         consumed = self._under_way(Reporting).end()

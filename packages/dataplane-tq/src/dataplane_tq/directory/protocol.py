@@ -79,18 +79,20 @@ class CheckPut(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommitPut(msgspec.Struct, frozen=True, tag=True):
-    """Make the connection's put visible. Answer: None.
+    """Make the connection's put visible. Answer: list of `Consumption`, to report now.
 
     Attributes:
         tags: one dict per sample; None leaves their tags as they are.
         reported: True if the client will report the rows to TransferQueue and then send `Reported`.
             Until then no client drops them there.
         origin: name of the put.
+        acknowledge: also acknowledge the samples that the put's lease holds.
     """
 
     tags: list[dict[str, Any]] | None
     reported: bool = False
     origin: str | None = None
+    acknowledge: bool = False
 
 
 class SavedBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -46,6 +46,14 @@ class Putting(Operation):
                 f"for {len(ticket.sample_ids)} samples"
             )
 
+    def consumption(self, request: p.CommitPut) -> list[p.Consumption]:
+        """Return what the commit will acknowledge, unless the answer to `Reported` names it."""
+        if not request.acknowledge or request.reported:
+            return []
+        lease = self._ticket.partition.leases[self._ticket.token or ""]
+        held = [each for each in self._ticket.sample_ids if each in lease.rows]
+        return [p.Consumption(lease.task.name, held)]
+
     def commit(self, request: p.CommitPut) -> Operation:
         """Make the put visible in one step that cannot fail; return the next operation."""
         ticket, books = self._ticket, self._books
@@ -63,8 +71,12 @@ class Putting(Operation):
             for block in self._blocks:
                 if block.layout.rows == len(rows):
                     books.catalogue.own(block, rows)
+        consumed = books.ledger.acknowledge_put(ticket) if request.acknowledge else None
         if request.reported:
-            books.backlog[ticket.partition_id].reporting.update(ticket.sample_ids)
+            backlog = books.backlog[ticket.partition_id]
+            backlog.reporting.update(ticket.sample_ids)
+            if consumed is not None:
+                backlog.consume(*consumed)
             following: Operation = Reporting(books, ticket, Pins(books, rows), self._drops)
         else:
             self._drops.end()

@@ -212,6 +212,12 @@ class ObservedClient(DataPlaneClient):
             meta = run(call)
             if call.tags is not tags:
                 meta.tags = None if tags is None else [dict(tag) for tag in tags]
+        claim = extra.get("claim")
+        if claim is not None and extra.get("acknowledge"):
+            put = set(meta.sample_ids)
+            rows = [row for row, each in enumerate(claim.sample_ids) if each in put]
+            with self._observed(_on_claim("acknowledge", claim.subset(rows))):
+                pass  # the put did it
         return meta
 
     def get_samples(
