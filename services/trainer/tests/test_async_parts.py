@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from dataplane_core import InMemoryDataPlaneClient
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.policy.loss import grpo_loss, token_logprobs  # noqa: TID251
+from grpo_trainer.rollout import latency  # noqa: TID251
 from grpo_trainer.rollout.generator import required_versions  # noqa: TID251
 from grpo_trainer.rollout.latency import SimulatedLatency  # noqa: TID251
 from grpo_trainer.rollout.prompts import SHIPPED, PromptStream, load_prompts  # noqa: TID251
+from grpo_trainer.rollout.remote_generation import StreamingGeneration  # noqa: TID251
 from grpo_trainer.rollout.sampling import sample_responses  # noqa: TID251
 from grpo_trainer.rollout.weight_gate import WeightGate  # noqa: TID251
 from grpo_trainer.rollout.worker import version_spans  # noqa: TID251
@@ -37,7 +40,7 @@ def test_a_response_cut_by_new_weights_continues_under_them(network, tokenizer, 
     model = copy.deepcopy(old)
     drawn = 0
 
-    def before_token():
+    def before_token(so_far):
         nonlocal drawn
         drawn += 1
         if drawn == change_at + 1:
@@ -143,12 +146,80 @@ def test_stale_tokens_are_weighted_by_the_truncated_ratio(now, prev, drawn, cap,
     torch.testing.assert_close(sums.importance, weight.sum())
 
 
+def test_weights_are_replaced_during_a_pause():
+    gate, done = WeightGate(), threading.Event()
+
+    def replace():
+        with gate.replacing(WAIT_S):
+            pass
+        done.set()
+
+    with gate.using():
+        assert not gate.pause(0.0)
+        thread = threading.Thread(target=replace)
+        thread.start()
+        replaced = False
+        deadline = time.monotonic() + WAIT_S
+        while not replaced and time.monotonic() < deadline:
+            replaced = gate.pause(0.01)
+        assert replaced
+        assert done.wait(WAIT_S)
+        assert not gate.pause(0.0)
+    thread.join(WAIT_S)
+
+
+def test_simulated_latency_is_spread_over_the_tokens(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now_s)
+    simulated = SimulatedLatency(median_s=8.0, sigma=0.0)
+    pace = simulated.pace(0, budgets=[4, 2], begun=[0, 0])
+    assert [pace.ahead_s(drawn) for drawn in range(5)] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert pace.ahead_s() == 8.0
+    now_s = 105.0
+    assert [pace.ahead_s(drawn) for drawn in (2, 3)] == [0.0, 1.0]
+    continued = simulated.pace(0, budgets=[4, 2], begun=[3, 1])
+    assert continued.ahead_s() == 2.0
+    assert simulated.pace(0, budgets=[4], begun=[4]).ahead_s() == 0.0
+    assert simulated.pace(0, budgets=[0], begun=[0]).ahead_s() == 8.0
+
+
+class Worker:
+    """Actor calls of a generation worker, which names the positions that it gets."""
+
+    def call(self, name, method, data, **options):
+        return {
+            "positions": data.get("positions"),
+            "journal": {"continued_tokens": 3, "seconds": 1},
+        }
+
+
+def test_a_row_is_recorded_for_the_one_prompt_that_begins_it():
+    generation = StreamingGeneration(None, timeout_s=1.0)
+    generation._calls = Worker()
+    data = {
+        "input_ids": torch.tensor([[1, 2, 3, 0], [1, 2, 8, 9], [1, 7, 0, 0], [4, 5, 0, 0]]),
+        "input_lengths": torch.tensor([3, 4, 2, 2]),
+    }
+    # The prompts at 12 and 13 are equal, and 15 begins like 14.
+    prompts = {11: [1, 2], 12: [4], 13: [4], 14: [1, 7], 15: [1, 7, 6]}
+    assert generation.generate(data, greedy=False)["positions"] is None
+    with generation.recorded(prompts) as use:
+        assert generation.generate(data, greedy=False)["positions"] == [11, 11, 14, None]
+        assert generation.generate(data, greedy=True)["positions"] is None
+        generation.generate(data, greedy=False)
+        with ThreadPoolExecutor(1) as pool:  # another rollout, such as a validation
+            other = pool.submit(generation.generate, data, greedy=False)
+            assert other.result(WAIT_S)["positions"] is None
+    assert (use.continued_tokens, use.seconds) == (6, 2)
+    assert generation.generate(data, greedy=False)["positions"] is None
+
+
 def test_simulated_latency_has_its_median_and_a_tail():
-    latency = SimulatedLatency(median_s=2.0, sigma=1.0)
-    times = sorted(latency.longest_s(seed, 1) for seed in range(2_001))
+    simulated = SimulatedLatency(median_s=2.0, sigma=1.0)
+    times = sorted(simulated.longest_s(seed, 1) for seed in range(2_001))
     assert 1.8 < times[1_000] < 2.2
     assert times[-20] > 8.0
-    assert latency.longest_s(7, 4) == latency.longest_s(7, 4) >= latency.longest_s(7, 1)
+    assert simulated.longest_s(7, 4) == simulated.longest_s(7, 4) >= simulated.longest_s(7, 1)
 
 
 def test_pending_prompts_are_put_before_those_of_the_stream(tokenizer):

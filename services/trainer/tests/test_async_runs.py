@@ -16,6 +16,7 @@ from integration.waiting import wait_until
 import grpo_trainer
 from grpo_trainer import RunDisplay
 from grpo_trainer.errors import DynamicSamplingError, WorkerError
+from grpo_trainer.rollout.journal_file import places  # noqa: TID251  # what a run has recorded
 
 pytestmark = pytest.mark.slow
 
@@ -198,11 +199,12 @@ def crashing(async_config, command_line, tmp_path):
     """Function that starts a `Crash`, with a journal, and returns it after two steps."""
     started = []
 
-    def start():
+    def start(changes=()):
         changes = {
             "run.output": str(tmp_path),
             "grpo.num_steps": 8,
             "checkpointing": {"every_steps": 2, "keep_last": 2, "journal": True},
+            **dict(changes),
         }
         started.append(Crash(async_config(changes), tmp_path, command_line))
         return started[-1]
@@ -228,6 +230,29 @@ def test_a_killed_run_generates_no_finished_group_again(crashing):
     assert [*(crash.folder / "journal").iterdir()]
     history, state = crash.finish()
     assert sum(record["restored_groups"] for record in history) > 0
+    check_every_prompt_was_trained_once(history, state)
+
+
+@pytest.mark.timeout(700)  # two starts of Ray
+def test_a_resume_continues_responses_that_were_half_generated(crashing):
+    latency = {"median_s": 3.0, "sigma": 0.0}
+    crash = crashing(
+        {"policy.generation.simulated_latency": latency, "policy.generation.max_new_tokens": 10}
+    )
+    journal = crash.folder / "journal"
+
+    def is_half_generated():
+        finished = {place.position for place in places(journal, "group")}
+        lengths = {
+            place.position: max(row["end"] for row in place.facts["rows"])
+            for place in places(journal, "response")
+        }
+        return any(length <= 5 for each, length in lengths.items() if each not in finished)
+
+    wait_until(is_half_generated, 60)
+    crash.kill_all()
+    history, state = crash.finish()
+    assert sum(record["continued_tokens"] for record in history) > 0
     check_every_prompt_was_trained_once(history, state)
 
 

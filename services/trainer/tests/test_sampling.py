@@ -15,7 +15,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from grpo_trainer.policy.loss import token_logprobs  # noqa: TID251  # see above
-from grpo_trainer.rollout.sampling import sample_responses  # noqa: TID251  # see above
+from grpo_trainer.rollout import response_journal  # noqa: TID251  # see above
+from grpo_trainer.rollout.sampling import Drawn, sample_responses  # noqa: TID251  # see above
 from grpo_trainer.rollout.worker import GenerationWorker  # noqa: TID251  # see above
 
 tokens = st.lists(st.integers(2, 20), min_size=1, max_size=8)
@@ -138,6 +139,70 @@ def test_an_empty_stop_string_is_refused(network, tokenizer):
         )
 
 
+@settings(max_examples=25)
+@given(st.lists(st.tuples(tokens, st.integers(0, 7)), min_size=1, max_size=3), st.data())
+def test_a_begun_response_continues_to_the_uninterrupted_one(network, tokenizer, pairs, data):
+    rows = as_rows([prompt for prompt, _ in pairs])
+    free = sample_responses(
+        network, tokenizer, rows, max_new_tokens=[7] * len(rows), temperature=1.0, greedy=True
+    )
+    stop = data.draw(st.sampled_from([None, *tokenizer.decode(free[0].token_ids)]), label="stop")
+
+    def sample(**options):
+        return sample_responses(
+            network,
+            tokenizer,
+            rows,
+            max_new_tokens=[budget for _, budget in pairs],
+            temperature=1.0,
+            greedy=True,
+            stop_strings=None if stop is None else [[stop]] * len(rows),
+            **options,
+        )
+
+    complete = sample()
+    begun = []
+    for response in complete:
+        cut = data.draw(st.none() | st.integers(0, len(response.token_ids)), label="begun")
+        begun.append(
+            None if cut is None else Drawn(response.token_ids[:cut], response.logprobs[:cut])
+        )
+    snapshots = []
+
+    def before_token(so_far):
+        snapshots.append(so_far())
+        return False
+
+    again = sample(begun=begun, before_token=before_token)
+    remaining = [
+        len(response.token_ids) - (0 if each is None else len(each.token_ids))
+        for response, each in zip(complete, begun, strict=True)
+    ]
+    assert len(snapshots) == max(remaining)  # no token is drawn twice
+    for row, (response, expected) in enumerate(zip(again, complete, strict=True)):
+        assert response.token_ids.tolist() == expected.token_ids.tolist()
+        assert response.truncated is expected.truncated
+        torch.testing.assert_close(response.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+        for drawn_tokens, snapshot in enumerate(snapshots):
+            start = len(expected.token_ids) - remaining[row]
+            until = start + min(drawn_tokens, remaining[row])
+            assert snapshot[row].token_ids.tolist() == expected.token_ids[:until].tolist()
+            assert torch.equal(snapshot[row].logprobs, response.logprobs[:until])
+
+
+def test_tokens_after_the_end_of_a_begun_response_are_left_out(network, tokenizer):
+    end = tokenizer.eos_token_id
+    begun = Drawn(torch.tensor([5, end, 6]), torch.tensor([-1.0, -2.0, -3.0]))
+    options = {"temperature": 1.0, "begun": [begun]}
+    [ended] = sample_responses(
+        network, tokenizer, [torch.tensor([4])], max_new_tokens=[9], **options
+    )
+    assert (ended.token_ids.tolist(), ended.truncated) == ([5, end], False)
+    assert ended.logprobs.tolist() == [-1.0, -2.0]
+    [cut] = sample_responses(network, tokenizer, [torch.tensor([4])], max_new_tokens=[1], **options)
+    assert (cut.token_ids.tolist(), cut.truncated) == ([5], True)
+
+
 def worker(model_folder, **changes):
     options = {
         "max_new_tokens": 6,
@@ -191,3 +256,120 @@ def test_a_conversation_never_grows_past_its_limit(model_folder):
     assert answer["unpadded_sequence_lengths"].max() <= 4
     assert answer["generation_lengths"][1] == 0
     assert answer["truncated"][1]
+
+
+@pytest.fixture
+def recorded(model_folder, tmp_path, monkeypatch):
+    """Function that returns an asynchronous worker with a journal, which records every token."""
+    monkeypatch.setattr(response_journal, "RECORD_EVERY_S", 0.0)
+
+    def start(folder=tmp_path, **changes):
+        generation = worker(model_folder, asynchronous=True, partial_rollouts=True, **changes)
+        generation.open_journal(str(folder))
+        return generation
+
+    return start
+
+
+def recorded_batch():
+    """Two prompts of a rollout with two rows each, and a row of an unknown prompt."""
+    ids = [[4, 5, 6, 0], [4, 5, 6, 0], [7, 8, 9, 10], [7, 8, 9, 10], [11, 0, 0, 0]]
+    return {
+        "input_ids": torch.tensor(ids),
+        "input_lengths": torch.tensor([3, 3, 4, 4, 1]),
+        "stop_strings": [None] * 5,
+        "positions": [0, 0, 7, 7, None],
+    }
+
+
+def responses_of(answer, data):
+    starts, stops = data["input_lengths"].tolist(), answer["unpadded_sequence_lengths"].tolist()
+    return [
+        (answer["output_ids"][i, start:stop].tolist(), answer["logprobs"][i, start:stop].tolist())
+        for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_worker_continues_what_a_killed_one_recorded(recorded, network, tmp_path, seed):
+    first = recorded(seed=seed)
+    data = recorded_batch()
+    lost = responses_of(first.generate(data, greedy=False), data)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # as if killed half way
+    answer = recorded(seed=seed).generate(data, greedy=False)
+    continued, lengths = 0, []
+    for (tokens, logprobs), (lost_tokens, lost_logprobs) in zip(
+        responses_of(answer, data), lost, strict=True
+    ):
+        equal = [a == b for a, b in zip(logprobs, lost_logprobs, strict=False)]
+        count = equal.index(False) if False in equal else len(equal)
+        assert tokens[:count] == lost_tokens[:count]
+        continued += count
+        lengths.append(len(tokens))
+    assert 0 < answer["journal"]["continued_tokens"] <= continued
+    assert answer["journal"]["continued_tokens"] < sum(map(len, (tokens for tokens, _ in lost)))
+    spans = [span[-1]["end"] for span in answer["weight_versions"]]
+    assert spans == lengths
+    whole = answer["output_ids"]
+    with torch.no_grad():
+        scored = token_logprobs(
+            network, whole, answer["unpadded_sequence_lengths"], temperature=1.0
+        )
+    for i, (_, logprobs) in enumerate(responses_of(answer, data)):
+        start = data["input_lengths"][i]
+        expected = scored[i, start : start + len(logprobs)]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_an_ended_response_comes_back_as_it_was(recorded):
+    data = recorded_batch()
+    data["positions"][4] = 9
+    first = recorded()
+    lost = first.generate(data, greedy=False)
+    after = recorded()
+    again = after.generate(data, greedy=False)
+    assert responses_of(again, data) == responses_of(lost, data)
+    assert again["truncated"].tolist() == lost["truncated"].tolist()
+    assert again["journal"]["continued_tokens"] == int(lost["generation_lengths"].sum())
+    assert after.metrics()["tokens"] == 0
+
+
+def test_a_conversation_continues_in_its_second_turn(recorded, tmp_path):
+    first = recorded(max_total_sequence_length=30)
+    data = recorded_batch()
+    lost = first.generate(data, greedy=False)
+    rows, lengths = [1, 2], lost["unpadded_sequence_lengths"][[1, 2]]
+    follow_ups = torch.full((2, int(lengths.max()) + 2), 9)
+    for ids, row, length in zip(follow_ups, rows, lengths.tolist(), strict=True):
+        ids[:length] = lost["output_ids"][row, :length]
+    second = {
+        "input_ids": follow_ups,
+        "input_lengths": lengths + 2,
+        "stop_strings": [None] * 2,
+        "positions": [0, 7],
+    }
+    lost_again = first.generate(second, greedy=False)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])  # the last record is lost, with one token
+    after = recorded(max_total_sequence_length=30)
+    known = [response[0] for response in responses_of(lost, data)][:4]
+    again = after.generate(data, greedy=False)
+    assert [response[0] for response in responses_of(again, data)][:4] == known
+    answer = after.generate(second, greedy=False)
+    for response, lost_response in zip(
+        responses_of(answer, second), responses_of(lost_again, second), strict=True
+    ):
+        tokens, lost_tokens = response[0], lost_response[0]
+        assert tokens[: len(lost_tokens) - 1] == lost_tokens[:-1]
+    expected = int(lost_again["generation_lengths"].sum()) - 1
+    assert answer["journal"]["continued_tokens"] == expected
+
+
+@pytest.mark.parametrize("changes", [{"greedy": True}, {"positions": None}])
+def test_greedy_calls_and_validation_are_not_recorded(recorded, tmp_path, changes):
+    data = recorded_batch()
+    if "positions" in changes:
+        del data["positions"]
+    recorded().generate(data, greedy=changes.get("greedy", False))
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]

@@ -455,8 +455,9 @@ class CheckpointSection(Section):
     Attributes:
         every_steps: steps between two checkpoints; 0 writes none.
         keep_last: newest checkpoints that stay.
-        journal: store the finished groups of an asynchronous run until a checkpoint contains them,
-            so that a resume after a crash does not generate them again.
+        journal: store the responses of an asynchronous run until a checkpoint contains them, so
+            that a resume after a crash does not generate finished groups again, and continues
+            responses in progress; the latter not with vLLM or without ``partial_rollouts``.
     """
 
     every_steps: NonNegativeInt

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any  # Any: metrics
@@ -35,7 +35,7 @@ from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.journal import FinishedGroup, Journal
 from grpo_trainer.rollout.prompts import Prompt
-from grpo_trainer.rollout.remote_generation import StreamingGeneration
+from grpo_trainer.rollout.remote_generation import JournalUse, StreamingGeneration
 from grpo_trainer.samples.partition import (
     GENERATE_TASK,
     IS_FILLER,
@@ -82,6 +82,7 @@ class GeneratorReport:
         masked: such samples that were put for a short step, excluded from the loss.
         restored: samples that were finished before a crash, from the journal.
         lost: samples whose lease ended before they were put; another generator claims them.
+        continued_tokens: tokens of responses that were in progress before a crash.
         idle_s: seconds without a prompt, summed over the concurrent rollouts.
         journal_s: seconds spent on the journal.
         error: why the generator stopped; None while it works.
@@ -93,6 +94,7 @@ class GeneratorReport:
     masked: int = 0
     restored: int = 0
     lost: int = 0
+    continued_tokens: int = 0
     idle_s: float = 0.0
     journal_s: float = 0.0
     error: str | None = None
@@ -123,6 +125,7 @@ class Generator(RolloutActor):
         self._fills_short_step = False
         self._journal: Journal | None = None
         self._journal_lock = threading.Lock()
+        self._records_responses = False
 
     def start_generating(
         self,
@@ -132,6 +135,7 @@ class Generator(RolloutActor):
         lease_s: float,
         verbose: bool,
         journal: str | None = None,
+        record_responses: bool = False,
     ) -> str:
         """Start to claim prompts; return the name of this process, as the owner of claims.
 
@@ -141,10 +145,12 @@ class Generator(RolloutActor):
             lease_s: length of a claim's lease, in seconds.
             verbose: record details in the trace.
             journal: folder of the run's `Journal`; None keeps none.
+            record_responses: the generation worker has an open `ResponseJournal`.
         """
         self._grpo = GRPOSection.model_validate(grpo)
         self._run_id, self._lease_s, self._verbose = run_id, lease_s, verbose
         self._journal = None if journal is None else Journal(Path(journal))
+        self._records_responses = record_responses
         self._threads = [
             threading.Thread(target=self._generate, name=f"rollout {number}", daemon=True)
             for number in range(self._grpo.asynchronous.concurrent_rollouts)
@@ -277,14 +283,15 @@ class Generator(RolloutActor):
         size = self._grpo.num_generations_per_prompt
         stored = self._dp_client.get_data(claim.subset(range(0, claim.size, size)))
         prompts = [Prompt.model_validate(each) for each in stored[PROMPT].tolist()]
-        meta, carry, metrics, _ = self.rollout_to_tq(
-            rollout_batch(prompts, group_size=size),
-            partition_id=TRAIN,
-            group_size=size,
-            finish_generation=False,
-            carry_keys=[*CARRY, "response_token_lengths", _VERSIONS],
-            claim=claim,
-        )
+        with self._recorded(claim, prompts) as use:
+            meta, carry, metrics, _ = self.rollout_to_tq(
+                rollout_batch(prompts, group_size=size),
+                partition_id=TRAIN,
+                group_size=size,
+                finish_generation=False,
+                carry_keys=[*CARRY, "response_token_lengths", _VERSIONS],
+                claim=claim,
+            )
         shaped = shape_rewards(carry, self._grpo)
         keep = torch.ones(claim.size, dtype=torch.bool)
         masked = 0
@@ -297,7 +304,7 @@ class Generator(RolloutActor):
         self._put(claim, meta, carry, shaped, keep)
         filtered = [claim.sample_ids[row] for row in (~keep).nonzero()[:, 0].tolist()]
         generated = {
-            "tokens": int(carry["response_token_lengths"].sum()),
+            "tokens": int(carry["response_token_lengths"].sum()) - use.continued_tokens,
             "seconds": time.perf_counter() - started,
         }
         with self._lock:
@@ -305,7 +312,19 @@ class Generator(RolloutActor):
             self._report.rewards += carry["total_reward"].tolist()
             self._report.filtered += len(filtered)
             self._report.masked += masked
+            self._report.continued_tokens += use.continued_tokens
+            self._report.journal_s += use.seconds
         return filtered
+
+    def _recorded(
+        self, claim: KVBatchMeta, prompts: Sequence[Prompt]
+    ) -> AbstractContextManager[JournalUse]:
+        """Record and continue the responses to a claim's prompts during the block."""
+        if not self._records_responses:
+            return nullcontext(JournalUse())
+        positions = map(position_of, claim.sample_ids[:: self._grpo.num_generations_per_prompt])
+        token_ids = [prompt.token_ids for prompt in prompts]
+        return self._generation.recorded(dict(zip(positions, token_ids, strict=True)))
 
     def _record(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -25,9 +26,27 @@ class SimulatedLatency:
         draw = random.Random(seed).gauss  # noqa: S311  # not for secrets
         return self.median_s * math.exp(self.sigma * max(draw(0.0, 1.0) for _ in range(rows)))
 
-    def wait(self, seed: int, rows: int, *, since: float) -> None:
-        """Wait until the slowest response would have finished that began at ``since``.
+    def pace(self, seed: int, budgets: Sequence[int], begun: Sequence[int]) -> Pace:
+        """Return the pace of the slowest response of a call that begins now.
 
-        ``since`` is a time of `time.perf_counter`.
+        Args:
+            seed: seed of the call.
+            budgets: maximum tokens of each response.
+            begun: number of tokens of each that exist already; they take no time.
         """
-        time.sleep(max(0.0, since + self.longest_s(seed, rows) - time.perf_counter()))
+        tokens = max(budget - n for budget, n in zip(budgets, begun, strict=True))
+        longest_s = self.longest_s(seed, len(budgets))
+        return Pace(longest_s * tokens / max(budgets) if any(begun) else longest_s, tokens)
+
+
+class Pace:
+    """Pace of a response that begins now, and draws up to ``tokens`` tokens in ``seconds``."""
+
+    def __init__(self, seconds: float, tokens: int) -> None:
+        self._began_s = time.perf_counter()
+        self._seconds, self._tokens = seconds, tokens
+
+    def ahead_s(self, drawn: int | None = None) -> float:
+        """Return how long a response of ``drawn`` tokens is early; None for a finished one."""
+        share = 1.0 if drawn is None else drawn / max(1, self._tokens)
+        return max(0.0, self._began_s + self._seconds * share - time.perf_counter())

@@ -18,18 +18,27 @@ from grpo_trainer.rollout.stop_strings import StopSearch
 
 
 @dataclass(frozen=True)
-class Response:
-    """Response generated for one row.
+class Drawn:
+    """Tokens of one row's response.
 
     Attributes:
         token_ids: int64 (n,), the end token included if it was reached.
         logprobs: float32 (n,), log-probability of each token when it was drawn.
-        truncated: whether the token budget ended it.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Response(Drawn):
+    """Response generated for one row; ``truncated`` if the token budget ended it."""
+
     truncated: bool
+
+
+SoFar = Callable[[], list[Drawn]]
+"""Function that returns the tokens of each row so far."""
 
 
 @torch.no_grad()
@@ -42,8 +51,9 @@ def sample_responses(
     temperature: float,
     greedy: bool = False,
     stop_strings: Sequence[Sequence[str] | None] | None = None,
+    begun: Sequence[Drawn | None] | None = None,
     generator: torch.Generator | None = None,
-    before_token: Callable[[], bool] = lambda: False,
+    before_token: Callable[[SoFar], bool] = lambda so_far: False,
 ) -> list[Response]:
     """Sample a response to every row.
 
@@ -57,9 +67,12 @@ def sample_responses(
         stop_strings: strings per row, none of them empty. A response ends with the token that
             completes one of them in its text, special tokens included. All text of that token
             stays, even after the stop string.
+        begun: tokens per row with which its response begins; None for none. They count in its
+            budget, and the response may end with one of them. Those after its end are left out.
         generator: source of randomness; the model's device must be the generator's.
-        before_token: called before each token; returns whether it changed the model's weights. The
-            keys and values of the earlier tokens are then computed again.
+        before_token: called before each token with a function that returns the tokens of each row
+            so far, on the CPU. Returns whether it changed the model's weights. The keys and values
+            of the earlier tokens are then computed again.
 
     Returns:
         One response per row.
@@ -71,6 +84,16 @@ def sample_responses(
         raise ValueError("stop_strings: found an empty string, which every text contains")
     device = next(model.parameters()).device
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    searches = {
+        i: StopSearch(tokenizer, stops) for i, stops in enumerate(stop_strings or ()) if stops
+    }
+    starts = [
+        _start(each, budget, end, searches.get(i))
+        for i, (each, budget) in enumerate(
+            zip(begun or [None] * len(rows), max_new_tokens, strict=True)
+        )
+    ]
+    rows = [torch.cat([row, start.token_ids]) for row, start in zip(rows, starts, strict=True)]
     budget = torch.tensor(list(max_new_tokens), device=device)
     width = max(len(row) for row in rows)
     input_ids = torch.full((len(rows), width), pad, dtype=torch.int64)
@@ -81,17 +104,32 @@ def sample_responses(
     input_ids, attention = input_ids.to(device), attention.to(device)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    finished = budget <= 0
-    stopped = torch.zeros_like(finished)
-    lengths = torch.zeros_like(budget)
-    searches = {
-        i: StopSearch(tokenizer, stops) for i, stops in enumerate(stop_strings or ()) if stops
-    }
+    lengths = torch.tensor([len(start.token_ids) for start in starts], device=device)
+    stopped = torch.tensor([not start.truncated for start in starts], device=device)
+    finished = stopped | (lengths >= budget)
+    begun_lengths = lengths.clone()
     drawn: list[torch.Tensor] = []
     drawn_logprobs: list[torch.Tensor] = []
     prompt_ids = input_ids
+
+    def so_far() -> list[Drawn]:
+        if not drawn:
+            return list(starts)
+        # The next call concatenates few tensors.
+        drawn[:], drawn_logprobs[:] = [torch.cat(drawn, 1)], [torch.cat(drawn_logprobs, 1)]
+        all_tokens, all_logprobs = drawn[0].cpu(), drawn_logprobs[0].cpu()
+        return [
+            Drawn(
+                torch.cat([start.token_ids, all_tokens[i, :n]]),
+                torch.cat([start.logprobs, all_logprobs[i, :n]]),
+            )
+            for i, (start, n) in enumerate(
+                zip(starts, (lengths - begun_lengths).tolist(), strict=True)
+            )
+        ]
+
     while not bool(finished.all()):
-        if before_token() and drawn:
+        if before_token(so_far) and drawn:
             cache = DynamicCache(config=model.config)
             input_ids = torch.cat([prompt_ids, *drawn], 1)
             positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -110,22 +148,28 @@ def sample_responses(
             token = torch.multinomial(logprobs.exp(), 1, generator=generator)
         drawn.append(token.masked_fill(finished[:, None], pad))
         drawn_logprobs.append(logprobs.gather(1, token))
+        input_ids = drawn[-1]
         lengths += ~finished
         stopped |= ~finished & (token[:, 0] == end)
         if searches:
             stopped |= _at_stop_string(searches, token[:, 0], ~(finished | stopped))
         finished |= stopped | (lengths >= budget)
-        input_ids = drawn[-1]
         positions = positions[:, -1:] + 1
         attention = torch.cat([attention, torch.ones_like(attention[:, :1])], 1)
-    if not drawn:
-        empty = torch.zeros(0)
-        return [Response(empty.long(), empty, truncated=True) for _ in rows]
-    all_tokens, all_logprobs = torch.cat(drawn, 1).cpu(), torch.cat(drawn_logprobs, 1).cpu()
     return [
-        Response(all_tokens[i, :n], all_logprobs[i, :n], truncated=not bool(stopped[i]))
-        for i, n in enumerate(lengths.tolist())
+        Response(response.token_ids, response.logprobs, truncated=not is_stopped)
+        for response, is_stopped in zip(so_far(), stopped.tolist(), strict=True)
     ]
+
+
+def _start(begun: Drawn | None, budget: int, end: int, search: StopSearch | None) -> Response:
+    """Return the beginning of a response; it is truncated unless it is finished."""
+    if begun is None:
+        return Response(torch.zeros(0, dtype=torch.int64), torch.zeros(0), truncated=True)
+    for n, token in enumerate(begun.token_ids[:budget].tolist(), start=1):
+        if token == end or (search is not None and search.add(token)):
+            return Response(begun.token_ids[:n], begun.logprobs[:n], truncated=False)
+    return Response(begun.token_ids[:budget], begun.logprobs[:budget], truncated=True)
 
 
 def _at_stop_string(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,7 @@ class WeightGate:
         self._changed = threading.Condition()
         self._users = 0
         self._is_replacing = False
+        self._replacements = 0
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -40,6 +42,19 @@ class WeightGate:
         self._enter()
         return True
 
+    def pause(self, seconds: float) -> bool:
+        """Let replacements proceed for some time; return whether there was one.
+
+        For a thread as in `step_aside`.
+        """
+        before = self._replacements
+        self._leave()
+        try:
+            time.sleep(seconds)
+        finally:
+            self._enter()
+        return self._replacements != before
+
     @contextmanager
     def replacing(self, timeout_s: float) -> Iterator[None]:
         """Replace the weights during the block, which no user overlaps.
@@ -55,6 +70,7 @@ class WeightGate:
                         f"the weights are still in use after {timeout_s:g} s: {self._users} "
                         "responses are being generated"
                     )
+                self._replacements += 1
                 yield
             finally:
                 self._is_replacing = False

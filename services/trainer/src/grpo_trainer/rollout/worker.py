@@ -12,6 +12,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any  # Any: batches, and transformers' models
 
 import torch
@@ -22,8 +23,10 @@ from grpo_trainer.model.load import load_model
 from grpo_trainer.model.tokenizer import load_tokenizer
 from grpo_trainer.refit.settings import RefitSettings
 from grpo_trainer.refit.target import RefitTarget
-from grpo_trainer.rollout.latency import SimulatedLatency
-from grpo_trainer.rollout.sampling import sample_responses
+from grpo_trainer.rollout.latency import Pace, SimulatedLatency
+from grpo_trainer.rollout.remote_generation import JOURNAL, POSITIONS
+from grpo_trainer.rollout.response_journal import CallRecorder, ResponseJournal, response_keys
+from grpo_trainer.rollout.sampling import SoFar, sample_responses
 from grpo_trainer.rollout.weight_gate import WeightGate
 from observability import emit, traced
 from refit_mx import RefitConfigError
@@ -47,6 +50,12 @@ def version_spans(versions: Sequence[str]) -> list[WeightVersionSpan]:
         else:
             spans.append({"version": version, "start": index, "end": index + 1})
     return spans
+
+
+def _await(pace: Pace | None) -> None:
+    """Wait until a finished response is no longer early."""
+    if pace is not None:
+        time.sleep(pace.ahead_s())
 
 
 class GenerationWorker(RunActor):
@@ -94,6 +103,7 @@ class GenerationWorker(RunActor):
         self._asynchronous = asynchronous
         self._partial_rollouts = partial_rollouts
         self._latency = latency
+        self._journal: ResponseJournal | None = None
         self._version = ""
         self._install_s = 0.0
         self._counters = threading.Lock()
@@ -114,13 +124,33 @@ class GenerationWorker(RunActor):
         started = time.perf_counter()
         with self._counters:
             call, self._calls = self._calls, self._calls + 1
-        seed = call_seed(self._seed, self._stream, call)
         input_ids, lengths = data["input_ids"], data["input_lengths"].tolist()
         rows = [ids[:length] for ids, length in zip(input_ids, lengths, strict=True)]
+        budgets = [
+            max(0, min(self._max_new_tokens, self._max_length - length)) for length in lengths
+        ]
         versions: list[str] = []
+        is_recorded = POSITIONS in data and not greedy
+        recorder = CallRecorder(
+            self._journal if is_recorded else None,
+            response_keys(data, rows) if is_recorded else [None] * len(rows),
+            installed=self._version,
+        )
+        begun = recorder.begun
+        seed = call_seed(self._seed, self._stream + recorder.stream, call)
+        pace: Pace | None = None
+        if self._latency is not None:
+            begun_lengths = [0 if each is None else len(each.token_ids) for each in begun]
+            pace = self._latency.pace(seed, budgets, begun_lengths)
 
-        def before_token() -> bool:
-            changed = self._partial_rollouts and self._gate.step_aside()
+        def before_token(so_far: SoFar) -> bool:
+            ahead_s = pace.ahead_s(len(versions)) if pace is not None else 0.0
+            changed = False
+            if self._partial_rollouts:
+                changed = self._gate.pause(ahead_s) if ahead_s else self._gate.step_aside()
+            else:
+                time.sleep(ahead_s)
+            recorder.record_if_due(so_far, versions)
             versions.append(self._version)
             return changed
 
@@ -129,19 +159,19 @@ class GenerationWorker(RunActor):
                 self._model,
                 self._tokenizer,
                 rows,
-                max_new_tokens=[
-                    max(0, min(self._max_new_tokens, self._max_length - length))
-                    for length in lengths
-                ],
+                max_new_tokens=budgets,
                 temperature=self._temperature,
                 greedy=greedy,
                 stop_strings=data.get("stop_strings"),
+                begun=begun,
                 generator=torch.Generator(self._device).manual_seed(seed),
                 before_token=before_token,
             )
             if not self._partial_rollouts:  # the weights stay until the response is finished
-                self._await_latency(seed, len(rows), started)
-        self._await_latency(seed, len(rows), started)
+                _await(pace)
+        recorder.record(responses, versions)
+        if versions or not any(begun):  # else all responses had ended before
+            _await(pace)
         totals = [
             length + len(response.token_ids)
             for length, response in zip(lengths, responses, strict=True)
@@ -153,8 +183,9 @@ class GenerationWorker(RunActor):
             output_ids[i, len(row) : totals[i]] = response.token_ids
             logprobs[i, len(row) : totals[i]] = response.logprobs
         generated = [len(response.token_ids) for response in responses]
+        continued = recorder.continued_tokens(responses)
         with self._counters:
-            self._tokens += sum(generated)
+            self._tokens += sum(generated) - continued
             self._seconds += time.perf_counter() - started
         output: dict[str, Any] = {
             "output_ids": output_ids,
@@ -164,12 +195,27 @@ class GenerationWorker(RunActor):
             "truncated": torch.tensor([response.truncated for response in responses]),
         }
         if self._asynchronous:
-            output["weight_versions"] = [version_spans(versions[:length]) for length in generated]
+            output["weight_versions"] = [
+                version_spans([*([] if each is None else each.versions), *versions][:length])
+                for each, length in zip(begun, generated, strict=True)
+            ]
+        if POSITIONS in data:
+            output[JOURNAL] = {"continued_tokens": continued, "seconds": recorder.seconds}
         return output
 
-    def _await_latency(self, seed: int, rows: int, started: float) -> None:
-        if self._latency is not None:
-            self._latency.wait(seed, rows, since=started)
+    def open_journal(self, folder: str) -> None:
+        """Record the responses of calls that name positions, and continue those recorded before.
+
+        For an asynchronous run with partial rollouts: a continued response has tokens of several
+        versions of the weights.
+        """
+        self._journal = ResponseJournal(Path(folder))
+
+    def rotate_journal(self) -> str:
+        """Append to a new file of the journal from now on; return its name."""
+        if self._journal is None:
+            raise AssertionError("the generation worker keeps no journal")
+        return self._journal.rotate()
 
     def join_refit(self, settings: RefitSettings) -> None:
         """Prepare to receive weights."""

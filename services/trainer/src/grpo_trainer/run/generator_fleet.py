@@ -11,11 +11,12 @@ import torch
 from dataplane_core import DataPlaneClient
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.config.loading import TrainerConfig
+from grpo_trainer.config.sections import VllmSection
 from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.generator import GeneratorReport
-from grpo_trainer.rollout.journal import prune
+from grpo_trainer.rollout.journal_file import prune
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import GeneratorActors, RunActors
 from grpo_trainer.samples.partition import TRAIN
@@ -67,6 +68,11 @@ class GeneratorFleet:
         self._config = config
         self._run_id = run_id
         self._journal = journal
+        self._records_responses = (
+            journal is not None
+            and config.grpo.asynchronous.partial_rollouts  # else a response has one version
+            and not isinstance(config.policy.generation, VllmSection)
+        )
         self._notice = notice
         self._starting: GeneratorActors | None = None
         self._is_started = False
@@ -87,6 +93,8 @@ class GeneratorFleet:
                 self._emit_left(each, "finished")
 
     def _start(self, names: GeneratorActors) -> None:
+        if self._records_responses:
+            self._calls.call(names.worker, "open_journal", str(self._journal))
         owner: str = self._calls.call(
             names.rollout,
             "start_generating",
@@ -95,6 +103,7 @@ class GeneratorFleet:
             lease_s=self._config.data_plane["claim_lease_s"],
             verbose=self._config.tracing.verbose,
             journal=None if self._journal is None else str(self._journal),
+            record_responses=self._records_responses,
         )
         self._owners[names] = owner
         emit("generator_joined", TRAIN, generator=names.rollout, owner=owner)
@@ -128,6 +137,8 @@ class GeneratorFleet:
         for names in list(self._actors.generators):
             try:
                 open_files.add(self._calls.call(names.rollout, "rotate_journal"))
+                if self._records_responses:
+                    open_files.add(self._calls.call(names.worker, "rotate_journal"))
             except WorkerError:
                 return  # `collect` removes the generator; the next checkpoint prunes
         prune(self._journal, open_files=open_files, untrained=untrained)
@@ -215,11 +226,13 @@ class GeneratorFleet:
         self._idle_s += report.idle_s
         self._journal_s += report.journal_s
         self._restored += report.restored
+        self._continued_tokens += report.continued_tokens
 
     def _clear_counts(self) -> None:
         self._totals = RolloutTotals()
         self._rewards: list[float] = []
         self._filtered = self._masked = self._lost = self._restored = 0
+        self._continued_tokens = 0
         self._idle_s = self._journal_s = 0.0
 
     def take_metrics(self) -> dict[str, float]:
@@ -234,6 +247,7 @@ class GeneratorFleet:
             "masked_groups": self._masked // size,
             "lost_groups": self._lost // size,
             "restored_groups": self._restored // size,
+            "continued_tokens": self._continued_tokens,
             "generator_wait_s": self._idle_s,
             "journal_s": self._journal_s,
             **(self._totals.metrics if self._rewards else {}),

@@ -1,0 +1,332 @@
+"""`ResponseJournal`: the responses in progress of an asynchronous run, which a resume continues.
+
+While a generation worker draws tokens, it appends those since its last record, about once a second
+and at the end of a call. After a crash, a worker that gets the same input for the same prompt
+returns the recorded tokens, and draws those that are missing. An input that follows a response,
+in a conversation, contains its tokens; so the turns before are continued as they were.
+
+Rows with equal input are numbered in the order of the call. Which of them continues which response
+does not matter, because their responses have the same distribution.
+
+Each file is complete in itself: the first record of a response in a file holds all its tokens, and
+each later one begins where the one before ended. A damaged or missing record ends the response.
+
+A token takes 8 bytes, a record about 300 and 130 for each of its rows. A file is removed at a
+checkpoint that has all its prompts trained or dropped. So the files hold the responses that were
+generated since the last checkpoint, and the files of those to prompts that were pending then. A
+response that was in progress at n checkpoints and crashes is there up to n + 1 times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any  # Any: facts are plain JSON
+
+import torch
+import xxhash
+
+from grpo_trainer.refit.weight_sync import version_number
+from grpo_trainer.rollout.journal_file import JournalFile, Place, Record, places, read
+from grpo_trainer.rollout.remote_generation import POSITIONS
+from grpo_trainer.rollout.sampling import Drawn, SoFar
+
+KIND = "response"
+
+RECORD_EVERY_S = 1.0
+"""Minimum time between two records of a call, but for that at its end."""
+
+_TOKENS, _LOGPROBS, _ROWS = "token_ids", "logprobs", "rows"
+
+
+@dataclass(frozen=True)
+class ResponseKey:
+    """Identity of a response.
+
+    Attributes:
+        position: position of its prompt in the stream.
+        digest: XXH3-64 of its input and its stop strings.
+        number: number of rows before it in the call with this position and digest.
+    """
+
+    position: int
+    digest: str
+    number: int
+
+
+@dataclass(frozen=True)
+class BegunResponse(Drawn):
+    """Response of an earlier part of the run; ``versions`` has the weight version of each token."""
+
+    versions: list[str]
+
+
+def response_keys(
+    data: Mapping[str, Any], rows: Sequence[torch.Tensor]
+) -> list[ResponseKey | None]:
+    """Return the key of each row of a call; None for those without a position.
+
+    Args:
+        data: the request, with `POSITIONS` and maybe ``stop_strings``.
+        rows: input of each row, int64 (length,), without padding.
+    """
+    keys: list[ResponseKey | None] = []
+    counts: Counter[tuple[int, str]] = Counter()
+    stop_strings = data.get("stop_strings") or [None] * len(rows)
+    for position, row, stops in zip(data[POSITIONS], rows, stop_strings, strict=True):
+        if position is None:
+            keys.append(None)
+            continue
+        content = json.dumps([row.tolist(), list(stops or ())])
+        digest = xxhash.xxh3_64_hexdigest(content.encode())
+        keys.append(ResponseKey(position, digest, counts[position, digest]))
+        counts[position, digest] += 1
+    return keys
+
+
+def named_version(recorded: str, installed: str) -> str:
+    """Return the name of the version that drew a token before a crash.
+
+    Weights that were lost in the crash are named like those that replace them.
+    """
+    if recorded == installed or version_number(recorded) > version_number(installed):
+        return installed
+    return recorded
+
+
+class ResponseJournal:
+    """Journal of responses below ``folder``; this object appends to a separate file.
+
+    It finds the responses that earlier objects recorded, not its own. Its calls may overlap.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._begun: dict[ResponseKey, BegunResponse] = {}
+        self._unread: dict[int, list[Place]] = defaultdict(list)
+        for place in places(folder, KIND):
+            self._unread[place.position].append(place)
+        self._file = JournalFile(folder, KIND)
+        self._attempts = itertools.count()
+
+    def begun(self, key: ResponseKey, *, installed: str) -> BegunResponse | None:
+        """Return the intact beginning of a response; None if nothing of it was recorded.
+
+        ``installed`` names the installed weights.
+        """
+        with self._lock:
+            self._begun |= _begun_responses(key.position, self._unread.pop(key.position, []))
+            begun = self._begun.get(key)
+        if begun is None:
+            return None
+        return replace(begun, versions=[named_version(each, installed) for each in begun.versions])
+
+    def next_attempt(self) -> int:
+        """Return a number that no other call in this process has."""
+        return next(self._attempts)
+
+    def append(
+        self, position: int, attempt: int, rows: Sequence[tuple[_Row, Drawn]], versions: list[str]
+    ) -> None:
+        """Append the tokens of responses to one prompt that are not in the open file.
+
+        Args:
+            position: the prompt's position.
+            attempt: number of the call.
+            rows: rows of the call with their tokens so far.
+            versions: weight version of each token that the call drew.
+        """
+        with self._lock:  # also against a rotation between two rows
+            file = self._file.path.name
+            facts: list[dict[str, Any]] = []
+            parts: list[Drawn] = []
+            for row, response in rows:
+                start, end = row.recorded if row.file == file else 0, len(response.token_ids)
+                spans = itertools.groupby(row.versions(start, end, versions))
+                facts.append(
+                    {
+                        "digest": row.key.digest,
+                        "number": row.key.number,
+                        "attempt": attempt,
+                        "start": start,
+                        "end": end,
+                        "versions": [[version, len(list(each))] for version, each in spans],
+                    }
+                )
+                parts.append(Drawn(response.token_ids[start:], response.logprobs[start:]))
+                row.file, row.recorded = file, end
+            columns = {
+                _TOKENS: torch.cat([part.token_ids for part in parts]).to(torch.int32),
+                _LOGPROBS: torch.cat([part.logprobs for part in parts]),
+            }
+            self._file.append(Record(position, {_ROWS: facts}, columns))
+
+    def rotate(self) -> str:
+        """Append to a new file from now on; return its name."""
+        with self._lock:
+            return self._file.rotate()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+
+class CallRecorder:
+    """Recorder of one call's responses, used by the call's thread.
+
+    Args:
+        journal: the journal; None records and continues nothing.
+        keys: key of each row; one without is neither recorded nor continued.
+        installed: name of the installed weights.
+
+    Attributes:
+        begun: recorded beginning of each row's response, None for those without.
+        seconds: time spent on the journal.
+    """
+
+    def __init__(
+        self, journal: ResponseJournal | None, keys: Sequence[ResponseKey | None], *, installed: str
+    ) -> None:
+        began = time.perf_counter()
+        self._journal = journal
+        self._rows: dict[int, _Row] = {}
+        self.begun: list[BegunResponse | None] = [None] * len(keys)
+        if journal is not None:
+            self._attempt = journal.next_attempt()
+            for number, key in enumerate(keys):
+                if key is not None:
+                    begun = self.begun[number] = journal.begun(key, installed=installed)
+                    self._rows[number] = _Row(key, [] if begun is None else begun.versions)
+        self._due_s = time.monotonic() + RECORD_EVERY_S
+        self.seconds = time.perf_counter() - began
+
+    @property
+    def stream(self) -> str:
+        """Suffix for the name of the call's random stream.
+
+        Without it, a token could be drawn with the random numbers that drew an earlier token of the
+        response, before the crash.
+        """
+        tokens = [None if each is None else each.token_ids.tolist() for each in self.begun]
+        return f" after {tokens}" if any(tokens) else ""
+
+    def continued_tokens(self, responses: Sequence[Drawn]) -> int:
+        """Return how many tokens of the call's responses are older than the call."""
+        return sum(
+            min(len(begun.token_ids), len(response.token_ids))
+            for begun, response in zip(self.begun, responses, strict=True)
+            if begun is not None
+        )
+
+    def record_if_due(self, so_far: SoFar, versions: list[str]) -> None:
+        """Append the tokens that are new, unless the last record is recent; see `record`."""
+        if self._rows and time.monotonic() >= self._due_s:
+            self.record(so_far(), versions)
+
+    def record(self, responses: Sequence[Drawn], versions: list[str]) -> None:
+        """Append the tokens that are new.
+
+        Args:
+            responses: tokens so far of each row of the call.
+            versions: weight version of each token that the call drew.
+        """
+        if self._journal is None:
+            return
+        began = time.perf_counter()
+        by_position: dict[int, list[tuple[_Row, Drawn]]] = defaultdict(list)
+        for number, row in self._rows.items():
+            response = responses[number]
+            if len(response.token_ids) > row.recorded:
+                by_position[row.key.position].append((row, response))
+        for position, new in by_position.items():
+            self._journal.append(position, self._attempt, new, versions)
+        self._due_s = time.monotonic() + RECORD_EVERY_S
+        self.seconds += time.perf_counter() - began
+
+
+@dataclass
+class _Row:
+    """State of a recorded row.
+
+    Attributes:
+        key: its identity.
+        begun: weight version of each token that an earlier part of the run drew.
+        file: name of the file that has its first ``recorded`` tokens.
+    """
+
+    key: ResponseKey
+    begun: list[str]
+    file: str = ""
+    recorded: int = 0
+
+    def __post_init__(self) -> None:
+        self.recorded = len(self.begun)  # in a file of an earlier part of the run
+
+    def versions(self, start: int, end: int, drawn: list[str]) -> list[str]:
+        """Return the versions of tokens ``start`` to ``end``; ``drawn`` follow those begun."""
+        before = len(self.begun)
+        return self.begun[start:end] + drawn[max(0, start - before) : max(0, end - before)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive tokens of a response, of one record."""
+
+    attempt: tuple[Path, int]
+    start: int
+    tokens: BegunResponse
+
+
+def _begun_responses(position: int, records: Sequence[Place]) -> dict[ResponseKey, BegunResponse]:
+    """Return the intact beginnings of the responses at ``position``, from records in order."""
+    parts: dict[ResponseKey, list[_Part]] = defaultdict(list)
+    for place in records:
+        for key, part in _parts(place):
+            if part.start == 0:
+                parts[key] = [part]
+            elif parts[key] and _follows(part, parts[key][-1]):
+                parts[key].append(part)
+    return {
+        key: BegunResponse(
+            torch.cat([part.tokens.token_ids for part in each]),
+            torch.cat([part.tokens.logprobs for part in each]),
+            [version for part in each for version in part.tokens.versions],
+        )
+        for key, each in parts.items()
+        if each and key.position == position
+    }
+
+
+def _follows(part: _Part, last: _Part) -> bool:
+    # Another call may have drawn other tokens for the same response.
+    return part.attempt == last.attempt and part.start == last.start + len(last.tokens.token_ids)
+
+
+def _parts(place: Place) -> Iterator[tuple[ResponseKey, _Part]]:
+    record = read(place)
+    if record is None:
+        return
+    begin = 0
+    for facts in record.facts[_ROWS]:
+        end = begin + facts["end"] - facts["start"]
+        yield (
+            ResponseKey(record.position, facts["digest"], facts["number"]),
+            _Part(
+                (place.path, facts["attempt"]),
+                facts["start"],
+                BegunResponse(
+                    record.columns[_TOKENS][begin:end].long(),
+                    record.columns[_LOGPROBS][begin:end],
+                    [version for version, count in facts["versions"] for _ in range(count)],
+                ),
+            ),
+        )
+        begin = end
