@@ -167,6 +167,9 @@ def test_a_begun_response_continues_to_the_uninterrupted_one(network, tokenizer,
         begun.append(
             None if cut is None else Drawn(response.token_ids[:cut], response.logprobs[:cut])
         )
+    for stored, response in zip(sample(begun=complete), complete, strict=True):
+        assert stored.token_ids.tolist() == response.token_ids.tolist()
+        assert stored.truncated is response.truncated
     snapshots = []
 
     def before_token(so_far):
