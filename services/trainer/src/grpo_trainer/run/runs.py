@@ -86,6 +86,7 @@ def resume(
     overrides: Sequence[str] = (),
     *,
     display: RunDisplay | None = None,
+    observer: Callable[[str, str, Any], None] | None = None,
     stop: GracefulStop | None = None,
 ) -> RunResult:
     """Continue from the newest checkpoint of the run in ``folder``, with its configuration.
@@ -98,6 +99,7 @@ def resume(
         overrides: ``dotted.key=value`` each, value in YAML, of keys that do not change the
             results; see `grpo_trainer.config.resumed`. The next checkpoint stores them.
         display: display of the progress.
+        observer: see `grpo_trainer.actors.calls.Observer`.
         stop: request that stops the run after a step.
 
     Raises:
@@ -116,7 +118,8 @@ def resume(
             point = _resume_point(folder, overrides)
             if point.complete:
                 return RunResult(folder, point.state.history)
-        return _continue_run(folder, point, display or RunDisplay(), stop)
+        display = display or RunDisplay()
+        return _continue_run(folder, point, display=display, observer=observer, stop=stop)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def _newest(folder: Path) -> Path:
 
 
 def _continue_run(
-    folder: Path, point: _ResumePoint, display: RunDisplay, stop: GracefulStop | None
+    folder: Path, point: _ResumePoint, *, display: RunDisplay, **options: Any
 ) -> RunResult:
     checkpoint, state, config = point.checkpoint, point.state, point.resumed.config
 
@@ -170,7 +173,8 @@ def _continue_run(
     _report_older_release(point, display)
     data = {**state.data, **inputs.digests}
     state = state.model_copy(update={"config": config.model_dump(mode="json"), "data": data})
-    return _run(config, inputs, folder, state, checkpoint=checkpoint, display=display, stop=stop)
+    options |= {"checkpoint": checkpoint, "display": display}
+    return _run(config, inputs, folder, state, **options)
 
 
 def _run(
