@@ -109,6 +109,36 @@ def questions(network, tokenizer):
     return answers
 
 
+@pytest.fixture(scope="session")
+def configure_async(configure, model_folder, questions, tmp_path_factory):
+    """Function that configures a small asynchronous run; takes dotted keys to change."""
+    prompts = tmp_path_factory.mktemp("data") / "train.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in questions.items())
+    )
+    return lambda changes=(): configure(
+        {
+            "run.output": str(tmp_path_factory.mktemp("runs")),
+            "data.train": str(prompts),
+            "policy.model": {
+                "kind": "pretrained",
+                "name": str(model_folder),
+                "use_chat_template": False,
+            },
+            "policy.data_parallel": 2,
+            "grpo.mode": "async",
+            "grpo.asynchronous.max_staleness": 2,
+            "grpo.asynchronous.generators": 2,
+            "grpo.asynchronous.prompts_per_rollout": 1,
+            "grpo.asynchronous.concurrent_rollouts": 2,
+            "grpo.asynchronous.prompts_per_claim": 1,
+            "policy.generation.simulated_latency": {"median_s": 0.05, "sigma": 1.0},
+            "validation.every_steps": 0,
+            **dict(changes),
+        }
+    )
+
+
 @pytest.fixture
 def write_prompts(tmp_path_factory):
     """Function that writes a data set of prompts and answers, and returns its path."""
