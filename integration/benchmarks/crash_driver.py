@@ -1,0 +1,60 @@
+"""Driver of the runs that `integration.benchmarks.crash` kills; it records each play of a prompt.
+
+``python -m integration.benchmarks.crash_driver FOLDER``: as `integration.killable_run`, and its
+generators append to ``plays.jsonl`` in FOLDER when they begin and end to generate a prompt's group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from integration.killable_run import main
+
+from dataplane_core import KVBatchMeta
+from grpo_trainer.rollout.generator import Generator  # noqa: TID251  # what is recorded
+from grpo_trainer.run import processes  # noqa: TID251  # starts the recorded class instead
+from grpo_trainer.samples.partition import position_of  # noqa: TID251
+
+PLAYS = "plays.jsonl"
+_VARIABLE = "CRASH_BENCHMARK_PLAYS"
+
+
+class RecordedGenerator(Generator):
+    """Generator that records its plays; its process inherits the driver's environment."""
+
+    def _play_groups(self, claim: KVBatchMeta) -> list[str]:
+        play = {
+            "id": uuid.uuid4().hex,
+            "positions": sorted({position_of(each) for each in claim.sample_ids}),
+        }
+        _append("begin", play)
+        filtered = super()._play_groups(claim)
+        _append("end", play)
+        return filtered
+
+
+def _append(event: str, play: dict[str, Any]) -> None:
+    line = json.dumps({"event": event, "time": time.time(), **play}).encode()
+    # One write, after a line that a kill may have cut: what was written survives the process.
+    with Path(os.environ[_VARIABLE]).open("ab", buffering=0) as file:
+        file.write(b"\n" + line)
+
+
+def record(folder: Path) -> None:
+    """Train or resume the run in ``folder``, with recorded generators."""
+    os.environ[_VARIABLE] = str(folder / PLAYS)
+    processes.Generator = RecordedGenerator  # type: ignore[misc]
+    main(folder)
+
+
+if __name__ == "__main__":
+    # Not the class of this module, which workers could not import.
+    from integration.benchmarks import crash_driver
+
+    crash_driver.record(Path(sys.argv[-1]))

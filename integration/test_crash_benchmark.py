@@ -1,0 +1,34 @@
+"""The benchmark of crashes: what it counts as lost."""
+
+from __future__ import annotations
+
+from integration.benchmarks.crash import Loss, losses, plays_of
+
+
+def events(*plays):
+    """Return the events of plays: position, begin and end, None for a play that was killed."""
+    for number, (position, begin, end) in enumerate(plays):
+        facts = {"id": str(number), "positions": [position]}
+        yield {"event": "begin", "time": begin, **facts}
+        if end is not None:
+            yield {"event": "end", "time": end, **facts}
+
+
+def test_replaced_and_interrupted_plays_are_lost_to_the_crash_after_their_begin():
+    plays = plays_of(
+        events(
+            (1, 0.0, 2.0),  # finished, and played again after the second crash
+            (2, 5.0, None),  # killed, and played again
+            (3, 8.0, None),  # killed, and not reached before the run ended
+            (2, 11.0, None),  # killed again
+            (1, 21.0, 22.0),
+            (2, 23.0, 26.0),
+            (4, 25.0, None),  # in progress when the run ended
+        )
+    )
+    assert losses(plays, [10.0, 20.0]) == [Loss(1, 2.0, 2, 7.0), Loss(0, 0.0, 1, 9.0)]
+
+
+def test_a_run_that_repeats_no_play_loses_nothing():
+    plays = plays_of(events((1, 0.0, 2.0), (2, 1.0, 3.0), (3, 11.0, 12.0)))
+    assert losses(plays, [10.0]) == [Loss(0, 0.0, 0, 0.0)]
