@@ -1,4 +1,4 @@
-"""What a crash of an asynchronous run costs, with and without the journal.
+"""Cost of a crash of an asynchronous run, with and without the journal.
 
 ``python -m integration.benchmarks.crash``: runs with simulated slow generation are killed, driver
 and Ray cluster at once, at drawn moments after a checkpoint, and resumed at once. Both variants get
@@ -195,10 +195,10 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
     for line in lines:
         with suppress(json.JSONDecodeError):  # cut by a kill
             plays.append(json.loads(line))
-    found = losses(plays_of(plays), kills)
+    costs = losses(plays_of(plays), kills)
     return [
         _crash(events, kill - checkpoint, kill, loss)
-        for kill, checkpoint, loss in zip(kills, saved, found, strict=True)
+        for kill, checkpoint, loss in zip(kills, saved, costs, strict=True)
     ]
 
 
@@ -238,6 +238,13 @@ def _crash(events: Sequence[dict[str, Any]], after_s: float, kill: float, loss: 
     )
 
 
+def drawn_delays(draw: random.Random, count: int) -> list[float]:
+    """Return delays up to `_MAX_DELAY_S`, one from each of ``count`` equal parts, shuffled."""
+    part = _MAX_DELAY_S / count
+    delays = [draw.uniform(number * part, (number + 1) * part) for number in range(count)]
+    return draw.sample(delays, count)
+
+
 def measure_crashes(
     announce: Callable[[str], None], *, rounds: int, crashes: int
 ) -> dict[bool, list[Crash]]:
@@ -245,7 +252,7 @@ def measure_crashes(
     draw = random.Random(SEED)
     measured: dict[bool, list[Crash]] = {False: [], True: []}
     for number in range(rounds):
-        delays = [draw.uniform(0.0, _MAX_DELAY_S) for _ in range(crashes)]
+        delays = drawn_delays(draw, crashes)
         for journal in draw.sample([False, True], 2):
             announce(f"round {number + 1} of {rounds}, {'with' if journal else 'no'} journal")
             with tempfile.TemporaryDirectory(prefix="bench-crash-") as folder:
