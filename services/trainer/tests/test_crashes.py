@@ -91,6 +91,7 @@ def crashing(configure_async, tmp_path_factory):
             "grpo.num_steps": steps,
             "checkpointing": {"every_steps": every_steps, "keep_last": 2, "journal": True},
             "policy.generation.simulated_latency": latency,
+            "policy.generation.max_new_tokens": 10,
         }
         run = KillableRun(folder, configure_async(changes).model_dump_json())
         crash = Crashing(run, steps)

@@ -1,18 +1,20 @@
 """Generator of an asynchronous run: it claims prompts and fills their samples until it is stopped.
 
 A prompt is put as the samples of one group, which have only the field `PROMPT`. A generator claims
-complete groups under a lease, plays them, and puts all columns under that lease. If it dies, its
-lease expires, and another generator claims the groups. If it is late, its put is refused. So each
-sample is filled once, whatever happens.
+complete groups under a lease, plays them, and puts all columns under that lease. The put that makes
+a sample ready for training also acknowledges it. If a generator dies before, its lease expires, and
+another one claims the groups. If it is late, its put is refused. So each sample is filled once,
+whatever happens.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any  # Any: metrics
 
@@ -221,9 +223,26 @@ class Generator(RolloutActor):
         return step_context(self._run_id, None, weight_version=version, verbose=self._verbose)
 
     def _play(self, claim: KVBatchMeta) -> None:
+        """Fill the samples of a claim, or clear them."""
+        size = self._grpo.num_generations_per_prompt
+        missing: list[int] = []
+        for start in range(0, claim.size, size):
+            group = self._finished_before(claim.sample_ids[start])
+            if group is None:
+                missing += range(start, start + size)
+            else:
+                self._hold(claim.subset(range(start, start + size)), partial(self._restore, group))
+        if missing:
+            self._hold(claim.subset(missing), self._play_groups)
+
+    def _hold(self, claim: KVBatchMeta, fill: Callable[[KVBatchMeta], list[str]]) -> None:
+        """Call ``fill``, which puts and acknowledges samples of a claim; clear those it returns."""
+        every_s = self._lease_s / 3
         try:
-            with held_claim(self._dp_client, claim, renew_every_s=self._lease_s / 3):
-                filtered = self._fill(claim)
+            with held_claim(self._dp_client, claim, renew_every_s=every_s, acknowledge=False):
+                filtered = fill(claim)
+                rows = [row for row, each in enumerate(claim.sample_ids) if each in {*filtered}]
+                self._dp_client.acknowledge(claim.subset(rows))
         except LeaseLostError as error:
             with self._lock:
                 self._report.lost += len(error.sample_ids)
@@ -233,19 +252,6 @@ class Generator(RolloutActor):
                 emit("dropped", TRAIN, filtered, reason="equal_rewards")
                 self._dp_client.clear_samples(filtered, TRAIN)
 
-    def _fill(self, claim: KVBatchMeta) -> list[str]:
-        """Put the columns of a claim's samples; return the samples that are to be cleared."""
-        size = self._grpo.num_generations_per_prompt
-        filtered: list[str] = []
-        missing: list[int] = []
-        for start in range(0, claim.size, size):
-            group = self._finished_before(claim.sample_ids[start])
-            if group is None:
-                missing += range(start, start + size)
-            else:
-                filtered += self._restore(claim.subset(range(start, start + size)), group)
-        return filtered + (self._play_groups(claim.subset(missing)) if missing else [])
-
     def _finished_before(self, sample_id: str) -> FinishedGroup | None:
         """Return the group of a sample, if it was finished before a crash."""
         if self._journal is None:
@@ -253,7 +259,7 @@ class Generator(RolloutActor):
         with self._journal_lock:
             return self._journal.find(position_of(sample_id))
 
-    def _restore(self, claim: KVBatchMeta, group: FinishedGroup) -> list[str]:
+    def _restore(self, group: FinishedGroup, claim: KVBatchMeta) -> list[str]:
         """Put a group that was finished before a crash; return its samples if it was filtered."""
         with self._lock:
             self._report.restored += claim.size
@@ -274,6 +280,7 @@ class Generator(RolloutActor):
             lengths=lengths,
             ragged=[name for name in _OF_ROLLOUT if name in TOKEN_ALIGNED_FIELDS],
             claim=claim,
+            acknowledge=True,
         )
         return []
 
@@ -397,6 +404,7 @@ class Generator(RolloutActor):
                 {"advantages": shaped.advantages[keep], "sample_mask": shaped.sample_mask[keep]},
                 [tags[row] for row in rows],
                 claim=claim,
+                acknowledge=True,
             )
 
 
