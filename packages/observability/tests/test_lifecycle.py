@@ -69,6 +69,18 @@ def client(log):
         yield client
 
 
+def test_a_put_that_acknowledges_is_two_events(client, log):
+    client.register_partition("train", ["x"], 2, ["logprob"])
+    client.put_samples(["a", "b"], "train", batch(2))
+    claim = client.claim_meta("train", "logprob", ["x"], 2)
+    client.put_samples(["b"], "train", batch(1), claim=claim, acknowledge=True)
+    own = {"partition": "train", "samples": 1}
+    assert log.named()[-2:] == [
+        ("put", ["b"], {**own, "fields": ("x",), "bytes": 4}),
+        ("acknowledged", ["b"], {**own, "task": "logprob"}),
+    ]
+
+
 def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     client.register_partition("train", ["x"], 2, ["logprob"])
     client.put_samples(["a", "b"], "train", batch(2))
