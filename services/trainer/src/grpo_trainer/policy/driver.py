@@ -112,7 +112,7 @@ class Policy:
                 "compute_logprobs",
                 {name: ((shard, column), {"carrier": carrier}) for name, shard in shards.items()},
                 awaited=AwaitedColumns(meta.partition_id, (column,), remaining.size),
-                errors=failures,
+                errors=failures if self._ranks.continues else None,
             )
             for name, result in results.items():
                 gaps.append(result["gap"])
@@ -154,7 +154,7 @@ class Policy:
                     )
                     for name, shard in shards.items()
                 },
-                errors=failures,
+                errors=failures if self._ranks.continues else None,
             )
             if failures:
                 steps += self._ranks.drop_dead(next(iter(failures.values())))[0]
@@ -195,7 +195,7 @@ class Policy:
                 "train_stream",
                 dict.fromkeys(self._ranks.names, ((version,), {"steps": left, **arguments})),
                 meanwhile=meanwhile,
-                errors=failures,
+                errors=failures if self._ranks.continues else None,
             )
             fresh = [results[name] for name in self._ranks.names if name in results]
             if failures:

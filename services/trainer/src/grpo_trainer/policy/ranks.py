@@ -37,6 +37,7 @@ class PolicyRanks:
 
     Attributes:
         names: names of the ranks that live, by rank.
+        continues: as given. If False, callers need not wait for the other ranks' answers.
 
     Raises:
         WorkerError: a rank cannot join the process group.
@@ -56,7 +57,7 @@ class PolicyRanks:
         self._calls = calls
         self._client = client
         self._weight_sync = weight_sync
-        self._continues = continues
+        self.continues = continues
         self._notice = notice
         self._join()
 
@@ -88,7 +89,7 @@ class PolicyRanks:
         """
         dead = [name for name in self.names if self._calls.is_dead(name)]
         alive = [name for name in self.names if name not in dead]
-        if not (dead and alive and self._continues):
+        if not (dead and alive and self.continues):
             raise error
         self._notice(f"continuing without {', '.join(dead)}: {error}")
         for name in dead:

@@ -342,6 +342,9 @@ class Generator(RolloutActor):
     ) -> None:
         """Append the finished groups of a claim to the journal.
 
+        A group that only fills a short step is recorded like a cleared one: after a crash, the step
+        tries other prompts first.
+
         Call it before the put that makes them ready: policy workers may train and clear them soon.
         """
         if self._journal is None:
@@ -351,7 +354,7 @@ class Generator(RolloutActor):
         for start in range(0, claim.size, size):
             rows = slice(start, start + size)
             columns: dict[str, Any] = {}
-            if keep[start]:
+            if keep[start] and not tags[start][IS_FILLER]:
                 columns = {
                     **self._dp_client.get_columns(claim.sample_ids[rows], TRAIN, _OF_ROLLOUT),
                     "advantages": shaped.advantages[rows].clone(),
