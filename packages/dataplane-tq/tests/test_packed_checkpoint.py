@@ -19,7 +19,7 @@ from dataplane_tq.directory.server import Directory
 from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.unit import UnitServer
 from dataplane_tq.packed.unit_wire import UnitSpec
-from dataplane_tq.storage.packed_manager import RawConnection, RawStore
+from dataplane_tq.storage.packed_rows import RawStore, RowsConnection
 
 TOKEN = b"secret"
 
@@ -35,7 +35,7 @@ def opened(*capacities, samples=1000):
             addresses[name] = stack.enter_context(UnitServer(arena, TOKEN, "127.0.0.1")).address
             specs.append(UnitSpec(name, "node", capacity))
         directory = Directory(samples, specs, "127.0.0.1", mirrored=False)
-        store = RawStore(RawConnection(directory.start(), addresses, TOKEN, "auto", 20.0))
+        store = RawStore(RowsConnection(directory.start(), addresses, TOKEN, "auto", 20.0))
         stack.callback(store.close)
         yield store
 

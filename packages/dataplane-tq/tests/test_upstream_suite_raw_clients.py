@@ -34,6 +34,7 @@ from dataplane_core.tensors.rows import collate_rows
 from dataplane_tq.directory import protocol
 from dataplane_tq.storage import packed_bootstrap as bootstrap
 from dataplane_tq.storage import packed_manager as manager
+from dataplane_tq.storage.packed_rows import as_transfer_queue
 
 pytestmark = pytest.mark.slow
 
@@ -332,7 +333,7 @@ def test_logged_configuration_shows_no_token():
 )
 def test_forms_equal_those_of_simple_storage(rows):
     expected = AsyncSimpleStorageManager._pack_field_values(rows)
-    packed = manager._as_transfer_queue(collate_rows(str(rows[0].dtype), rows))
+    packed = as_transfer_queue(collate_rows(str(rows[0].dtype), rows))
     assert (packed.is_nested, packed.layout, packed.dtype) == (
         expected.is_nested,
         expected.layout,

@@ -4,10 +4,8 @@ It serves two kinds of clients. `TQDataPlaneClient` moves its values itself and 
 only to register rows. TransferQueue's own clients put and get through this manager, if the queue
 was started by `dataplane_tq.storage.packed_bootstrap`: then the config has the key `RAW`.
 
-TransferQueue reuses the index of a cleared row, so an index does not identify a row. Therefore each
-value has a cell, a number that is never reused. A put reports the cells to the controller, and each
-meta carries them. A meta is refused if all cells that it has for one of its rows are out of date:
-that row was cleared or completely overwritten.
+`dataplane_tq.storage.packed_rows` has the rows themselves, and says what a cell is. A put reports
+its cells to the controller.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ from typing import Any  # Any: TransferQueue's metas have no static types
 
 import msgspec
 import numpy as np
-import ray
-import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from dataplane_core import (
     CapacityExceeded,
@@ -33,24 +29,16 @@ from dataplane_core import (
     PartitionNotFoundError,
     UnsupportedError,
 )
-from dataplane_core.boundary import check_put
-from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.errors import listed
-from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.wire import Address, Link, Session
-from dataplane_tq.packed.access import UnitAccess
-from dataplane_tq.packed.encoding import encode, plain_jagged
-from dataplane_tq.packed.layout import Indices
-from dataplane_tq.packed.unit_client import Transport
-from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.storage.new_keys import forget_new_keys
-from dataplane_tq.storage.packed_checkpoint import load, save
-from dataplane_tq.upstream import (
-    AsyncSimpleStorageManager,
-    StorageManager,
-    StorageManagerFactory,
-    extract_field_schema,
+from dataplane_tq.storage.packed_rows import (
+    Cells,
+    RawStore,
+    RowsConnection,
+    field_schema,
+    merge_columns,
 )
+from dataplane_tq.upstream import StorageManager, StorageManagerFactory
 
 BACKEND = "PackedStorage"
 """Name of the backend in TransferQueue's registries, and of its configuration section."""
@@ -58,35 +46,18 @@ BACKEND = "PackedStorage"
 RAW = "raw"
 """Key of the manager's config; only `dataplane_tq.storage.packed_bootstrap` sets it."""
 
-_PREFIX = "tq:"
-"""Beginning of the directory's name for a partition of TransferQueue."""
-
 _REFUSALS = (CapacityExceeded, InvalidRequestError, UnsupportedError)
 """Errors after which a put has stored nothing."""
-
-Cells = dict[str, Indices]
-"""Field to an array with the cell of each row."""
-
 
 logger = logging.getLogger(__name__)
 
 
-class RawConnection(msgspec.Struct, frozen=True):
-    """Data with which TransferQueue's own clients connect to the units and the directory.
+class RawConnection(RowsConnection, frozen=True):
+    """Connection of TransferQueue's own clients, part of TransferQueue's configuration.
 
-    It is part of TransferQueue's configuration. Unpickling it imports this module, which registers
-    the manager in a process that only calls ``transfer_queue.init()``.
+    Unpickling it imports this module, which registers the manager in a process that only calls
+    ``transfer_queue.init()``.
     """
-
-    directory: Address
-    units: dict[str, UnitAddress]
-    token: bytes
-    transport: Transport
-    timeout_s: float
-    allow_pickle: bool = False
-
-    def __repr__(self) -> str:
-        return f"RawConnection({sorted(self.units)})"  # TransferQueue logs its configuration
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -94,186 +65,6 @@ class Registration(msgspec.Struct, frozen=True):
 
     Unpickling it imports this module, as with `RawConnection`.
     """
-
-
-class RawStore:
-    """Access to the rows of TransferQueue's own clients. Its methods block.
-
-    Each partition of TransferQueue is also one of the directory; its first put registers it there.
-    A row's sample id is its global index.
-    """
-
-    def __init__(self, connection: RawConnection) -> None:
-        self.timeout_s = connection.timeout_s
-        self._link = Link(connection.directory, timeout_s=connection.timeout_s)
-        self._units = UnitAccess(
-            connection.units,
-            connection.token,
-            transport=connection.transport,
-            timeout_s=connection.timeout_s,
-            allow_pickle=connection.allow_pickle,
-        )
-        self._allow_pickle = connection.allow_pickle
-        self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-
-    def put(
-        self, partition_id: str, indexes: Sequence[int], data: TensorDict, meta: Cells
-    ) -> Cells:
-        """Write fields of rows; return their cells.
-
-        Args:
-            partition_id: TransferQueue's partition.
-            indexes: global indexes of the rows.
-            data: values of the rows.
-            meta: cells in the caller's meta; empty for new rows.
-
-        Raises:
-            MissingDataError: the meta is stale.
-        """
-        sample_ids = [str(index) for index in indexes]
-        check_put("put", sample_ids, partition_id)
-        if meta:
-            with self._link.session(f"put(partition={partition_id!r})") as session:
-                self._find(session, partition_id, sample_ids, list(meta), meta)
-                session.send(p.Unpin())
-        try:
-            return self._put(partition_id, sample_ids, data)
-        except PartitionNotFoundError:
-            name = _partition(partition_id)
-            self._link.ask(
-                f"put(partition={partition_id!r})",
-                p.Register(PartitionDeclaration.checked(name, [], 0, [])),
-                type(None),
-            )
-            return self._put(partition_id, sample_ids, data)
-
-    def _put(self, partition_id: str, sample_ids: list[str], data: TensorDict) -> Cells:
-        encoded = encode(data, len(sample_ids), allow_pickle=self._allow_pickle)
-        request = p.BeginPut(
-            _partition(partition_id),
-            sample_ids,
-            {field.layout.name: field.layout.kind for field in encoded},
-            [field.layout for field in encoded],
-            self._node,
-            None,
-            self.timeout_s,
-        )
-        with self._link.session(f"put(partition={partition_id!r})") as session:
-            answer = session.ask(request, p.PutAnswer)
-            self._units.write(answer.blocks, encoded)
-            session.ask(p.CommitPut(None), type(None))
-        cells: dict[str, list[Indices]] = {field.layout.name: [] for field in encoded}
-        for block in answer.blocks:
-            rows = np.arange(block.layout.rows, dtype=np.int64)
-            cells[block.layout.name].append(_cell(np.int64(block.id), rows))
-        return {name: np.concatenate(parts) for name, parts in cells.items()}
-
-    def cells(self, partition_id: str, indexes: Sequence[int], fields: Sequence[str]) -> Cells:
-        """Return the current cells of rows.
-
-        Raises:
-            MissingDataError, PartitionNotFoundError: a row was cleared, or never had a field.
-        """
-        sample_ids = [str(index) for index in indexes]
-        with self._link.session(f"put(partition={partition_id!r})") as session:
-            request = p.Read(_partition(partition_id), sample_ids, list(fields))
-            answer = session.ask(request, p.ReadAnswer)
-            session.send(p.Unpin())
-        return _cells(fields, answer)
-
-    def missing(self, partition_id: str, indexes: Sequence[int]) -> list[int]:
-        """Return the rows of ``indexes`` that have no values."""
-        sample_ids = [str(index) for index in indexes]
-        with self._link.session(f"put(partition={partition_id!r})") as session:
-            try:
-                session.ask(p.Read(_partition(partition_id), sample_ids, []), p.ReadAnswer)
-            except PartitionNotFoundError:
-                return list(indexes)
-            except MissingDataError as error:
-                return [int(sample_id) for sample_id in error.sample_ids]
-            session.send(p.Unpin())
-        return []
-
-    def get(
-        self, partition_id: str, indexes: Sequence[int], fields: list[str], meta: Cells
-    ) -> dict[str, Any]:
-        """Return the values of rows by field, converted by `_as_transfer_queue`.
-
-        Raises:
-            MissingDataError, PartitionNotFoundError: the meta is stale, or a row lacks a field.
-        """
-        sample_ids = [str(index) for index in indexes]
-        with self._link.session(f"get_data(partition={partition_id!r})") as session:
-            answer = self._find(session, partition_id, sample_ids, fields, meta)
-            values = self._units.read(fields, answer.parts)
-            session.send(p.Unpin())
-        return {name: _as_transfer_queue(column) for name, column in values.items()}
-
-    def clear(self, partition_id: str, indexes: Sequence[int], meta: Cells) -> None:
-        """Free rows, and ignore those that are gone.
-
-        A row never loses a field. So a row that lacks a field of the meta is another sample's, and
-        is ignored too.
-
-        Raises:
-            MissingDataError: the meta is stale.
-        """
-        sample_ids = [str(index) for index in indexes]
-        name = _partition(partition_id)
-        with self._link.session(f"clear(partition={partition_id!r})") as session:
-            if meta:
-                try:
-                    self._find(session, partition_id, sample_ids, list(meta), meta)
-                except PartitionNotFoundError:
-                    return
-                except MissingDataError as error:
-                    if not error.sample_ids:
-                        raise
-                    others = set(error.sample_ids)
-                    kept = [i for i, sample_id in enumerate(sample_ids) if sample_id not in others]
-                    sample_ids = [sample_ids[i] for i in kept]
-                    meta = {field: cells[kept] for field, cells in meta.items()}
-                    self._find(session, partition_id, sample_ids, list(meta), meta)
-                session.send(p.Unpin())
-            session.ask(p.Clear(name, sample_ids, True, self.timeout_s), p.ClearAnswer)
-            session.ask(p.Dropped(), type(None))
-
-    @staticmethod
-    def _find(
-        session: Session,
-        partition_id: str,
-        sample_ids: list[str],
-        fields: list[str],
-        meta: Cells,
-    ) -> p.ReadAnswer:
-        """Find and pin rows; raise a `MissingDataError` if the meta is stale."""
-        answer = session.ask(p.Read(_partition(partition_id), sample_ids, fields), p.ReadAnswer)
-        now = _cells(fields, answer)
-        same = np.zeros(len(sample_ids), np.bool_)
-        for field in fields:
-            if field in meta:
-                same |= meta[field] == now[field]
-        if not same.all():
-            stale = [sample_ids[i] for i in np.flatnonzero(~same)]
-            raise MissingDataError(
-                f"partition {partition_id!r}: the meta is stale: {len(stale)} of "
-                f"{len(sample_ids)} rows were overwritten or reused: {listed(stale)}; get the meta "
-                "again, after the put"
-            )
-        return answer
-
-    def save(self, checkpoint: Path) -> None:
-        """Write the rows of all partitions; see `packed_checkpoint.save`."""
-        save(self._link, self._units, _PREFIX, checkpoint)
-
-    def load(self, checkpoint: Path) -> None:
-        """Replace the rows of all partitions; see `packed_checkpoint.load`."""
-        load(self._link, self._units, _PREFIX, self._node, checkpoint)
-
-    def close(self) -> None:
-        """Close this process's connections."""
-        self._link.close()
-        self._units.close()
 
 
 @StorageManagerFactory.register(BACKEND)
@@ -335,7 +126,7 @@ class PackedStorageManager(StorageManager):
                 "partition's rows separately"
             )
         partition_id, indexes = metadata.partition_ids[0], metadata.global_indexes
-        schema = await asyncio.to_thread(_field_schema, data)
+        schema = await asyncio.to_thread(field_schema, data)
         known = _known(metadata, range(metadata.size))
         cells = await asyncio.to_thread(raw.put, partition_id, indexes, data, known)
         deadline = time.monotonic() + raw.timeout_s
@@ -388,7 +179,7 @@ class PackedStorageManager(StorageManager):
             answers.append(
                 (at, await asyncio.to_thread(raw.get, partition_id, indexes, fields, known))
             )
-        columns = answers[0][1] if len(answers) == 1 else _merged(answers, metadata.size)
+        columns = answers[0][1] if len(answers) == 1 else merge_columns(answers, metadata.size)
         return TensorDict(columns, batch_size=[metadata.size])
 
     async def clear_data(self, metadata: Any) -> None:
@@ -437,61 +228,9 @@ class PackedStorageManager(StorageManager):
         super().close()
 
 
-def _partition(partition_id: str) -> str:
-    return f"{_PREFIX}{partition_id}"
-
-
-def _cell(block_ids: Any, rows: Indices) -> Indices:
-    """Return a unique number for each value, from its block id and its row in the block."""
-    cells: Indices = (block_ids << 32) | rows
-    return cells
-
-
-def _cells(fields: Sequence[str], answer: p.ReadAnswer) -> Cells:
-    cells: Cells = {}
-    for name, parts in zip(fields, answer.parts, strict=True):
-        blocks = np.array([block.id for block in parts.blocks], np.int64)
-        if parts.source:
-            blocks = blocks[np.frombuffer(parts.source, np.int32)]
-        if parts.rows:
-            rows = np.frombuffer(parts.rows, np.int64)
-        else:
-            rows = np.arange(parts.blocks[0].layout.rows, dtype=np.int64)
-        cells[name] = _cell(blocks, rows)
-    return cells
-
-
 def _by_row(cells: Cells) -> list[dict[str, int]]:
     columns = [column.tolist() for column in cells.values()]
     return [dict(zip(cells, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def _field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
-    """Return what `extract_field_schema` returns, without cutting jagged tensors into rows.
-
-    TransferQueue's function cuts each nested tensor twice, which costs more than the put's copy.
-    """
-    if not data.batch_size[0]:
-        return {}  # the put refuses it
-    jagged = {}
-    for name, column in data.items():
-        plain = plain_jagged(column) if isinstance(column, torch.Tensor) else None
-        if plain is not None:
-            jagged[name] = _jagged_schema(*plain)
-    others = extract_field_schema(data.exclude(*jagged))
-    return {name: jagged.get(name) or others[name] for name, _ in data.items()}
-
-
-def _jagged_schema(values: torch.Tensor, offsets: torch.Tensor) -> dict[str, Any]:
-    item = tuple(values.shape[1:])
-    shapes = [(length, *item) for length in offsets.diff().tolist()]
-    return {
-        "dtype": values.dtype,
-        "shape": torch.Size(shapes[0]),
-        "is_nested": True,
-        "is_non_tensor": False,
-        "per_sample_shapes": shapes,
-    }
 
 
 def _known(metadata: Any, at: Sequence[int]) -> Cells:
@@ -507,34 +246,3 @@ def _by_partition(metadata: Any) -> dict[str, list[int]]:
     for i, partition_id in enumerate(metadata.partition_ids):
         places.setdefault(partition_id, []).append(i)
     return places
-
-
-def _as_transfer_queue(column: torch.Tensor | NonTensorStack) -> Any:
-    """Convert ``column`` to the form of TransferQueue's SimpleStorage.
-
-    A tensor of scalar rows is dense; other tensors are jagged, even if all rows have one shape.
-    """
-    if not isinstance(column, torch.Tensor) or (not column.is_nested and column.dim() == 1):
-        return column
-    if column.is_nested:
-        if column.layout == torch.jagged:
-            return column
-        return AsyncSimpleStorageManager._pack_field_values(list(column.unbind()))
-    rows, length = column.shape[:2]
-    return torch.nested.nested_tensor_from_jagged(
-        column.flatten(0, 1),
-        torch.arange(rows + 1) * length,
-        min_seqlen=length,
-        max_seqlen=length,
-    )
-
-
-def _merged(answers: Sequence[tuple[Sequence[int], dict[str, Any]]], size: int) -> dict[str, Any]:
-    """Merge the columns of several partitions, each row at its position in the meta."""
-    rows: dict[str, list[Any]] = {name: [None] * size for name in answers[0][1]}
-    for at, columns in answers:
-        for name, column in columns.items():
-            tensor = isinstance(column, torch.Tensor)
-            for i, value in zip(at, column.unbind() if tensor else column.tolist(), strict=True):
-                rows[name][i] = value
-    return {name: AsyncSimpleStorageManager._pack_field_values(row) for name, row in rows.items()}
