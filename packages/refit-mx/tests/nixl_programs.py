@@ -8,7 +8,7 @@ import torch
 from transport_processes import SourceProcess, whole
 
 from refit_mx import Deadline, RefitTimeoutError
-from refit_mx.transports.base import Fetch
+from refit_mx.transports.base import SourceReads
 from refit_mx.transports.nixl import NixlTransport  # noqa: TID251
 
 MIB = 1 << 20
@@ -20,8 +20,8 @@ def read_and_leave() -> None:
         transport = NixlTransport()
         scratch = torch.zeros(MIB, dtype=torch.uint8)
         transport.register(scratch)
-        fetch = Fetch(source.manifest, whole(MIB))
-        transport.fetch([fetch], scratch, deadline=Deadline(60, "program"))
+        wanted = SourceReads(source.manifest, whole(MIB))
+        transport.read([wanted], scratch, deadline=Deadline(60, "program"))
         globals()["kept"] = (transport, scratch)
 
 
@@ -31,11 +31,11 @@ def leave_with_an_abandoned_read() -> None:
         transport = NixlTransport()
         scratch = torch.zeros(8 * MIB, dtype=torch.uint8)
         transport.register(scratch)
-        fetch = Fetch(source.manifest, whole(8 * MIB))
-        transport.fetch([fetch], scratch, deadline=Deadline(60, "program"))
+        wanted = SourceReads(source.manifest, whole(8 * MIB))
+        transport.read([wanted], scratch, deadline=Deadline(60, "program"))
         source.stop()
         try:
-            transport.fetch([fetch], scratch, deadline=Deadline(0.5, "program"))
+            transport.read([wanted], scratch, deadline=Deadline(0.5, "program"))
         except RefitTimeoutError:
             assert transport.busy(scratch)
             transport.close()

@@ -136,7 +136,7 @@ def carried_out(plan: Plan, sources: Sources) -> tuple[Bytes, Bytes]:
     """
     scratch = np.zeros(plan.scratch_bytes, dtype=np.uint8)
     written = np.zeros(plan.scratch_bytes, dtype=np.uint8)
-    for source, reads in plan.fetches:
+    for source, reads in plan.source_reads:
         arena = sources.arenas[source]
         for src, dst, run, n1, src1, dst1, n2, src2, dst2 in reads.rows.tolist():
             assert min(run, n1, n2) >= 1
@@ -200,11 +200,11 @@ def check_plan(
     assert (written == once).all(), "a byte was written twice, never, or between targets"
     needed = sum(target.nbytes for target in targets)
     assert plan.nbytes == needed
-    assert sum(reads.nbytes for _, reads in plan.fetches) == needed
+    assert sum(reads.nbytes for _, reads in plan.source_reads) == needed
     assert int(plan.bytes_by_source.sum()) == needed
-    assert len({source for source, _ in plan.fetches}) == len(plan.fetches)
-    assert len(plan.shard_of_read) == len(plan.fetches)
-    for (source, reads), shard_of_read in zip(plan.fetches, plan.shard_of_read, strict=True):
+    assert len({source for source, _ in plan.source_reads}) == len(plan.source_reads)
+    assert len(plan.shard_of_read) == len(plan.source_reads)
+    for (source, reads), shard_of_read in zip(plan.source_reads, plan.shard_of_read, strict=True):
         assert plan.bytes_by_source[source] == reads.nbytes > 0
         assert len(shard_of_read) == len(reads)
         offsets = np.frombuffer(sources.manifests[source].shards.offset, "<i8")
@@ -231,7 +231,7 @@ def plan_checked(
     shards = ShardTable.of(sources.manifests)
     out = [f"worker-{number}" for number in exclude]
     plan = plan_reads(shards, targets, exclude=out, seed=seed)
-    assert not {source for source, _ in plan.fetches} & set(exclude)
+    assert not {source for source, _ in plan.source_reads} & set(exclude)
     check_plan(plan, shards, targets, sources, model)
     return plan
 

@@ -21,7 +21,7 @@ from refit_mx import (
 )
 from refit_mx.memory.mapping import shared_memory_missing  # noqa: TID251
 from refit_mx.transports import nixl, shm, tcp  # noqa: TID251
-from refit_mx.transports.base import Fetch, FetchStats
+from refit_mx.transports.base import ReadStats, SourceReads
 
 MODEL = "tiny"
 NIXL_MISSING = nixl.nixl_available()
@@ -98,7 +98,7 @@ def a_world(**server: Any) -> Iterator[World]:
 
 
 class Wrapped:
-    """A real transport whose subclasses replace ``fetch``."""
+    """A real transport whose subclasses replace ``read``."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -113,9 +113,9 @@ class Meddling(Wrapped):
         self,
         inner: Transport,
         *,
-        before: Callable[[Sequence[Fetch]], None] | None = None,
-        after: Callable[[torch.Tensor, Sequence[Fetch]], None] | None = None,
-        stalling: Callable[[Sequence[Fetch], Deadline, Any], None] | None = None,
+        before: Callable[[Sequence[SourceReads]], None] | None = None,
+        after: Callable[[torch.Tensor, Sequence[SourceReads]], None] | None = None,
+        stalling: Callable[[Sequence[SourceReads], Deadline, Any], None] | None = None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(inner)
@@ -124,25 +124,25 @@ class Meddling(Wrapped):
         self.fetched: list[tuple[str, ...]] = []
         self.nbytes = 0
 
-    def fetch(
+    def read(
         self,
-        fetches: Sequence[Fetch],
+        source_reads: Sequence[SourceReads],
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
         on_done: Callable[[int, int, int], None],
-    ) -> FetchStats:
-        self.fetched.append(tuple(fetch.source.worker_id for fetch in fetches))
+    ) -> ReadStats:
+        self.fetched.append(tuple(each.source.worker_id for each in source_reads))
         if self._before is not None:
-            self._before(fetches)
+            self._before(source_reads)
         if self._stalling is not None:
-            self._stalling(fetches, deadline, on_done)
-        stats = self._inner.fetch(fetches, scratch, deadline=deadline)
+            self._stalling(source_reads, deadline, on_done)
+        stats = self._inner.read(source_reads, scratch, deadline=deadline)
         self.nbytes += stats.nbytes
         if self._after is not None:
-            self._after(scratch, fetches)
-        for index, fetch in enumerate(fetches):
-            for row in range(len(fetch.reads)):
+            self._after(scratch, source_reads)
+        for index, each in enumerate(source_reads):
+            for row in range(len(each.reads)):
                 self._between()
                 deadline.check("receiving")
                 on_done(index, row, row + 1)
@@ -156,23 +156,23 @@ class Halfway(Wrapped):
         super().__init__(inner)
         self._reached = reached
 
-    def fetch(
+    def read(
         self,
-        fetches: Sequence[Fetch],
+        source_reads: Sequence[SourceReads],
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
         on_done: Callable[[int, int, int], None],
-    ) -> FetchStats:
+    ) -> ReadStats:
         lock, first_part = threading.Lock(), iter(["part"])
 
-        def arrived(fetch: int, first: int, stop: int) -> None:
+        def arrived(index: int, first: int, stop: int) -> None:
             with lock:  # other batches wait while the first one is reported
                 for phase in first_part:
                     self._reached(phase)
-            on_done(fetch, first, stop)
+            on_done(index, first, stop)
 
-        return self._inner.fetch(fetches, scratch, deadline=deadline, on_done=arrived)
+        return self._inner.read(source_reads, scratch, deadline=deadline, on_done=arrived)
 
 
 class Hook:

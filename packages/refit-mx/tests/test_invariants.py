@@ -328,7 +328,7 @@ def test_invariant_5_version_of_a_dead_publisher_leaves_ready():
 def test_invariant_6_all_attempts_share_one_deadline(world):
     world.publish([world.publisher()], "v1", 1)
 
-    def wrong(scratch, fetches):
+    def wrong(scratch, source_reads):
         scratch.zero_()
         until = time.monotonic() + 0.4
         while time.monotonic() < until:
@@ -353,7 +353,7 @@ def test_invariant_7_changed_or_moved_bytes_are_noticed(world, transport, kind):
     world.version("v1")
     publisher.publish("v1", weights(1, shapes))
 
-    def meddle(scratch, fetches):
+    def meddle(scratch, source_reads):
         rows = scratch[: 16 * 64].view(16, 64)
         if kind == "changed":
             rows[3, 5] ^= 1

@@ -156,7 +156,7 @@ def test_third_loop_of_a_part_becomes_one_row_per_step() -> None:
         "w", "bfloat16", box.shape, (TargetPart("w", box, (0, 0, 0, 0), spec.shape),)
     )
     plan = plan_checked(Model.of([spec]), holding(spec, [Box.full(spec.shape)]), [target])
-    assert len(plan.fetches[0][1]) == 3
+    assert len(plan.source_reads[0][1]) == 3
 
 
 def test_complete_shard_is_one_contiguous_read() -> None:
@@ -164,7 +164,7 @@ def test_complete_shard_is_one_contiguous_read() -> None:
     plan = plan_checked(
         Model.of([spec]), holding(spec, sharded(spec, 0, 4)), [replicated_target(spec)]
     )
-    assert [reads.rows[:, 2:].tolist() for _, reads in plan.fetches] == [
+    assert [reads.rows[:, 2:].tolist() for _, reads in plan.source_reads] == [
         [[2 * 3 * 4 * 5 * 2, 1, 0, 0, 1, 0, 0]]
     ] * 4
 
@@ -241,10 +241,10 @@ def test_large_tensor_is_divided_among_its_sources() -> None:
     spec = TensorSpec("w", "float32", (5 * SPLIT_BYTES // 4096 + 3, 1024))
     shards = ShardTable.of(large_replicas(spec, 3))
     plan = plan_reads(shards, [replicated_target(spec)])
-    assert len(plan.fetches) == 3
+    assert len(plan.source_reads) == 3
     assert plan.bytes_by_source.sum() == spec.nbytes
     assert plan.bytes_by_source.max() <= spec.nbytes / 3 + SPLIT_BYTES
-    rows = np.concatenate([reads.rows for _, reads in plan.fetches])
+    rows = np.concatenate([reads.rows for _, reads in plan.source_reads])
     rows = rows[np.argsort(rows[:, 1])]
     # One after the other, at the source as in scratch.
     assert (rows[:, 0] == rows[:, 1]).all()

@@ -154,7 +154,7 @@ def test_every_wanted_byte_is_read_once_or_refused(
     model = Model.of(of, seed)
     if is_held(targets, held_by, exclude):
         plan = plan_checked(model, held_by, targets, exclude=exclude, seed=seed)
-        event(f"planned, {len(plan.fetches)} sources")
+        event(f"planned, {len(plan.source_reads)} sources")
         return
     event("refused")
     shards = ShardTable.of(publish(model, held_by).manifests)
@@ -181,6 +181,8 @@ def test_equal_arguments_give_equal_plans(data: st.DataObject) -> None:
         assert refused[0] == refused[1]
         return
     first, second = plan_reads(shards, targets, seed=3), plan_reads(again, targets, seed=3)
-    assert [source for source, _ in first.fetches] == [source for source, _ in second.fetches]
-    for (_, a), (_, b) in zip(first.fetches, second.fetches, strict=True):
+    assert [source for source, _ in first.source_reads] == [
+        source for source, _ in second.source_reads
+    ]
+    for (_, a), (_, b) in zip(first.source_reads, second.source_reads, strict=True):
         assert a.rows.tolist() == b.rows.tolist()

@@ -302,7 +302,7 @@ def test_invalid_columns_never_cause_reads_outside_the_arena(data: st.DataObject
         plan = plan_reads(shards, [replicated_target(W), replicated_target(B)])
     except LayoutError:
         return
-    for source, reads in plan.fetches:
+    for source, reads in plan.source_reads:
         for src, _, run, n1, src1, _, n2, src2, _ in reads.rows.tolist():
             assert min(src, src1, src2) >= 0
             last = src + run + (n1 - 1) * src1 + (n2 - 1) * src2

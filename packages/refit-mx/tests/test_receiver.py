@@ -36,7 +36,7 @@ from refit_mx import (
     VersionNotReadyError,
 )
 from refit_mx.control import WorkerRole
-from refit_mx.transports.base import Fetch
+from refit_mx.transports.base import SourceReads
 
 # Receiving
 
@@ -230,7 +230,7 @@ def test_unknown_transport_is_refused(world):
 
 def test_missing_rows_of_an_unfilled_slot_are_a_lost_source(world, published):
     publishers, _ = published
-    silent = Meddling(new_transport("tcp"), before=lambda fetches: None)
+    silent = Meddling(new_transport("tcp"), before=lambda source_reads: None)
     receiver = world.receiver(transport=silent, on_phase=lambda name: at.get(name, int)())
     at = {"discover": publishers[1].close}
     with pytest.raises(SourceLostError, match="fsdp-1"):
@@ -246,10 +246,10 @@ def test_silent_source_is_left_out(world):
         publisher.publish("v1", weights(1))
     attempts = []
 
-    def stall(fetches: Sequence[Fetch], deadline: Deadline, on_done) -> None:
-        attempts.append([fetch.source.worker_id for fetch in fetches])
+    def stall(source_reads: Sequence[SourceReads], deadline: Deadline, on_done) -> None:
+        attempts.append([each.source.worker_id for each in source_reads])
         if len(attempts) == 1:
-            on_done(1, 0, len(fetches[1].reads))
+            on_done(1, 0, len(source_reads[1].reads))
             while deadline.left_s:
                 time.sleep(0.01)
             raise deadline.error("reading")
@@ -283,7 +283,7 @@ def test_slow_fetch_with_progress_is_no_stall(world):
 
 def test_one_attempt_is_not_repeated(world, published):
     publishers, _ = published
-    transport = Meddling(new_transport("tcp"), before=lambda fetches: publishers[0].close())
+    transport = Meddling(new_transport("tcp"), before=lambda source_reads: publishers[0].close())
     receiver = world.receiver(transport=transport)
     with pytest.raises(SourceLostError) as raised:
         receiver.receive_weights_scratch("v1", attempts=1)
@@ -294,7 +294,7 @@ def test_one_attempt_is_not_repeated(world, published):
 def test_two_threads_cannot_receive_at_once(world, published):
     held, go = threading.Event(), threading.Event()
 
-    def wait(fetches):
+    def wait(source_reads):
         held.set()
         assert go.wait(30)
 

@@ -96,9 +96,9 @@ def test_strided_complete_shards_request_no_digests(min_bytes):
     whole = weights(1, shapes)
     flips = []
 
-    def flip(scratch, fetches):
+    def flip(scratch, source_reads):
         if flips:
-            rows = fetches[flips[0] % len(fetches)].reads.rows
+            rows = source_reads[flips[0] % len(source_reads)].reads.rows
             row = rows[flips[0] % len(rows)]
             last = row[1] + (row[3] - 1) * row[5] + (row[6] - 1) * row[8] + row[2] - 1
             scratch[int(last)] ^= 1
@@ -127,8 +127,8 @@ def test_any_changed_byte_is_noticed(world, layout, min_bytes):
     random = np.random.default_rng(7)
     at = [0]
 
-    def change(scratch, fetches):
-        rows = np.concatenate([fetch.reads.rows for fetch in fetches])
+    def change(scratch, source_reads):
+        rows = np.concatenate([each.reads.rows for each in source_reads])
         _, dst, run, n1, _, dst1, n2, _, dst2 = rows[at[0] % len(rows)].tolist()
         place = dst + random.integers(n2) * dst2 + random.integers(n1) * dst1 + random.integers(run)
         scratch[int(place)] ^= 1 << int(random.integers(8))
@@ -152,7 +152,7 @@ def test_swapped_tensors_are_noticed(world):
     world.version("twins")
     publisher.publish("twins", weights(1, shapes))
 
-    def exchange(scratch, fetches):
+    def exchange(scratch, source_reads):
         halves = scratch[:512].view(2, 256)
         swap(halves, 0, 1)
 
@@ -165,7 +165,7 @@ def test_swapped_tensors_are_noticed(world):
 def test_wrong_bytes_are_read_again(world):
     times = []
 
-    def change_once(scratch, fetches):
+    def change_once(scratch, source_reads):
         times.append(1)
         if len(times) == 1:
             scratch[5] ^= 1
@@ -184,10 +184,10 @@ def test_source_that_is_wrong_twice_is_replaced_by_a_replica():
             publisher.publish("v1", weights(1))
         bad = publishers[0].worker_id
 
-        def change(scratch, fetches):
-            for fetch in fetches:
-                if fetch.source.worker_id == bad:
-                    scratch[int(fetch.reads.rows[0, 1])] ^= 1
+        def change(scratch, source_reads):
+            for each in source_reads:
+                if each.source.worker_id == bad:
+                    scratch[int(each.reads.rows[0, 1])] ^= 1
 
         live = zeros()
         transport = Meddling(new_transport("tcp"), after=change)

@@ -20,7 +20,7 @@ from transport_processes import SourceProcess, pattern, whole
 from refit_mx import Deadline, ReceiverSettings, RefitTimeoutError
 from refit_mx.deadline import StallDeadline  # noqa: TID251
 from refit_mx.transports import nixl  # noqa: TID251
-from refit_mx.transports.base import Fetch
+from refit_mx.transports.base import SourceReads
 from refit_mx.transports.nixl_lane import IN_FLIGHT  # noqa: TID251
 from refit_mx.transports.source_client import SourceClient  # noqa: TID251
 
@@ -81,35 +81,35 @@ class SlowLink:
 
 
 @pytest.fixture
-def slowly_over_tcp() -> Iterator[tuple[SlowLink, Fetch]]:
-    """Yield a link of about 5 MB/s and a fetch of one batch, which takes three stall timeouts."""
+def slowly_over_tcp() -> Iterator[tuple[SlowLink, SourceReads]]:
+    """Yield a link of about 5 MB/s and reads of one batch, which take three stall timeouts."""
     with SourceProcess(16 * MIB) as source:
         link = SlowLink(source.manifest.endpoint, burst=1 << 18, pause_s=0.05)
         manifest = msgspec.structs.replace(source.manifest, endpoint=link.address)
-        yield link, Fetch(manifest, whole(16 * MIB))
+        yield link, SourceReads(manifest, whole(16 * MIB))
         link.close()
 
 
 def test_slow_batch_over_tcp_is_no_stall(slowly_over_tcp):
-    _, fetch = slowly_over_tcp
+    _, wanted = slowly_over_tcp
     transport = new_transport("tcp")
     scratch = torch.zeros(16 * MIB, dtype=torch.uint8)
     transport.register(scratch)
-    done = transport.fetch([fetch], scratch, deadline=stall())
+    done = transport.read([wanted], scratch, deadline=stall())
     assert done.seconds > 2 * STALL_S
     assert torch.equal(scratch[: 16 * MIB], pattern(16 * MIB, 1))
     transport.close()
 
 
 def test_silent_source_over_tcp_is_a_stall(slowly_over_tcp):
-    link, fetch = slowly_over_tcp
+    link, wanted = slowly_over_tcp
     link.maximum = 4 * MIB
     transport = new_transport("tcp")
     scratch = torch.zeros(16 * MIB, dtype=torch.uint8)
     transport.register(scratch)
     started = time.monotonic()
     with pytest.raises(RefitTimeoutError, match="no data for 1 s"):
-        transport.fetch([fetch], scratch, deadline=stall())
+        transport.read([wanted], scratch, deadline=stall())
     assert time.monotonic() - started < 10
     transport.close()
 
@@ -138,8 +138,8 @@ def pulsing(sources: list[SourceProcess]) -> Iterator[None]:
 
 
 @pytest.fixture
-def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[Fetch]]]:
-    """Yield two sources that count as remote, and a fetch of many small transfers from each."""
+def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[SourceReads]]]:
+    """Yield two sources that count as remote, and reads of many small transfers from each."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(SourceClient, "local", False)
     monkeypatch.setattr(nixl, "BATCH_BYTES", 16 * MIB)
@@ -147,21 +147,21 @@ def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[Fetch]]]:
     monkeypatch.setattr(nixl, "IN_FLIGHT_BYTES", 4 * MIB)
     with SourceProcess(32 * MIB, nixl=True) as first, SourceProcess(32 * MIB, nixl=True) as second:
         sources = [first, second]
-        fetches = [
-            Fetch(source.manifest, whole(32 * MIB, index * 32 * MIB))
+        source_reads = [
+            SourceReads(source.manifest, whole(32 * MIB, index * 32 * MIB))
             for index, source in enumerate(sources)
         ]
-        yield sources, fetches
+        yield sources, source_reads
 
 
 @needs_nixl
 @pytest.mark.parametrize("silent", [False, True], ids=["steady", "silent"])
 def test_slow_transfers_over_nixl_are_no_stall(over_nixl, silent):
-    sources, fetches = over_nixl
+    sources, source_reads = over_nixl
     transport = new_transport("nixl")
     scratch = torch.zeros(64 * MIB, dtype=torch.uint8)
     transport.register(scratch)
-    transport.fetch(fetches, scratch, deadline=stall())
+    transport.read(source_reads, scratch, deadline=stall())
     scratch.zero_()
     deadline = stall()
     moves = 0
@@ -178,11 +178,11 @@ def test_slow_transfers_over_nixl_are_no_stall(over_nixl, silent):
     started = time.monotonic()
     if silent:
         with pytest.raises(RefitTimeoutError, match="no data for 1 s"):
-            transport.fetch(fetches, scratch, deadline=deadline)
+            transport.read(source_reads, scratch, deadline=deadline)
         assert time.monotonic() - started < 10
     else:
         with pulsing(sources):
-            transport.fetch(fetches, scratch, deadline=deadline)
+            transport.read(source_reads, scratch, deadline=deadline)
         assert time.monotonic() - started > 2 * STALL_S
         assert torch.equal(scratch[: 64 * MIB], pattern(32 * MIB, 1).repeat(2))
     for source in sources:
@@ -230,14 +230,14 @@ def test_one_remote_source_makes_all_transfers_small(monkeypatch, remote, maximu
             "local",
             property(lambda self: self._source.endpoint not in links and local(self)),
         )
-        fetches = [
-            Fetch(source.manifest, whole(32 * MIB, index * 32 * MIB))
+        source_reads = [
+            SourceReads(source.manifest, whole(32 * MIB, index * 32 * MIB))
             for index, source in enumerate(sources)
         ]
         transport = stack.enter_context(contextlib.closing(new_transport("nixl")))
         scratch = torch.zeros(256 * MIB, dtype=torch.uint8)
         transport.register(scratch)
-        transport.fetch(fetches, scratch, deadline=Deadline(60, "test"))
+        transport.read(source_reads, scratch, deadline=Deadline(60, "test"))
         assert torch.equal(scratch[: 256 * MIB], pattern(32 * MIB, 1).repeat(8))
     assert in_flight_bytes == [maximum]
 

@@ -29,7 +29,7 @@ from refit_mx import (
 )
 from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
 from refit_mx.transports import nixl  # noqa: TID251
-from refit_mx.transports.base import Fetch, ReadTable
+from refit_mx.transports.base import ReadTable, SourceReads
 from refit_mx.transports.nixl import NixlSource, NixlTransport, nixl_available  # noqa: TID251
 
 pytestmark = [
@@ -65,18 +65,18 @@ def test_buffer_is_busy_until_late_bytes_have_landed(monkeypatch, lanes):
     transport = NixlTransport(lanes=lanes)
     pool = ScratchPool(transport, max_bytes=NBYTES)
     with SourceProcess(NBYTES, nixl=True) as source:
-        fetch = Fetch(source.manifest, whole(NBYTES))
+        wanted = SourceReads(source.manifest, whole(NBYTES))
         abandoned = pool.take(NBYTES, soon())
         memory = abandoned.memory
-        transport.fetch([fetch], memory, deadline=soon())
+        transport.read([wanted], memory, deadline=soon())
         memory.zero_()
         source.stop()
         with pytest.raises(RefitTimeoutError, match="reading from"):
-            transport.fetch([fetch], memory, deadline=soon(0.5))
+            transport.read([wanted], memory, deadline=soon(0.5))
         pool.release(abandoned)
         assert transport.busy(memory)
         with pytest.raises(RefitConfigError, match="busy"):
-            transport.fetch([fetch], memory, deadline=soon())
+            transport.read([wanted], memory, deadline=soon())
         with pytest.raises(RefitConfigError, match="busy"):
             transport.unregister(memory)
         with pytest.raises(ScratchExhaustedError, match="in quarantine"):
@@ -89,7 +89,7 @@ def test_buffer_is_busy_until_late_bytes_have_landed(monkeypatch, lanes):
         assert not torch.equal(memory, before)
         assert torch.equal(memory, pattern(NBYTES, 1))
         memory.zero_()
-        transport.fetch([fetch], memory, deadline=soon())
+        transport.read([wanted], memory, deadline=soon())
         assert torch.equal(memory, pattern(NBYTES, 1))
     pool.release(again)
     pool.close()
@@ -100,12 +100,12 @@ def test_buffer_is_free_once_the_stopped_peer_is_killed():
     transport = NixlTransport()
     pool = ScratchPool(transport, max_bytes=NBYTES)
     with SourceProcess(NBYTES, nixl=True) as source:
-        fetch = Fetch(source.manifest, whole(NBYTES))
+        wanted = SourceReads(source.manifest, whole(NBYTES))
         scratch = pool.take(NBYTES, soon())
-        transport.fetch([fetch], scratch.memory, deadline=soon())
+        transport.read([wanted], scratch.memory, deadline=soon())
         source.stop()
         with pytest.raises(RefitTimeoutError):
-            transport.fetch([fetch], scratch.memory, deadline=soon(0.5))
+            transport.read([wanted], scratch.memory, deadline=soon(0.5))
         pool.release(scratch)
         assert pool.counts().quarantined
         source.kill()
@@ -131,11 +131,11 @@ def test_source_with_a_released_arena_is_lost():
     with SourceProcess(MIB, nixl=True) as source:
         scratch = torch.zeros(MIB, dtype=torch.uint8)
         transport.register(scratch)
-        fetch = Fetch(source.manifest, whole(MIB))
-        transport.fetch([fetch], scratch, deadline=soon())
+        wanted = SourceReads(source.manifest, whole(MIB))
+        transport.read([wanted], scratch, deadline=soon())
         source.command("unregister")
         with pytest.raises(SourceLostError):
-            transport.fetch([fetch], scratch, deadline=soon())
+            transport.read([wanted], scratch, deadline=soon())
     transport.close()
 
 
@@ -182,7 +182,7 @@ def test_source_without_valid_nixl_metadata_is_refused():
         assert plain.nixl is not None
         without = msgspec.structs.replace(plain, nixl=None)
         with pytest.raises(RefitConfigError, match="has no NIXL agent; read it over TCP"):
-            transport.fetch([Fetch(without, whole(MIB))], scratch, deadline=soon())
+            transport.read([SourceReads(without, whole(MIB))], scratch, deadline=soon())
         for changed, message in (
             ({"metadata": b"garbage"}, "NIXL refuses its metadata"),
             ({"metadata": b""}, "NIXL refuses its metadata"),
@@ -191,8 +191,8 @@ def test_source_without_valid_nixl_metadata_is_refused():
             nixl = msgspec.structs.replace(plain.nixl, **changed)
             hostile = msgspec.structs.replace(plain, nixl=nixl)
             with pytest.raises(ProtocolError, match=message):
-                transport.fetch([Fetch(hostile, whole(MIB))], scratch, deadline=soon())
-        transport.fetch([Fetch(plain, whole(MIB))], scratch, deadline=soon())
+                transport.read([SourceReads(hostile, whole(MIB))], scratch, deadline=soon())
+        transport.read([SourceReads(plain, whole(MIB))], scratch, deadline=soon())
     transport.close()
 
 
@@ -201,9 +201,9 @@ def test_unused_source_is_disconnected():
     with SourceProcess(MIB, nixl=True) as old, SourceProcess(MIB, nixl=True) as new:
         scratch = torch.zeros(MIB, dtype=torch.uint8)
         transport.register(scratch)
-        transport.fetch([Fetch(old.manifest, whole(MIB))], scratch, deadline=soon())
+        transport.read([SourceReads(old.manifest, whole(MIB))], scratch, deadline=soon())
         for _ in range(6):
-            transport.fetch([Fetch(new.manifest, whole(MIB))], scratch, deadline=soon())
+            transport.read([SourceReads(new.manifest, whole(MIB))], scratch, deadline=soon())
         assert new.manifest.nixl is not None
         assert list(transport._sources) == [new.manifest.nixl.name]
     transport.close()
@@ -220,12 +220,12 @@ def two_lanes(monkeypatch):
         transport.register(scratch)
         rows = np.repeat(whole(MIB).rows, NBYTES // MIB, axis=0)
         rows[:, 0] = rows[:, 1] = np.arange(len(rows)) * MIB
-        yield transport, Fetch(source.manifest, ReadTable(rows)), scratch
+        yield transport, SourceReads(source.manifest, ReadTable(rows)), scratch
     transport.close()
 
 
 def test_large_fetch_uses_two_threads_at_once(two_lanes):
-    transport, fetch, scratch = two_lanes
+    transport, wanted, scratch = two_lanes
     both = threading.Barrier(2)
     seen: dict[int, int] = {}
 
@@ -234,13 +234,13 @@ def test_large_fetch_uses_two_threads_at_once(two_lanes):
             seen[threading.get_ident()] = first
             both.wait(30)
 
-    transport.fetch([fetch], scratch, deadline=soon(), on_done=meet)
+    transport.read([wanted], scratch, deadline=soon(), on_done=meet)
     assert len(seen) == 2
     assert torch.equal(scratch, pattern(NBYTES, 1))
 
 
 def test_failed_second_lane_leaves_the_transport_usable(two_lanes):
-    transport, fetch, scratch = two_lanes
+    transport, wanted, scratch = two_lanes
     both, main = threading.Barrier(2), threading.get_ident()
     met: set[int] = set()
     failed = threading.Event()
@@ -255,15 +255,15 @@ def test_failed_second_lane_leaves_the_transport_usable(two_lanes):
         assert failed.wait(30)
 
     with pytest.raises(ZeroDivisionError):
-        transport.fetch([fetch], scratch, deadline=soon(), on_done=fail)
+        transport.read([wanted], scratch, deadline=soon(), on_done=fail)
     assert until(lambda: not transport.busy(scratch))
     scratch.zero_()
-    transport.fetch([fetch], scratch, deadline=soon())
+    transport.read([wanted], scratch, deadline=soon())
     assert torch.equal(scratch, pattern(NBYTES, 1))
 
 
 def test_interrupt_is_raised_after_the_second_lane(two_lanes):
-    transport, fetch, scratch = two_lanes
+    transport, wanted, scratch = two_lanes
     both, main = threading.Barrier(2), threading.get_ident()
     met: set[int] = set()
     ended: list[int] = []
@@ -287,23 +287,23 @@ def test_interrupt_is_raised_after_the_second_lane(two_lanes):
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(Interrupted):
-            transport.fetch([fetch], scratch, deadline=soon(), on_done=on_done)
+            transport.read([wanted], scratch, deadline=soon(), on_done=on_done)
         assert ended == [1]
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert until(lambda: not transport.busy(scratch))
-    transport.fetch([fetch], scratch, deadline=soon())
+    transport.read([wanted], scratch, deadline=soon())
     assert torch.equal(scratch, pattern(NBYTES, 1))
 
 
 def test_fetch_works_without_a_failed_second_lane(two_lanes, monkeypatch):
-    transport, fetch, scratch = two_lanes
+    transport, wanted, scratch = two_lanes
 
     def refuse(*_: object, **__: object) -> None:
         raise RefitConfigError("no more memory can be registered")
 
     monkeypatch.setattr(nixl, "Lane", refuse)
-    transport.fetch([fetch], scratch, deadline=soon())
+    transport.read([wanted], scratch, deadline=soon())
     assert torch.equal(scratch, pattern(NBYTES, 1))
 
 

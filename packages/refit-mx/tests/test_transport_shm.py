@@ -25,7 +25,7 @@ from refit_mx.memory.mapping import attach, create  # noqa: TID251
 from refit_mx.receive import transport_choice  # noqa: TID251
 from refit_mx.source import served_transports  # noqa: TID251
 from refit_mx.transports import shm as shm_module  # noqa: TID251
-from refit_mx.transports.base import Fetch
+from refit_mx.transports.base import SourceReads
 from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport, can_map  # noqa: TID251
 from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
 
@@ -38,7 +38,7 @@ def fetch(transport: ShmTransport, source: Manifest) -> torch.Tensor:
     """Return all of a source's bytes."""
     scratch = torch.zeros(NBYTES, dtype=torch.uint8)
     transport.register(scratch)
-    transport.fetch([Fetch(source, whole(NBYTES))], scratch, deadline=Deadline(30, "test"))
+    transport.read([SourceReads(source, whole(NBYTES))], scratch, deadline=Deadline(30, "test"))
     transport.unregister(scratch)
     return scratch
 
@@ -180,16 +180,18 @@ def test_plan_is_cut_for_the_transport_in_use(world: World, monkeypatch):
     receiver = world.receiver(targets_of(shapes), transport="auto")
     fetched = []
 
-    def counting(fetch):
-        def counted(transport, fetches, *args, **options):
-            assert all((each.reads.rows[:, 2] <= transport.piece_bytes).all() for each in fetches)
-            fetched.append((transport.name, sum(len(each.reads) for each in fetches)))
-            return fetch(transport, fetches, *args, **options)
+    def counting(read):
+        def counted(transport, source_reads, *args, **options):
+            assert all(
+                (each.reads.rows[:, 2] <= transport.piece_bytes).all() for each in source_reads
+            )
+            fetched.append((transport.name, sum(len(each.reads) for each in source_reads)))
+            return read(transport, source_reads, *args, **options)
 
         return counted
 
     for each in (ShmTransport, TcpTransport):
-        monkeypatch.setattr(each, "fetch", counting(each.fetch))
+        monkeypatch.setattr(each, "read", counting(each.read))
     for number, here in enumerate([True, True, False, True], 1):
         world.version(f"v{number}")
         publisher.publish(f"v{number}", weights(number, shapes))

@@ -28,7 +28,7 @@ from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
 from refit_mx.transports import nixl as nixl_module  # noqa: TID251
 from refit_mx.transports import shm as shm_module  # noqa: TID251
 from refit_mx.transports import tcp as tcp_module  # noqa: TID251
-from refit_mx.transports.base import Fetch, ReadTable
+from refit_mx.transports.base import ReadTable, SourceReads
 from refit_mx.transports.batches import Batch, Work  # noqa: TID251
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def kind(request, monkeypatch) -> str:
     if request.param.startswith("nixl"):
         tls = "tcp,self" if request.param == "nixl-tcp" else "tcp,shm,self"
         monkeypatch.setenv("UCX_TLS", tls)
-    # Use several threads even for small fetches; test_transport_nixl uses one.
+    # Use several threads even for small source_reads; test_transport_nixl uses one.
     for module in (nixl_module, shm_module):
         monkeypatch.setattr(module, "LANE_BYTES", 0)
     return request.param
@@ -107,7 +107,7 @@ def test_exactly_the_read_bytes_arrive(kind, transport):
                     part = bytearray(data[k * run : (k + 1) * run])
                     at = dst + j * dst2 + i * dst1
                     expected[at : at + run] = torch.frombuffer(part, dtype=torch.uint8)
-            stats = transport.fetch([Fetch(there.manifest, reads)], scratch, deadline=soon())
+            stats = transport.read([SourceReads(there.manifest, reads)], scratch, deadline=soon())
             assert stats.nbytes == reads.nbytes
             assert stats.connected == (seed == 0)
             assert torch.equal(scratch, expected)
@@ -124,23 +124,23 @@ def test_each_row_is_reported_once_after_its_arrival(kind, transport, small_batc
         table[:, [3, 6]] = 1
         reported: list[int] = []
 
-        def check(fetch: int, first: int, last: int) -> None:
-            assert fetch == 0
+        def check(index: int, first: int, last: int) -> None:
+            assert index == 0
             for at, size in table[first:last][:, [1, 2]].tolist():
                 assert torch.equal(scratch[at : at + size], memory[at : at + size])
             reported.extend(range(first, last))
 
-        fetch = Fetch(there.manifest, ReadTable(table))
-        transport.fetch([fetch], scratch, deadline=soon(), on_done=check)
+        wanted = SourceReads(there.manifest, ReadTable(table))
+        transport.read([wanted], scratch, deadline=soon(), on_done=check)
         assert sorted(reported) == list(range(len(sizes)))
 
 
 def test_empty_reads_open_no_connection(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         there.kill()
-        stats = transport.fetch([Fetch(there.manifest, rows(0))], scratch, deadline=soon())
+        stats = transport.read([SourceReads(there.manifest, rows(0))], scratch, deadline=soon())
         assert (stats.nbytes, stats.connected) == (0, 0)
-        assert transport.fetch([], scratch, deadline=soon()).nbytes == 0
+        assert transport.read([], scratch, deadline=soon()).nbytes == 0
 
 
 def test_reads_outside_a_memory_move_no_byte(kind, transport):
@@ -149,10 +149,10 @@ def test_reads_outside_a_memory_move_no_byte(kind, transport):
         beyond_scratch = ReadTable(rows(1).rows + np.array([0, MIB, 0, 0, 0, 0, 0, 0, 0]))
         for reads, side in ((beyond_arena, "source"), (beyond_scratch, "scratch")):
             with pytest.raises(RefitConfigError, match=f"not inside the {side}"):
-                transport.fetch([Fetch(there.manifest, reads)], scratch, deadline=soon())
+                transport.read([SourceReads(there.manifest, reads)], scratch, deadline=soon())
         unknown = torch.zeros(MIB, dtype=torch.uint8)
         with pytest.raises(RefitConfigError, match="not registered"):
-            transport.fetch([Fetch(there.manifest, rows(1))], unknown, deadline=soon())
+            transport.read([SourceReads(there.manifest, rows(1))], unknown, deadline=soon())
         assert not scratch.any()
 
 
@@ -165,43 +165,43 @@ def test_killed_source_is_lost_at_once(kind, transport, small_batches):
             def kill(*_: int) -> None:
                 dies.kill()
 
-            fetch = Fetch(dies.manifest, rows(32))
+            wanted = SourceReads(dies.manifest, rows(32))
             with pytest.raises(SourceLostError) as lost:
-                transport.fetch([fetch], scratch.memory, deadline=soon(300), on_done=kill)
+                transport.read([wanted], scratch.memory, deadline=soon(300), on_done=kill)
             assert lost.value.worker_ids == (dies.manifest.worker_id,)
         assert time.monotonic() - started < 100
         with pool.take(32 * MIB, soon()) as scratch:
-            fetch = Fetch(lives.manifest, rows(32))
-            transport.fetch([fetch], scratch.memory, deadline=soon())
+            wanted = SourceReads(lives.manifest, rows(32))
+            transport.read([wanted], scratch.memory, deadline=soon())
             assert torch.equal(scratch.memory, pattern(32 * MIB, 1))
         pool.close()
 
 
 def test_source_killed_between_two_fetches_is_lost(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
-        fetch = Fetch(there.manifest, rows(1))
-        transport.fetch([fetch], scratch, deadline=soon())
+        wanted = SourceReads(there.manifest, rows(1))
+        transport.read([wanted], scratch, deadline=soon())
         there.kill()
         for _ in range(2):
             with pytest.raises(SourceLostError):
-                transport.fetch([fetch], scratch, deadline=soon(300))
+                transport.read([wanted], scratch, deadline=soon(300))
 
 
 def test_stopped_source_times_out_and_can_be_retried(kind, transport, small_batches):
     with source(kind, 8 * MIB) as there:
         pool = ScratchPool(transport, max_bytes=200 * MIB)
-        fetch = Fetch(there.manifest, rows(8))
+        wanted = SourceReads(there.manifest, rows(8))
         with pool.take(8 * MIB, soon()) as scratch:
-            transport.fetch([fetch], scratch.memory, deadline=soon())
+            transport.read([wanted], scratch.memory, deadline=soon())
             there.stop()
             started = time.monotonic()
             with pytest.raises(RefitTimeoutError, match=r"not done after 0\.5 s"):
-                transport.fetch([fetch], scratch.memory, deadline=soon(0.5))
+                transport.read([wanted], scratch.memory, deadline=soon(0.5))
             assert 0.4 < time.monotonic() - started < 20
         there.resume()
         with pool.take(8 * MIB, soon()) as scratch:
             scratch.memory.zero_()
-            transport.fetch([fetch], scratch.memory, deadline=soon())
+            transport.read([wanted], scratch.memory, deadline=soon())
             assert torch.equal(scratch.memory, pattern(8 * MIB, 1))
         pool.close()
 
@@ -211,7 +211,7 @@ def test_stopped_source_that_never_connected_is_lost(kind):
     with source(kind) as there, registered(transport, MIB) as scratch:
         there.stop()
         with pytest.raises(SourceLostError, match=r"did not answer for 0\.3 s") as lost:
-            transport.fetch([Fetch(there.manifest, rows(1))], scratch, deadline=soon())
+            transport.read([SourceReads(there.manifest, rows(1))], scratch, deadline=soon())
         assert lost.value.worker_ids == (there.manifest.worker_id,)
         assert not transport.busy(scratch)
     transport.close()
@@ -219,7 +219,7 @@ def test_stopped_source_that_never_connected_is_lost(kind):
 
 def test_restarted_source_is_another_source(kind, transport):
     with source(kind) as old, registered(transport, MIB) as scratch:
-        transport.fetch([Fetch(old.manifest, rows(1))], scratch, deadline=soon())
+        transport.read([SourceReads(old.manifest, rows(1))], scratch, deadline=soon())
         port = int(old.manifest.endpoint.rpartition(":")[2])
         old.kill()
         with source(kind, seed=2, port=port) as new:
@@ -227,8 +227,10 @@ def test_restarted_source_is_another_source(kind, transport):
             scratch.zero_()
             for _ in range(2):
                 with pytest.raises(SourceLostError):
-                    transport.fetch([Fetch(old.manifest, rows(1))], scratch, deadline=soon(300))
-            transport.fetch([Fetch(new.manifest, rows(1))], scratch, deadline=soon())
+                    transport.read(
+                        [SourceReads(old.manifest, rows(1))], scratch, deadline=soon(300)
+                    )
+            transport.read([SourceReads(new.manifest, rows(1))], scratch, deadline=soon())
             assert torch.equal(scratch[:MIB], pattern(MIB, 2))
 
 
@@ -245,14 +247,14 @@ def test_version_dropped_during_a_fetch_is_gone(kind, transport, small_batches, 
 
         monkeypatch.setattr(Work, "take", dropping)
         with pytest.raises(SourceLostError, match="'gone': version 'v1'"):
-            transport.fetch([Fetch(there.manifest, rows(16))], scratch, deadline=soon())
+            transport.read([SourceReads(there.manifest, rows(16))], scratch, deadline=soon())
 
 
 def test_unknown_version_is_gone(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         other = msgspec.structs.replace(there.manifest, version_id="v2")
         with pytest.raises(SourceLostError, match="'gone': version 'v2'"):
-            transport.fetch([Fetch(other, rows(1))], scratch, deadline=soon())
+            transport.read([SourceReads(other, rows(1))], scratch, deadline=soon())
 
 
 def test_one_lost_source_of_several_fails_the_fetch_and_names_it(kind, transport, small_batches):
@@ -262,14 +264,14 @@ def test_one_lost_source_of_several_fails_the_fetch_and_names_it(kind, transport
         registered(transport, 16 * MIB) as scratch,
     ):
         dies.kill()
-        fetches = [
-            Fetch(lives.manifest, rows(8)),
-            Fetch(dies.manifest, rows(8, first=8 * MIB)),
+        source_reads = [
+            SourceReads(lives.manifest, rows(8)),
+            SourceReads(dies.manifest, rows(8, first=8 * MIB)),
         ]
         with pytest.raises(SourceLostError) as lost:
-            transport.fetch(fetches, scratch, deadline=soon(300))
+            transport.read(source_reads, scratch, deadline=soon(300))
         assert lost.value.worker_ids == (dies.manifest.worker_id,)
-        transport.fetch(fetches[:1], scratch, deadline=soon())
+        transport.read(source_reads[:1], scratch, deadline=soon())
         assert torch.equal(scratch[: 8 * MIB], pattern(8 * MIB, 1))
 
 
@@ -280,29 +282,29 @@ def test_error_of_the_caller_leaves_no_pending_writes(kind, transport, small_bat
         def fail(*_: int) -> None:
             raise ZeroDivisionError
 
-        fetch = Fetch(there.manifest, rows(8))
+        wanted = SourceReads(there.manifest, rows(8))
         scratch = pool.take(8 * MIB, soon())
         with pytest.raises(ZeroDivisionError):
-            transport.fetch([fetch], scratch.memory, deadline=soon(), on_done=fail)
+            transport.read([wanted], scratch.memory, deadline=soon(), on_done=fail)
         pool.release(scratch)
         with pool.take(100 * MIB - 4096, soon()) as again:  # needs the first one's room
-            transport.fetch([fetch], again.memory, deadline=soon())
+            transport.read([wanted], again.memory, deadline=soon())
             assert torch.equal(again.memory[: 8 * MIB], pattern(8 * MIB, 1))
         pool.close()
 
 
 def test_closed_transport_reconnects(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
-        fetch = Fetch(there.manifest, rows(1))
+        wanted = SourceReads(there.manifest, rows(1))
         for _ in range(2):
-            assert transport.fetch([fetch], scratch, deadline=soon()).connected == 1
+            assert transport.read([wanted], scratch, deadline=soon()).connected == 1
             transport.close()
             transport.close()
 
 
 def test_source_process_exits_cleanly_after_reads(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
-        transport.fetch([Fetch(there.manifest, rows(1))], scratch, deadline=soon())
+        transport.read([SourceReads(there.manifest, rows(1))], scratch, deadline=soon())
         assert there.exit() == 0
 
 

@@ -33,13 +33,13 @@ def in_pieces(shards: ShardTable, plan: Plan, piece_bytes: int) -> Plan:
     """
     if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
         raise ValueError(f"piece_bytes {piece_bytes}; expected a multiple of {BLOCK_BYTES}")
-    fetches, shard_of_read = [], []
-    for (source, reads), shard in zip(plan.fetches, plan.shard_of_read, strict=True):
+    source_reads, shard_of_read = [], []
+    for (source, reads), shard in zip(plan.source_reads, plan.shard_of_read, strict=True):
         begin = reads.rows[:, 0] - shards.arena_offsets[source][shard]
         cut, origin = _cut(reads.rows, begin, piece_bytes)
-        fetches.append((source, ReadTable(cut)))
+        source_reads.append((source, ReadTable(cut)))
         shard_of_read.append(shard[origin])
-    return replace(plan, fetches=tuple(fetches), shard_of_read=tuple(shard_of_read))
+    return replace(plan, source_reads=tuple(source_reads), shard_of_read=tuple(shard_of_read))
 
 
 def _cut(

@@ -41,17 +41,17 @@ class Plan:
     """The reads of one receiver.
 
     Attributes:
-        fetches: for each source in use, its index in the `ShardTable` and the reads from its arena,
-            in the order of its shards.
-        shard_of_read: for each fetch, int32 (reads,), the row of the source's shards that each read
-            belongs to.
+        source_reads: for each source in use, its index in the `ShardTable` and the reads from its
+            arena, in the order of its shards.
+        shard_of_read: for each source in use, int32 (reads,), the row of the source's shards that
+            each read belongs to.
         offsets: int64 (targets,), first byte of each target in scratch; multiples of 256.
-        nbytes: bytes that all fetches move: the size of all targets.
+        nbytes: bytes of all reads: the size of all targets.
         scratch_bytes: size of the scratch: the targets and the gaps between them.
         bytes_by_source: int64 (sources of the `ShardTable`,), bytes read from each.
     """
 
-    fetches: tuple[tuple[int, ReadTable], ...]
+    source_reads: tuple[tuple[int, ReadTable], ...]
     shard_of_read: tuple[npt.NDArray[np.int32], ...]
     offsets: npt.NDArray[np.int64]
     nbytes: int
@@ -240,7 +240,7 @@ def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
     order = np.argsort(key, kind="stable")
     source = taken.source[order]
     bytes_by_source = np.zeros(len(shards.manifests), dtype=np.int64)
-    fetches = []
+    source_reads = []
     shard_of_read = []
     for index in np.unique(source).tolist():
         rows_of = order[
@@ -268,11 +268,11 @@ def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
             item_size,
         )
         reads = ReadTable(rows)
-        fetches.append((index, reads))
+        source_reads.append((index, reads))
         shard_of_read.append(row[box].astype(np.int32))
         bytes_by_source[index] = reads.nbytes
     return Plan(
-        tuple(fetches),
+        tuple(source_reads),
         tuple(shard_of_read),
         wanted.offsets,
         wanted.nbytes,

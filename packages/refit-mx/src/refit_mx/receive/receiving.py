@@ -45,7 +45,7 @@ from refit_mx.receive.transport_choice import Transports
 from refit_mx.receive.verify import Verifier
 from refit_mx.settings import ReceiverSettings
 from refit_mx.spans import OnPhase, phase, record_bytes
-from refit_mx.transports.base import Fetch, Transport
+from refit_mx.transports.base import SourceReads, Transport
 from refit_mx.transports.nixl_library import has_rdma
 from refit_mx.transports.source_client import SourceClient
 
@@ -155,7 +155,7 @@ class Receiving:
         with phase("plan", version_id, self._on_phase) as span:
             shards, uncut = self._plan(sources, targets, deadline)
             span.set_attribute("refit.bytes", uncut.nbytes)
-            used = [shards.manifests[source] for source, _ in uncut.fetches]
+            used = [shards.manifests[source] for source, _ in uncut.source_reads]
             transport, pool = self._transports.for_sources(used)
             plan, checks = self._cache.in_pieces(shards, targets, uncut, transport.piece_bytes)
         stats.seconds["plan"] += time.monotonic() - started
@@ -298,10 +298,11 @@ class Receiving:
         stall = StallDeadline(
             deadline, self._settings.stall_timeout_s, f"fetch of version {stats.version_id}"
         )
-        outstanding = [len(reads) for _, reads in plan.fetches]
+        outstanding = [len(reads) for _, reads in plan.source_reads]
         lock = threading.Lock()
-        fetches = [
-            Fetch(manifest, reads) for manifest, (_, reads) in zip(used, plan.fetches, strict=True)
+        source_reads = [
+            SourceReads(manifest, reads)
+            for manifest, (_, reads) in zip(used, plan.source_reads, strict=True)
         ]
         started = time.monotonic()
         overlapped = plan.nbytes >= self._settings.min_overlapped_verify_bytes
@@ -309,20 +310,20 @@ class Receiving:
         # If this process copied the bytes by CPU, they are still in that core's cache.
         copied = scratch.memory.device.type == "cpu" and (transport.name == "shm" or not has_rdma())
 
-        def on_done(fetch: int, first: int, stop: int) -> None:
+        def on_done(index: int, first: int, stop: int) -> None:
             stall.record_progress()
             with lock:
-                outstanding[fetch] -= stop - first
+                outstanding[index] -= stop - first
             if not overlapped:
                 return
             if copied:
-                verifier.check_rows(fetch, first, stop)
+                verifier.check_rows(index, first, stop)
             else:
-                checking.start(partial(verifier.check_rows, fetch, first, stop))
+                checking.start(partial(verifier.check_rows, index, first, stop))
 
         try:
             with phase("transfer", stats.version_id, self._on_phase) as span:
-                done = transport.fetch(fetches, scratch.memory, deadline=stall, on_done=on_done)
+                done = transport.read(source_reads, scratch.memory, deadline=stall, on_done=on_done)
                 record_bytes(span, done.nbytes, done.seconds)
                 span.set_attribute("refit.transport", transport.name)
                 span.set_attribute("refit.sources", len(used))
@@ -341,8 +342,8 @@ class Receiving:
             checking.end()
         if not overlapped:
             started = time.monotonic()
-            for fetch, (_, reads) in enumerate(plan.fetches):
-                verifier.check_rows(fetch, 0, len(reads))
+            for index, (_, reads) in enumerate(plan.source_reads):
+                verifier.check_rows(index, 0, len(reads))
             stats.seconds["verify"] += time.monotonic() - started
 
     def _stalled(
@@ -388,8 +389,8 @@ class Receiving:
             allowed = min(limit, deadline.check("verifying"))
             asking = Deadline(allowed, f"digests of version {stats.version_id}")
 
-            def check(fetch: int) -> int:
-                source = used[fetch]
+            def check(index: int) -> int:
+                source = used[index]
 
                 def ask(rest: ReadTable) -> bytes:
                     client = SourceClient(
@@ -399,13 +400,13 @@ class Receiving:
                         return client.digests(rest, version_id=stats.version_id, deadline=asking)
 
                 try:
-                    return verifier.check_rest(fetch, ask)
+                    return verifier.check_rest(index, ask)
                 except RefitTimeoutError as error:
                     if not deadline.left_s:
                         raise
                     raise SourceLostError(str(error), (source.worker_id,)) from None
 
-            unverified = [fetch for fetch in range(len(used)) if verifier.has_rest(fetch)]
+            unverified = [index for index in range(len(used)) if verifier.has_rest(index)]
             stats.source_verified_bytes = sum(map_calls(self._asking, check, unverified))
             lease.check()
             record_bytes(span, plan.nbytes, time.monotonic() - moving)

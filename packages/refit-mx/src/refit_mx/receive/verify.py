@@ -32,7 +32,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class RowChecks:
-    """Checks of the reads of one fetch. They depend only on the plan, so they are stored with it.
+    """Checks of the reads from one source. They depend only on the plan and are stored with it.
 
     Attributes:
         source: index of the source's manifest.
@@ -53,10 +53,12 @@ class RowChecks:
 
 
 def row_checks(shards: ShardTable, plan: Plan) -> tuple[RowChecks, ...]:
-    """Return the checks of each fetch of a plan."""
+    """Return the checks of each source of a plan."""
     return tuple(
         _checks(shards, source, reads, shard_of_read)
-        for (source, reads), shard_of_read in zip(plan.fetches, plan.shard_of_read, strict=True)
+        for (source, reads), shard_of_read in zip(
+            plan.source_reads, plan.shard_of_read, strict=True
+        )
     )
 
 
@@ -138,18 +140,18 @@ class Verifier:
         self._scratch = scratch
         self._bytes = scratch.numpy().data if scratch.device.type == "cpu" else None
 
-    def check_rows(self, fetch: int, first: int, stop: int) -> None:
+    def check_rows(self, index: int, first: int, stop: int) -> None:
         """Check the complete blocks of reads that have arrived.
 
         Args:
-            fetch: index of the fetch in the plan.
+            index: index of the source in the plan.
             first: first row of its reads.
             stop: row after the last one.
 
         Raises:
             DigestMismatchError: bytes differ from the published ones; the message names the tensor.
         """
-        checks = self._checks[fetch]
+        checks = self._checks[index]
         digests = self._shards.manifests[checks.source].digests
         # Called every few megabytes while holding the interpreter's lock: no array arithmetic.
         for row, (begin, end, skip, length, at) in enumerate(
@@ -161,9 +163,9 @@ class Verifier:
             if at >= 0 and self._bytes is not None:
                 actual = host_block_digests(self._bytes, at + skip, at + after)
             else:
-                actual = self._digests_of(self._plan.fetches[fetch][1].rows[row], skip, after)
+                actual = self._digests_of(self._plan.source_reads[index][1].rows[row], skip, after)
             if actual != digests[begin:end]:
-                raise self._mismatch(fetch, row)
+                raise self._mismatch(index, row)
 
     def _digests_of(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> bytes:
         """Return the digests of a read's blocks between its bytes ``skip`` and ``stop``."""
@@ -200,15 +202,15 @@ class Verifier:
                 )
                 yield view.contiguous().cpu().numpy().reshape(-1).data
 
-    def has_rest(self, fetch: int) -> bool:
+    def has_rest(self, index: int) -> bool:
         """Return whether `check_rest` has digests to request."""
-        return len(self._checks[fetch].rest) > 0
+        return len(self._checks[index].rest) > 0
 
-    def check_rest(self, fetch: int, ask: Callable[[ReadTable], bytes]) -> int:
+    def check_rest(self, index: int, ask: Callable[[ReadTable], bytes]) -> int:
         """Check the bytes that need digests from the source, after the fetch is complete.
 
         Args:
-            fetch: index of the fetch in the plan.
+            index: index of the source in the plan.
             ask: function that requests digests of ranges of the source's arena.
 
         Returns:
@@ -218,7 +220,7 @@ class Verifier:
             DigestMismatchError: bytes differ from those at the source.
             ProtocolError: the source answered with a wrong number of digests.
         """
-        checks = self._checks[fetch]
+        checks = self._checks[index]
         if not len(checks.rest):
             return 0
         digests = ask(checks.rest)
@@ -233,11 +235,11 @@ class Verifier:
             wrong = np.frombuffer(actual, np.uint8).reshape(-1, DIGEST_BYTES) != np.frombuffer(
                 digests, np.uint8
             ).reshape(-1, DIGEST_BYTES)
-            raise self._mismatch(fetch, int(checks.rest_row[np.flatnonzero(wrong.any(axis=1))[0]]))
+            raise self._mismatch(index, int(checks.rest_row[np.flatnonzero(wrong.any(axis=1))[0]]))
         return checks.rest.nbytes
 
-    def _mismatch(self, fetch: int, row: int) -> DigestMismatchError:
-        checks = self._checks[fetch]
+    def _mismatch(self, index: int, row: int) -> DigestMismatchError:
+        checks = self._checks[index]
         manifest = self._shards.manifests[checks.source]
         boxes = self._shards.boxes(checks.source)
         tensor = self._shards.tensors.names[int(boxes.tensor[checks.shard[row]])]

@@ -24,7 +24,7 @@ UNUSED_FETCHES = 4
 
 
 @dataclass(frozen=True)
-class Fetch:
+class SourceReads:
     """Reads from one source.
 
     Attributes:
@@ -37,8 +37,8 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class FetchStats:
-    """Amount and duration of a fetch.
+class ReadStats:
+    """Amount and duration of a `Transport.read`.
 
     Attributes:
         nbytes: bytes moved, without headers.
@@ -70,25 +70,25 @@ class Transport(Protocol):
     def unregister(self, scratch: torch.Tensor) -> None:
         """Forget a buffer, which must have no reads in progress."""
 
-    def fetch(
+    def read(
         self,
-        fetches: Sequence[Fetch],
+        source_reads: Sequence[SourceReads],
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
         on_done: Callable[[int, int, int], None] | None = None,
-    ) -> FetchStats:
+    ) -> ReadStats:
         """Execute all reads, from all sources at once; return when all bytes have arrived.
 
         Args:
-            fetches: one per source.
+            source_reads: one element per source.
             scratch: registered buffer.
             deadline: time limit, including connecting. Progress, also within a read, is recorded
                 with `Deadline.record_progress`.
             on_done: callback for rows of reads that are complete, so that they are verified while
-                more arrive. It gets the index of a fetch, the first row and the row after the last;
-                each row is reported once. Several threads may call it at the same time. An error
-                that it raises ends the fetch.
+                more arrive. It gets an index of ``source_reads``, the first row, and the row after
+                the last; each row is reported once. Several threads may call it at the same time.
+                An error that it raises ends all reads.
 
         Raises:
             SourceLostError: a source died, restarted, or no longer holds the version; the error
@@ -100,7 +100,7 @@ class Transport(Protocol):
     def busy(self, scratch: torch.Tensor) -> bool:
         """Return whether an abandoned read may still write into the buffer.
 
-        After `fetch` raised, this is true while a byte may still arrive. If nothing was abandoned,
+        After `read` raised, this is true while a byte may still arrive. If nothing was abandoned,
         it is false at once; else it is false when the reads are complete or the agents of their
         sources are gone. The caller checks again before it uses the buffer.
         """

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_mx.manifest.reads import ReadTable
-from refit_mx.transports.base import Fetch
+from refit_mx.transports.base import SourceReads
 
 Rows = npt.NDArray[np.int64]
 
@@ -139,21 +139,21 @@ def _parts(row: list[int], max_bytes: int, max_runs: int) -> Iterator[tuple[int,
 
 
 OnDone = Callable[[int, int, int], None]
-"""Callback as in `refit_mx.transports.base.Transport.fetch`."""
+"""Callback as in `refit_mx.transports.base.Transport.read`."""
 
 
 class Work:
-    """Batches of one fetch that remain to be read; safe to use from many threads.
+    """Batches of one source that remain to be read; safe to use from many threads.
 
     Args:
-        index: index of the fetch.
-        fetch: reads of the fetch.
+        index: index of the source in ``source_reads`` of `Transport.read`.
+        source_reads: reads from the source.
         batch_bytes: size limit of a batch.
         batch_reads: limit of reads in a batch.
         batch_runs: limit of runs in a batch; None for no limit.
 
     Attributes:
-        index: index of the fetch.
+        index: index of the source in ``source_reads`` of `Transport.read`.
         source: source of the reads.
         reads: all reads, split so that batches consist of full rows.
         count: number of batches.
@@ -162,15 +162,15 @@ class Work:
     def __init__(
         self,
         index: int,
-        fetch: Fetch,
+        source_reads: SourceReads,
         *,
         batch_bytes: int,
         batch_reads: int,
         batch_runs: int | None = None,
     ) -> None:
         self.index = index
-        self.source = fetch.source
-        self.reads, origins = split_reads(fetch.reads, batch_bytes, batch_runs)
+        self.source = source_reads.source
+        self.reads, origins = split_reads(source_reads.reads, batch_bytes, batch_runs)
         parts = list(
             batches(self.reads, max_bytes=batch_bytes, max_reads=batch_reads, max_runs=batch_runs)
         )

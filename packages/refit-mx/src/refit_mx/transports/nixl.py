@@ -18,13 +18,13 @@ from refit_mx.concurrency import run_together
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest.format import Manifest
-from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
+from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
 from refit_mx.transports.batches import OnDone, Work
 from refit_mx.transports.nixl_lane import DRAIN_S, IN_FLIGHT, Lane, agent_of
 from refit_mx.transports.nixl_library import has_rdma, nixl_available, prepare_environment
 from refit_mx.transports.nixl_source import NixlSource
 from refit_mx.transports.source_client import SourceClient
-from refit_mx.transports.tcp import check_fetches
+from refit_mx.transports.tcp import check_source_reads
 
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
@@ -149,40 +149,40 @@ class NixlTransport:
             lane.is_drained()  # reads progress only while polled
         return not self._is_idle(name)
 
-    def fetch(
+    def read(
         self,
-        fetches: Sequence[Fetch],
+        source_reads: Sequence[SourceReads],
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
         on_done: OnDone | None = None,
-    ) -> FetchStats:
-        """See `Transport.fetch`."""
-        check_fetches(fetches, scratch, set(self._registered))
+    ) -> ReadStats:
+        """See `Transport.read`."""
+        check_source_reads(source_reads, scratch, set(self._registered))
         if self.busy(scratch):
             raise RefitConfigError("the scratch buffer is busy; an abandoned read may write to it")
-        wanted = [fetch for fetch in fetches if len(fetch.reads)]
-        for fetch in wanted:
-            agent_of(fetch.source)
-        nbytes = sum(fetch.reads.nbytes for fetch in fetches)
+        wanted = [each for each in source_reads if len(each.reads)]
+        for each in wanted:
+            agent_of(each.source)
+        nbytes = sum(each.reads.nbytes for each in source_reads)
         copies = scratch.device.type == "cpu" and not has_rdma()
         lanes = self._lanes_for(nbytes if copies else 0)
-        connected = sum(self._connect(fetch.source, lanes, deadline) for fetch in wanted)
+        connected = sum(self._connect(each.source, lanes, deadline) for each in wanted)
         self._forget_unused(wanted)
         if not wanted:
-            return FetchStats(0, 0.0, 0)
-        local = all(self._client(fetch.source).local for fetch in wanted)
+            return ReadStats(0, 0.0, 0)
+        local = all(self._client(each.source).local for each in wanted)
         max_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
         works = [
             Work(
                 index,
-                fetch,
+                each,
                 batch_bytes=max_bytes,
                 batch_reads=BATCH_RUNS,
                 batch_runs=BATCH_RUNS,
             )
-            for index, fetch in enumerate(fetches)
-            if len(fetch.reads)
+            for index, each in enumerate(source_reads)
+            if len(each.reads)
         ]
         started = time.monotonic()
         try:
@@ -194,7 +194,7 @@ class NixlTransport:
         except BaseException:  # an interrupt also leaves reads in progress
             self._abandon(lanes, deadline)
             raise
-        return FetchStats(nbytes, seconds, connected)
+        return ReadStats(nbytes, seconds, connected)
 
     def close(self) -> None:
         """See `Transport.close`. Busy buffers stay busy, and their agents stay connected."""
@@ -280,8 +280,8 @@ class NixlTransport:
     def _client(self, source: Manifest) -> SourceClient:
         return self._sources[agent_of(source).name].client
 
-    def _forget_unused(self, wanted: Sequence[Fetch]) -> None:
-        used = {agent_of(fetch.source).name for fetch in wanted}
+    def _forget_unused(self, wanted: Sequence[SourceReads]) -> None:
+        used = {agent_of(each.source).name for each in wanted}
         for name, source in list(self._sources.items()):
             source.unused = 0 if name in used else source.unused + 1
             if source.unused > UNUSED_FETCHES and self._is_idle(name):

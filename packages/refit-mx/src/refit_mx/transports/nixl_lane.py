@@ -201,7 +201,7 @@ class Lane:
             works: one per source.
             scratch: registered buffer.
             deadline: time limit of all reads.
-            on_done: callback as in `Transport.fetch`.
+            on_done: callback as in `Transport.read`.
             stopped: function that returns whether another lane has failed; this method then returns
                 with reads in progress.
         """

@@ -25,10 +25,10 @@ from refit_mx.manifest.byte_spans import host_bytes
 from refit_mx.manifest.format import Manifest, SharedMemory
 from refit_mx.manifest.reads import ReadTable
 from refit_mx.memory.mapping import attach, shared_memory_missing
-from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
+from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
 from refit_mx.transports.batches import OnDone, Work
 from refit_mx.transports.source_client import SourceClient
-from refit_mx.transports.tcp import check_fetches
+from refit_mx.transports.tcp import check_source_reads
 
 BATCH_BYTES = 2 << 20
 """Size of one copy: a full piece, verified by the thread that copied it while it is in that core's
@@ -102,29 +102,29 @@ class ShmTransport:
         self._registered.discard(scratch.data_ptr())
 
     def busy(self, scratch: torch.Tensor) -> bool:
-        """Return False: `fetch` ends its threads before it raises."""
+        """Return False: `read` ends its threads before it raises."""
         return False
 
-    def fetch(
+    def read(
         self,
-        fetches: Sequence[Fetch],
+        source_reads: Sequence[SourceReads],
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
         on_done: OnDone | None = None,
-    ) -> FetchStats:
-        """See `Transport.fetch`."""
-        check_fetches(fetches, scratch, self._registered)
-        wanted = [fetch for fetch in fetches if len(fetch.reads)]
-        keys = [_key(fetch.source) for fetch in wanted]
-        nbytes = sum(fetch.reads.nbytes for fetch in fetches)
+    ) -> ReadStats:
+        """See `Transport.read`."""
+        check_source_reads(source_reads, scratch, self._registered)
+        wanted = [each for each in source_reads if len(each.reads)]
+        keys = [_key(each.source) for each in wanted]
+        nbytes = sum(each.reads.nbytes for each in source_reads)
         try:
-            connected = sum(self._connect(fetch.source, deadline) for fetch in wanted)
+            connected = sum(self._connect(each.source, deadline) for each in wanted)
             self._forget_unused(keys)
             works = [
-                Work(index, fetch, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
-                for index, fetch in enumerate(fetches)
-                if len(fetch.reads)
+                Work(index, each, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
+                for index, each in enumerate(source_reads)
+                if len(each.reads)
             ]
             memories = {
                 work.index: self._sources[key].memory for work, key in zip(works, keys, strict=True)
@@ -137,16 +137,16 @@ class ShmTransport:
             run_together(self._threads, [copying] * lanes)
             seconds = time.monotonic() - started
             memories.clear()  # a stored error would keep the frame and so the mappings alive
-            for fetch, key in zip(wanted, keys, strict=True):
+            for each, key in zip(wanted, keys, strict=True):
                 self._sources[key].client.check_held(
-                    version_id=fetch.source.version_id, deadline=deadline
+                    version_id=each.source.version_id, deadline=deadline
                 )
         except SourceLostError as error:
             # The kernel does not free a lost source's memory while it is mapped here.
             lost = set(error.worker_ids)
             self._forget(key for key in list(self._sources) if key.worker_id in lost)
             raise
-        return FetchStats(nbytes, seconds, connected)
+        return ReadStats(nbytes, seconds, connected)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -226,7 +226,7 @@ def _copy(
 
 
 def _copy_reads(reads: ReadTable, source: _Bytes, scratch: _Bytes) -> None:
-    """Copy reads, which `check_fetches` has found to be inside both memories."""
+    """Copy reads, which `check_source_reads` has found to be inside both memories."""
     for src, dst, run, n1, src1, dst1, n2, src2, dst2 in reads.rows.tolist():
         if n1 == n2 == 1:
             np.copyto(scratch[dst : dst + run], source[src : src + run])

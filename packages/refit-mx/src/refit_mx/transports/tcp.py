@@ -12,7 +12,7 @@ import torch
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest.byte_spans import ByteSpans, check_reads
-from refit_mx.transports.base import UNUSED_FETCHES, Fetch, FetchStats
+from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
 from refit_mx.transports.batches import Batch, OnDone, Work
 from refit_mx.transports.source_client import SourceClient
 from refit_mx.transports.source_protocol import MAX_READS
@@ -29,7 +29,7 @@ _Event = tuple[Work, Batch] | BaseException
 class TcpTransport:
     """Transport over TCP; see `refit_mx.transports.base.Transport`.
 
-    Its buffers are never busy after a fetch: no read is in progress when `fetch` raises.
+    Its buffers are never busy after a fetch: no read is in progress when `read` raises.
 
     Args:
         connect_timeout_s: time limit of the connection to a source with its greeting.
@@ -60,31 +60,31 @@ class TcpTransport:
         self._registered.discard(scratch.data_ptr())
 
     def busy(self, scratch: torch.Tensor) -> bool:
-        """Return False: `fetch` ends its threads before it raises."""
+        """Return False: `read` ends its threads before it raises."""
         return False
 
-    def fetch(
+    def read(
         self,
-        fetches: Sequence[Fetch],
+        source_reads: Sequence[SourceReads],
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
         on_done: OnDone | None = None,
-    ) -> FetchStats:
-        """See `Transport.fetch`."""
-        check_fetches(fetches, scratch, self._registered)
+    ) -> ReadStats:
+        """See `Transport.read`."""
+        check_source_reads(source_reads, scratch, self._registered)
         started = monotonic()
         works = [
-            Work(index, fetch, batch_bytes=BATCH_BYTES, batch_reads=MAX_READS)
-            for index, fetch in enumerate(fetches)
+            Work(index, each, batch_bytes=BATCH_BYTES, batch_reads=MAX_READS)
+            for index, each in enumerate(source_reads)
         ]
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         clients: list[SourceClient] = []
         threads: list[threading.Thread] = []
         connected = 0
-        for work, fetch in zip(works, fetches, strict=True):
-            connected += bool(work.count) and not self._is_connected(fetch)
-            for client in self._of(fetch, min(self._connections, work.count)):
+        for work, each in zip(works, source_reads, strict=True):
+            connected += bool(work.count) and not self._is_connected(each)
+            for client in self._of(each, min(self._connections, work.count)):
                 clients.append(client)
                 threads.append(
                     threading.Thread(
@@ -111,9 +111,9 @@ class TcpTransport:
             if not self._clients:
                 for client in clients:
                     client.close()
-        self._forget_unused(fetches)
-        nbytes = sum(fetch.reads.nbytes for fetch in fetches)
-        return FetchStats(nbytes, monotonic() - started, connected)
+        self._forget_unused(source_reads)
+        nbytes = sum(each.reads.nbytes for each in source_reads)
+        return ReadStats(nbytes, monotonic() - started, connected)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -122,8 +122,8 @@ class TcpTransport:
                 client.close()
         self._clients.clear()
 
-    def _forget_unused(self, fetches: Sequence[Fetch]) -> None:
-        used = {_key(fetch) for fetch in fetches if len(fetch.reads)}
+    def _forget_unused(self, source_reads: Sequence[SourceReads]) -> None:
+        used = {_key(each) for each in source_reads if len(each.reads)}
         for key in list(self._clients):
             self._unused[key] = 0 if key in used else self._unused.get(key, 0) + 1
             if self._unused[key] > UNUSED_FETCHES:
@@ -131,15 +131,17 @@ class TcpTransport:
                     client.close()
         self._unused = {key: count for key, count in self._unused.items() if key in self._clients}
 
-    def _of(self, fetch: Fetch, count: int) -> list[SourceClient]:
-        key = _key(fetch)
+    def _of(self, source_reads: SourceReads, count: int) -> list[SourceClient]:
+        key = _key(source_reads)
         clients = self._clients.setdefault(key, [])
         while len(clients) < count:
-            clients.append(SourceClient(fetch.source, connect_timeout_s=self._connect_timeout_s))
+            clients.append(
+                SourceClient(source_reads.source, connect_timeout_s=self._connect_timeout_s)
+            )
         return clients[:count]
 
-    def _is_connected(self, fetch: Fetch) -> bool:
-        clients = self._clients.get(_key(fetch), [])
+    def _is_connected(self, source_reads: SourceReads) -> bool:
+        clients = self._clients.get(_key(source_reads), [])
         return any(client.connected for client in clients)
 
     @staticmethod
@@ -157,11 +159,13 @@ class TcpTransport:
             work.done(batch, on_done)
 
 
-def _key(fetch: Fetch) -> _Key:
-    return fetch.source.endpoint, fetch.source.incarnation
+def _key(source_reads: SourceReads) -> _Key:
+    return source_reads.source.endpoint, source_reads.source.incarnation
 
 
-def check_fetches(fetches: Sequence[Fetch], scratch: torch.Tensor, registered: set[int]) -> None:
+def check_source_reads(
+    source_reads: Sequence[SourceReads], scratch: torch.Tensor, registered: set[int]
+) -> None:
     """Check that reads stay inside the scratch and the arenas, before any byte moves.
 
     Raises:
@@ -169,12 +173,12 @@ def check_fetches(fetches: Sequence[Fetch], scratch: torch.Tensor, registered: s
     """
     if scratch.data_ptr() not in registered:
         raise RefitConfigError("the scratch buffer is not registered with this transport")
-    for fetch in fetches:
+    for each in source_reads:
         try:
-            check_reads(fetch.reads, scratch.numel(), "scratch")
-            check_reads(fetch.reads, fetch.source.arena_bytes, "source")
+            check_reads(each.reads, scratch.numel(), "scratch")
+            check_reads(each.reads, each.source.arena_bytes, "source")
         except ValueError as error:
-            raise RefitConfigError(f"source {fetch.source.worker_id!r}: {error}") from None
+            raise RefitConfigError(f"source {each.source.worker_id!r}: {error}") from None
 
 
 def _run(
