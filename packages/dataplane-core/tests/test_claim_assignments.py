@@ -28,7 +28,7 @@ def declared(num_samples, group_size=None):
     return PartitionDeclaration.checked("p", ["x", "y"], num_samples, ["a"], group_size)
 
 
-def books(num_samples=0, group_size=None):
+def new_ledger(num_samples=0, group_size=None):
     ledger = Ledger(None)
     ledger.register(declared(num_samples, group_size))
     return ledger
@@ -60,7 +60,7 @@ def in_state(book, *states):
 
 
 def test_ranks_get_disjoint_parts_of_even_size_and_length():
-    ledger = books(num_samples=40)
+    ledger = new_ledger(num_samples=40)
     lengths = {f"s{i}": 10 + i * i for i in range(40)}
     put(ledger, list(lengths), tags=[{"input_lengths": n} for n in lengths.values()])
     parts = [claim(ledger, 10, dp_rank=rank, dp_world=4) for rank in (2, 0, 3, 1)]
@@ -71,7 +71,7 @@ def test_ranks_get_disjoint_parts_of_even_size_and_length():
 
 
 def test_assigned_sample_counts_as_oldest_unclaimed():
-    ledger = books(num_samples=4)
+    ledger = new_ledger(num_samples=4)
     put(ledger, ["a", "b", "c", "d"])
     first = claim(ledger, 1, dp_rank=1, dp_world=2)
     waiting = sorted({"a", "b"} - set(first))
@@ -91,7 +91,7 @@ def test_parts_do_not_depend_on_which_rank_claims_first(world, lengths, data):
     asking = data.draw(st.permutations([rank for rank in range(world) for _ in range(rounds)]))
     parts = []
     for order in (sorted(asking), asking):
-        ledger = books(num_samples=24)
+        ledger = new_ledger(num_samples=24)
         put(ledger, [f"s{i}" for i in range(24)], [{"input_lengths": n} for n in lengths])
         got = [[] for _ in range(world)]
         for rank in order:
@@ -101,7 +101,7 @@ def test_parts_do_not_depend_on_which_rank_claims_first(world, lengths, data):
 
 
 def test_assignment_ignores_the_order_of_fields_and_conditions():
-    ledger = books(num_samples=4)
+    ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"), [{"v": 1, "w": 1}] * 4)
     conditions = [TagFilter("v", "in", {1, 2}), TagFilter("w", ">", 0)]
     first = claim(ledger, 2, required=["x", "y"], where=tuple(conditions), dp_rank=0, dp_world=2)
@@ -111,7 +111,7 @@ def test_assignment_ignores_the_order_of_fields_and_conditions():
 
 @pytest.mark.parametrize("sign", ["claim", "renew"])
 def test_assignment_is_kept_while_its_rank_is_active(sign):
-    ledger = books(num_samples=12)
+    ledger = new_ledger(num_samples=12)
     put(ledger, [f"s{i}" for i in range(12)])
     leased = {"dp_world": 2, "lease_s": 10.0}
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_assignment_is_kept_while_its_rank_is_active(sign):
 )
 @pytest.mark.parametrize("blocking", [True, False])
 def test_untimed_assignment_opens_if_nothing_else_is_ready(terms, blocking):
-    ledger = books(num_samples=4)
+    ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"), [{"v": 1}] * 4)
     first = claim(ledger, 2, dp_rank=0, dp_world=2)
     assert claim(ledger, 2, dp_rank=0, dp_world=2, blocking=blocking) == []
@@ -155,7 +155,7 @@ def test_untimed_assignment_opens_if_nothing_else_is_ready(terms, blocking):
 
 
 def test_untimed_assignment_is_kept_while_others_are_ready():
-    ledger = books(num_samples=6)
+    ledger = new_ledger(num_samples=6)
     put(ledger, list("abcdef"))
     first = claim(ledger, 2, dp_rank=0, dp_world=2)
     expected = waiting(ledger)
@@ -166,7 +166,7 @@ def test_untimed_assignment_is_kept_while_others_are_ready():
 
 @pytest.mark.parametrize("lease_s", [None, 9.0], ids=["final", "leased"])
 def test_rank_claims_its_assignment_in_batches(lease_s):
-    ledger = books(num_samples=16, group_size=2)
+    ledger = new_ledger(num_samples=16, group_size=2)
     put(ledger, [f"p{i}_g{j}" for i in range(8) for j in range(2)])
     rank_1 = {"dp_rank": 1, "dp_world": 2, "lease_s": lease_s}
     claim(ledger, 8, dp_rank=0, dp_world=2, lease_s=lease_s)
@@ -178,7 +178,7 @@ def test_rank_claims_its_assignment_in_batches(lease_s):
 
 
 def test_drawn_part_is_limited_with_incomplete_groups():
-    ledger = books(num_samples=4, group_size=2)
+    ledger = new_ledger(num_samples=4, group_size=2)
     # The split by length puts the complete group and an incomplete one in the same part.
     lengths = {"p0_g0": 1, "p0_g1": 1, "p1_g0": 100, "p2_g0": 100}
     put(ledger, list(lengths), [{"input_lengths": n} for n in lengths.values()])
@@ -188,7 +188,7 @@ def test_drawn_part_is_limited_with_incomplete_groups():
 
 
 def test_group_larger_than_a_ranks_batch_is_left_to_others():
-    ledger = books(num_samples=9, group_size=2)
+    ledger = new_ledger(num_samples=9, group_size=2)
     large = [[f"p{i}_g{j}" for j in range(3)] for i in range(2)]
     put(ledger, [*large[0], *large[1], "p2_g0", "p2_g1"])
     parts = [claim(ledger, 2, dp_rank=rank, dp_world=2) for rank in (0, 1, 0)]
@@ -198,7 +198,7 @@ def test_group_larger_than_a_ranks_batch_is_left_to_others():
 
 
 def test_assignment_of_too_large_groups_opens_to_all():
-    ledger = books(num_samples=9, group_size=2)
+    ledger = new_ledger(num_samples=9, group_size=2)
     put(ledger, [f"p{i}_g{j}" for i in range(2) for j in range(3)])
     claim(ledger, 4, dp_rank=0, dp_world=2, lease_s=9.0)
     expected = waiting(ledger)
@@ -208,7 +208,7 @@ def test_assignment_of_too_large_groups_opens_to_all():
 
 
 def test_reset_opens_assigned_samples():
-    ledger = books(num_samples=4)
+    ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"))
     first = claim(ledger, 2, dp_rank=0, dp_world=2)
     assigned = waiting(ledger)
@@ -230,7 +230,7 @@ def test_timed_out_claim_reports_assigned_samples():
 
 
 def test_claimed_assignments_leave_no_rank_groups():
-    ledger = books()
+    ledger = new_ledger()
     for seed in range(50):
         ids = [f"{seed}-{i}" for i in range(4)]
         put(ledger, ids)
@@ -254,7 +254,7 @@ class AssignmentMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.ledger = books(len(IDS), self.group_size)
+        self.ledger = new_ledger(len(IDS), self.group_size)
         self.now = 0.0
         self.acknowledged = Counter()
         self.held = []

@@ -15,7 +15,7 @@ def by_priority(sample_id, tags):
     return tags["priority"]
 
 
-def books(group_size=None):
+def new_ledger(group_size=None):
     ledger = Ledger(None, order=by_priority)
     ledger.register(PartitionDeclaration.checked("p", ["x"], 1000, ["a"], group_size))
     return ledger
@@ -53,7 +53,7 @@ some_claim = st.tuples(st.integers(1, 4), st.sampled_from([("x",), ()]))
 )
 def test_claim_takes_the_smallest_also_after_tags_changed(steps):
     """Claims of two queues, some of them released with other tags than before."""
-    ledger, now, held = books(), {f"later {i}": 2000 + i for i in range(100)}, []
+    ledger, now, held = new_ledger(), {f"later {i}": 2000 + i for i in range(100)}, []
     put(ledger, now)
     for step in [*steps, (12, ("x",))]:
         if isinstance(step, dict):
@@ -73,14 +73,14 @@ def test_claim_takes_the_smallest_also_after_tags_changed(steps):
 
 
 def test_group_has_the_position_of_its_first_sample():
-    ledger = books(group_size=2)
+    ledger = new_ledger(group_size=2)
     put(ledger, {"p0_g0": 5, "p0_g1": 9, "p1_g0": 7, "p1_g1": 1})
     assert claim(ledger, 2) == ["p1_g0", "p1_g1"]
 
 
 @pytest.mark.parametrize("group_size", [None, 2], ids=["samples", "groups"])
 def test_released_sample_with_new_tags_has_a_new_position(group_size):
-    ledger = books(group_size)
+    ledger = new_ledger(group_size)
     size = group_size or 1
     first, second, third, fourth = ([f"p{i}_g{j}" for j in range(size)] for i in range(4))
     put(ledger, {sample_id: int(sample_id[1]) for sample_id in first + second + third + fourth})
@@ -93,13 +93,13 @@ def test_released_sample_with_new_tags_has_a_new_position(group_size):
 
 
 def test_seed_takes_precedence_over_claim_order():
-    ledger = books()
+    ledger = new_ledger()
     put(ledger, {f"s{i}": i for i in range(50)})
     assert claim(ledger, 50, seed=1) != [f"s{i}" for i in range(50)]
 
 
 def test_failing_order_is_named_and_recovers_with_new_tags():
-    ledger = books()
+    ledger = new_ledger()
     for wrong in ("high", None, float("nan")):
         put(ledger, {"good": 1, "bad": wrong})
         with pytest.raises(InvalidRequestError, match="claim_order failed on sample 'bad'"):

@@ -31,7 +31,9 @@ def nbytes(cells):
     return sum(cell[2] for cell in cells)
 
 
-def books(num_samples=0, group_size=None, capacity=None, discard=lambda cells: None, measure=None):
+def new_ledger(
+    num_samples=0, group_size=None, capacity=None, discard=lambda cells: None, measure=None
+):
     ledger = Ledger(capacity, discard, measure=measure)
     ledger.register(PartitionDeclaration.checked("p", FIELDS, num_samples, ["a", "b"], group_size))
     return ledger
@@ -61,7 +63,7 @@ def looked(monkeypatch):
 
 
 def test_group_is_claimed_completely_or_not_at_all():
-    ledger = books(num_samples=8, group_size=2)
+    ledger = new_ledger(num_samples=8, group_size=2)
     put(ledger, ["p0_g0", "p1_g0", "p1_g1", "p2_g0"])
     assert claim(ledger, 4) == ["p1_g0", "p1_g1"]
     put(ledger, ["p0_g1"])
@@ -70,13 +72,13 @@ def test_group_is_claimed_completely_or_not_at_all():
 
 
 def test_group_tag_takes_precedence_over_the_id():
-    ledger = books(num_samples=9, group_size=2)
+    ledger = new_ledger(num_samples=9, group_size=2)
     put(ledger, ["a_g0", "b_g0", "b_g1"], tags=[{"group": "q"}, {"group": "q"}, {"group": "r"}])
     assert claim(ledger, 2) == ["a_g0", "b_g0"]
 
 
 def test_shrunk_group_is_claimed_once_nothing_more_can_come():
-    ledger = books(num_samples=4, group_size=2)
+    ledger = new_ledger(num_samples=4, group_size=2)
     put(ledger, ["p0_g0", "p0_g1", "p1_g0", "p1_g1"])
     ledger.clear("p", ["p1_g1"], force=False)
     assert claim(ledger, 4, blocking=True) == ["p0_g0", "p0_g1", "p1_g0"]
@@ -84,11 +86,11 @@ def test_shrunk_group_is_claimed_once_nothing_more_can_come():
 
 def test_a_batch_that_would_break_groups_is_refused():
     with pytest.raises(InvalidRequestError, match=r"batch_size 3 .* grpo_group_size 2"):
-        claim(books(group_size=2), 3)
+        claim(new_ledger(group_size=2), 3)
 
 
 def test_a_filter_passes_only_samples_whose_tags_match():
-    ledger = books(num_samples=9)
+    ledger = new_ledger(num_samples=9)
     put(ledger, ["a", "b", "c", "d"], tags=[{"v": 1}, {"v": 3}, {}, {"v": "text"}])
     newer = (TagFilter("v", ">=", 2),)
     assert claim(ledger, 9, where=newer) == ["b"]
@@ -96,14 +98,14 @@ def test_a_filter_passes_only_samples_whose_tags_match():
 
 
 def test_blocking_filtered_claim_ends_when_no_match_can_come():
-    ledger = books(num_samples=2)
+    ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"], tags=[{"v": 1}, {"v": 2}])
     assert claim(ledger, 5, blocking=True, where=(TagFilter("v", "==", 2),)) == ["b"]
     assert claim(ledger, 5, blocking=True, where=(TagFilter("v", "==", 2),)) == []
 
 
 def test_a_filter_follows_tags_that_change_and_fields_that_come():
-    ledger = books(num_samples=9)
+    ledger = new_ledger(num_samples=9)
     newer = (TagFilter("v", ">=", 2),)
     put(ledger, ["a", "b", "c"], (), [{"v": 1}, {"v": 2}, {"v": 2}])
     assert claim(ledger, 9, where=newer) == []
@@ -115,7 +117,7 @@ def test_a_filter_follows_tags_that_change_and_fields_that_come():
 
 
 def test_group_with_a_mismatched_sample_is_not_claimed():
-    ledger = books(num_samples=4, group_size=2)
+    ledger = new_ledger(num_samples=4, group_size=2)
     newer = (TagFilter("v", ">=", 2),)
     put(ledger, IDS[:4], tags=[{"v": 2}, {"v": 1}, {"v": 2}, {"v": 2}])
     assert claim(ledger, 4, where=newer, blocking=True) == IDS[2:4]
@@ -125,7 +127,7 @@ def test_group_with_a_mismatched_sample_is_not_claimed():
 
 
 def test_filter_is_evaluated_per_put_not_per_claim(looked):
-    ledger = books(num_samples=1000)
+    ledger = new_ledger(num_samples=1000)
     put(ledger, [f"s{i}" for i in range(100)], tags=[{"v": i % 10} for i in range(100)])
     newer = (TagFilter("v", ">=", 9),)
     claim(ledger, 1, where=newer)
@@ -136,7 +138,7 @@ def test_filter_is_evaluated_per_put_not_per_claim(looked):
 
 
 def test_list_filter_works_with_data_parallel_ranks():
-    ledger = books(num_samples=4)
+    ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"), tags=[{"v": i} for i in range(4)])
     parts = []
     for rank in range(2):
@@ -158,11 +160,11 @@ def test_a_seeded_order_depends_on_the_seed_and_the_ids_alone():
     ids = [f"s{i}" for i in range(50)]
     orders = []
     for arrival in (ids, ids[::-1]):
-        ledger = books(num_samples=50)
+        ledger = new_ledger(num_samples=50)
         put(ledger, arrival)
         orders.append([claim(ledger, 10, seed=3) for _ in range(5)])
     assert orders[0] == orders[1]
-    other = books(num_samples=50)
+    other = new_ledger(num_samples=50)
     put(other, ids)
     assert claim(other, 50, seed=4) != list(chain(*orders[0]))
 
@@ -176,7 +178,7 @@ def test_balance_gives_each_item_to_one_rank_and_keeps_counts_even(lengths, worl
 
 
 def test_lease_numbers_grow_across_registrations():
-    ledger = books(num_samples=1)
+    ledger = new_ledger(num_samples=1)
     numbers = []
     for _ in range(3):
         put(ledger, ["a"])
@@ -188,7 +190,7 @@ def test_lease_numbers_grow_across_registrations():
 
 
 def test_put_under_a_claim_cannot_write_samples_of_another():
-    ledger = books(num_samples=2)
+    ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
     book = ledger.partition("p")
     request = ClaimRequest("a", ("x",), 2, lease_s=9.0)
@@ -207,7 +209,7 @@ def test_put_under_a_claim_cannot_write_samples_of_another():
 
 
 def test_put_under_a_claim_cannot_write_released_samples():
-    ledger = books(num_samples=4)
+    ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"))
     book = ledger.partition("p")
     held = book.claim(ClaimRequest("a", ("x",), 3, lease_s=9.0), 0.0)
@@ -224,7 +226,7 @@ def test_put_under_a_claim_cannot_write_released_samples():
 
 
 def test_put_under_a_claim_cannot_write_consumed_samples():
-    ledger = books(num_samples=2)
+    ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
     held = ledger.partition("p").claim(ClaimRequest("a", ("x",), 1, lease_s=9.0), 0.0)
     assert claim(ledger, 1) == ["b"]
@@ -233,7 +235,7 @@ def test_put_under_a_claim_cannot_write_consumed_samples():
 
 
 def test_put_can_be_retried_under_a_partly_acknowledged_claim():
-    ledger = books(num_samples=2)
+    ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
     book = ledger.partition("p")
     held = book.claim(ClaimRequest("a", ("x",), 2, lease_s=9.0), 0.0)
@@ -246,7 +248,7 @@ def test_put_can_be_retried_under_a_partly_acknowledged_claim():
 
 
 def test_put_never_enters_a_partition_registered_later():
-    ledger = books(num_samples=2, capacity=2)
+    ledger = new_ledger(num_samples=2, capacity=2)
     stale = ledger.begin_put("p", ["a", "b"], {"x": "torch.int64"})
     given_up = ledger.begin_put("p", ["a"], {"x": "torch.int64"})
     ledger.clear("p", None, force=False)
@@ -261,7 +263,7 @@ def test_put_never_enters_a_partition_registered_later():
 
 
 def test_a_put_under_a_lost_lease_is_refused_and_changes_nothing():
-    ledger = books(num_samples=1)
+    ledger = new_ledger(num_samples=1)
     put(ledger, ["a"])
     book = ledger.partition("p")
     claimed = book.claim(ClaimRequest("a", ("x",), 1, lease_s=1.0), 0.0)
@@ -276,7 +278,7 @@ def test_a_put_under_a_lost_lease_is_refused_and_changes_nothing():
 
 
 def test_each_lease_expires_at_its_last_deadline():
-    ledger = books()
+    ledger = new_ledger()
     put(ledger, ["long", "renewed", "short"])
     book = ledger.partition("p")
     assert book.next_expiry() is None
@@ -293,7 +295,7 @@ def test_each_lease_expires_at_its_last_deadline():
 
 
 def test_two_puts_under_way_cannot_give_a_field_two_kinds():
-    ledger = books(num_samples=2)
+    ledger = new_ledger(num_samples=2)
     first = ledger.begin_put("p", ["a"], {"x": "torch.int64"})
     with pytest.raises(SchemaMismatchError):
         ledger.begin_put("p", ["b"], {"x": "torch.float32"})
@@ -304,7 +306,7 @@ def test_two_puts_under_way_cannot_give_a_field_two_kinds():
 
 
 def test_count_without_a_queue_equals_count_with_one():
-    ledger = books(num_samples=9)
+    ledger = new_ledger(num_samples=9)
     put(ledger, ["a", "b", "c"])
     put(ledger, ["b"], ["y"])
     book = ledger.partition("p")
@@ -324,7 +326,7 @@ def test_count_without_a_queue_equals_count_with_one():
 
 
 def test_used_queue_is_kept_when_others_are_built():
-    ledger = books(num_samples=9)
+    ledger = new_ledger(num_samples=9)
     put(ledger, ["a"])
     queues = ledger.partition("p").tasks["a"].queues
     claim(ledger, 2, blocking=True)
@@ -338,7 +340,7 @@ def test_used_queue_is_kept_when_others_are_built():
 
 @pytest.mark.parametrize("stale", [0, 120], ids=["nothing waits", "some never match"])
 def test_changing_filter_does_not_slow_down_puts(stale, looked):
-    ledger = books()
+    ledger = new_ledger()
     put(ledger, [f"stale {i}" for i in range(stale)], tags=[{"v": -9}] * stale)
     costs = []
     for step in range(40):
@@ -353,7 +355,7 @@ def test_changing_filter_does_not_slow_down_puts(stale, looked):
 
 
 def test_constant_filter_is_evaluated_once_per_sample(looked):
-    ledger = books()
+    ledger = new_ledger()
     put(ledger, [f"stale {i}" for i in range(500)], tags=[{"v": -9}] * 500)
     filters = [(TagFilter("v", "==", value),) for value in range(3)]
     for where in filters:
@@ -367,7 +369,7 @@ def test_constant_filter_is_evaluated_once_per_sample(looked):
 
 
 def test_a_lease_that_has_run_out_is_ended_without_force():
-    ledger = books(num_samples=2)
+    ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
     book = ledger.partition("p")
     claimed = book.claim(ClaimRequest("a", ("x",), 2, lease_s=1.0, owner="host:1"), 5.0)
@@ -382,7 +384,7 @@ def test_a_lease_that_has_run_out_is_ended_without_force():
 
 
 def test_partly_reset_group_waits_like_an_incomplete_one():
-    ledger = books(num_samples=8, group_size=2)
+    ledger = new_ledger(num_samples=8, group_size=2)
     put(ledger, ["p0_g0", "p0_g1"])
     claim(ledger, 2)
     book = ledger.partition("p")
@@ -393,7 +395,7 @@ def test_partly_reset_group_waits_like_an_incomplete_one():
 
 
 def test_registering_again_never_repeats_a_revision():
-    ledger = books(num_samples=1)
+    ledger = new_ledger(num_samples=1)
     put(ledger, ["a"])
     before = summarize(ledger.partition("p"), 0.0).revision
     ledger.clear("p", None, force=False)
@@ -402,14 +404,14 @@ def test_registering_again_never_repeats_a_revision():
 
 
 def test_store_without_byte_counts_reports_none():
-    ledger = books(num_samples=1)
+    ledger = new_ledger(num_samples=1)
     put(ledger, ["a"])
     shown = summarize(ledger.partition("p"), 0.0)
     assert (shown.nbytes, [field.nbytes for field in shown.fields]) == (None, [None, None])
 
 
 def test_field_with_unknown_bytes_leaves_others_known():
-    ledger = books(num_samples=1, measure=nbytes)
+    ledger = new_ledger(num_samples=1, measure=nbytes)
     ticket = ledger.begin_put("p", ["a"], {"x": "torch.int64", "y": "object"})
     ledger.commit_put(ticket, {"x": [("x", "a", 7)], "y": ["text"]}, None, nbytes={"x": 7})
     shown = summarize(ledger.partition("p"), 0.0)
@@ -417,7 +419,7 @@ def test_field_with_unknown_bytes_leaves_others_known():
 
 
 def test_a_search_goes_on_where_its_last_step_ended():
-    ledger = books(num_samples=0)
+    ledger = new_ledger(num_samples=0)
     count = 2 * SEARCH_WINDOW + 10
     for start in range(0, count, 10_000):
         ids = [f"s{i}" for i in range(start, min(start + 10_000, count))]
@@ -431,7 +433,7 @@ def test_a_search_goes_on_where_its_last_step_ended():
 
 
 def test_a_page_that_is_too_large_is_refused():
-    ledger = books()
+    ledger = new_ledger()
     for look in (scan, lambda book, start, limit: page(book, start, limit, 0.0)):
         with pytest.raises(InvalidRequestError, match=rf"expected an int of 0 to {MAX_PAGE_ROWS}"):
             look(ledger.partition("p"), 0, MAX_PAGE_ROWS + 1)
@@ -443,7 +445,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 299)), max_s
 
 @given(CHANGES, st.sampled_from([None, 2]), st.sampled_from([(), (TagFilter("even", "==", 1),)]))
 def test_queue_built_in_parts_equals_one_built_at_once(changes, group_size, where):
-    ledger = books(num_samples=1000, group_size=group_size)
+    ledger = new_ledger(num_samples=1000, group_size=group_size)
     ids = [f"p{i // 2}_g{i % 2}" for i in range(300)]
     put(ledger, ids, fields=("x",), tags=[{"even": (i // 2 + 1) % 2} for i in range(300)])
     put(ledger, ids[::3], fields=("y",))
@@ -480,7 +482,7 @@ def test_queue_built_in_parts_equals_one_built_at_once(changes, group_size, wher
 
 
 def test_prepared_claim_scans_few_samples_at_once(looked):
-    ledger = books()
+    ledger = new_ledger()
     put(ledger, [f"s{i}" for i in range(1000)], tags=[{"v": 0}] * 1000)
     request = ClaimRequest("a", ("x",), 5, where=(TagFilter("v", "==", 0),))
     maximum, done = 0, False
@@ -494,7 +496,7 @@ def test_prepared_claim_scans_few_samples_at_once(looked):
 
 def test_detached_partition_is_removed_at_once_and_freed_in_parts():
     freed = []
-    ledger = books(capacity=300, discard=freed.extend)
+    ledger = new_ledger(capacity=300, discard=freed.extend)
     ids = [f"s{i}" for i in range(300)]
     put(ledger, ids)
     held = ledger.partition("p").samples.lookup(ids[:2], ["x"])

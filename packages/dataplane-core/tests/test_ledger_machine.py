@@ -23,7 +23,7 @@ def nbytes(cells):
     return sum(cell[2] for cell in cells)
 
 
-def books(discard, measure):
+def new_ledger(discard, measure):
     ledger = Ledger(None, discard, measure=measure)
     ledger.register(PartitionDeclaration.checked("p", FIELDS, 0, ["a", "b"]))
     return ledger
@@ -37,7 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.discarded = []
-        self.ledger = books(discard=self.discarded.extend, measure=nbytes)
+        self.ledger = new_ledger(discard=self.discarded.extend, measure=nbytes)
         self.now = 0.0
         self.written = {}
         self.put_total = 0

@@ -113,11 +113,11 @@ with link.session("put") as session:
     for thread in claims:
         thread.start()
     connected.wait(20)
-    until(lambda: directory.books._changed.get("p"))  # the first claim is blocked
+    until(lambda: directory.store._changed.get("p"))  # the first claim is blocked
     started = time.monotonic()
     lo("down")
     cut.set()
-    until(lambda: not directory.books.ledger.partition("p").reserved)
+    until(lambda: not directory.store.ledger.partition("p").reserved)
     ends.append(time.monotonic())
     for thread in claims:
         thread.join(20)
@@ -241,7 +241,7 @@ for i in range(100):
         link.ask("clear", p.Clear(str(i), ["a"], False, 0.0), p.ClearAnswer)
         link.close()
         link = Link(link._address, timeout_s=20)
-while directory.books.backlog:
+while directory.store.backlog:
     pass
 """
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest
 from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.books import Books
 from dataplane_tq.directory.cells import cells_of_put
 from dataplane_tq.directory.puts import begin_put
+from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.packed.layout import Block, FieldLayout
 from dataplane_tq.packed.unit_wire import UnitSpec
 
@@ -26,12 +26,12 @@ MAX_BYTES_PER_ROW = 1_000
 
 
 class Samples:
-    """Books of one partition, filled by puts of 128 samples."""
+    """State of one partition, filled by puts of 128 samples."""
 
     def __init__(self, loop):
         self.loop = loop
-        self.books = Books(100_000, [UnitSpec("u", "n", 1 << 30)], None, loop, mirrored=False)
-        self.books.ledger.register(PartitionDeclaration.checked("p", [], 0, TASKS[:1]))
+        self.store = StoreState(100_000, [UnitSpec("u", "n", 1 << 30)], None, loop, mirrored=False)
+        self.store.ledger.register(PartitionDeclaration.checked("p", [], 0, TASKS[:1]))
 
     def put(self, number, fields):
         ids = [f"step_{number:04d}_p{row // 8:04d}_g{row % 8}" for row in range(128)]
@@ -39,12 +39,12 @@ class Samples:
         layouts = [FieldLayout(name, "torch.int64", True, (), ends, 0, 128) for name in fields]
         kinds = dict.fromkeys(fields, "torch.int64")
         request = p.BeginPut("p", ids, kinds, layouts, "n", None, 5.0)
-        _, putting = self.loop.run_until_complete(begin_put(self.books, request))
+        _, putting = self.loop.run_until_complete(begin_put(self.store, request))
         tags = [{"weight_version": number, "input_lengths": 8 + row} for row in range(128)]
         putting.commit(p.CommitPut(tags))
 
     def claim_all(self):
-        partition = self.books.ledger.partition("p")
+        partition = self.store.ledger.partition("p")
         wanted = ClaimRequest("train", tuple(FIELDS), 32, blocking=False, lease_s=60.0)
         while (claimed := partition.claim(wanted, 0.0)).rows:
             partition.acknowledge(claimed.token, [row.sample_id for row in claimed.rows])
@@ -66,7 +66,7 @@ def test_row_with_eight_fields_takes_less_than_a_kilobyte(puts_per_sample):
     finally:
         tracemalloc.stop()
         loop.close()
-    assert len(samples.books.ledger.partition("p").rows) == rows
+    assert len(samples.store.ledger.partition("p").rows) == rows
     assert (after - before) / rows < MAX_BYTES_PER_ROW
 
 

@@ -31,7 +31,7 @@ class Here(Calls):
     def block(self, ask, *arguments, **more):
         """Start ``ask`` in the thread; return its future once it is blocked."""
         future = self._pool.submit(ask, *arguments, **more)
-        until(lambda: self.directory.books._changed.get("p"))
+        until(lambda: self.directory.store._changed.get("p"))
         return future
 
 
@@ -70,4 +70,4 @@ def test_blocked_put_does_not_enter_a_new_partition(here):
         session.ask(p.Dropped(), type(None))
     with pytest.raises(PartitionNotFoundError):
         stale.result(SOON_S)
-    assert here.directory.books.ledger.partition("p").held == 0
+    assert here.directory.store.ledger.partition("p").held == 0

@@ -67,7 +67,7 @@ def test_report_of_a_put_includes_claims_made_meanwhile(client):
     assert client.claim(1, task="score").known == ["c"]
     settle = p.UpdateLease("p", lease.token, ["a"], "acknowledge")
     assert client.ask(settle, list[str]) == ["a"]
-    assert not client.directory.books.backlog
+    assert not client.directory.store.backlog
 
 
 def test_reset_consumption_is_not_reported_with_the_put(client):
@@ -93,7 +93,7 @@ def test_clear_waits_for_the_report_of_a_put(client):
     client.report(session)
     clearer.join(TIMEOUT_S)
     assert cleared == ["a"]
-    assert not client.directory.books.backlog
+    assert not client.directory.store.backlog
 
 
 def test_expired_clear_leaves_its_rows_to_the_next_clear(client):
@@ -111,4 +111,4 @@ def test_client_that_dies_in_its_report_blocks_no_other(client):
     session.close()
     assert client.clear(["a"]) == ["a"]
     assert client.claim(1).known == ["b"]
-    assert not client.directory.books.backlog
+    assert not client.directory.store.backlog

@@ -9,8 +9,8 @@ from dataplane_core import DataPlaneError
 from dataplane_core.ledger import Partition
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.backlog import grouped
-from dataplane_tq.directory.books import DISMANTLED_AT_ONCE, Books
 from dataplane_tq.directory.operations import Drops, Operation, State
+from dataplane_tq.directory.store_state import DISMANTLED_AT_ONCE, StoreState
 
 _PAGE = 1024
 """Maximum number of samples in one answer; the client drops them in TransferQueue."""
@@ -27,24 +27,24 @@ class Clearing(Operation):
 
     state = State.CLEARING
 
-    def __init__(self, books: Books, request: p.Clear) -> None:
-        books.expire()
-        self._books = books
+    def __init__(self, store: StoreState, request: p.Clear) -> None:
+        store.expire()
+        self._store = store
         self._partition_id = request.partition_id
         self._timeout_s = request.timeout_s
         self._held: set[str] = set()
         self._dismantling: Partition | None = None
         self._closing = request.sample_ids is None
-        backlog = books.backlog[request.partition_id]
+        backlog = store.backlog[request.partition_id]
         try:
             if request.sample_ids is None:
                 # The partition disappears at once; its rows are dropped page by page.
-                self._dismantling = books.ledger.detach(request.partition_id, force=request.force)
+                self._dismantling = store.ledger.detach(request.partition_id, force=request.force)
                 self.dropped = 0 if self._dismantling is None else len(self._dismantling.rows)
                 # Puts are blocked until TransferQueue has dropped the partition as well.
                 backlog.closing += 1
             else:
-                rows = books.ledger.clear(
+                rows = store.ledger.clear(
                     request.partition_id,
                     request.sample_ids,
                     force=request.force,
@@ -53,20 +53,20 @@ class Clearing(Operation):
                 self.dropped = len(rows)
                 backlog.drop(rows, self._held)
         except DataPlaneError:
-            books.tidy(request.partition_id)
+            store.tidy(request.partition_id)
             raise
-        self._drops = Drops(books, request.partition_id, {})
-        books.everything_changed()
+        self._drops = Drops(store, request.partition_id, {})
+        store.everything_changed()
 
     async def next_page(self, dropped: int = 0) -> p.ClearAnswer:
         """Return the next page of orphans; the client has dropped those of the page before."""
-        backlog = self._books.backlog[self._partition_id]
+        backlog = self._store.backlog[self._partition_id]
         backlog.dropping.difference_update(self._drops.samples)
-        self._drops = Drops(self._books, self._partition_id, {})
+        self._drops = Drops(self._store, self._partition_id, {})
         for _ in range(_PAGE // DISMANTLED_AT_ONCE):
             if self._dismantling is None:
                 break
-            rows = self._books.ledger.dismantle(self._dismantling, DISMANTLED_AT_ONCE)
+            rows = self._store.ledger.dismantle(self._dismantling, DISMANTLED_AT_ONCE)
             backlog.drop(rows, self._held)
             if not rows:
                 self._dismantling = None
@@ -74,30 +74,30 @@ class Clearing(Operation):
         if self._dismantling is None:
             await self._until_read()
         samples = backlog.take(limit=_PAGE)
-        self._drops = Drops(self._books, self._partition_id, samples)
+        self._drops = Drops(self._store, self._partition_id, samples)
         more = self._dismantling is not None or bool(backlog.orphans)
         return p.ClearAnswer(dropped, grouped(samples), more)
 
     async def _until_read(self) -> None:
         """Wait until the reads of cleared samples end, or the timeout expires."""
-        pinned = self._books.backlog[self._partition_id].pinned
+        pinned = self._store.backlog[self._partition_id].pinned
         deadline = time.monotonic() + self._timeout_s
         while any(pinned[i].pins for i in self._held & pinned.keys()):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 break  # the read keeps its rows; a later clear drops them
-            await self._books.wait(self._partition_id, remaining)
-            self._books.check_failure()
+            await self._store.wait(self._partition_id, remaining)
+            self._store.check_failure()
 
     def end(self) -> None:
         """Finish the clear, after TransferQueue has dropped everything."""
         if self._closing:
-            self._books.backlog[self._partition_id].closing -= 1
+            self._store.backlog[self._partition_id].closing -= 1
         self._drops.end()
 
     def undo(self) -> None:
         if self._dismantling is not None:
-            self._books.dismantle(self._partition_id, self._dismantling)  # decrements `closing`
+            self._store.dismantle(self._partition_id, self._dismantling)  # decrements `closing`
         elif self._closing:
-            self._books.backlog[self._partition_id].closing -= 1
+            self._store.backlog[self._partition_id].closing -= 1
         self._drops.undo()

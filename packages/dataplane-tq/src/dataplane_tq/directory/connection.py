@@ -16,13 +16,13 @@ from dataplane_core import DataPlaneError, InvalidRequestError
 from dataplane_core.ledger import Shortage
 from dataplane_core.peer_log import fault
 from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.books import Books
 from dataplane_tq.directory.clears import Clearing
 from dataplane_tq.directory.inspection import INSPECTIONS
 from dataplane_tq.directory.operations import Bound, Idle, Operation, Reading, State
 from dataplane_tq.directory.puts import Putting, Reporting, begin_put
 from dataplane_tq.directory.reads import find
 from dataplane_tq.directory.restores import Restoring, begin_restore
+from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.directory.wire import HEADER, MAX_FRAME, Failure, Reply
 from dataplane_tq.sockets import (
     CLIENT_PROBE_S,
@@ -73,10 +73,10 @@ class Connection:
     """Connection of one client; when it closes, its operation is undone."""
 
     def __init__(
-        self, books: Books, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, store: StoreState, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._books = books
-        self._ledger = books.ledger
+        self._store = store
+        self._ledger = store.ledger
         self._reader = reader
         self._writer = writer
         self._socket: socket.socket = writer.get_extra_info("socket")
@@ -111,11 +111,11 @@ class Connection:
         effect = request = None
         try:
             request = _requests.decode(body)
-            self._books.check_failure()
+            self._store.check_failure()
             self._check_state(request)
             inspection = INSPECTIONS.get(type(request))
             if inspection is not None:
-                answer = inspection(self._books, request)
+                answer = inspection(self._store, request)
             else:
                 answer = _HANDLERS[type(request)](self, request)
             if asyncio.iscoroutine(answer):
@@ -126,7 +126,7 @@ class Connection:
             return Reply(failure=Failure.of(error)), None
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             kind = "undecodable" if request is None else type(request).__name__
-            self._books.log.warn("request_refused", self.peer, request=kind, error=fault(error))
+            self._store.log.warn("request_refused", self.peer, request=kind, error=fault(error))
             return Reply(failure=Failure.of(InvalidRequestError(f"directory: {error}"))), None
         if isinstance(request, p.Unpin):
             return None, None
@@ -159,14 +159,14 @@ class Connection:
     def _bind_actor(self, request: p.BindActor) -> None:
         self._probe_s = PART_PROBE_S
         close_when_silent(self._socket, self._probe_s)
-        self._become(request, Bound(self._books, request.name))
+        self._become(request, Bound(self._store, request.name))
 
     def _register(self, request: p.Register) -> None:
         self._ledger.register(request.declaration)
-        self._books.changed(request.declaration.partition_id)
+        self._store.changed(request.declaration.partition_id)
 
     async def _begin_put(self, request: p.BeginPut) -> p.PutAnswer:
-        answer, putting = await begin_put(self._books, request)
+        answer, putting = await begin_put(self._store, request)
         self._become(request, putting)
         return answer
 
@@ -192,7 +192,7 @@ class Connection:
         return consumed
 
     def _begin_restore(self, request: p.BeginRestore) -> p.RestoreAnswer:
-        answer, restoring = begin_restore(self._books, request)
+        answer, restoring = begin_restore(self._store, request)
         self._become(request, restoring)
         return answer
 
@@ -202,11 +202,11 @@ class Connection:
 
     def _read(self, request: p.Read) -> Deferred:
         partition = self._ledger.partition(request.partition_id)
-        answer, rows = find(partition, self._books.catalogue, request)
+        answer, rows = find(partition, self._store.catalogue, request)
 
         def pin() -> None:
             self._operation.undo()
-            self._become(request, Reading(self._books, rows))
+            self._become(request, Reading(self._store, rows))
 
         return Deferred(answer, pin)
 
@@ -219,8 +219,8 @@ class Connection:
         deadline = time.monotonic() + request.timeout_s
         while True:
             await self._check_present()
-            self._books.check_failure()
-            self._books.expire()
+            self._store.check_failure()
+            self._store.expire()
             partition = self._ledger.partition(request.partition_id)
             if not partition.prepare(wanted):
                 # A seeded queue has millions of entries in a few lists. A full garbage collection
@@ -236,7 +236,7 @@ class Connection:
                 if partition.revision != revision:
                     # Even a claim that got nothing may let blocked requests continue, or make
                     # assignments, whose expiry must be scheduled.
-                    self._books.changed(request.partition_id)
+                    self._store.changed(request.partition_id)
             if claimed is not None:
                 break
             remaining = deadline - time.monotonic()
@@ -245,7 +245,7 @@ class Connection:
                 while not shortage.step():
                     await asyncio.sleep(0)
                 raise shortage.error(request.timeout_s, time.monotonic())
-            await self._books.wait(request.partition_id, remaining)
+            await self._store.wait(request.partition_id, remaining)
         tags = [row.tags for row in claimed.rows]
         ids = [row.sample_id for row in claimed.rows]
         known = [] if claimed.token else self._consume(request.partition_id, wanted.task_name, ids)
@@ -253,11 +253,11 @@ class Connection:
 
     def _consume(self, partition_id: str, task_name: str, sample_ids: list[str]) -> list[str]:
         """Return the consumed samples that TransferQueue has; record the others as unreported."""
-        backlog = self._books.backlog.get(partition_id)
+        backlog = self._store.backlog.get(partition_id)
         return sample_ids if backlog is None else backlog.consume(task_name, sample_ids)
 
     def _update_lease(self, request: p.UpdateLease) -> list[str]:
-        self._books.expire()
+        self._store.expire()
         partition = self._ledger.partition(request.partition_id)
         known: list[str] = []
         if request.action == "renew":
@@ -268,11 +268,11 @@ class Connection:
             known = self._consume(request.partition_id, task_name, request.sample_ids)
         else:
             partition.release(request.token, request.sample_ids, request.task_name)
-        self._books.changed(request.partition_id)
+        self._store.changed(request.partition_id)
         return known
 
     async def _clear(self, request: p.Clear) -> p.ClearAnswer:
-        clearing = Clearing(self._books, request)
+        clearing = Clearing(self._store, request)
         self._become(request, clearing)
         return await clearing.next_page(clearing.dropped)
 

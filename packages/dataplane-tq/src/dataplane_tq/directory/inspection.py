@@ -17,94 +17,94 @@ from dataplane_core import PartitionSummary, StatePage, StorageSummary, TaskCoun
 from dataplane_core.ledger import Partition, actions, inspect
 from dataplane_core.ledger.scan import check_search, scan, search
 from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.books import Books
+from dataplane_tq.directory.store_state import StoreState
 
 
-def _partition(books: Books, partition_id: str) -> Partition:
-    books.expire()
-    return books.ledger.partition(partition_id)
+def _partition(store: StoreState, partition_id: str) -> Partition:
+    store.expire()
+    return store.ledger.partition(partition_id)
 
 
-def _handler(query: Callable[..., Any]) -> Callable[[Books, Any], Any]:
+def _handler(query: Callable[..., Any]) -> Callable[[StoreState, Any], Any]:
     """Make a handler that calls ``query`` with the partition, the other fields and the time.
 
     The other fields are those of the request besides ``partition_id``.
     """
 
-    def answer(books: Books, request: Any) -> Any:
+    def answer(store: StoreState, request: Any) -> Any:
         fields = msgspec.structs.asdict(request)
         return query(
-            _partition(books, fields.pop("partition_id")), *fields.values(), time.monotonic()
+            _partition(store, fields.pop("partition_id")), *fields.values(), time.monotonic()
         )
 
     return answer
 
 
-def _consumed(books: Books, request: p.Consumed) -> bool:
-    books.expire()
-    partition = books.ledger.partitions.get(request.partition_id)
+def _consumed(store: StoreState, request: p.Consumed) -> bool:
+    store.expire()
+    partition = store.ledger.partitions.get(request.partition_id)
     return partition is not None and partition.consumed(request.task_names)
 
 
-async def _count(books: Books, request: p.Count) -> TaskCounts:
-    partition = _partition(books, request.partition_id)
+async def _count(store: StoreState, request: p.Count) -> TaskCounts:
+    partition = _partition(store, request.partition_id)
     while not partition.prepare_counts(request.task_name, request.required_fields):
         await asyncio.sleep(0)
-        partition = _partition(books, request.partition_id)
+        partition = _partition(store, request.partition_id)
     return partition.counts(request.task_name, request.required_fields)
 
 
-def _read_origins(books: Books, request: p.ReadOrigins) -> dict[str, int]:
-    partition = books.ledger.partition(request.partition_id)
+def _read_origins(store: StoreState, request: p.ReadOrigins) -> dict[str, int]:
+    partition = store.ledger.partition(request.partition_id)
     return partition.samples.origins(request.sample_ids, request.fields)
 
 
-def _list_partitions(books: Books, request: p.ListPartitions) -> list[PartitionSummary]:
-    books.expire()
+def _list_partitions(store: StoreState, request: p.ListPartitions) -> list[PartitionSummary]:
+    store.expire()
     now = time.monotonic()
-    return [inspect.summarize(each, now) for each in books.ledger.partitions.values()]
+    return [inspect.summarize(each, now) for each in store.ledger.partitions.values()]
 
 
-def _find_samples(books: Books, request: p.FindSamples) -> p.FoundSamples:
+def _find_samples(store: StoreState, request: p.FindSamples) -> p.FoundSamples:
     check_search(request.tag, request.value, request.limit)
-    partition = _partition(books, request.partition_id)
+    partition = _partition(store, request.partition_id)
     place = request.start, request.limit, time.monotonic()
     return p.FoundSamples(*search(partition, request.tag, request.value, *place))
 
 
-def _scan_states(books: Books, request: p.ScanStates) -> StatePage:
-    return scan(_partition(books, request.partition_id), request.start, request.limit)
+def _scan_states(store: StoreState, request: p.ScanStates) -> StatePage:
+    return scan(_partition(store, request.partition_id), request.start, request.limit)
 
 
-def _list_storage(books: Books, request: p.ListStorage) -> list[StorageSummary]:
-    return [] if books.catalogue is None else books.catalogue.usage()
+def _list_storage(store: StoreState, request: p.ListStorage) -> list[StorageSummary]:
+    return [] if store.catalogue is None else store.catalogue.usage()
 
 
-def _read_totals(books: Books, request: p.ReadTotals) -> dict[str, int]:
-    books.expire()
-    return dict(books.ledger.totals)
+def _read_totals(store: StoreState, request: p.ReadTotals) -> dict[str, int]:
+    store.expire()
+    return dict(store.ledger.totals)
 
 
-def _reset_consumption(books: Books, request: p.ResetConsumption) -> int:
-    partition = _partition(books, request.partition_id)
+def _reset_consumption(store: StoreState, request: p.ResetConsumption) -> int:
+    partition = _partition(store, request.partition_id)
     reset = actions.reset_consumption(partition, request.task_name, request.sample_ids)
-    if (backlog := books.backlog.get(request.partition_id)) is not None:
+    if (backlog := store.backlog.get(request.partition_id)) is not None:
         backlog.unconsume(request.task_name, reset)
-    books.changed(request.partition_id)
+    store.changed(request.partition_id)
     return len(reset)
 
 
-def _end_claim(books: Books, request: p.EndClaim) -> int:
+def _end_claim(store: StoreState, request: p.EndClaim) -> int:
     # `_partition` would expire a lease that is due, but the lease must be counted here.
-    partition = books.ledger.partition(request.partition_id)
+    partition = store.ledger.partition(request.partition_id)
     count = actions.end_claim(
         partition, request.claim, time.monotonic(), expired_only=request.expired_only
     )
-    books.changed(request.partition_id)
+    store.changed(request.partition_id)
     return count
 
 
-INSPECTIONS: dict[type[Any], Callable[[Books, Any], Any]] = {
+INSPECTIONS: dict[type[Any], Callable[[StoreState, Any], Any]] = {
     p.Consumed: _consumed,
     p.Count: _count,
     p.ReadOrigins: _read_origins,

@@ -13,7 +13,7 @@ from typing import ClassVar
 from dataplane_core import UnavailableError
 from dataplane_core.ledger import Row
 from dataplane_tq.directory.backlog import Fields
-from dataplane_tq.directory.books import Books
+from dataplane_tq.directory.store_state import StoreState
 
 
 class State(Enum):
@@ -52,12 +52,12 @@ class Bound(Operation):
 
     state = State.BOUND
 
-    def __init__(self, books: Books, name: str) -> None:
-        self._books = books
+    def __init__(self, store: StoreState, name: str) -> None:
+        self._store = store
         self._name = name
 
     def undo(self) -> None:
-        self._books.fail(
+        self._store.fail(
             UnavailableError(
                 f"{self._name} is dead: its process ended, or its machine is unreachable"
             )
@@ -67,15 +67,15 @@ class Bound(Operation):
 class Pins:
     """Rows whose memory stays allocated until `release`, even if they are cleared."""
 
-    def __init__(self, books: Books, rows: list[Row]) -> None:
-        self._books = books
+    def __init__(self, store: StoreState, rows: list[Row]) -> None:
+        self._store = store
         self._rows = rows
-        books.ledger.pin(rows)
+        store.ledger.pin(rows)
 
     def release(self) -> None:
-        self._books.ledger.unpin(self._rows)
+        self._store.ledger.unpin(self._rows)
         if any(row.dropped for row in self._rows):
-            self._books.everything_changed()
+            self._store.everything_changed()
 
 
 class Reading(Operation):
@@ -83,8 +83,8 @@ class Reading(Operation):
 
     state = State.READING
 
-    def __init__(self, books: Books, rows: list[Row]) -> None:
-        self._pins = Pins(books, rows)
+    def __init__(self, store: StoreState, rows: list[Row]) -> None:
+        self._pins = Pins(store, rows)
 
     def undo(self) -> None:
         self._pins.release()
@@ -93,18 +93,18 @@ class Reading(Operation):
 class Drops:
     """Rows of a partition that one client drops in TransferQueue."""
 
-    def __init__(self, books: Books, partition_id: str, samples: Fields) -> None:
-        self._books = books
+    def __init__(self, store: StoreState, partition_id: str, samples: Fields) -> None:
+        self._store = store
         self._partition_id = partition_id
         self.samples = samples
 
     def end(self) -> None:
         """Record that TransferQueue has dropped the rows."""
-        self._books.backlog[self._partition_id].dropping.difference_update(self.samples)
-        self._books.tidy(self._partition_id)
-        self._books.changed(self._partition_id)
+        self._store.backlog[self._partition_id].dropping.difference_update(self.samples)
+        self._store.tidy(self._partition_id)
+        self._store.changed(self._partition_id)
 
     def undo(self) -> None:
         """Leave the rows to the next put or clear."""
-        self._books.backlog[self._partition_id].orphans.update(self.samples)
+        self._store.backlog[self._partition_id].orphans.update(self.samples)
         self.end()

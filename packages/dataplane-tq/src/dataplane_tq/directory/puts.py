@@ -13,10 +13,10 @@ from dataplane_core import (
 from dataplane_core.ledger import Partition, PutTicket
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.backlog import grouped
-from dataplane_tq.directory.books import Books
 from dataplane_tq.directory.catalogue import Catalogue
 from dataplane_tq.directory.cells import cells_of_put
 from dataplane_tq.directory.operations import Drops, Idle, Operation, Pins, State
+from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.packed.layout import Block
 
 
@@ -25,21 +25,23 @@ class Putting(Operation):
 
     state = State.PUTTING
 
-    def __init__(self, books: Books, ticket: PutTicket, blocks: list[Block], drops: Drops) -> None:
-        self._books = books
+    def __init__(
+        self, store: StoreState, ticket: PutTicket, blocks: list[Block], drops: Drops
+    ) -> None:
+        self._store = store
         self._ticket = ticket
         self._blocks = blocks
         self._drops = drops
 
     def check(self) -> None:
         """Raise a `DataPlaneError` if the put could not be committed now."""
-        self._books.expire()
-        self._books.ledger.check_commit(self._ticket)
+        self._store.expire()
+        self._store.ledger.check_commit(self._ticket)
 
     def check_commit(self, request: p.CommitPut) -> None:
         """Raise a `DataPlaneError` if `commit` would fail."""
         ticket = self._ticket
-        self._books.ledger.check_commit(ticket)
+        self._store.ledger.check_commit(ticket)
         if request.tags is not None and len(request.tags) != len(ticket.sample_ids):
             raise InvalidRequestError(
                 f"put_samples(partition={ticket.partition_id!r}): {len(request.tags)} tags "
@@ -56,50 +58,50 @@ class Putting(Operation):
 
     def commit(self, request: p.CommitPut) -> Operation:
         """Make the put visible in one step that cannot fail; return the next operation."""
-        ticket, books = self._ticket, self._books
-        partition = books.ledger.partition(ticket.partition_id)
+        ticket, store = self._ticket, self._store
+        partition = store.ledger.partition(ticket.partition_id)
         cells = cells_of_put(ticket.kinds, self._blocks, len(ticket.sample_ids))
         nbytes: dict[str, int] = {}
         for block in self._blocks:
             name = block.layout.name
             nbytes[name] = nbytes.get(name, 0) + block.layout.nbytes
-        if books.catalogue is not None:
-            _disown(books.catalogue, partition, ticket)
-        books.ledger.commit_put(ticket, cells, request.tags, request.origin, nbytes=nbytes)
+        if store.catalogue is not None:
+            _disown(store.catalogue, partition, ticket)
+        store.ledger.commit_put(ticket, cells, request.tags, request.origin, nbytes=nbytes)
         rows = [partition.rows[sample_id] for sample_id in ticket.sample_ids]
-        if books.catalogue is not None:
+        if store.catalogue is not None:
             for block in self._blocks:
                 if block.layout.rows == len(rows):
-                    books.catalogue.own(block, rows)
-        consumed = books.ledger.acknowledge_put(ticket) if request.acknowledge else None
+                    store.catalogue.own(block, rows)
+        consumed = store.ledger.acknowledge_put(ticket) if request.acknowledge else None
         if request.reported:
-            backlog = books.backlog[ticket.partition_id]
+            backlog = store.backlog[ticket.partition_id]
             backlog.reporting.update(ticket.sample_ids)
             if consumed is not None:
                 backlog.consume(*consumed)
-            following: Operation = Reporting(books, ticket, Pins(books, rows), self._drops)
+            following: Operation = Reporting(store, ticket, Pins(store, rows), self._drops)
         else:
             self._drops.end()
             following = Idle()
-        books.changed(ticket.partition_id)
+        store.changed(ticket.partition_id)
         return following
 
     def undo(self) -> None:
-        books = self._books
-        books.ledger.abort_put(self._ticket)
-        if books.catalogue is not None:
+        store = self._store
+        store.ledger.abort_put(self._ticket)
+        if store.catalogue is not None:
             for block in self._blocks:
-                books.catalogue.free_block(block)
+                store.catalogue.free_block(block)
         else:  # the packed backend reports to TransferQueue only after the commit
             self._leave_orphans()
         self._drops.undo()
-        books.everything_changed()
+        store.everything_changed()
 
     def _leave_orphans(self) -> None:
         """Remember what the put may have written to TransferQueue."""
         ticket = self._ticket
-        partition = self._books.ledger.partitions.get(ticket.partition_id)
-        backlog = self._books.backlog[ticket.partition_id]
+        partition = self._store.ledger.partitions.get(ticket.partition_id)
+        backlog = self._store.backlog[ticket.partition_id]
         # Also check samples that existed when the put began: since then the samples or their
         # partition may have been cleared, and its name may have been registered again.
         for sample_id in ticket.sample_ids:
@@ -118,8 +120,8 @@ class Reporting(Operation):
 
     state = State.REPORTING
 
-    def __init__(self, books: Books, ticket: PutTicket, pins: Pins, drops: Drops) -> None:
-        self._books = books
+    def __init__(self, store: StoreState, ticket: PutTicket, pins: Pins, drops: Drops) -> None:
+        self._store = store
         self._ticket = ticket
         self._pins = pins
         self._drops = drops
@@ -136,21 +138,21 @@ class Reporting(Operation):
 
     def _unpin(self) -> list[p.Consumption]:
         self._pins.release()
-        return self._books.backlog[self._ticket.partition_id].reported(self._ticket.sample_ids)
+        return self._store.backlog[self._ticket.partition_id].reported(self._ticket.sample_ids)
 
 
-async def begin_put(books: Books, request: p.BeginPut) -> tuple[p.PutAnswer, Putting]:
+async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer, Putting]:
     """Reserve ids, capacity and bytes for a put, waiting for them up to its timeout."""
     deadline = time.monotonic() + request.timeout_s
-    partition = books.ledger.partition(request.partition_id)
+    partition = store.ledger.partition(request.partition_id)
     while True:
-        books.check_failure()
-        books.ledger.check_registered(partition)
-        backlog = books.backlog.get(request.partition_id)
+        store.check_failure()
+        store.ledger.check_registered(partition)
+        backlog = store.backlog.get(request.partition_id)
         busy = backlog is not None and backlog.blocks(request.sample_ids)
         ticket = None
         if not busy:
-            ticket = books.ledger.begin_put(
+            ticket = store.ledger.begin_put(
                 request.partition_id,
                 request.sample_ids,
                 request.kinds,
@@ -158,13 +160,13 @@ async def begin_put(books: Books, request: p.BeginPut) -> tuple[p.PutAnswer, Put
                 request.forms,
             )
         if ticket is not None:
-            blocks = _place(books, ticket, request)
+            blocks = _place(store, ticket, request)
             if blocks is not None:
                 # An interrupted clear may have left rows of these ids; the client drops them first.
                 orphans = {} if backlog is None else backlog.take(request.sample_ids)
-                drops = Drops(books, request.partition_id, orphans)
+                drops = Drops(store, request.partition_id, orphans)
                 answer = p.PutAnswer(partition.declaration.enums, blocks, grouped(orphans))
-                return answer, Putting(books, ticket, blocks, drops)
+                return answer, Putting(store, ticket, blocks, drops)
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             if busy:
@@ -173,24 +175,24 @@ async def begin_put(books: Books, request: p.BeginPut) -> tuple[p.PutAnswer, Put
                     f"being cleared or read after {request.timeout_s:g} s"
                 )
             if ticket is None:
-                raise books.ledger.full(request.partition_id, request.sample_ids)
-            assert books.catalogue is not None
-            raise _no_bytes(books.catalogue, request)
-        await books.wait(request.partition_id, remaining)
+                raise store.ledger.full(request.partition_id, request.sample_ids)
+            assert store.catalogue is not None
+            raise _no_bytes(store.catalogue, request)
+        await store.wait(request.partition_id, remaining)
 
 
-def _place(books: Books, ticket: PutTicket, request: p.BeginPut) -> list[Block] | None:
+def _place(store: StoreState, ticket: PutTicket, request: p.BeginPut) -> list[Block] | None:
     """Place the put's bytes; abort its reservation and return None if they do not fit now."""
     blocks: list[Block] | None = []
     if request.layouts:
-        assert books.catalogue is not None
+        assert store.catalogue is not None
         try:
-            blocks = books.catalogue.place(request.layouts, preferred_node=request.node)
+            blocks = store.catalogue.place(request.layouts, preferred_node=request.node)
         except DataPlaneError:
-            books.ledger.abort_put(ticket)
+            store.ledger.abort_put(ticket)
             raise
         if blocks is None:
-            books.ledger.retract_put(ticket)
+            store.ledger.retract_put(ticket)
     return blocks
 
 

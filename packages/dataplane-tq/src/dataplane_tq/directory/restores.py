@@ -10,9 +10,9 @@ from dataplane_core import CapacityExceeded, DataPlaneError, InvalidRequestError
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import PutTicket
 from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.books import Books
 from dataplane_tq.directory.cells import cells_of_restore
 from dataplane_tq.directory.operations import Operation, State
+from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.packed.layout import Block
 
 _Column = tuple[Block, list[int]]
@@ -24,15 +24,15 @@ class Restoring(Operation):
 
     state = State.RESTORING
 
-    def __init__(self, books: Books, partition_id: str) -> None:
-        self._books = books
+    def __init__(self, store: StoreState, partition_id: str) -> None:
+        self._store = store
         self._partition_id = partition_id
         self._blocks: list[tuple[Block, list[int]]] = []
         self._puts: list[tuple[PutTicket, dict[str, _Column]]] = []
 
     def reserve(self, saved: list[p.SavedBlock], node: str) -> list[Block]:
         """Reserve capacity for the blocks; raise a `DataPlaneError` if it cannot be had now."""
-        catalogue = self._books.catalogue
+        catalogue = self._store.catalogue
         if catalogue is None:
             raise InvalidRequestError("restore: this store has no packed units")
         columns: dict[tuple[str, ...], dict[str, _Column]] = {}
@@ -56,18 +56,18 @@ class Restoring(Operation):
             fields[each.layout.name] = block, rows
         for sample_ids, fields in columns.items():
             kinds = {name: block.layout.kind for name, (block, _) in fields.items()}
-            ticket = self._books.ledger.begin_put(self._partition_id, sample_ids, kinds)
+            ticket = self._store.ledger.begin_put(self._partition_id, sample_ids, kinds)
             if ticket is None:
-                raise self._books.ledger.full(self._partition_id, sample_ids)
+                raise self._store.ledger.full(self._partition_id, sample_ids)
             self._puts.append((ticket, fields))
         return [block for block, _ in self._blocks]
 
     def commit(self) -> None:
         """Make the rows visible, and free the memory of the rows that were not saved."""
-        catalogue = self._books.catalogue
+        catalogue = self._store.catalogue
         assert catalogue is not None
         for ticket, fields in self._puts:
-            self._books.ledger.commit_put(ticket, cells_of_restore(fields), None)
+            self._store.ledger.commit_put(ticket, cells_of_restore(fields), None)
             rows = [ticket.partition.rows[sample_id] for sample_id in ticket.sample_ids]
             for block, _ in fields.values():
                 if block.layout.rows == len(rows):
@@ -75,22 +75,22 @@ class Restoring(Operation):
         for block, numbers in self._blocks:
             gone = set(range(block.layout.rows)).difference(numbers)
             catalogue.free((block, row) for row in gone)
-        self._books.changed(self._partition_id)
+        self._store.changed(self._partition_id)
 
     def undo(self) -> None:
         for ticket, _ in self._puts:
-            self._books.ledger.abort_put(ticket)
+            self._store.ledger.abort_put(ticket)
         for block, _ in self._blocks:
-            assert self._books.catalogue is not None
-            self._books.catalogue.free_block(block)
-        self._books.everything_changed()
+            assert self._store.catalogue is not None
+            self._store.catalogue.free_block(block)
+        self._store.everything_changed()
 
 
-def begin_restore(books: Books, request: p.BeginRestore) -> tuple[p.RestoreAnswer, Restoring]:
+def begin_restore(store: StoreState, request: p.BeginRestore) -> tuple[p.RestoreAnswer, Restoring]:
     """Reserve ids, capacity and bytes for saved blocks."""
-    if request.partition_id not in books.ledger.partitions:
-        books.ledger.register(PartitionDeclaration.checked(request.partition_id, [], 0, []))
-    restoring = Restoring(books, request.partition_id)
+    if request.partition_id not in store.ledger.partitions:
+        store.ledger.register(PartitionDeclaration.checked(request.partition_id, [], 0, []))
+    restoring = Restoring(store, request.partition_id)
     try:
         return p.RestoreAnswer(restoring.reserve(request.blocks, request.node)), restoring
     except (DataPlaneError, ValueError):

@@ -1,7 +1,7 @@
 """`Directory`: the server that records which samples exist, who claimed them, and where they are.
 
-It serves one store's `Books` from one thread with one event loop. It never holds a sample's values,
-and it imports neither torch nor TransferQueue.
+It serves the `StoreState` of one store, in one thread with one event loop. It never holds a
+sample's values, and it imports neither torch nor TransferQueue.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from concurrent import futures
 from dataplane_core import UnavailableError
 from dataplane_core.ledger import ClaimOrder
 from dataplane_core.peer_log import fault
-from dataplane_tq.directory.books import Books
 from dataplane_tq.directory.connection import Connection
+from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.directory.wire import TOKEN_BYTES, Address
 from dataplane_tq.packed.unit_wire import UnitAddress, UnitSpec, wait_until_gone
 from dataplane_tq.sockets import max_connections
@@ -54,7 +54,7 @@ class Directory:
         self._host = host
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._loop = asyncio.new_event_loop()
-        self.books = Books(capacity, units, order, self._loop, mirrored=mirrored)
+        self.store = StoreState(capacity, units, order, self._loop, mirrored=mirrored)
         self._watching: list[futures.Future[None]] = []
         self._authenticated = 0
         self._pending: dict[asyncio.StreamWriter, None] = {}
@@ -96,19 +96,19 @@ class Directory:
             self._watching.append(watched)
 
     async def _watch(self, unit: UnitAddress, token: bytes) -> None:
-        self.books.fail(UnavailableError(await wait_until_gone(unit, token)))
+        self.store.fail(UnavailableError(await wait_until_gone(unit, token)))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(self.books, reader, writer)
+        connection = Connection(self.store, reader, writer)
         if not self._admit(writer):
-            self.books.log.warn("connection_refused", connection.peer, error="too many connections")
+            self.store.log.warn("connection_refused", connection.peer, error="too many connections")
             writer.transport.abort()
             return
         try:
             token = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), _HANDSHAKE_S)
             self._pending.pop(writer, None)
             if not hmac.compare_digest(token, self._token):
-                self.books.log.warn("connection_refused", connection.peer, error="wrong token")
+                self.store.log.warn("connection_refused", connection.peer, error="wrong token")
                 return
             self._authenticated += 1
             try:
@@ -118,7 +118,7 @@ class Directory:
         except (OSError, asyncio.IncompleteReadError):
             pass  # the peer disconnected, died or is silent: connections end like this
         except Exception as error:  # noqa: BLE001  # asyncio would log its complete text
-            self.books.log.warn("connection_failed", connection.peer, error=fault(error))
+            self.store.log.warn("connection_failed", connection.peer, error=fault(error))
         finally:
             self._pending.pop(writer, None)
             writer.close()

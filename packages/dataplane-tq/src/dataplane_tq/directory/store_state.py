@@ -1,4 +1,4 @@
-"""`Books`: the state of one store, and the requests that are blocked on a change of it.
+"""`StoreState`: the state of one store, and the requests that are blocked on a change of it.
 
 Call its methods only in the thread of the directory's event loop, unless they say otherwise.
 Between two awaits nothing else runs there, so the code between them is atomic.
@@ -27,7 +27,7 @@ DISMANTLED_AT_ONCE = 64
 """Samples of a cleared partition that are dropped before other requests are served."""
 
 
-class Books:
+class StoreState:
     """Samples, claims and storage locations of one store.
 
     Args:
