@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import ray
 from integration.benchmarks.harness import Pair
 from integration.benchmarks.summary import Summary
@@ -84,9 +83,7 @@ def cold_ratio(over: ClaimTimes, under: ClaimTimes) -> Summary:
 
     The value is the ratio of the two medians; the spread is that of the ratios of single claims.
     """
-    ratios = Summary.of(list(np.array(over.cold) / np.array(under.cold)))
-    value = float(np.median(over.cold) / np.median(under.cold))
-    return Summary(value, ratios.p99, ratios.spread, ratios.count)
+    return Summary.of_ratio(over.cold, under.cold)
 
 
 def measure_claims(

@@ -18,6 +18,16 @@ from multiprocessing.connection import Connection, wait
 
 import numpy as np
 from integration.benchmarks.garbage import freeze_garbage
+from integration.benchmarks.growth_sample import (
+    BULK_BYTES,
+    BULK_ROW_BYTES,
+    BULK_ROWS,
+    PER_SAMPLE,
+    PER_TOKEN,
+    ROWS,
+    TASK,
+    TOKENS,
+)
 from numpy.typing import NDArray
 
 from dataplane_core.ledger import ClaimRequest
@@ -28,27 +38,9 @@ from dataplane_tq.packed.slices import Slices
 from dataplane_tq.packed.unit_client import Transport, UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
 
-TASK = "train"
-ROWS = 32
-BULK_ROWS, BULK_ROW_BYTES = 64, 512 << 10
-BULK_BYTES = BULK_ROWS * BULK_ROW_BYTES
-
 _TIMEOUT_S = 60.0
 _LEASE_S = 60.0
 _ANSWER_S = 120.0
-_PER_TOKEN = {
-    "input_ids": "torch.int64",
-    "token_mask": "torch.int64",
-    "generation_logprobs": "torch.float32",
-    "prev_logprobs": "torch.float32",
-    "advantages": "torch.float32",
-}
-_PER_SAMPLE = {
-    "input_lengths": "torch.int64",
-    "sample_mask": "torch.float32",
-    "total_reward": "torch.float32",
-}
-_TOKENS = 8
 _ITEM = {"torch.int64": 8, "torch.float32": 4, "torch.uint8": 1}
 
 
@@ -164,7 +156,7 @@ class LightClient:
                 flat, (start, _) = values[layout.name], layout.row_range(0)
                 piece = block.offset, Slices(flat, [start], [layout.nbytes])
                 self._units[transport][block.unit].write([piece], _TIMEOUT_S)
-            tags = [{"weight_version": 1, "input_lengths": _TOKENS} for _ in ids]
+            tags = [{"weight_version": 1, "input_lengths": TOKENS} for _ in ids]
             session.ask(p.CommitPut(tags), type(None))
         return ids
 
@@ -242,13 +234,13 @@ def small_layouts(rows: int) -> list[FieldLayout]:
     """Return the layouts of eight fields of a GRPO sample of few tokens."""
     per_token = [
         FieldLayout(
-            name, kind, True, (), np.cumsum([_TOKENS * _ITEM[kind]] * rows).tobytes(), 0, rows
+            name, kind, True, (), np.cumsum([TOKENS * _ITEM[kind]] * rows).tobytes(), 0, rows
         )
-        for name, kind in _PER_TOKEN.items()
+        for name, kind in PER_TOKEN.items()
     ]
     per_sample = [
         FieldLayout(name, kind, False, (), b"", _ITEM[kind], rows)
-        for name, kind in _PER_SAMPLE.items()
+        for name, kind in PER_SAMPLE.items()
     ]
     return [*per_token, *per_sample]
 

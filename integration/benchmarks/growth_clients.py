@@ -22,9 +22,6 @@ from typing import Literal
 import numpy as np
 from integration.benchmarks import cluster
 from integration.benchmarks.growth_client import (
-    BULK_BYTES,
-    ROWS,
-    TASK,
     Bulk,
     Cycles,
     Done,
@@ -32,6 +29,7 @@ from integration.benchmarks.growth_client import (
     light_clients,
     small_layouts,
 )
+from integration.benchmarks.growth_sample import BULK_BYTES, ROWS, TASK
 from integration.benchmarks.growth_store import GrowingStore, growing_store
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.spawned import Spawned, spawned
@@ -122,10 +120,7 @@ class ClientsResult:
     def ratio(self, clients: int) -> Summary:
         """Return the throughput, divided by that of eight clients."""
         rates = {count: [each.rate for each in self.rounds[count]] for count in self.rounds}
-        pairs = zip(rates[clients], rates[_REFERENCE], strict=True)
-        rounds = Summary.of([above / below for above, below in pairs])
-        value = float(np.median(rates[clients]) / np.median(rates[_REFERENCE]))
-        return Summary(value, rounds.p99, rounds.spread, rounds.count)
+        return Summary.of_ratio(rates[clients], rates[_REFERENCE])
 
     def rows(self) -> list[list[str]]:
         """Return rows for a table with `CLIENTS_HEADINGS`."""

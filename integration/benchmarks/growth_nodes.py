@@ -18,9 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: a configuration, and Ray handles
 
-import numpy as np
 import ray
 import torch
+from integration.benchmarks.growth_sample import (
+    BULK_BYTES,
+    BULK_ROW_BYTES,
+    BULK_ROWS,
+    PER_TOKEN,
+    ROWS,
+    TASK,
+    TOKENS,
+)
+from integration.benchmarks.growth_store import growing_config, small_columns
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
 from integration.cluster.machines import Machines, MachinesError
@@ -46,18 +55,7 @@ _SAME, _OTHER = "same", "other"
 _NAMES = ("left", "right")
 _ROUNDS, _WARM_UPS, _TIMES = 12, 2, 5
 _TIMEOUT_S = 180.0
-_PARTITION, _TASK = "growth", "train"
-_SMALL_ROWS, _TOKENS = 32, 8
-_BULK_ROWS, _BULK_ROW_BYTES = 64, 512 << 10
-_BULK_BYTES = _BULK_ROWS * _BULK_ROW_BYTES
-_PER_TOKEN = {
-    "input_ids": torch.int64,
-    "token_mask": torch.int64,
-    "generation_logprobs": torch.float32,
-    "prev_logprobs": torch.float32,
-    "advantages": torch.float32,
-}
-_PER_SAMPLE = ("input_lengths", "sample_mask", "total_reward")
+_PARTITION = "growth"
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,7 @@ class NodesResult:
 
     def _ratio(self, operation: str) -> Summary:
         above, below = (self.seconds[node][operation] for node in (_OTHER, _SAME))
-        rounds = Summary.of([a / b for a, b in zip(above, below, strict=True)])
-        value = float(np.median(above) / np.median(below))
-        return Summary(value, rounds.p99, rounds.spread, rounds.count)
+        return Summary.of_ratio(above, below)
 
     def rows(self) -> list[list[str]]:
         """Return rows for a table with `NODES_HEADINGS`."""
@@ -85,8 +81,8 @@ class NodesResult:
             ratio = self._ratio(operation)
             moved = ["", "", ""]
             if operation.endswith("_bulk"):
-                rates = (f"{_BULK_BYTES / each.value / 1e9:.2f}" for each in (same, other))
-                moved = [f"{_BULK_BYTES / 1e6:.0f}", *rates]
+                rates = (f"{BULK_BYTES / each.value / 1e9:.2f}" for each in (same, other))
+                moved = [f"{BULK_BYTES / 1e6:.0f}", *rates]
             times = (same.value, same.p99, other.value, other.p99)
             cells = [f"{seconds * 1e3:.3g}" for seconds in times]
             rows.append([operation, *cells, f"{ratio.value:.2f} ({ratio.spread:.2f})", *moved])
@@ -144,9 +140,8 @@ class _Side:
         self._client = TQDataPlaneClient(cfg, bootstrap=False)
         self._name = name
         self._number = 0
-        small = {name: torch.ones(_SMALL_ROWS, _TOKENS, dtype=d) for name, d in _PER_TOKEN.items()}
-        self._small = small | {name: torch.ones(_SMALL_ROWS) for name in _PER_SAMPLE}
-        self._bulk = torch.randint(0, 256, (_BULK_ROWS, _BULK_ROW_BYTES), dtype=torch.uint8)
+        self._small = small_columns(ROWS)
+        self._bulk = torch.randint(0, 256, (BULK_ROWS, BULK_ROW_BYTES), dtype=torch.uint8)
 
     def run(self) -> dict[str, list[float]]:
         """Run every operation several times; return the seconds of each."""
@@ -161,12 +156,12 @@ class _Side:
             return answer
 
         client, fields, bulk = self._client, list(self._small), {"bulk": self._bulk}
-        cut = {"lengths": [_TOKENS] * _SMALL_ROWS, "ragged": list(_PER_TOKEN)}
+        cut = {"lengths": [TOKENS] * ROWS, "ragged": list(PER_TOKEN)}
         needed = ["input_ids"]
         for _ in range(_TIMES):
-            ids, bulk_ids = self._ids(_SMALL_ROWS), self._ids(_BULK_ROWS)
+            ids, bulk_ids = self._ids(ROWS), self._ids(BULK_ROWS)
             timed("put32", client.put_columns, ids, _PARTITION, self._small, **cut)
-            claimed = timed("claim32", client.claim_meta, _PARTITION, _TASK, needed, _SMALL_ROWS)
+            claimed = timed("claim32", client.claim_meta, _PARTITION, TASK, needed, ROWS)
             assert sorted(claimed.sample_ids) == sorted(ids)
             timed("get32", client.get_columns, ids, _PARTITION, fields)
             timed("put_bulk", client.put_columns, bulk_ids, _PARTITION, bulk)
@@ -184,23 +179,11 @@ def main(address: str) -> None:
     """Measure on a cluster, and print the samples as JSON."""
     ray.init(address=address, namespace="growth", logging_level="ERROR", log_to_driver=False)
     same, other = _NAMES
-    cfg = {
-        "enabled": True,
-        "impl": "transfer_queue",
-        "backend": "packed",
-        "storage_capacity": 10_000,
-        "num_storage_units": 1,
-        "claim_meta_poll_interval_s": 1.0,
-        "global_segment_size": 512 << 20,
-        "local_buffer_size": 0,
-        "transfer_queue_mirror": False,
-        "claim_lease_s": 60.0,
-        "unit_resources": {same: 1},
-    }
+    cfg = growing_config(units=1, unit_bytes=512 << 20, capacity=10_000, unit_resources={same: 1})
     seconds: dict[str, dict[str, list[float]]] = {_SAME: {}, _OTHER: {}}
     order = random.Random(SEED)
     with TQDataPlaneClient(cfg, bootstrap=True) as client:
-        client.register_partition(_PARTITION, [], 0, [_TASK])
+        client.register_partition(_PARTITION, [], 0, [TASK])
         actor: Any = ray.remote(_Side)
         sides = {
             node: actor.options(num_cpus=0.1, resources={name: 1}).remote(cfg, node)

@@ -8,19 +8,16 @@ before as well, alone in the store: that shows costs that grow with the rows of 
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
 from integration.benchmarks import cluster
 from integration.benchmarks.garbage import freeze_garbage
-from integration.benchmarks.growth_client import TASK
-from integration.benchmarks.growth_store import GrowingStore, growing_store
+from integration.benchmarks.growth_sample import PER_TOKEN, ROWS, TASK, TOKENS
+from integration.benchmarks.growth_store import GrowingStore, growing_store, small_columns
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
 
@@ -41,17 +38,8 @@ MEMORY_HEADINGS = [
     "directory, RSS MB",
 ]
 
-_COUNT = 32
 _FILL = 512
 """Rows of a put while a partition is filled: the samples of one step."""
-_TOKENS = 8
-_PER_TOKEN = {
-    "input_ids": torch.int64,
-    "token_mask": torch.int64,
-    "generation_logprobs": torch.float32,
-    "prev_logprobs": torch.float32,
-    "advantages": torch.float32,
-}
 _UNIT_BYTES = 2 << 30
 _MIN_ROWS_OF_MEMORY = 50_000
 """Smallest partition of which the growth of a process's memory says something."""
@@ -111,9 +99,7 @@ class RowsResult:
         """
         above = self.seconds[partition][operation]
         below = self.seconds[self._smallest][operation]
-        rounds = Summary.of([a / b for a, b in zip(above, below, strict=True)])
-        value = float(np.median(above) / np.median(below))
-        return Summary(value, rounds.p99, rounds.spread, rounds.count)
+        return Summary.of_ratio(above, below)
 
     def bytes_per_row(self, partition: Partition) -> float | None:
         """Return the directory's memory per row; None if the partition is too small."""
@@ -211,7 +197,7 @@ def _fill(store: GrowingStore, partition: Partition, result: RowsResult) -> None
     result.resident_bytes[partition] = store.directory.memory_info().rss
     result.added_bytes[partition] = result.resident_bytes[partition] - before
     began = time.perf_counter()
-    claimed = store.client.claim_meta(partition.label, TASK, ["input_ids"], _COUNT)
+    claimed = store.client.claim_meta(partition.label, TASK, ["input_ids"], ROWS)
     result.first_claim_s[partition] = time.perf_counter() - began
     store.client.release(claimed)
 
@@ -221,21 +207,11 @@ def _put(store: GrowingStore, partition: Partition, prefix: str, count: int) -> 
     store.client.put_columns(
         [f"{prefix}_p{row // 8:02d}_g{row % 8}" for row in range(count)],
         partition.label,
-        _columns(count),
-        [{"weight_version": 1, "input_lengths": _TOKENS} for _ in range(count)],
-        lengths=[_TOKENS] * count,
-        ragged=list(_PER_TOKEN),
+        small_columns(count),
+        [{"weight_version": 1, "input_lengths": TOKENS} for _ in range(count)],
+        lengths=[TOKENS] * count,
+        ragged=list(PER_TOKEN),
     )
-
-
-@functools.cache
-def _columns(count: int) -> dict[str, torch.Tensor]:
-    """Return eight columns of a GRPO batch with few tokens."""
-    per_token = {
-        name: torch.ones(count, _TOKENS, dtype=dtype) for name, dtype in _PER_TOKEN.items()
-    }
-    per_sample = {name: torch.ones(count) for name in ("sample_mask", "total_reward")}
-    return {**per_token, **per_sample, "input_lengths": torch.full((count,), _TOKENS)}
 
 
 def _measure(
@@ -249,15 +225,15 @@ def _measure(
     for number in range(warm_ups + rounds):
         for partition in order.sample(partitions, len(partitions)):
             marks = [time.perf_counter()]
-            _put(store, partition, f"round{number:05d}", _COUNT)
+            _put(store, partition, f"round{number:05d}", ROWS)
             marks.append(time.perf_counter())
-            claimed = client.claim_meta(partition.label, TASK, ["input_ids"], _COUNT)
+            claimed = client.claim_meta(partition.label, TASK, ["input_ids"], ROWS)
             marks.append(time.perf_counter())
             client.acknowledge(claimed)
             marks.append(time.perf_counter())
             client.clear_samples(claimed.sample_ids, partition.label)
             marks.append(time.perf_counter())
-            assert claimed.size == _COUNT
+            assert claimed.size == ROWS
             if number >= warm_ups:
                 names = ("put", "claim", "acknowledge", "clear")
                 for name, first, last in zip(names, marks, marks[1:], strict=False):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any  # Any: Ray handles have no static types
 
-import numpy as np
 import ray
 from integration.benchmarks.cases import Case
 from integration.benchmarks.summary import Summary
@@ -57,9 +56,7 @@ class Samples:
         """
         above = self.seconds[case, over, operation]
         below = self.seconds[case, under, operation]
-        rounds = Summary.of([a / b for a, b in zip(above, below, strict=True)])
-        value = float(np.median(above) / np.median(below))
-        return Summary(value, rounds.p99, rounds.spread, rounds.count)
+        return Summary.of_ratio(above, below)
 
 
 @dataclass(frozen=True)

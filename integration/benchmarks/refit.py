@@ -97,10 +97,7 @@ class RefitResult:
             return None
         refit_mx = self._seconds(transport, common, both_steps=both_steps)
         other = self._seconds(way, common, both_steps=both_steps)
-        rounds = Summary.of(list(other / refit_mx))
-        return Summary(
-            float(np.median(other) / np.median(refit_mx)), rounds.p99, rounds.spread, rounds.count
-        )
+        return Summary.of_ratio(other, refit_mx)
 
     def _seconds(self, way: str, rounds: Sequence[int], *, both_steps: bool) -> Any:
         index = [self.rounds[way].index(each) for each in rounds]
