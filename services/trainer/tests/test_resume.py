@@ -141,7 +141,7 @@ tracing.enabled tracing.endpoint tracing.verbose tracking.sinks
 checkpointing.every_steps checkpointing.journal checkpointing.keep_last
 validation.batch_size validation.every_steps
 grpo.num_steps grpo.asynchronous.generators grpo.asynchronous.min_generators
-grpo.asynchronous.replace_lost env.step_timeout_s policy.micro_batch_size
+grpo.asynchronous.replace_lost env.step_timeout_s policy.micro_batch_size policy.when_rank_dies
 policy.dynamic_batching.max_tokens_per_microbatch
 data_plane.ack_timeout_ms data_plane.claim_lease_s data_plane.claim_meta_poll_interval_s
 data_plane.global_segment_size data_plane.local_buffer_size data_plane.num_storage_units

@@ -15,7 +15,6 @@ from dataplane_core import DataPlaneClient, TagFilter, held_claim
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.policy.streaming_worker import STREAM_FIELDS
-from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.samples.partition import TRAIN
 from grpo_trainer.samples.tasks import TRAIN_TASK
 from observability import record_trained
@@ -31,7 +30,7 @@ class PolicyRanks:
         calls: the run's actors by name.
         names: names of the ranks' actors, by rank; loaded, and in no process group yet.
         client: the driver's client.
-        weight_sync: transfer of the policy's weights.
+        changed: called with the names, by rank, after a rank was dropped.
         continues: whether the run continues without a rank that dies.
         notice: called with a line when it does.
 
@@ -49,14 +48,14 @@ class PolicyRanks:
         names: Sequence[str],
         *,
         client: DataPlaneClient,
-        weight_sync: RefitWeightSync,
+        changed: Callable[[list[str]], object],
         continues: bool,
         notice: Callable[[str], object],
     ) -> None:
         self.names = list(names)
         self._calls = calls
         self._client = client
-        self._weight_sync = weight_sync
+        self._changed = changed
         self.continues = continues
         self._notice = notice
         self._join()
@@ -75,7 +74,7 @@ class PolicyRanks:
     def drop_dead(self, error: WorkerError, progress: str = "progress") -> list[Any]:
         """Continue without the ranks that died.
 
-        Call it when no rank works any more. The next refit publishes the weights again.
+        Call it when no rank works any more.
 
         Args:
             error: raised if no rank has died, or the run does not continue without one.
@@ -98,7 +97,7 @@ class PolicyRanks:
         self.names = sorted(alive, key=lambda name: -len(reports[name]))
         self._join()
         self._calls.each("share_state", dict.fromkeys(self.names, ((), {})))
-        self._weight_sync.replace_sources(self.names)
+        self._changed(self.names)
         for claim in self._client.list_claims(TRAIN):
             if claim.rank is not None:  # the ranks that live hold none
                 self._client.end_claim(TRAIN, claim.claim, expired_only=False)

@@ -144,6 +144,14 @@ class RunActors:
             workers = [names.worker for names in self.generators]
             loading = [*workers, *self.policy_workers]
             self.calls.each("ready", {name: ((), {}) for name in loading})
+            self.policy_ranks = PolicyRanks(
+                self.calls,
+                self.policy_workers,
+                client=self.data_plane,
+                changed=lambda names: self.weight_sync.replace_sources(names),
+                continues=config.policy.when_rank_dies == "proceed",
+                notice=notice,
+            )
             self.weight_sync = RefitWeightSync(
                 self.calls,
                 config.refit,
@@ -152,14 +160,6 @@ class RunActors:
                 targets=workers,
             )
             self._has_weight_sync = True
-            self.policy_ranks = PolicyRanks(
-                self.calls,
-                self.policy_workers,
-                client=self.data_plane,
-                weight_sync=self.weight_sync,
-                continues=config.policy.when_rank_dies == "proceed",
-                notice=notice,
-            )
         except BaseException:  # no process may stay behind, whatever the error
             self.close()
             raise
