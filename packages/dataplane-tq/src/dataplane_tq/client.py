@@ -272,9 +272,12 @@ class TQDataPlaneClient(DataPlaneClient):
             # A store with `registers` has reported the rows during the write.
             reporter = None if self._store.registers or not sample_ids else self._reporter
             commit = p.CommitPut(put.tags, reporter is not None, put.origin, put.acknowledge)
-            for each in session.ask(commit, list[p.Consumption]):
-                if self._reporter is not None:
-                    self._reporter.report_claim(each.sample_ids, partition_id, each.task_name)
+            if put.acknowledge:
+                for each in session.ask(commit, list[p.Consumption]):
+                    if self._reporter is not None:
+                        self._reporter.report_claim(each.sample_ids, partition_id, each.task_name)
+            else:
+                session.ask(commit, type(None))
             if reporter is not None:
                 tags = put.copied_tags()
                 fields = list(encoded.kinds)

@@ -79,7 +79,9 @@ class CheckPut(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommitPut(msgspec.Struct, frozen=True, tag=True):
-    """Make the connection's put visible. Answer: list of `Consumption`, to report now.
+    """Make the connection's put visible.
+
+    Answer: None; with ``acknowledge`` a list of `Consumption`, to report now.
 
     Attributes:
         tags: one dict per sample; None leaves their tags as they are.

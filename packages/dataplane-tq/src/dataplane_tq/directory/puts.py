@@ -48,9 +48,11 @@ class Putting(Operation):
                 f"for {len(ticket.sample_ids)} samples"
             )
 
-    def consumption(self, request: p.CommitPut) -> list[p.Consumption]:
+    def consumption(self, request: p.CommitPut) -> list[p.Consumption] | None:
         """Return what the commit will acknowledge, unless the answer to `Reported` names it."""
-        if not request.acknowledge or request.reported:
+        if not request.acknowledge:
+            return None
+        if request.reported:
             return []
         lease = self._ticket.partition.leases[self._ticket.token or ""]
         held = [each for each in self._ticket.sample_ids if each in lease.rows]
