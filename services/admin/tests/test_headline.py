@@ -49,9 +49,9 @@ def wait(kind, seconds, run="slow"):
 
 
 def page(job, monkeypatch, *waits, stuck_after_s=60.0, run=None):
-    answers = job.app.state.answers
-    monkeypatch.setattr(answers, "why", lambda *, run=None: list(waits))
-    return overview(answers, Buckets(answers), run, stuck_after_s=stuck_after_s)
+    service = job.app.state.service
+    monkeypatch.setattr(service, "why", lambda *, run=None: list(waits))
+    return overview(service, Buckets(service), run, stuck_after_s=stuck_after_s)
 
 
 def state(job, monkeypatch, *waits, **query):
@@ -145,15 +145,15 @@ def test_a_long_wait_without_traces_is_stuck(job, send, monkeypatch, kind):
 
 def test_the_headline_names_a_step_of_the_table_below(job, send, monkeypatch):
     send(ago_s=2, seconds=1, step=7)
-    put_together = job.app.state.answers.trace
+    put_together = job.app.state.service.trace
 
     def meanwhile(trace_id):
-        monkeypatch.setattr(job.app.state.answers, "trace", put_together)
+        monkeypatch.setattr(job.app.state.service, "trace", put_together)
         send(ago_s=0, seconds=1, step=8)
         return put_together(trace_id)
 
-    monkeypatch.setattr(job.app.state.answers, "trace", meanwhile)
-    page = overview(job.app.state.answers, Buckets(job.app.state.answers), stuck_after_s=60.0)
+    monkeypatch.setattr(job.app.state.service, "trace", meanwhile)
+    page = overview(job.app.state.service, Buckets(job.app.state.service), stuck_after_s=60.0)
     assert page.headline == "Running: step 7 finished in 1.00 s"
     assert page.last.facts.step == 7
     assert [step.facts.step for step in page.steps] == [7]

@@ -50,7 +50,7 @@ def test_needs_follow_the_newest_claim_of_each_task(job, otlp):
 
 
 def test_only_the_newest_of_many_claims_are_read(job, otlp, monkeypatch):
-    monkeypatch.setattr("dataplane_admin.answers.claims._PAGE", 3)
+    monkeypatch.setattr("dataplane_admin.service.claims._PAGE", 3)
     job.send(
         *(otlp.log("claimed", [f"{at}"], at_s=at, task="train", fields=["x"]) for at in range(9)),
         otlp.log("waiting", at_s=11, wait="w", task="waits", fields=["y"]),

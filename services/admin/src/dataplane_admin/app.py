@@ -11,10 +11,10 @@ from fastapi import Depends, FastAPI
 from starlette.routing import Match
 
 from dataplane_admin import api, ingest, pages
-from dataplane_admin.answers import Answers
-from dataplane_admin.answers.answers import NAME
-from dataplane_admin.answers.claims import Claimants
 from dataplane_admin.live import Connector, Live, LocalConnector, RayConnector
+from dataplane_admin.service import AdminService
+from dataplane_admin.service.claims import Claimants
+from dataplane_admin.service.service import NAME
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, StoreUnavailable
 from dataplane_admin.web import OPEN_PREFIX, OTLP_PREFIX, add_layers, require_csrf
@@ -27,7 +27,7 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     """Return the admin service as an ASGI application with an open store.
 
     It polls the data plane during its lifespan, and then closes the store. ``app.state`` holds
-    ``settings``, ``store``, ``live``, ``answers`` and ``updates``.
+    ``settings``, ``store``, ``live``, ``service`` and ``updates``.
 
     Args:
         settings: settings of the service.
@@ -41,8 +41,8 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     """
     store = Store.open(settings.store_url, retention=settings.retention)
     live = _live(settings, inspector, store)
-    answers = Answers(store, live, settings)
-    updates = api.LiveUpdates(answers, settings.max_subscribers)
+    service = AdminService(store, live, settings)
+    updates = api.LiveUpdates(service, settings.max_subscribers)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -74,16 +74,16 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     app.state.settings = settings
     app.state.store = store
     app.state.live = live
-    app.state.answers = answers
+    app.state.service = service
     app.state.updates = updates
     add_layers(app, settings)
     api.add_error_handlers(app)
     api.add_openapi(app)
-    app.include_router(api.router(answers, updates, allow_actions=settings.allow_actions))
+    app.include_router(api.router(service, updates, allow_actions=settings.allow_actions))
     app.include_router(
         ingest.router(store, settings.limits, keep_sample_text=settings.keep_sample_text)
     )
-    app.include_router(pages.router(answers, settings))
+    app.include_router(pages.router(service, settings))
     if settings.root_path and _is_own(app, settings.root_path):
         store.close()
         raise ValueError(f"root path {settings.root_path!r} is a path of the service")

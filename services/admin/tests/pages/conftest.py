@@ -43,7 +43,7 @@ class Site:
             poll_s=0.05,
         )
         self.app = create_app(settings, inspector=self.plane)
-        self.answers = self.app.state.answers
+        self.service = self.app.state.service
         self.url = ""
 
     def change(self):

@@ -250,7 +250,7 @@ def test_the_waterfall_zooms_by_keyboard_and_by_dragging(watched):
 
 def test_a_deep_link_shows_the_span_and_the_filters(watched, served):
     failed = next(
-        row for row in served.answers.trace(trace_id_of(STEPS - 4)).rows if row.outcome == "error"
+        row for row in served.service.trace(trace_id_of(STEPS - 4)).rows if row.outcome == "error"
     )
     watch = watched()
     page = watch.go("/trace" + SPAN.format(trace_id_of(STEPS - 4), failed.span_id))

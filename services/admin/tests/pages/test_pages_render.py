@@ -146,8 +146,8 @@ def test_the_overview_lists_silent_processes_separately(client):
 
 
 def test_silent_processes_do_not_make_the_headline_stuck(site, client, monkeypatch):
-    gone = [wait for wait in site.answers.why() if wait.silent_s is not None]
-    monkeypatch.setattr(site.answers, "why", lambda *, run=None: gone)
+    gone = [wait for wait in site.service.why() if wait.silent_s is not None]
+    monkeypatch.setattr(site.service, "why", lambda *, run=None: gone)
     page = client.get("/").text
     assert "Silent processes" in Document(page).text
     assert 'id="why"' not in page
@@ -160,10 +160,10 @@ def test_silent_processes_do_not_make_the_headline_stuck(site, client, monkeypat
 )
 def test_a_short_wait_is_not_stuck(site, client, monkeypatch, kind, seconds, stuck):
     [wait] = [
-        changed for changed in site.answers.why() if changed.requested and changed.silent_s is None
+        changed for changed in site.service.why() if changed.requested and changed.silent_s is None
     ]
     changed = wait.model_copy(update={"kind": kind, "seconds": float(seconds)})
-    monkeypatch.setattr(site.answers, "why", lambda *, run=None: [changed])
+    monkeypatch.setattr(site.service, "why", lambda *, run=None: [changed])
     page = client.get("/").text
     assert '<h2 id="why">Blocked</h2>' in page
     text = Document(page).text
@@ -173,11 +173,11 @@ def test_a_short_wait_is_not_stuck(site, client, monkeypatch, kind, seconds, stu
 
 
 def test_bars_of_a_partition_in_constant_use_show_the_present_samples(site, client, monkeypatch):
-    held = site.answers.partitions()
+    held = site.service.partitions()
     [train] = [each for each in held.partitions if each.id == "train"]
     changes = {"present": 480, "put": 5_000, "declared": 60_000, "not_put": 55_000}
     changed = held.model_copy(update={"partitions": [train.model_copy(update=changes)]})
-    monkeypatch.setattr(site.answers, "partitions", lambda: changed)
+    monkeypatch.setattr(site.service, "partitions", lambda: changed)
     text = Document(client.get("/").text).text
     assert "480 samples" in text
     assert "60,000" not in text
@@ -213,8 +213,8 @@ def test_staleness_of_a_step_counts_unknown_samples(client):
 
 def test_staleness_shows_omitted_steps(site, client, monkeypatch):
     counted = {"counts": {1: 2}, "mean": 1.0, "left_out": 3}
-    staleness = site.answers.staleness(run=RUN).model_copy(update=counted)
-    monkeypatch.setattr(site.answers, "staleness", lambda **_: staleness)
+    staleness = site.service.staleness(run=RUN).model_copy(update=counted)
+    monkeypatch.setattr(site.service, "staleness", lambda **_: staleness)
     text = Document(client.get("/staleness").text).text
     assert "The 3 oldest steps are not counted" in " ".join(text.split())
 
@@ -236,11 +236,11 @@ def test_empty_lists_have_a_message(bare_client, path):
 def test_a_page_works_without_the_data_plane(site, client):
     site.plane.is_away = True
     try:
-        site.until(lambda: not site.answers.status().live.attached)
+        site.until(lambda: not site.service.status().live.attached)
         text = Document(client.get("/partition?id=train").text).text
     finally:
         site.plane.is_away = False
-        site.until(lambda: site.answers.status().live.attached)
+        site.until(lambda: site.service.status().live.attached)
     assert "Cannot read the data plane." in text
     assert "the data plane did not answer within 5 s" in text
     assert "jagged int64" in text
@@ -306,7 +306,7 @@ def test_an_incomplete_trace_is_drawn_with_a_note(client):
 
 
 def test_a_trace_shows_every_span_and_the_critical_path(site, client):
-    trace = site.answers.trace(LAST)
+    trace = site.service.trace(LAST)
     page = Document(client.get(f"/trace?id={LAST}").text)
     kinds = [held.get("class") for _, held in page.elements]
     assert kinds.count("bar") == len(trace.rows)
@@ -317,7 +317,7 @@ def test_a_trace_shows_every_span_and_the_critical_path(site, client):
 
 
 def test_a_span_in_the_address_is_shown_in_detail(site, client):
-    got = next(row for row in site.answers.trace(LAST).rows if row.name == "get train")
+    got = next(row for row in site.service.trace(LAST).rows if row.name == "get train")
     page = Document(client.get(f"/trace?id={LAST}&span={got.span_id}").text)
     assert "db.operation.batch.size" in page.text
     assert f"/trace?id={LAST}&span={got.links[0].span_id}" in page.links()

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from dataplane_admin import models
-from dataplane_admin.answers import Answers
 from dataplane_admin.api.openapi import problems
 from dataplane_admin.api.replies import json_reply
+from dataplane_admin.service import AdminService
 from dataplane_admin.web import caller_of
 
 
-def actions_router(answers: Answers) -> APIRouter:
+def actions_router(service: AdminService) -> APIRouter:
     """Return the routes ``POST /api/v1/actions/...``."""
     routes = APIRouter(
         prefix="/api/v1/actions",
@@ -23,16 +23,16 @@ def actions_router(answers: Answers) -> APIRouter:
     @routes.post("/clear", response_model=models.ActionResult)
     def clear_samples(request: Request, change: models.ClearSamples) -> Response:
         """Clear samples or an entire partition."""
-        return json_reply(answers.clear(change, actor=caller_of(request).name))
+        return json_reply(service.clear(change, actor=caller_of(request).name))
 
     @routes.post("/reset-consumption", response_model=models.ActionResult)
     def reset_consumption(request: Request, change: models.ResetConsumption) -> Response:
         """Redeliver acknowledged samples to a task."""
-        return json_reply(answers.reset_consumption(change, actor=caller_of(request).name))
+        return json_reply(service.reset_consumption(change, actor=caller_of(request).name))
 
     @routes.post("/end-claim", response_model=models.ActionResult)
     def end_claim(request: Request, change: models.EndClaim) -> Response:
         """End a claim as if its lease had expired."""
-        return json_reply(answers.end_claim(change, actor=caller_of(request).name))
+        return json_reply(service.end_claim(change, actor=caller_of(request).name))
 
     return routes

@@ -7,8 +7,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from dataplane_admin.answers import AnswerError
 from dataplane_admin.models import encodable_text
+from dataplane_admin.service import ServiceError
 from dataplane_admin.store import StoreError
 from dataplane_admin.web import NOT_STORED, SECURITY_HEADERS, ProblemResponse
 from observability.views import printable
@@ -21,15 +21,15 @@ _SHOWN = 60
 
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of a route of ``app`` with a problem+json."""
-    app.add_exception_handler(AnswerError, _on_answer_error)
+    app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(StoreError, _on_store_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
 
 
-async def _on_answer_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, AnswerError)
+async def _on_service_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
     headers = _RETRY if error.status in (503, 504) else None
     return ProblemResponse(error.status, str(encodable_text(str(error))), headers=headers)
 

@@ -11,17 +11,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dataplane_admin import models
-from dataplane_admin.answers import Answers
 from dataplane_admin.api.openapi import problems
+from dataplane_admin.service import AdminService
 
 MAX_PARTITIONS = 100
 """Maximum number of partitions reported; each has several series."""
 
 
-def metrics_router(answers: Answers) -> APIRouter:
+def metrics_router(service: AdminService) -> APIRouter:
     """Return the route ``GET /metrics``."""
     registry = CollectorRegistry()
-    registry.register(_Figures(answers))
+    registry.register(_Figures(service))
     routes = APIRouter(tags=["service"])
 
     @routes.get(
@@ -45,8 +45,8 @@ def metrics_router(answers: Answers) -> APIRouter:
 class _Figures(Collector):
     """Collector that reads the status once per scrape."""
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, service: AdminService) -> None:
+        self._service = service
 
     def describe(self) -> list[Metric]:
         """Return nothing: describing the metrics would collect them."""
@@ -54,9 +54,9 @@ class _Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        status = self._answers.status()
+        status = self._service.status()
         yield from _of_service(status)
-        yield from _of_partitions(self._answers.partitions().partitions[:MAX_PARTITIONS])
+        yield from _of_partitions(self._service.partitions().partitions[:MAX_PARTITIONS])
 
 
 def _of_service(status: models.Status) -> Iterator[Metric]:

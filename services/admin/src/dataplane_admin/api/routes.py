@@ -9,8 +9,14 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator
 
 from dataplane_admin import models
-from dataplane_admin.answers import Answers
-from dataplane_admin.answers.answers import (
+from dataplane_admin.api.actions import actions_router
+from dataplane_admin.api.metrics import metrics_router
+from dataplane_admin.api.openapi import problems
+from dataplane_admin.api.replies import conditional_reply, json_reply
+from dataplane_admin.api.updates import LiveUpdates
+from dataplane_admin.service import AdminService
+from dataplane_admin.service.cursors import MAX_CURSOR
+from dataplane_admin.service.service import (
     MAX_ID,
     MAX_PAGE,
     MAX_RANGES,
@@ -18,13 +24,7 @@ from dataplane_admin.answers.answers import (
     MAX_WINDOWS,
     NAME,
 )
-from dataplane_admin.answers.cursors import MAX_CURSOR
-from dataplane_admin.answers.traces import canonical_trace_id
-from dataplane_admin.api.actions import actions_router
-from dataplane_admin.api.metrics import metrics_router
-from dataplane_admin.api.openapi import problems
-from dataplane_admin.api.replies import conditional_reply, json_reply
-from dataplane_admin.api.updates import LiveUpdates
+from dataplane_admin.service.traces import canonical_trace_id
 
 Id = Annotated[str, Query(min_length=1, max_length=MAX_ID)]
 TraceId = Annotated[
@@ -44,23 +44,23 @@ _ALWAYS = problems(400, 401, 403, 422, 503)
 _ASKS = problems(404, 504)
 
 
-def router(answers: Answers, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
+def router(service: AdminService, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
     """Return all API routes except those that receive telemetry.
 
     The name of a route's function is its operation id. Client generators derive method names from
     it, so it begins with a verb: ``list_partitions``. Renaming it breaks generated clients.
     """
     routes = APIRouter()
-    routes.include_router(_probes(answers))
-    routes.include_router(_live(answers, updates))
-    routes.include_router(_history(answers))
-    routes.include_router(metrics_router(answers))
+    routes.include_router(_probes(service))
+    routes.include_router(_live(service, updates))
+    routes.include_router(_history(service))
+    routes.include_router(metrics_router(service))
     if allow_actions:
-        routes.include_router(actions_router(answers))
+        routes.include_router(actions_router(service))
     return routes
 
 
-def _probes(answers: Answers) -> APIRouter:
+def _probes(service: AdminService) -> APIRouter:
     routes = APIRouter(tags=["service"])
 
     @routes.get("/healthz", response_model=models.Liveness, responses=problems(400, 403))
@@ -78,35 +78,35 @@ def _probes(answers: Answers) -> APIRouter:
     )
     def get_readiness() -> Response:
         """Report whether telemetry can be stored, and the state of the data plane connection."""
-        readiness = answers.readiness()
+        readiness = service.readiness()
         return json_reply(readiness, status=200 if readiness.ready else 503)
 
     @routes.get("/api/v1/version", response_model=models.Version, responses=_ALWAYS)
     def get_version() -> Response:
         """Return name and version."""
-        return json_reply(models.Version(name=NAME, version=answers.version))
+        return json_reply(models.Version(name=NAME, version=service.version))
 
     @routes.get("/api/v1/status", response_model=models.Status, responses=_ALWAYS)
     def get_status() -> Response:
         """Return the state of the service."""
-        return json_reply(answers.status())
+        return json_reply(service.status())
 
     return routes
 
 
-def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
+def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["live"], responses=_ALWAYS)
 
     @routes.get("/partitions", response_model=models.Partitions, responses=_KEPT)
     def list_partitions(request: Request) -> Response:
         """List partitions and storage units, from one snapshot."""
-        return conditional_reply(request, answers.revisions, answers.partitions, ages=True)
+        return conditional_reply(request, service.revisions, service.partitions, ages=True)
 
     @routes.get("/partition", response_model=models.Partition, responses={**_KEPT, **problems(404)})
     def get_partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
         """Return one partition, from the newest snapshot."""
         return conditional_reply(
-            request, answers.revisions, lambda: answers.partition(id), ages=True
+            request, service.revisions, lambda: service.partition(id), ages=True
         )
 
     @routes.get(
@@ -119,7 +119,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
     ) -> Response:
         """Return the samples of a partition by field and task, in windows."""
         return conditional_reply(
-            request, answers.revisions, lambda: answers.partition_matrix(id, windows=windows)
+            request, service.revisions, lambda: service.partition_matrix(id, windows=windows)
         )
 
     @routes.get(
@@ -129,7 +129,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
     )
     def get_partition_history(request: Request, id: Id) -> Response:  # noqa: A002
         """Return the numbers of a partition over the last hour."""
-        return conditional_reply(request, answers.revisions, lambda: answers.partition_history(id))
+        return conditional_reply(request, service.revisions, lambda: service.partition_history(id))
 
     @routes.get("/partition/samples", response_model=models.SamplePage, responses=_ASKS)
     def list_partition_samples(
@@ -138,12 +138,12 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
         limit: Limit = 100,
     ) -> Response:
         """List a page of samples, read from the data plane."""
-        return json_reply(answers.partition_samples(id, start=start, limit=limit))
+        return json_reply(service.partition_samples(id, start=start, limit=limit))
 
     @routes.get("/partition/claims", response_model=list[models.Claim], responses=_ASKS)
     def list_partition_claims(id: Id) -> Response:  # noqa: A002
         """List held claims, oldest first, read from the data plane."""
-        return json_reply(answers.partition_claims(id))
+        return json_reply(service.partition_claims(id))
 
     @routes.get(
         "/live",
@@ -162,7 +162,7 @@ def _live(answers: Answers, updates: LiveUpdates) -> APIRouter:
     return routes
 
 
-def _history(answers: Answers) -> APIRouter:
+def _history(service: AdminService) -> APIRouter:
     routes = APIRouter(prefix="/api/v1", tags=["history"], responses=_ALWAYS)
 
     @routes.get("/samples", response_model=models.SampleHits, responses=problems(504))
@@ -179,7 +179,7 @@ def _history(answers: Answers) -> APIRouter:
         `q` is the prefix.
         """
         return json_reply(
-            answers.samples(
+            service.samples(
                 q, tag=tag, value=value, partition=partition, cursor=cursor, limit=limit
             )
         )
@@ -190,7 +190,7 @@ def _history(answers: Answers) -> APIRouter:
         partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
         """Return the lifecycle of one sample."""
-        return json_reply(answers.sample(id, partition=partition))
+        return json_reply(service.sample(id, partition=partition))
 
     @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
     def list_blocked_tasks(
@@ -202,7 +202,7 @@ def _history(answers: Answers) -> APIRouter:
         `run` filters by the run of the process; idle tasks of the data plane belong to no run.
         """
         return conditional_reply(
-            request, answers.revisions, lambda: answers.why(run=run), ages=True
+            request, service.revisions, lambda: service.why(run=run), ages=True
         )
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)
@@ -213,13 +213,13 @@ def _history(answers: Answers) -> APIRouter:
     ) -> Response:
         """Return the staleness of trained samples, in weight versions."""
         return conditional_reply(
-            request, answers.revisions, lambda: answers.staleness(run=run, steps=steps)
+            request, service.revisions, lambda: service.staleness(run=run, steps=steps)
         )
 
     @routes.get("/runs", response_model=models.Runs, responses=_KEPT)
     def list_runs(request: Request) -> Response:
         """List runs, newest first."""
-        return conditional_reply(request, answers.revisions, answers.runs)
+        return conditional_reply(request, service.revisions, service.runs)
 
     @routes.get("/run/steps", response_model=models.RunSteps, responses=_KEPT)
     def get_run_steps(
@@ -229,7 +229,7 @@ def _history(answers: Answers) -> APIRouter:
     ) -> Response:
         """Return step durations of a run, by default the newest with a finished step."""
         return conditional_reply(
-            request, answers.revisions, lambda: answers.run_steps(run=run, ranges=ranges)
+            request, service.revisions, lambda: service.run_steps(run=run, ranges=ranges)
         )
 
     @routes.get("/traces", response_model=models.Traces, responses=_KEPT)
@@ -247,8 +247,8 @@ def _history(answers: Answers) -> APIRouter:
         """List traces, newest first."""
         return conditional_reply(
             request,
-            answers.revisions,
-            lambda: answers.traces(
+            service.revisions,
+            lambda: service.traces(
                 run=run,
                 step=step,
                 min_s=min_s,
@@ -263,7 +263,7 @@ def _history(answers: Answers) -> APIRouter:
     @routes.get("/trace", response_model=models.Trace, responses={**_KEPT, **problems(404)})
     def get_trace(request: Request, id: TraceId) -> Response:  # noqa: A002
         """Return one trace across all its processes."""
-        return conditional_reply(request, answers.revisions, lambda: answers.trace(id))
+        return conditional_reply(request, service.revisions, lambda: service.trace(id))
 
     @routes.get(
         "/trace/compare",
@@ -272,13 +272,13 @@ def _history(answers: Answers) -> APIRouter:
     )
     def compare_traces(request: Request, a: TraceId, b: TraceId) -> Response:
         """Compare two traces."""
-        return conditional_reply(request, answers.revisions, lambda: answers.trace_compare(a, b))
+        return conditional_reply(request, service.revisions, lambda: service.trace_compare(a, b))
 
     @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
     def list_audit_entries(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
         """List manual changes, newest first."""
         return conditional_reply(
-            request, answers.revisions, lambda: answers.audit(cursor=cursor, limit=limit)
+            request, service.revisions, lambda: service.audit(cursor=cursor, limit=limit)
         )
 
     @routes.get("/series", response_model=list[models.Series], responses=_KEPT)
@@ -287,6 +287,6 @@ def _history(answers: Answers) -> APIRouter:
         name: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
         """Return the newest value of each metric series."""
-        return conditional_reply(request, answers.revisions, lambda: answers.series(name=name))
+        return conditional_reply(request, service.revisions, lambda: service.series(name=name))
 
     return routes

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dataplane_admin.answers import Answers
 from dataplane_admin.models import Changed
+from dataplane_admin.service import AdminService
 from dataplane_admin.store import StoreError
 from dataplane_admin.web import ProblemResponse
 
@@ -28,12 +28,12 @@ class LiveUpdates:
     """Subscribers of live updates. Used within one event loop.
 
     Args:
-        answers: source of the revisions.
+        service: source of the revisions.
         maximum: maximum number of subscribers.
     """
 
-    def __init__(self, answers: Answers, maximum: int) -> None:
-        self._answers = answers
+    def __init__(self, service: AdminService, maximum: int) -> None:
+        self._service = service
         self._maximum = maximum
         self._waiting = 0
         self._ending = False
@@ -83,7 +83,7 @@ class LiveUpdates:
 
     def _count(self, change: int) -> None:
         self._waiting += change
-        self._answers.subscribed(change)
+        self._service.subscribed(change)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -94,7 +94,7 @@ class LiveUpdates:
         while not self._ending:
             # If the store is unavailable, the next poll reads the change.
             with contextlib.suppress(StoreError):
-                newest = await asyncio.to_thread(lambda: self._answers.revisions)
+                newest = await asyncio.to_thread(lambda: self._service.revisions)
                 if newest != self._newest:
                     self._newest = newest
                     self._wake()

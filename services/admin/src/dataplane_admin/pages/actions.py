@@ -10,10 +10,10 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from dataplane_admin import models
-from dataplane_admin.answers import AnswerError, Answers, Refused
 from dataplane_admin.pages import words
 from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.params import Params
+from dataplane_admin.service import AdminService, Refused, ServiceError
 from observability.views.printable import printable
 
 _Request = TypeVar("_Request", bound=models.Model)
@@ -42,20 +42,20 @@ class Confirmation:
     option: tuple[str, str] | None = None
 
 
-def confirmation(answers: Answers, name: str, params: Params) -> Confirmation:
+def confirmation(service: AdminService, name: str, params: Params) -> Confirmation:
     """Return the confirmation page of an action.
 
     Raises:
-        AnswerError: a required parameter is missing.
+        ServiceError: a required parameter is missing.
     """
-    return _CONFIRMATIONS[name](answers, params, params.required("partition"))
+    return _CONFIRMATIONS[name](service, params, params.required("partition"))
 
 
-def perform(answers: Answers, name: str, params: Params, actor: str) -> models.ActionResult:
+def perform(service: AdminService, name: str, params: Params, actor: str) -> models.ActionResult:
     """Run a confirmed action.
 
     Raises:
-        AnswerError: the action was refused or failed.
+        ServiceError: the action was refused or failed.
     """
     partition = params.required("partition")
     confirm = params.text("confirm")
@@ -67,12 +67,12 @@ def perform(answers: Answers, name: str, params: Params, actor: str) -> models.A
             f"the confirmation is '{printable(confirm[:80])}'; expected the partition name "
             f"'{printable(partition)}'. Nothing was changed"
         )
-    return _ACTIONS[name](answers, params, partition, actor)
+    return _ACTIONS[name](service, params, partition, actor)
 
 
-def _confirm_clear(answers: Answers, params: Params, partition: str) -> Confirmation:
+def _confirm_clear(service: AdminService, params: Params, partition: str) -> Confirmation:
     ids = params.texts("ids")
-    facts = _facts(answers, partition)
+    facts = _facts(service, partition)
     shown = printable(partition)
     if ids:
         title = f"Clear {words.plural(len(ids), 'sample')}?"
@@ -108,7 +108,7 @@ def _confirm_clear(answers: Answers, params: Params, partition: str) -> Confirma
     )
 
 
-def _confirm_reset(_answers: Answers, params: Params, partition: str) -> Confirmation:
+def _confirm_reset(_service: AdminService, params: Params, partition: str) -> Confirmation:
     ids = params.texts("ids")
     task = params.required("task")
     if not ids:
@@ -129,9 +129,9 @@ def _confirm_reset(_answers: Answers, params: Params, partition: str) -> Confirm
     )
 
 
-def _confirm_end(answers: Answers, params: Params, partition: str) -> Confirmation:
+def _confirm_end(service: AdminService, params: Params, partition: str) -> Confirmation:
     name = params.required("claim")
-    claims = answers.partition_claims(partition)
+    claims = service.partition_claims(partition)
     claim = next((leased for leased in claims if leased.claim == name), None)
     numbers = []
     if claim:
@@ -174,10 +174,10 @@ def _ids(params: Params) -> list[str]:
     return ids
 
 
-def _facts(answers: Answers, partition: str) -> models.Partition | None:
+def _facts(service: AdminService, partition: str) -> models.Partition | None:
     try:
-        return answers.partition(partition)
-    except AnswerError:
+        return service.partition(partition)
+    except ServiceError:
         return None
 
 
@@ -195,42 +195,46 @@ def _checked(make: Callable[[], _Request]) -> _Request:
         raise Refused(f"{place}: {first['msg']}. Nothing was changed") from None
 
 
-def _clear(answers: Answers, params: Params, partition: str, actor: str) -> models.ActionResult:
+def _clear(
+    service: AdminService, params: Params, partition: str, actor: str
+) -> models.ActionResult:
     ids, force = _ids(params) or None, params.flag("force")
     request = _checked(
         lambda: models.ClearSamples(
             partition=partition, sample_ids=ids, force=force, confirm=partition
         )
     )
-    return answers.clear(request, actor=actor)
+    return service.clear(request, actor=actor)
 
 
-def _reset(answers: Answers, params: Params, partition: str, actor: str) -> models.ActionResult:
+def _reset(
+    service: AdminService, params: Params, partition: str, actor: str
+) -> models.ActionResult:
     task, ids = params.required("task"), _ids(params)
     request = _checked(
         lambda: models.ResetConsumption(
             partition=partition, task=task, sample_ids=ids, confirm=partition
         )
     )
-    return answers.reset_consumption(request, actor=actor)
+    return service.reset_consumption(request, actor=actor)
 
 
-def _end(answers: Answers, params: Params, partition: str, actor: str) -> models.ActionResult:
+def _end(service: AdminService, params: Params, partition: str, actor: str) -> models.ActionResult:
     claim, expired_only = params.required("claim"), not params.flag("running")
     request = _checked(
         lambda: models.EndClaim(
             partition=partition, claim=claim, expired_only=expired_only, confirm=partition
         )
     )
-    return answers.end_claim(request, actor=actor)
+    return service.end_claim(request, actor=actor)
 
 
-_CONFIRMATIONS: dict[str, Callable[[Answers, Params, str], Confirmation]] = {
+_CONFIRMATIONS: dict[str, Callable[[AdminService, Params, str], Confirmation]] = {
     "clear": _confirm_clear,
     "reset-consumption": _confirm_reset,
     "end-claim": _confirm_end,
 }
-_ACTIONS: dict[str, Callable[[Answers, Params, str, str], models.ActionResult]] = {
+_ACTIONS: dict[str, Callable[[AdminService, Params, str, str], models.ActionResult]] = {
     "clear": _clear,
     "reset-consumption": _reset,
     "end-claim": _end,

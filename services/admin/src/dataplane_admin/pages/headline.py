@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dataplane_admin import models
-from dataplane_admin.answers import Answers
 from dataplane_admin.pages import words
+from dataplane_admin.service import AdminService
 
 _STEPS = 10
 _RUNS = 5
@@ -42,12 +42,12 @@ class Pace:
 
 
 def paces(
-    answers: Answers, runs: Iterable[str], now_ns: int, stuck_after_s: float
+    service: AdminService, runs: Iterable[str], now_ns: int, stuck_after_s: float
 ) -> dict[str, Pace]:
     """Return the pace of each run.
 
     Args:
-        answers: source of the runs' steps.
+        service: source of the runs' steps.
         runs: run ids; empty for telemetry without a run.
         now_ns: nanoseconds since 1970.
         stuck_after_s: seconds before which nothing is late, however short the steps are.
@@ -56,7 +56,7 @@ def paces(
     by_run = {}
     for run in dict.fromkeys(runs):
         # A run may have traces of single calls besides its steps, or only such traces.
-        steps = answers.steps(run, limit=_STEPS) or answers.traces(run=run, limit=_STEPS).traces
+        steps = service.steps(run, limit=_STEPS) or service.traces(run=run, limit=_STEPS).traces
         # The duration of an unfinished step is unknown.
         finished = [step for step in steps if step.has_root] or steps
         # Use this service's clock: a sender's clock may be a day ahead.
@@ -68,7 +68,7 @@ def paces(
 
 
 def runs_to_judge(
-    answers: Answers,
+    service: AdminService,
     run: str | None,
     waits: Sequence[models.Wait],
     facts: Sequence[models.TraceFacts],
@@ -77,7 +77,7 @@ def runs_to_judge(
     blocked_runs = [item.run_id for item in waits if item.kind == "wait"]
     if run is not None:
         return [run, *blocked_runs]
-    newest = [item.run_id for item in answers.runs().runs[:_RUNS]]
+    newest = [item.run_id for item in service.runs().runs[:_RUNS]]
     return [*blocked_runs, *(item.run_id for item in facts), *newest]
 
 

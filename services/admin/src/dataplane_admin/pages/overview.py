@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from threading import Lock
 
 from dataplane_admin import models
-from dataplane_admin.answers import AnswerError, Answers
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.headline import Pace, headline, newest_pace, paces, runs_to_judge
 from dataplane_admin.pages.links import to
+from dataplane_admin.service import AdminService, ServiceError
 
 _STEPS = 10
 _RUNS = 50
@@ -107,8 +107,8 @@ class Buckets:
     Assembling a trace costs more than the rest of the page.
     """
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, service: AdminService) -> None:
+        self._service = service
         self._cache: OrderedDict[models.TraceFacts, dict[str, float]] = OrderedDict()
         self._lock = Lock()
 
@@ -119,8 +119,8 @@ class Buckets:
         if known is not None:
             return known
         try:
-            seconds = self._answers.trace(facts.trace_id).buckets
-        except AnswerError:
+            seconds = self._service.trace(facts.trace_id).buckets
+        except ServiceError:
             return None
         with self._lock:
             self._cache[facts] = seconds
@@ -130,23 +130,23 @@ class Buckets:
 
 
 def overview(
-    answers: Answers, buckets: Buckets, run: str | None = None, *, stuck_after_s: float
+    service: AdminService, buckets: Buckets, run: str | None = None, *, stuck_after_s: float
 ) -> Overview:
     """Return the overview; with ``run``, blocked tasks and steps of this run only.
 
     Nothing counts as stuck before ``stuck_after_s`` seconds.
     """
-    held = answers.partitions()
+    held = service.partitions()
     # Report the data plane's status as of the snapshot that is shown.
-    status = answers.status().model_copy(update={"live": held.live})
-    waits_of_run = answers.why(run=run)
+    status = service.status().model_copy(update={"live": held.live})
+    waits_of_run = service.why(run=run)
     waits = [item for item in waits_of_run if item.silent_s is None]
     silent = [item for item in waits_of_run if item.silent_s is not None]
-    judged = runs_to_judge(answers, run, waits, _newest(answers, run))
-    pace = paces(answers, judged, status.now_ns, stuck_after_s)
+    judged = runs_to_judge(service, run, waits, _newest(service, run))
+    pace = paces(service, judged, status.now_ns, stuck_after_s)
     state, first_line = headline(status, waits, silent, held.partitions, pace)
     # Read the steps after the headline, so that the table has every step that it names.
-    facts = _newest(answers, run)
+    facts = _newest(service, run)
     longest = max((item.seconds for item in facts), default=0.0)
     rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]
     steps = [_step(item, buckets.of(item), longest) for item in facts]
@@ -162,14 +162,14 @@ def overview(
         units=[_unit(unit) for unit in held.storage],
         put_per_s=sum(rates) if rates else None,
         run=run,
-        runs=answers.runs().runs[:_RUNS],
+        runs=service.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
     )
 
 
-def _newest(answers: Answers, run: str | None) -> list[models.TraceFacts]:
+def _newest(service: AdminService, run: str | None) -> list[models.TraceFacts]:
     """Return the newest steps; the newest traces of a program that has no steps."""
-    return answers.steps(run, limit=_STEPS) or answers.traces(run=run, limit=_STEPS).traces
+    return service.steps(run, limit=_STEPS) or service.traces(run=run, limit=_STEPS).traces
 
 
 def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview | None:

@@ -6,7 +6,7 @@ import math
 
 from starlette.datastructures import FormData, QueryParams
 
-from dataplane_admin.answers import Refused
+from dataplane_admin.service import Refused
 
 _LARGEST = 2**53
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane_admin import models
-from dataplane_admin.answers import Answers
 from dataplane_admin.pages import marks
 from dataplane_admin.pages.heatmap import HeatMap, heat_map
 from dataplane_admin.pages.links import to
+from dataplane_admin.service import AdminService
 
 _PAGE = 50
 _FIRST_PAGE = 25
@@ -59,22 +59,22 @@ def _lines(history: models.PartitionHistory) -> list[Line]:
 
 
 def partition_page(
-    answers: Answers, partition_id: str, *, start: int | None, count: int | None
+    service: AdminService, partition_id: str, *, start: int | None, count: int | None
 ) -> PartitionPage:
     """Return the page of a partition.
 
     Args:
-        answers: source of the data.
+        service: source of the data.
         partition_id: id of the partition.
         start: index of the first sample to list; None if no window is chosen.
         count: samples of the chosen window.
 
     Raises:
-        AnswerError: the partition does not exist or cannot be read.
+        ServiceError: the partition does not exist or cannot be read.
     """
     first = start or 0
     limit = max(1, min(count or _PAGE, _PAGE) if start is not None else _FIRST_PAGE)
-    seen = answers.partition_view(partition_id, start=first, limit=limit)
+    seen = service.partition_view(partition_id, start=first, limit=limit)
     shown = len(seen.samples.samples)
     before = after = None
     if first > 0:
@@ -83,13 +83,13 @@ def partition_page(
         after = to("/partition", id=partition_id, start=first + shown, count=limit)
     return PartitionPage(
         seen=seen,
-        live=answers.status().live,
+        live=service.status().live,
         waits=[
             wait
-            for wait in answers.why()
+            for wait in service.why()
             if wait.partition == partition_id and wait.silent_s is None
         ][:3],
-        history=_lines(answers.partition_history(partition_id)),
+        history=_lines(service.partition_history(partition_id)),
         heat=heat_map(seen.matrix, chosen=start) if seen.matrix.windows else None,
         field_names=[field.name for field in seen.partition.fields],
         window_count=count,

@@ -9,7 +9,6 @@ from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from dataplane_admin import models
-from dataplane_admin.answers import AnswerError, Answers, Refused
 from dataplane_admin.pages import marks
 from dataplane_admin.pages.actions import confirmation, perform
 from dataplane_admin.pages.comparison import comparison_page
@@ -22,6 +21,7 @@ from dataplane_admin.pages.partition import partition_page
 from dataplane_admin.pages.run_page import run_page
 from dataplane_admin.pages.shell import Shell, next_page
 from dataplane_admin.pages.trace_page import trace_page
+from dataplane_admin.service import AdminService, Refused, ServiceError
 from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
 
@@ -34,16 +34,16 @@ _LOGIN_PROBLEMS = {
 _MAX_STEPS = 10_000
 
 
-def router(answers: Answers, settings: Settings) -> APIRouter:
+def router(service: AdminService, settings: Settings) -> APIRouter:
     """Return the routes of all pages and their static files."""
     routes = APIRouter(include_in_schema=False)
     shell = Shell(settings)
     _add_files(routes, shell)
-    _add_state(routes, shell, answers, settings.stuck_after_s)
-    _add_lineage(routes, shell, answers)
-    _add_traces(routes, shell, answers)
+    _add_state(routes, shell, service, settings.stuck_after_s)
+    _add_lineage(routes, shell, service)
+    _add_traces(routes, shell, service)
     if settings.allow_actions:
-        _add_actions(routes, shell, answers)
+        _add_actions(routes, shell, service)
     return routes
 
 
@@ -64,8 +64,10 @@ def _add_files(routes: APIRouter, shell: Shell) -> None:
         return shell.page(request, "login.html.j2", problem=problem, next=params.text("next"))
 
 
-def _add_state(routes: APIRouter, shell: Shell, answers: Answers, stuck_after_s: float) -> None:
-    buckets = Buckets(answers)
+def _add_state(
+    routes: APIRouter, shell: Shell, service: AdminService, stuck_after_s: float
+) -> None:
+    buckets = Buckets(service)
 
     @routes.get("/")
     def first(request: Request) -> Response:
@@ -75,7 +77,7 @@ def _add_state(routes: APIRouter, shell: Shell, answers: Answers, stuck_after_s:
             lambda: shell.page(
                 request,
                 "overview.html.j2",
-                view=overview(answers, buckets, run, stuck_after_s=stuck_after_s),
+                view=overview(service, buckets, run, stuck_after_s=stuck_after_s),
             ),
         )
 
@@ -84,7 +86,7 @@ def _add_state(routes: APIRouter, shell: Shell, answers: Answers, stuck_after_s:
         def make() -> Response:
             params = Params(request.query_params)
             view = partition_page(
-                answers,
+                service,
                 params.required("id"),
                 start=params.integer("start"),
                 count=params.integer("count"),
@@ -97,7 +99,7 @@ def _add_state(routes: APIRouter, shell: Shell, answers: Answers, stuck_after_s:
     def audit(request: Request) -> Response:
         def make() -> Response:
             cursor = Params(request.query_params).maybe("cursor")
-            log = answers.audit(cursor=cursor)
+            log = service.audit(cursor=cursor)
             return shell.page(
                 request,
                 "audit.html.j2",
@@ -110,7 +112,7 @@ def _add_state(routes: APIRouter, shell: Shell, answers: Answers, stuck_after_s:
         return shell.answer(request, make)
 
 
-def _add_lineage(routes: APIRouter, shell: Shell, answers: Answers) -> None:
+def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None:
     @routes.get("/samples")
     def samples(request: Request) -> Response:
         params = Params(request.query_params)
@@ -119,14 +121,14 @@ def _add_lineage(routes: APIRouter, shell: Shell, answers: Answers) -> None:
         hits, problem, status = None, "", 200
         try:
             if searched:
-                hits = answers.samples(
+                hits = service.samples(
                     query["q"],
                     tag=query["tag"] or None,
                     value=query["value"] if query["tag"] else None,
                     partition=query["partition"] or None,
                     cursor=params.maybe("cursor"),
                 )
-        except AnswerError as error:
+        except ServiceError as error:
             problem, status = str(error), error.status
         return shell.page(
             request,
@@ -136,7 +138,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, answers: Answers) -> None:
             searched=searched,
             hits=hits,
             problem=problem,
-            partition_ids=_partition_ids(answers),
+            partition_ids=_partition_ids(service),
             now_ns=time.time_ns(),
             next_url=next_page("/samples", query, hits.next if hits else None),
             first_url=to("/samples", **query) if params.text("cursor") else None,
@@ -146,7 +148,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, answers: Answers) -> None:
     def sample(request: Request) -> Response:
         def make() -> Response:
             params = Params(request.query_params)
-            life = answers.sample(params.required("id"), partition=params.maybe("partition"))
+            life = service.sample(params.required("id"), partition=params.maybe("partition"))
             return shell.page(request, "sample.html.j2", view=life_page(life, time.time_ns()))
 
         return shell.answer(request, make)
@@ -157,11 +159,11 @@ def _add_lineage(routes: APIRouter, shell: Shell, answers: Answers) -> None:
         counted, problem, status = None, "", 200
         try:
             steps = params.integer("steps")
-            counted = answers.staleness(
+            counted = service.staleness(
                 run=params.maybe("run"),
                 steps=min(max(1, _STEPS if steps is None else steps), _MAX_STEPS),
             )
-        except AnswerError as error:
+        except ServiceError as error:
             problem, status = str(error), error.status
         return shell.page(
             request,
@@ -170,13 +172,13 @@ def _add_lineage(routes: APIRouter, shell: Shell, answers: Answers) -> None:
             counted=counted,
             problem=problem,
             chart=histogram(counted) if counted else None,
-            runs=answers.runs().runs,
+            runs=service.runs().runs,
             run=params.text("run"),
             steps=params.text("steps") or _STEPS,
         )
 
 
-def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
+def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
     @routes.get("/traces")
     def traces(request: Request) -> Response:
         params = Params(request.query_params)
@@ -184,7 +186,7 @@ def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
         query = {name: params.text(name) for name in names}
         page, problem, status = None, "", 200
         try:
-            page = answers.traces(
+            page = service.traces(
                 run=params.maybe("run"),
                 step=params.integer("step"),
                 min_s=params.number("min_s"),
@@ -193,7 +195,7 @@ def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
                 name=params.maybe("name"),
                 cursor=params.maybe("cursor"),
             )
-        except AnswerError as error:
+        except ServiceError as error:
             problem, status = str(error), error.status
         held = page.traces if page else []
         longest = max((item.seconds for item in held), default=0.0)
@@ -204,7 +206,7 @@ def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
             page=page,
             problem=problem,
             rows=[(item, marks.stack([("accent", item.seconds)], longest, "")) for item in held],
-            runs=answers.runs().runs,
+            runs=service.runs().runs,
             filters=query,
             filtered=any(query.values()),
             now_ns=time.time_ns(),
@@ -220,8 +222,8 @@ def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
             lambda: shell.page(
                 request,
                 "run.html.j2",
-                view=run_page(answers, run_id),
-                runs=answers.runs().runs,
+                view=run_page(service, run_id),
+                runs=service.runs().runs,
                 run=run_id or "",
                 now_ns=time.time_ns(),
             ),
@@ -231,13 +233,13 @@ def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
     def trace(request: Request) -> Response:
         def make() -> Response:
             params = Params(request.query_params)
-            facts = answers.trace(params.required("id"))
+            facts = service.trace(params.required("id"))
             return shell.page(
                 request,
                 "trace.html.j2",
                 view=trace_page(facts, span_id=params.maybe("span")),
-                previous=_step(answers, facts, -1),
-                following=_step(answers, facts, 1),
+                previous=_step(service, facts, -1),
+                following=_step(service, facts, 1),
                 now_ns=time.time_ns(),
                 percent_of=_percent_of,
             )
@@ -251,13 +253,13 @@ def _add_traces(routes: APIRouter, shell: Shell, answers: Answers) -> None:
             a, b = params.text("a"), params.text("b")
             view = None
             if a and b:
-                view = comparison_page(answers.trace_compare(a, b))
+                view = comparison_page(service.trace_compare(a, b))
             return shell.page(request, "compare.html.j2", view=view, a=a, b=b)
 
         return shell.answer(request, make)
 
 
-def _add_actions(routes: APIRouter, shell: Shell, answers: Answers) -> None:
+def _add_actions(routes: APIRouter, shell: Shell, service: AdminService) -> None:
     @routes.get("/actions/{name}")
     def question(request: Request, name: str) -> Response:
         def make() -> Response:
@@ -265,7 +267,7 @@ def _add_actions(routes: APIRouter, shell: Shell, answers: Answers) -> None:
                 return shell.problem(request, 404, f"action '{name}' does not exist")
             params = Params(request.query_params)
             return shell.page(
-                request, "confirm.html.j2", ask=confirmation(answers, name, params), problem=""
+                request, "confirm.html.j2", ask=confirmation(service, name, params), problem=""
             )
 
         return shell.answer(request, make)
@@ -278,25 +280,25 @@ def _add_actions(routes: APIRouter, shell: Shell, answers: Answers) -> None:
         def make() -> Response:
             if name not in _ACTIONS:
                 return shell.problem(request, 404, f"action '{name}' does not exist")
-            result = perform(answers, name, params, caller_of(request).name)
+            result = perform(service, name, params, caller_of(request).name)
             return shell.page(request, "done.html.j2", result=result)
 
         return await run_in_threadpool(shell.answer, request, make)
 
 
-def _partition_ids(answers: Answers) -> list[str]:
+def _partition_ids(service: AdminService) -> list[str]:
     try:
-        return [item.id for item in answers.partitions().partitions[:200]]
-    except AnswerError:
+        return [item.id for item in service.partitions().partitions[:200]]
+    except ServiceError:
         return []
 
 
-def _step(answers: Answers, trace: models.Trace, away: int) -> models.TraceFacts | None:
+def _step(service: AdminService, trace: models.Trace, away: int) -> models.TraceFacts | None:
     """Return the trace of the step before or after, of the same run."""
     if trace.step is None or trace.step + away < 0:
         return None
     try:
-        traces = answers.traces(run=trace.run_id or None, step=trace.step + away, limit=1).traces
+        traces = service.traces(run=trace.run_id or None, step=trace.step + away, limit=1).traces
     except Refused:
         return None
     return traces[0] if traces else None

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane_admin import models
-from dataplane_admin.answers import Answers
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import to
+from dataplane_admin.service import AdminService
 
 _COLUMNS = 120
 _ROWS = 10
@@ -76,9 +76,9 @@ class RunPage:
     height: int = _HEIGHT
 
 
-def run_page(answers: Answers, run: str | None) -> RunPage | None:
+def run_page(service: AdminService, run: str | None) -> RunPage | None:
     """Return the page of a run, by default of the newest with a finished step; None without any."""
-    fine, coarse = answers.run_steps_by_ranges(_COLUMNS, _ROWS, run=run)
+    fine, coarse = service.run_steps_by_ranges(_COLUMNS, _ROWS, run=run)
     if not fine.ranges:
         return None
     medians = sorted(steps.median_s for steps in fine.ranges)

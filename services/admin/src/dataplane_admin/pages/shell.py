@@ -10,10 +10,10 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Template
 
-from dataplane_admin.answers import AnswerError
 from dataplane_admin.pages.assets import Assets
 from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.render import environment
+from dataplane_admin.service import ServiceError
 from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
 from observability.views.printable import printable
@@ -100,7 +100,7 @@ class Shell:
         """Return what ``make`` returns, or the page of the error that it raises."""
         try:
             return make()
-        except AnswerError as error:
+        except ServiceError as error:
             return self.problem(request, error.status, str(error))
 
     def _endpoint(self, request: Request) -> str:

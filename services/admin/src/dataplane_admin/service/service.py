@@ -1,6 +1,6 @@
-"""`Answers`: one method per query, composed of the store, the live data plane and the views.
+"""`AdminService`: one method per query, composed of the store, the live data plane and the views.
 
-All methods are synchronous and thread-safe. They raise `AnswerError`, whose text is one sentence
+All methods are synchronous and thread-safe. They raise `ServiceError`, whose text is one sentence
 for the user.
 """
 
@@ -10,18 +10,18 @@ import time
 from importlib.metadata import version
 
 from dataplane_admin import models
-from dataplane_admin.answers import lineage, partitions, run_steps, traces, waits
-from dataplane_admin.answers.actions import Actions
-from dataplane_admin.answers.claims import Needs
-from dataplane_admin.answers.cursors import (
+from dataplane_admin.live import Live, Snapshot
+from dataplane_admin.service import lineage, partitions, run_steps, traces, waits
+from dataplane_admin.service.actions import Actions
+from dataplane_admin.service.claims import Needs
+from dataplane_admin.service.cursors import (
     audit_cursor,
     read_audit_cursor,
     read_trace_cursor,
     trace_cursor,
 )
-from dataplane_admin.answers.errors import Refused, Unavailable
-from dataplane_admin.answers.health import Health
-from dataplane_admin.live import Live, Snapshot
+from dataplane_admin.service.errors import Refused, Unavailable
+from dataplane_admin.service.health import Health
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, TraceFilter
 
@@ -35,7 +35,7 @@ MAX_STEPS = 10_000
 MAX_RANGES = 500
 
 
-class Answers:
+class AdminService:
     """Queries and actions of the service.
 
     Args:
@@ -315,7 +315,7 @@ class Answers:
         return self._store.series(name)
 
     def clear(self, change: models.ClearSamples, *, actor: str) -> models.ActionResult:
-        """Clear samples or a partition. Raises any subclass of AnswerError."""
+        """Clear samples or a partition. Raises any subclass of ServiceError."""
         return self._actions.clear(change, actor)
 
     def reset_consumption(

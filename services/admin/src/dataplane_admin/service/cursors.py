@@ -6,7 +6,7 @@ import base64
 import json
 from typing import Any  # Any: JSON
 
-from dataplane_admin.answers.errors import Refused
+from dataplane_admin.service.errors import Refused
 from dataplane_admin.store import SampleCursor, TraceCursor
 
 MAX_CURSOR = 30_000

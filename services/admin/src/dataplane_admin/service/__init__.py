@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dataplane_admin.answers.errors import (
-    AnswerError,
+from dataplane_admin.service.errors import (
     Conflict,
     Late,
     NotAllowed,
     NotFound,
     Refused,
+    ServiceError,
     Unavailable,
 )
 
 if TYPE_CHECKING:
-    from dataplane_admin.answers.answers import Answers
+    from dataplane_admin.service.service import AdminService
 
 __all__ = [
-    "AnswerError",
-    "Answers",
+    "AdminService",
     "Conflict",
     "Late",
     "NotAllowed",
     "NotFound",
     "Refused",
+    "ServiceError",
     "Unavailable",
 ]
 
 
 def __getattr__(name: str) -> object:
     # The commands need only the models; importing the store is slow.
-    if name == "Answers":
-        from dataplane_admin.answers.answers import Answers
+    if name == "AdminService":
+        from dataplane_admin.service.service import AdminService
 
-        return Answers
+        return AdminService
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

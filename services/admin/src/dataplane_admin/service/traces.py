@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 from dataplane_admin import models
-from dataplane_admin.answers.errors import NotFound, Refused
+from dataplane_admin.service.errors import NotFound, Refused
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store
 from observability.records import Event, Records, Span

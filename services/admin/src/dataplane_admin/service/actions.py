@@ -12,16 +12,16 @@ from typing import Literal, cast
 import structlog
 
 from dataplane_admin import models
-from dataplane_admin.answers.errors import (
-    AnswerError,
+from dataplane_admin.live import Live
+from dataplane_admin.service.errors import (
     Late,
     NotAllowed,
     NotFound,
     Refused,
+    ServiceError,
     Unavailable,
 )
-from dataplane_admin.answers.partitions import ask, partition_of
-from dataplane_admin.live import Live
+from dataplane_admin.service.partitions import ask, partition_of
 from dataplane_admin.store import Store, StoreError
 from dataplane_core import DataPlaneActions
 from observability.views import printable
@@ -49,7 +49,7 @@ class Actions:
         self._allowed = allowed
 
     def clear(self, change: models.ClearSamples, actor: str) -> models.ActionResult:
-        """Clear samples, see `Answers.clear`."""
+        """Clear samples, see `AdminService.clear`."""
         ids = change.sample_ids
 
         named = f"partition '{printable(change.partition)}'"
@@ -70,7 +70,7 @@ class Actions:
         )
 
     def reset_consumption(self, change: models.ResetConsumption, actor: str) -> models.ActionResult:
-        """Redeliver samples, see `Answers.reset_consumption`."""
+        """Redeliver samples, see `AdminService.reset_consumption`."""
         return self._do(
             "reset-consumption",
             change.partition,
@@ -85,7 +85,7 @@ class Actions:
         )
 
     def end_claim(self, change: models.EndClaim, actor: str) -> models.ActionResult:
-        """End a claim, see `Answers.end_claim`."""
+        """End a claim, see `AdminService.end_claim`."""
 
         def act(plane: DataPlaneActions) -> int:
             count = plane.end_claim(
@@ -153,7 +153,7 @@ class Actions:
         except Late as error:
             outcome = f"unknown: {error}; the action may still run"
             raise Late(f"{error}; the action may still run") from None
-        except AnswerError as error:
+        except ServiceError as error:
             outcome = f"failed: {error}"
             raise
         finally:

@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from dataplane_admin import models
-from dataplane_admin.answers.claims import Needs
-from dataplane_admin.answers.errors import Conflict, Late, NotFound, Refused, Unavailable
-from dataplane_admin.answers.generators import generators
 from dataplane_admin.live import (
     PAGE,
     Live,
@@ -22,6 +19,9 @@ from dataplane_admin.live import (
     Trend,
     read_moment,
 )
+from dataplane_admin.service.claims import Needs
+from dataplane_admin.service.errors import Conflict, Late, NotFound, Refused, Unavailable
+from dataplane_admin.service.generators import generators
 from dataplane_core import (
     DataPlaneError,
     DataPlaneInspector,
@@ -66,7 +66,7 @@ def ask(
     question: Callable[[DataPlaneInspector], T],
     until_s: float | None = None,
 ) -> T:
-    """Return the data plane's answer within the deadline, see `Live.ask`. Raises AnswerError."""
+    """Return the data plane's answer within the deadline, see `Live.ask`. Raises ServiceError."""
     if live is None:
         raise Unavailable("not connected to a data plane; start the service with --ray-address")
     try:

@@ -6,10 +6,10 @@ import json
 from functools import partial
 
 from dataplane_admin import models
-from dataplane_admin.answers import partitions
-from dataplane_admin.answers.cursors import read_sample_cursor, sample_cursor
-from dataplane_admin.answers.errors import AnswerError, Late, NotFound, Refused
 from dataplane_admin.live import Live
+from dataplane_admin.service import partitions
+from dataplane_admin.service.cursors import read_sample_cursor, sample_cursor
+from dataplane_admin.service.errors import Late, NotFound, Refused, ServiceError
 from dataplane_admin.store import Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
 from observability.records import distinct_labels
@@ -105,7 +105,7 @@ def _find(
         return []
 
 
-def _not_searched(count: int, error: AnswerError) -> str:
+def _not_searched(count: int, error: ServiceError) -> str:
     """Return a note about partitions that were not searched before the deadline."""
     return f"not searched in {count} live partition{'' if count == 1 else 's'}: {error}"
 
@@ -123,7 +123,7 @@ def _live_sample(
             state = partitions.ask(live, read, until_s)
         except NotFound:
             continue
-        except AnswerError as error:
+        except ServiceError as error:
             notes.append(_not_searched(len(searched) - place, error))
             return None
         if state is not None:
