@@ -110,16 +110,30 @@ def questions(network, tokenizer):
 
 
 @pytest.fixture(scope="session")
-def configure_async(configure, model_folder, questions, tmp_path_factory):
+def write_prompts(tmp_path_factory):
+    """Function that writes a data set of prompts and answers, and returns its path."""
+
+    def write(pairs):
+        path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in pairs))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def questions_file(questions, write_prompts):
+    """Path of a data set of the questions."""
+    return write_prompts(questions.items())
+
+
+@pytest.fixture(scope="session")
+def configure_async(configure, model_folder, questions_file, tmp_path_factory):
     """Function that configures a small asynchronous run; takes dotted keys to change."""
-    prompts = tmp_path_factory.mktemp("data") / "train.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in questions.items())
-    )
     return lambda changes=(): configure(
         {
             "run.output": str(tmp_path_factory.mktemp("runs")),
-            "data.train": str(prompts),
+            "data.train": str(questions_file),
             "policy.model": {
                 "kind": "pretrained",
                 "name": str(model_folder),
@@ -137,18 +151,6 @@ def configure_async(configure, model_folder, questions, tmp_path_factory):
             **dict(changes),
         }
     )
-
-
-@pytest.fixture
-def write_prompts(tmp_path_factory):
-    """Function that writes a data set of prompts and answers, and returns its path."""
-
-    def write(pairs):
-        path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-        path.write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in pairs))
-        return path
-
-    return write
 
 
 @pytest.fixture(scope="module")

@@ -29,16 +29,12 @@ ACTORS = ("ray::PolicyWorker", "ray::GenerationWorker", "ray::RolloutActor", "ra
 
 
 @pytest.fixture(scope="module")
-def whole_run(local_ray, configure, model_folder, questions, tmp_path_factory):
+def whole_run(local_ray, configure, model_folder, questions_file, tmp_path_factory):
     """Function that configures a run with two ranks and all features."""
-    prompts = tmp_path_factory.mktemp("data") / "train.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in questions.items())
-    )
     return lambda: configure(
         {
             "run.output": str(tmp_path_factory.mktemp("runs")),
-            "data.train": str(prompts),
+            "data.train": str(questions_file),
             "policy.model": {
                 "kind": "pretrained",
                 "name": str(model_folder),
