@@ -21,7 +21,7 @@ SAMPLES = PROMPTS * GROUP
 
 
 @pytest.fixture(scope="module")
-def rank_config(local_ray, configure, model_folder, questions, tmp_path_factory):
+def rank_config(local_ray, configure, model_folder, tmp_path_factory):
     """Function that configures a run of three ranks; takes dotted keys to change."""
     model = {"kind": "pretrained", "name": str(model_folder), "use_chat_template": False}
     return lambda changes=(): configure(
