@@ -248,17 +248,15 @@ class PolicyWorker(RunActor):
 
     def _train(self, meta: KVBatchMeta, batch: BatchedDataDict[Any], rows_per_step: int) -> None:
         used: list[int] = []
-        try:
-            for step in range(meta.size // rows_per_step):
-                done = self._optimizer_step(batch.get_batch(step, rows_per_step))
-                self._steps.append(done)
-                if not math.isfinite(done["grad_norm"]):
-                    break
-                if done["tokens"] > 0:
-                    used += range(step * rows_per_step, (step + 1) * rows_per_step)
-        finally:
-            if used:
-                record_trained(self._client, meta.subset(used), field=_GENERATED)
+        for step in range(meta.size // rows_per_step):
+            done = self._optimizer_step(batch.get_batch(step, rows_per_step))
+            self._steps.append(done)
+            if not math.isfinite(done["grad_norm"]):
+                break
+            if done["tokens"] > 0:
+                used += range(step * rows_per_step, (step + 1) * rows_per_step)
+        if used:  # if this fails, `PolicyRanks.acknowledge_trained` records what was trained
+            record_trained(self._client, meta.subset(used), field=_GENERATED)
 
     def _optimizer_step(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
         with span("optimizer_step", "productive"):
