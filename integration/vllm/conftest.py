@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from integration.vllm.answers import Answer, answers
 from integration.vllm.fleet_rig import FleetRig, started_rig
 from integration.vllm.server import RUNNING, VllmServer, running_server
@@ -18,11 +19,13 @@ from integration.vllm.tiny_model import MAX_LENGTH, save_tiny_model
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-# vLLM reads these at its import. Bind no cores, since other tests share them.
+# vLLM reads these at its import.
+if not torch.cuda.is_available():
+    # Bind no cores, since other tests share them.
+    os.environ.update(
+        VLLM_TARGET_DEVICE="cpu", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1"
+    )
 os.environ.update(
-    VLLM_TARGET_DEVICE="cpu",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_SERVER_DEV_MODE="1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from integration.vllm.published import MAX_TOKENS, PROMPTS
 from integration.vllm.tiny_model import MAX_LENGTH
 from vllm import LLM, SamplingParams
@@ -14,17 +15,21 @@ _STARTED: list[LLM] = []  # kept alive: the end of one destroys the process grou
 Answers = list[tuple[list[int], list[dict[int, float]]]]
 
 
-def start(folder: Path, dtype: str = "float32") -> LLM:
-    """Start vLLM with the refit engine and a model folder."""
+def start(folder: Path, dtype: str = "float32", **options: Any) -> LLM:
+    """Start vLLM with the refit engine, a model folder and further options."""
     llm = LLM(
         str(folder),
         dtype=dtype,
-        enforce_eager=True,
-        enable_prefix_caching=False,  # otherwise cached prefixes of the old weights would be reused
-        kv_cache_memory_bytes=134217728,
-        max_model_len=MAX_LENGTH,
-        weight_transfer_config={"backend": "mx"},
-        worker_extension_cls="refit_mx.engine.status.RefitStatus",
+        **{
+            "enforce_eager": True,
+            # Otherwise cached prefixes of the old weights would be reused.
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 134217728,
+            "max_model_len": MAX_LENGTH,
+            "weight_transfer_config": {"backend": "mx"},
+            "worker_extension_cls": "refit_mx.engine.status.RefitStatus",
+            **options,
+        },
     )
     _STARTED.append(llm)
     return llm
@@ -36,6 +41,8 @@ def answers(llm: LLM) -> Answers:
         max_tokens=MAX_TOKENS, temperature=0, logprobs=20, ignore_eos=True, detokenize=False
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    # On a GPU, the last bits depend on the other rows of a batch.
+    batches = [[prompt] for prompt in prompts] if torch.cuda.is_available() else [prompts]
     return [
         (
             list(answer.outputs[0].token_ids),
@@ -44,7 +51,8 @@ def answers(llm: LLM) -> Answers:
                 for step in answer.outputs[0].logprobs
             ],
         )
-        for answer in llm.generate(prompts, sampling, use_tqdm=False)
+        for batch in batches
+        for answer in llm.generate(batch, sampling, use_tqdm=False)
     ]
 
 

@@ -29,10 +29,16 @@ class Trainer(ExitStack):
         model: name of the model in the control plane.
         slots: number of publishers.
         transports: transports of the publishers; None for the default.
+        device: device of the publishers' arenas.
     """
 
     def __init__(
-        self, model: str, *, slots: int = 1, transports: Sequence[str] | None = None
+        self,
+        model: str,
+        *,
+        slots: int = 1,
+        transports: Sequence[str] | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__()
         self._model = model
@@ -41,7 +47,9 @@ class Trainer(ExitStack):
         options: dict[str, Any] = {} if transports is None else {"transports": list(transports)}
         self.publishers = [
             self.enter_context(
-                MxV2TrainingPublisher(model, f"fsdp-{slot}", control=self.control, **options)
+                MxV2TrainingPublisher(
+                    model, f"fsdp-{slot}", control=self.control, device=device, **options
+                )
             )
             for slot in range(slots)
         ]

@@ -45,6 +45,11 @@ def weights(seed: int, shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) 
     return tensors
 
 
+def moved(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """Return tensors on a device."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
 def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return first row and stop row of a rank, divided like torch.chunk."""
     step = -(-size // ranks)
@@ -253,6 +258,7 @@ def _publisher(settings: dict[str, Any]) -> None:
         settings.get("slot", "fsdp-0"),
         control=settings["control"],
         transports=settings.get("transports"),
+        device=settings.get("device", "cpu"),
         heartbeat_ttl_s=settings.get("ttl_s", 15.0),
         on_phase=pauses,
     )
@@ -264,7 +270,7 @@ def _publisher(settings: dict[str, Any]) -> None:
         started = time.monotonic()
         try:
             if command["do"] == "publish":
-                whole = weights(command["seed"], shapes)
+                whole = moved(weights(command["seed"], shapes), settings.get("device", "cpu"))
                 shards = fsdp_shards(whole, settings.get("ranks", 1), settings.get("rank", 0))
                 publisher.publish(
                     command["version"], shards, timeout_s=command.get("timeout_s", 30.0)
@@ -305,6 +311,7 @@ def _receiver(settings: dict[str, Any]) -> None:
         targets=targets,
         transport=transport,
         rank=settings.get("rank", 0),
+        device=settings.get("device", "cpu"),
         settings=ReceiverSettings(**settings.get("settings", {})),
         on_phase=pauses,
     )
@@ -312,6 +319,7 @@ def _receiver(settings: dict[str, Any]) -> None:
         target.name: torch.zeros(target.shape, dtype=getattr(torch, target.dtype))
         for target in targets
     }
+    live = moved(live, settings.get("device", "cpu"))
     compile_pass = fp8_pass() if settings.get("compile") else None
     if compile_pass is not None:
         live = fp8(live)
@@ -326,10 +334,16 @@ def _receiver(settings: dict[str, Any]) -> None:
                     compile_pass,
                     timeout_s=command.get("timeout_s", 30.0),
                 )
-                _say(done="refit", nbytes=stats.nbytes, attempts=stats.attempts)
+                _say(
+                    done="refit",
+                    nbytes=stats.nbytes,
+                    attempts=stats.attempts,
+                    transport=stats.transport,
+                )
             elif command["do"] == "holds":
                 expected = slice_of(weights(command["seed"], shapes), **layout)
-                _say(same=same(live, fp8(expected) if compile_pass else expected))
+                held = moved(live, "cpu")
+                _say(same=same(held, fp8(expected) if compile_pass else expected))
             elif command["do"] == "sums":
                 _say(sums={name: checksum(tensor) for name, tensor in live.items()})
             else:

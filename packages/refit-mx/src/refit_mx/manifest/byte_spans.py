@@ -23,6 +23,7 @@ import torch
 
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest.reads import ReadTable
+from refit_mx.memory.cuda import host_buffer
 
 CHUNK_BYTES = 1 << 20
 """Size limit of a chunk; both sides of a connection must agree on it."""
@@ -244,7 +245,7 @@ class ByteSpans:
 
     def _staging(self) -> Bytes:
         if self._bounce is None:
-            self._bounce = np.empty(CHUNK_BYTES, np.uint8)
+            self._bounce = host_buffer(CHUNK_BYTES, self._memory.device).numpy()
         return self._bounce
 
     def _load(self, box: Box, staged: Bytes) -> None:

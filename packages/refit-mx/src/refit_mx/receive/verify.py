@@ -23,6 +23,7 @@ from refit_mx.errors import DigestMismatchError, ProtocolError
 from refit_mx.manifest.digests import digest_of_reads, host_block_digests
 from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES
 from refit_mx.manifest.reads import ReadTable
+from refit_mx.memory.cuda import host_buffer, on_separate_stream
 from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 
@@ -140,6 +141,12 @@ class Verifier:
         self._scratch = scratch
         self._bytes = scratch.numpy().data if scratch.device.type == "cpu" else None
 
+    def _on_host(self, part: torch.Tensor) -> memoryview:
+        """Return the bytes of a contiguous part of the scratch, copied if it is on a device."""
+        if self._bytes is None:
+            part = host_buffer(part.numel(), part.device).copy_(part.reshape(-1))
+        return part.numpy().reshape(-1).data
+
     def check_rows(self, index: int, first: int, stop: int) -> None:
         """Check the complete blocks of reads that have arrived.
 
@@ -163,7 +170,9 @@ class Verifier:
             if at >= 0 and self._bytes is not None:
                 actual = host_block_digests(self._bytes, at + skip, at + after)
             else:
-                actual = self._digests_of(self._plan.source_reads[index][1].rows[row], skip, after)
+                read = self._plan.source_reads[index][1].rows[row]
+                with on_separate_stream(self._scratch.device):
+                    actual = self._digests_of(read, skip, after)
             if actual != digests[begin:end]:
                 raise self._mismatch(index, row)
 
@@ -189,7 +198,7 @@ class Verifier:
         if run == n1 * n2 * run:
             for at in range(skip, stop, _CHUNK_BYTES):
                 part = self._scratch[dst + at : dst + min(at + _CHUNK_BYTES, stop)]
-                yield part.cpu().numpy().data
+                yield self._on_host(part)
             return
         # Strided reads are checked in full, so skip is 0 and stop is the length.
         runs = max(1, _CHUNK_BYTES // run)
@@ -200,7 +209,7 @@ class Verifier:
                 view = torch.as_strided(
                     self._scratch, (count, run), (dst1, 1), begin + j * dst2 + i * dst1
                 )
-                yield view.contiguous().cpu().numpy().reshape(-1).data
+                yield self._on_host(view.contiguous())
 
     def has_rest(self, index: int) -> bool:
         """Return whether `check_rest` has digests to request."""
@@ -230,7 +239,8 @@ class Verifier:
                 f"{self._shards.manifests[checks.source].worker_id}; "
                 f"expected {len(checks.rest) * DIGEST_BYTES}"
             )
-        actual = digest_of_reads(self._scratch, checks.rest, side="scratch")
+        with on_separate_stream(self._scratch.device):
+            actual = digest_of_reads(self._scratch, checks.rest, side="scratch")
         if actual != digests:
             wrong = np.frombuffer(actual, np.uint8).reshape(-1, DIGEST_BYTES) != np.frombuffer(
                 digests, np.uint8

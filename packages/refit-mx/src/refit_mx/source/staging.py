@@ -18,6 +18,7 @@ from refit_mx.layout import ITEM_SIZES, Box
 from refit_mx.manifest.byte_spans import host_bytes
 from refit_mx.manifest.digests import block_digests, host_block_digests
 from refit_mx.manifest.format import BLOCK_BYTES, ShardColumns, TensorTable
+from refit_mx.memory.cuda import on_separate_stream, synchronize
 from refit_mx.source.shards import LocalShard, dtype_name
 
 ALIGNMENT = 256
@@ -151,12 +152,9 @@ def stage(
             done.append(copy_shard(layout, row, arena))
         return done
 
-    jobs = _jobs(layout.sizes)
-    # Copies on a CUDA device are ordered by the current stream, which each thread has separately.
-    on_cpu = all(shard.tensor.device.type == "cpu" for shard in layout.shards)
-    parts = (
-        map_calls(threads, work, jobs) if on_cpu and arena.device.type == "cpu" else map(work, jobs)
-    )
+    # The threads' streams are not ordered after the caller's, on which updates may be queued.
+    synchronize([arena.device, *(shard.tensor.device for shard in layout.shards)])
+    parts = map_calls(threads, work, _jobs(layout.sizes))
     return [digests for part in parts for digests in part]
 
 
@@ -183,14 +181,15 @@ def copy_shard(layout: StagingLayout, row: int, arena: torch.Tensor) -> bytes:
     size, offset = layout.sizes[row], layout.offsets[row]
     if not size:
         return b""
-    check_range(shard, dtype)
     place = arena[offset : offset + size].view(dtype).view(shard.box.shape)
-    with torch.no_grad():
+    device = shard.tensor.device if arena.device.type == "cpu" else arena.device
+    with torch.no_grad(), on_separate_stream(device):
+        check_range(shard, dtype)
         if arena.device.type == "cpu" and shard.tensor.device.type == "cpu":
             memory = host_bytes(arena)[offset : offset + size].data
             return b"".join(_copied_blocks(shard.tensor.detach(), place, memory))
         place.copy_(shard.tensor)
-    return block_digests(arena, offset, size)
+        return block_digests(arena, offset, size)
 
 
 def _copied_blocks(

@@ -19,6 +19,8 @@ from refit_mx.errors import RefitConfigError
 # In modelexpress's order of preference: a second build cannot be loaded into a process.
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _RDMA = Path("/sys/class/infiniband")
+# Asking CUDA would prevent it in processes that are forked afterwards.
+_GPU = Path("/dev/nvidiactl")
 _POLL_US = 1000
 # Modules that bundle their own gRPC and protobuf, which conflict with NIXL's.
 _CONFLICTING_MODULES = ("yr.datasystem",)
@@ -28,15 +30,17 @@ _agent_lock = threading.Lock()
 def prepare_environment() -> None:
     """Set the environment variables that NIXL reads at import, unless the user has set them.
 
-    Without RDMA these are ``UCX_TLS=tcp,shm,self`` and ``UCX_MODULES=^ib``; without the latter a
-    process crashes at exit if the system has libibverbs. With RDMA they are not set, since they
-    would disable it. ``NIXL_LOG_LEVEL=WARN`` is set in either case, as NIXL logs to stdout. Nothing
-    happens once NIXL is imported.
+    Without RDMA these are ``UCX_TLS=tcp,shm,self``, with ``,cuda`` if there is a GPU, and
+    ``UCX_MODULES=^ib``; without the latter a process crashes at exit if the system has libibverbs.
+    With RDMA they are not set, since they would disable it. ``NIXL_LOG_LEVEL=WARN`` is set in
+    either case, as NIXL logs to stdout. Nothing happens once NIXL is imported.
     """
     if any(f"{package}._api" in sys.modules for package in _PACKAGES):
         return
     if not has_rdma():
-        os.environ.setdefault("UCX_TLS", "tcp,shm,self")
+        # UCX warns about a transport without its device.
+        cuda = ",cuda" if _GPU.exists() else ""
+        os.environ.setdefault("UCX_TLS", f"tcp,shm,self{cuda}")
         os.environ.setdefault("UCX_MODULES", "^ib")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 

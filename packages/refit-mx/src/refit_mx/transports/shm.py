@@ -6,6 +6,7 @@ process's memory.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.manifest.byte_spans import host_bytes
 from refit_mx.manifest.format import Manifest, SharedMemory
 from refit_mx.manifest.reads import ReadTable
+from refit_mx.memory.cuda import on_separate_stream
 from refit_mx.memory.mapping import attach, shared_memory_missing
 from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
 from refit_mx.transports.batches import OnDone, Work
@@ -61,7 +63,7 @@ class _Source:
 
 
 class ShmTransport:
-    """Transport over shared memory, into CPU memory only; see `refit_mx.transports.base.Transport`.
+    """Transport over shared memory of CPUs, into any memory; see `Transport`.
 
     Like `refit_mx.transports.nixl.NixlTransport` it sends two requests to each source's server:
     before the first byte, to check that the process is still the one in the manifest, and after the
@@ -94,7 +96,7 @@ class ShmTransport:
 
     def register(self, scratch: torch.Tensor) -> None:
         """See `Transport.register`."""
-        host_bytes(scratch)  # raises if it cannot write to the buffer
+        _writable(scratch)  # raises if it cannot write to the buffer
         self._registered.add(scratch.data_ptr())
 
     def unregister(self, scratch: torch.Tensor) -> None:
@@ -130,7 +132,7 @@ class ShmTransport:
                 work.index: self._sources[key].memory for work, key in zip(works, keys, strict=True)
             }
             started = time.monotonic()
-            copying = partial(_copy, works, memories, host_bytes(scratch), deadline, on_done)
+            copying = partial(_copy, works, memories, _writable(scratch), deadline, on_done)
             lanes = self._max_lanes if nbytes >= LANE_BYTES else 1
             if lanes > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(lanes - 1, thread_name_prefix="refit-shm")
@@ -206,7 +208,7 @@ def can_map(source: Manifest) -> bool:
 def _copy(
     works: Sequence[Work],
     memories: Mapping[int, _Bytes],
-    scratch: _Bytes,
+    scratch: _Bytes | torch.Tensor,
     deadline: Deadline,
     on_done: OnDone | None,
     stopped: Callable[[], bool],
@@ -220,7 +222,11 @@ def _copy(
                 active.remove(work)
                 continue
             deadline.check(f"reading from {work.source.worker_id!r}")
-            _copy_reads(batch.rows_of(work.reads), memories[work.index], scratch)
+            reads, memory = batch.rows_of(work.reads), memories[work.index]
+            if isinstance(scratch, torch.Tensor):
+                _copy_to_device(reads, _as_tensor(memory), scratch)
+            else:
+                _copy_reads(reads, memory, scratch)
             deadline.record_progress()
             work.done(batch, on_done)
 
@@ -236,6 +242,26 @@ def _copy_reads(reads: ReadTable, source: _Bytes, scratch: _Bytes) -> None:
                 np.ndarray(shape, np.uint8, scratch, dst, (dst2, dst1, 1)),
                 np.ndarray(shape, np.uint8, source, src, (src2, src1, 1)),
             )
+
+
+def _copy_to_device(reads: ReadTable, source: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Copy reads as `_copy_reads` does, and wait for the copies."""
+    with on_separate_stream(scratch.device):
+        for src, dst, run, n1, src1, dst1, n2, src2, dst2 in reads.rows.tolist():
+            shape = (n2, n1, run)
+            into = scratch.as_strided(shape, (dst2, dst1, 1), scratch.storage_offset() + dst)
+            into.copy_(source.as_strided(shape, (src2, src1, 1), src))
+
+
+def _as_tensor(memory: _Bytes) -> torch.Tensor:
+    """Return mapped memory as a tensor, which must not be used longer than ``memory``."""
+    # From an array that is read-only, torch makes no tensor without a warning.
+    unowned = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
+    return torch.frombuffer(unowned, dtype=torch.uint8)
+
+
+def _writable(scratch: torch.Tensor) -> _Bytes | torch.Tensor:
+    return host_bytes(scratch) if scratch.device.type == "cpu" else scratch
 
 
 def _key(source: Manifest) -> _Key:
