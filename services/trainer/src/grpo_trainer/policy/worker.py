@@ -83,8 +83,8 @@ class PolicyWorker(RunActor):
     ) -> None:
         self._start_telemetry(telemetry, "grpo.policy", str(rank))
         torch.set_num_threads(policy["num_threads"])
-        gpu = policy["num_gpus_per_worker"] > 0
-        self._device = torch.device("cuda" if gpu else "cpu")
+        gpus = policy["num_gpus_per_worker"]
+        self._device = torch.device("cuda" if gpus > 0 else "cpu")
         self._rank, self._world = rank, world
         self._policy, self._grpo = policy, grpo
         self._pad = {"input_ids": pad_token_id}
@@ -104,7 +104,8 @@ class PolicyWorker(RunActor):
         self._client = build_data_plane_client(data_plane, bootstrap=False)
         self._lease_s = data_plane.get("claim_lease_s")
         self._refit: RefitSource | None = None
-        self._backend, self._timeout_s = "nccl" if gpu else "gloo", timeout_s
+        # NCCL refuses ranks that share a GPU.
+        self._backend, self._timeout_s = "nccl" if gpus >= 1 else "gloo", timeout_s
         self._store: Any = None
         self._steps: list[dict[str, float]] = []
 
