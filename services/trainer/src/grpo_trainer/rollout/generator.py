@@ -289,7 +289,7 @@ class Generator(RolloutActor):
         started = time.perf_counter()
         size = self._grpo.num_generations_per_prompt
         stored = self._dp_client.get_data(claim.subset(range(0, claim.size, size)))
-        prompts = [Prompt.model_validate(each) for each in stored[PROMPT].tolist()]
+        prompts = [Prompt.model_validate(each) for each in stored.get(PROMPT).tolist()]
         with self._recorded(claim, prompts) as use:
             meta, carry, metrics, _ = self.rollout_to_tq(
                 rollout_batch(prompts, group_size=size),
