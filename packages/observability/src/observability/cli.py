@@ -36,15 +36,19 @@ app = typer.Typer(
 Recording = Annotated[
     Path,
     typer.Argument(
+        path_type=Path,
         metavar="RECORDING",
         help="Folder of an observability.receiver.Receiver, or OTLP as JSON lines: one file or a "
         "folder of files.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Html = Annotated[Path | None, typer.Option(help="File to write the steps to, as one HTML page.")]
+Html = Annotated[
+    Path | None, typer.Option(path_type=Path, help="File to write the steps to, as one HTML page.")
+]
 Perfetto = Annotated[
-    Path | None, typer.Option(help="File to write the steps to, for ui.perfetto.dev.")
+    Path | None,
+    typer.Option(path_type=Path, help="File to write the steps to, for ui.perfetto.dev."),
 ]
 
 

@@ -87,20 +87,26 @@ def serve(
         ),
     ] = "127.0.0.1:50051",
     tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM file with the server's certificate chain.")
+        Path | None,
+        typer.Option(path_type=Path, help="PEM file with the server's certificate chain."),
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(help="PEM file with the certificate's private key.")
+        Path | None,
+        typer.Option(path_type=Path, help="PEM file with the certificate's private key."),
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the token that calls must send as `authorization: Bearer`."),
+        typer.Option(
+            path_type=Path,
+            help="File with the token that calls must send as `authorization: Bearer`.",
+        ),
     ] = None,
     state: Annotated[
         Path | None,
         typer.Option(
+            path_type=Path,
             help="SQLite file for versions, workers, shards and leases, created if missing. "
-            "Without it a restart loses them."
+            "Without it a restart loses them.",
         ),
     ] = None,
     retention: Annotated[
@@ -179,7 +185,7 @@ def serve(
 def check(
     address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = "127.0.0.1:50051",
     tls_ca: Annotated[
-        Path | None, typer.Option(help="PEM file of the certificates to trust.")
+        Path | None, typer.Option(path_type=Path, help="PEM file of the certificates to trust.")
     ] = None,
     tls_name: Annotated[
         str | None, typer.Option(help="Expected name in the server's certificate.")

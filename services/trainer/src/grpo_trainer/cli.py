@@ -69,13 +69,13 @@ class _TrainCommand(OptionsCommand):
 )
 def train_command(
     config: Annotated[
-        Path, typer.Option(help="YAML configuration.", show_default="the demo")
+        Path, typer.Option(path_type=Path, help="YAML configuration.", show_default="the demo")
     ] = DEMO_CONFIG,
     dataset: Annotated[
-        Path | None, typer.Option(help="JSONL prompts; overrides data.train.")
+        Path | None, typer.Option(path_type=Path, help="JSONL prompts; overrides data.train.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for runs; overrides run.output.")
+        Path | None, typer.Option(path_type=Path, help="Folder for runs; overrides run.output.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Overrides run.seed.")] = None,
     set_: Annotated[
@@ -109,7 +109,7 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     epilog="Example: grpo-trainer resume runs/demo/20260101-120000 --set grpo.num_steps=200",
 )
 def resume_command(
-    folder: Annotated[Path, typer.Argument(help="The run's folder.")],
+    folder: Annotated[Path, typer.Argument(path_type=Path, help="The run's folder.")],
     set_: Annotated[
         list[str] | None,
         typer.Option(

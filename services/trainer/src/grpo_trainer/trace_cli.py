@@ -70,7 +70,9 @@ app = typer.Typer(
 
 Folder = Annotated[
     Path | None,
-    typer.Option(help="Folder of a traced run; the newest below runs/traces if not given."),
+    typer.Option(
+        path_type=Path, help="Folder of a traced run; the newest below runs/traces if not given."
+    ),
 ]
 
 
@@ -85,7 +87,7 @@ def trace_command(
     context: typer.Context,
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 3,
     config: Annotated[
-        Path, typer.Option(help="YAML configuration.", show_default="the demo's")
+        Path, typer.Option(path_type=Path, help="YAML configuration.", show_default="the demo's")
     ] = DEMO_CONFIG,
     set_: Annotated[
         list[str] | None,
@@ -106,7 +108,10 @@ def trace_command(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Folder to store the trace in; a new one below runs/traces by default."),
+        typer.Option(
+            path_type=Path,
+            help="Folder to store the trace in; a new one below runs/traces by default.",
+        ),
     ] = None,
     show_version: Annotated[
         bool,

@@ -43,6 +43,7 @@ Url = Annotated[str, typer.Option(help="URL of the service.", envvar="DATAPLANE_
 TokenFile = Annotated[
     Path | None,
     typer.Option(
+        path_type=Path,
         help="File with the service's bearer token.",
         envvar="DATAPLANE_ADMIN_TOKEN_FILE",
         callback=checked(read_token),
@@ -111,6 +112,7 @@ def serve(
     token_file: Annotated[
         Path | None,
         typer.Option(
+            path_type=Path,
             help="File with the bearer token. Only probes, login and static files need none.",
             callback=checked(read_token),
         ),
