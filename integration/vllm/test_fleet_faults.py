@@ -31,13 +31,10 @@ SLACK_S = 20.0
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 PHASES = ("prepare", "fetch", "pause", "install", "resume")
 POINTS = {"pause": Point.PAUSED, "resume": Point.FINISHED}
-QUICK = {
-    ("server", "install", KILL),
-    ("worker", "install", KILL),
-    ("worker", "pause", STOP),
-}
+QUICK = {("server", "install", KILL), ("worker", "install", KILL)}
 """Faults of servers and workers that are not marked `long`; a test takes half a minute."""
 LONG = pytest.mark.long
+NUMBERS = [pytest.param(KILL, id="killed"), pytest.param(STOP, id="stopped", marks=LONG)]
 
 
 @pytest.fixture
@@ -138,7 +135,7 @@ def publishers(rig, tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("phase", [pytest.param("prepare", marks=LONG), "fetch"])
 def test_publisher_failure_before_the_pause_pauses_no_server(rig, old, publishers, phase, number):
     version_id, processes = publishers
@@ -155,7 +152,7 @@ def test_publisher_failure_before_the_pause_pauses_no_server(rig, old, publisher
     rig.refit(2, fleet)
 
 
-@pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
     "phase", [pytest.param("pause", marks=LONG), "install", pytest.param("resume", marks=LONG)]
 )
@@ -168,6 +165,7 @@ def test_publisher_failure_after_the_fetch_has_no_effect(rig, old, publishers, p
     rig.refit(2, fleet)
 
 
+@LONG  # the barrier is tested without vLLM too
 def test_missing_trainer_rank_pauses_no_server(rig, old):
     fleet = client(rig)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

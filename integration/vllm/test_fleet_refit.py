@@ -34,6 +34,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from refit_mx import FleetError, RefitConfigError
 from refit_mx.fleet.barrier import Point
 
+LONG = pytest.mark.long
+
 
 @pytest.fixture
 def serving(rig):
@@ -163,7 +165,7 @@ def test_long_responses_switch_to_the_new_weights(rig, serving, reference):
     rig.assert_serve(2, new)
 
 
-@pytest.mark.parametrize("mode", ["wait", "abort"])
+@pytest.mark.parametrize("mode", [pytest.param("wait", marks=LONG), "abort"])
 def test_pause_mode_decides_the_end_of_running_requests(rig, serving, mode):
     version_id = rig.publish(1)
     server = rig.servers[0]
@@ -192,7 +194,11 @@ def change_shape(tensors):
 
 @pytest.mark.parametrize(
     ("spoil", "named"),
-    [(remove_tensor, "up_proj"), (change_shape, "down_proj"), (None, "VersionNotFound")],
+    [
+        (remove_tensor, "up_proj"),
+        pytest.param(change_shape, "down_proj", marks=LONG),
+        pytest.param(None, "VersionNotFound", marks=LONG),
+    ],
 )
 def test_failed_fetch_pauses_no_server(rig, serving, spoil, named):
     if spoil is None:
@@ -210,7 +216,7 @@ def test_failed_fetch_pauses_no_server(rig, serving, spoil, named):
     rig.refit(1, serving)
 
 
-@pytest.mark.parametrize("change", ["changed byte", "swapped rows"])
+@pytest.mark.parametrize("change", [pytest.param("changed byte", marks=LONG), "swapped rows"])
 def test_wrong_bytes_are_noticed_before_the_pause(rig, serving, change):
     version_id = rig.publish(1)
     memory = rig.trainer.publishers[0]._arenas.arena_of(version_id).memory
@@ -320,6 +326,7 @@ def test_wrong_number_of_workers_is_refused_before_the_pause(rig, serving):
     rig.assert_serve(0)
 
 
+@LONG
 def test_restarted_server_is_refitted(rig, serving):
     server = rig.servers[1]
     server.kill()
@@ -340,6 +347,7 @@ def test_restarted_server_is_refitted(rig, serving):
     rig.assert_serve(1, version_id)
 
 
+@LONG
 def test_slow_fetch_without_time_to_pause_pauses_no_server(rig, serving):
     version_id = rig.publish(1)
     on_workers(rig.servers[1], "delay_next_fetch", 0, 10.5)  # of 12 seconds
@@ -350,6 +358,7 @@ def test_slow_fetch_without_time_to_pause_pauses_no_server(rig, serving):
     rig.refit(1, serving)
 
 
+@LONG
 def test_hung_engine_of_a_healthy_server_is_noticed_in_time(rig, serving):
     server = rig.servers[0]
     (worker,) = server.workers()
@@ -429,8 +438,13 @@ def test_resumed_fenced_server_exits_before_its_next_token(rig, serving):
     ("options", "environment", "advice"),
     [
         ((), {}, "start vLLM with --worker-extension-cls refit_mx.engine.status.RefitStatus"),
-        (OPTIONS[2:4], {}, "start vLLM with --weight-transfer-config"),
-        ((), {"VLLM_SERVER_DEV_MODE": "0"}, "start vLLM with VLLM_SERVER_DEV_MODE=1"),
+        pytest.param(OPTIONS[2:4], {}, "start vLLM with --weight-transfer-config", marks=LONG),
+        pytest.param(
+            (),
+            {"VLLM_SERVER_DEV_MODE": "0"},
+            "start vLLM with VLLM_SERVER_DEV_MODE=1",
+            marks=LONG,
+        ),
     ],
 )
 def test_server_with_wrong_options_gets_advice(

@@ -22,7 +22,8 @@ def rig(models, reference, tmp_path_factory):
         yield rig
 
 
-RANKS = [pytest.param(0, marks=pytest.mark.long), 1]
+LONG = pytest.mark.long
+RANKS = [pytest.param(0, marks=LONG), 1]
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def test_both_ranks_fetch_their_parts_of_uneven_slots(rig, transport):
     rig.refit(2, rig.fleet(init_info={"transport": transport}))
 
 
+@LONG
 def test_ranks_share_a_key_head_and_tied_embeddings(models, reference, tmp_path):
     one_head = {"tied": True, "key_value_heads": 1}
     with started_rig(
@@ -90,7 +92,7 @@ def test_without_a_fleet_one_ranks_error_is_raised_by_both(rig, serving, rank):
     rig.refit(1)
 
 
-@pytest.mark.parametrize("phase", ["fetch", "install"])
+@pytest.mark.parametrize("phase", ["fetch", pytest.param("install", marks=LONG)])
 def test_killed_rank_ends_the_server(rig, serving, phase):
     server = rig.servers[0]
     pid = server.workers()[1].pid
