@@ -6,7 +6,9 @@ the same moments, and alternate.
 
 A play is the generation of one prompt's group. A play is lost if a kill interrupted it, or a later
 play of the same prompt replaces it: its seconds had to be spent again. An interrupted play counts
-until the kill. A crash costs the lost plays that began before it and after the crash before.
+from its begin until the kill, or from the newest record of responses in progress, since a resumed
+run continues what was recorded. A crash costs the lost plays that began before it and after the
+crash before.
 """
 
 from __future__ import annotations
@@ -142,22 +144,32 @@ def plays_of(events: Iterable[dict[str, Any]]) -> list[Play]:
     )
 
 
-def losses(plays: Iterable[Play], kills: Sequence[float]) -> list[Loss]:
-    """Return the loss of each kill; ``kills`` are their times in order."""
+@dataclass(frozen=True)
+class Kill:
+    """Times of a kill and of the newest record of responses in progress before it, 0 if none."""
+
+    time: float
+    recorded: float
+
+
+def losses(plays: Iterable[Play], kills: Sequence[Kill]) -> list[Loss]:
+    """Return the loss of each kill, in their order."""
     of_position: dict[int, list[Play]] = defaultdict(list)
     for play in plays:
         of_position[play.position].append(play)
     lost: list[list[Play]] = [[] for _ in kills]
     for same in of_position.values():
         for play in same:
-            number = next((i for i, kill in enumerate(kills) if kill > play.begin), None)
+            number = next((i for i, kill in enumerate(kills) if kill.time > play.begin), None)
             # The last complete play of a prompt was trained or dropped, or still will be.
             if number is not None and (play.end is None or play is not same[-1]):
                 lost[number].append(play)
     result = []
     for own, kill in zip(lost, kills, strict=True):
         finished = [play.end - play.begin for play in own if play.end is not None]
-        unfinished = [kill - play.begin for play in own if play.end is None]
+        unfinished = [
+            kill.time - max(play.begin, kill.recorded) for play in own if play.end is None
+        ]
         result.append(Loss(len(finished), sum(finished), len(unfinished), sum(unfinished)))
     return result
 
@@ -173,7 +185,7 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
     config = load_config(DEMO_CONFIG, overrides).model_dump_json()
     run = KillableRun(folder, config, *_PROGRAM)
     try:
-        kills: list[float] = []
+        kills: list[Kill] = []
         saved: list[float] = []
         reached = 0
         for delay_s in delays:
@@ -182,7 +194,9 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
             time.sleep(max(0.0, saved[-1] + delay_s - time.time()))
             run.kill(EVERYTHING)
             run.process.wait()
-            kills.append(run.events()[-1]["time"])
+            records = (run.run_folder / "journal").glob("*.response.journal")
+            recorded = max((path.stat().st_mtime for path in records), default=0.0)
+            kills.append(Kill(run.events()[-1]["time"], recorded))
             run.start()
             # Then all that was in the store is trained, so that what is lost is played again.
             reached = _last_step(run.events()) + _STALENESS + 1
@@ -197,7 +211,7 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
             plays.append(json.loads(line))
     costs = losses(plays_of(plays), kills)
     return [
-        _crash(events, kill - checkpoint, kill, loss)
+        _crash(events, kill.time - checkpoint, kill.time, loss)
         for kill, checkpoint, loss in zip(kills, saved, costs, strict=True)
     ]
 

@@ -87,10 +87,10 @@ def undisturbed(rank_config):
 @pytest.mark.parametrize(
     ("phase", "number", "delay_s"),
     [
-        ("refit", 0, 0.0),
-        ("logprobs", 2, 0.05),
+        pytest.param("refit", 0, 0.0, marks=pytest.mark.long),
+        pytest.param("logprobs", 2, 0.05, marks=pytest.mark.long),
         ("train", 0, 0.0),
-        ("train", 1, 0.1),
+        pytest.param("train", 1, 0.1, marks=pytest.mark.long),
     ],
 )
 def test_a_run_without_a_dead_rank_trains_the_same(
@@ -117,7 +117,10 @@ def test_a_dead_rank_ends_the_run_by_default(rank_config):
         grpo_trainer.train(rank_config({"policy.when_rank_dies": "raise"}), display=killer)
 
 
-@pytest.mark.parametrize(("phase", "delay_s"), [("refit", 0.0), ("train", 0.1)])
+@pytest.mark.parametrize(
+    ("phase", "delay_s"),
+    [("refit", 0.0), pytest.param("train", 0.1, marks=pytest.mark.long)],
+)
 def test_an_asynchronous_run_trains_each_prompt_once_without_a_dead_rank(
     rank_config, phase, delay_s
 ):
