@@ -61,7 +61,7 @@ def a_receiver(stack, world, **settings):
     return process
 
 
-@pytest.mark.parametrize("layout", [{}, COLUMNS], ids=["whole", "columns"])
+@pytest.mark.parametrize("layout", [{}, COLUMNS], ids=["complete", "columns"])
 @pytest.mark.parametrize(("transport", "source", "target"), PLACES)
 def test_weights_arrive_from_another_process(stack, world, transport, source, target, layout):
     publisher = a_publisher(stack, world, device=source, transports=[transport])
