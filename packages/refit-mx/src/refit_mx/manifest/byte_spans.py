@@ -23,7 +23,6 @@ import torch
 
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest.reads import ReadTable
-from refit_mx.memory.cuda import host_buffer
 
 CHUNK_BYTES = 1 << 20
 """Size limit of a chunk; both sides of a connection must agree on it."""
@@ -119,6 +118,15 @@ def contiguous(reads: ReadTable, side: Side) -> npt.NDArray[np.bool_]:
     flat: npt.NDArray[np.bool_] = (n1 == 1) | (stride1 == run)
     flat &= (n2 == 1) | (stride2 == run * n1)
     return flat
+
+
+def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return a host buffer for copies from or to a device; the CUDA driver copies pinned ones fast.
+
+    Returns:
+        uint8 (nbytes,), uninitialized, on the CPU.
+    """
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def boxes(reads: ReadTable, side: Side) -> Iterator[Box]:

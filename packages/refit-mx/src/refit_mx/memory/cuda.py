@@ -21,15 +21,6 @@ def synchronize(devices: Iterable[torch.device]) -> None:
         torch.cuda.synchronize(device)
 
 
-def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return a host buffer for copies from or to a device; the CUDA driver copies pinned ones fast.
-
-    Returns:
-        uint8 (nbytes,), uninitialized, on the CPU.
-    """
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
 @contextmanager
 def on_separate_stream(device: torch.device) -> Iterator[None]:
     """Run the block's copies without waiting for work queued on the device, such as training.

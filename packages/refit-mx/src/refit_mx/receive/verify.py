@@ -20,10 +20,11 @@ import torch
 import xxhash
 
 from refit_mx.errors import DigestMismatchError, ProtocolError
+from refit_mx.manifest.byte_spans import host_buffer
 from refit_mx.manifest.digests import digest_of_reads, host_block_digests
 from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES
 from refit_mx.manifest.reads import ReadTable
-from refit_mx.memory.cuda import host_buffer, on_separate_stream
+from refit_mx.memory.cuda import on_separate_stream
 from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 
