@@ -31,7 +31,7 @@ SLACK_S = 20.0
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 PHASES = ("prepare", "fetch", "pause", "install", "resume")
 POINTS = {"pause": Point.PAUSED, "resume": Point.FINISHED}
-QUICK = {("server", "install", KILL), ("worker", "install", KILL)}
+QUICK = {("server", "install", KILL), ("worker", "pause", STOP)}
 """Faults of servers and workers that are not marked `long`; a test takes half a minute."""
 LONG = pytest.mark.long
 NUMBERS = [pytest.param(KILL, id="killed"), pytest.param(STOP, id="stopped", marks=LONG)]
