@@ -36,7 +36,8 @@ def main(address, end):
         heartbeat.close()
         say("closed")
     while True:
-        time.sleep(3600)
+        # Briefly: Python runs no handler of a signal that arrives as a sleep begins until it ends.
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":
