@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from integration.benchmarks.crash import Kill, Loss, losses, plays_of
+from integration.benchmarks.crash import Loss, losses, plays_of
 
 
 def events(*plays):
@@ -26,17 +26,15 @@ def test_replaced_and_interrupted_plays_are_lost_to_the_crash_after_their_begin(
             (4, 25.0, None),  # in progress when the run ended
         )
     )
-    assert losses(plays, [Kill(10.0, 0.0), Kill(20.0, 0.0)]) == [
-        Loss(1, 2.0, 2, 7.0),
-        Loss(0, 0.0, 1, 9.0),
-    ]
+    assert losses(plays, [10.0, 20.0]) == [Loss(1, 2.0, 2, 7.0), Loss(0, 0.0, 1, 9.0)]
 
 
 def test_a_run_that_repeats_no_play_loses_nothing():
     plays = plays_of(events((1, 0.0, 2.0), (2, 1.0, 3.0), (3, 11.0, 12.0)))
-    assert losses(plays, [Kill(10.0, 0.0)]) == [Loss(0, 0.0, 0, 0.0)]
+    assert losses(plays, [10.0]) == [Loss(0, 0.0, 0, 0.0)]
 
 
 def test_recorded_part_of_an_interrupted_play_is_not_lost():
-    plays = plays_of(events((1, 0.0, None), (2, 9.5, None)))
-    assert losses(plays, [Kill(10.0, 9.0)]) == [Loss(0, 0.0, 2, 1.5)]
+    recorded = [{"event": "recorded", "time": time, "positions": [1]} for time in (3.0, 8.5, 11.5)]
+    plays = plays_of([*events((1, 0.0, None), (2, 9.5, None), (1, 11.0, 12.0)), *recorded])
+    assert losses(plays, [10.0]) == [Loss(0, 0.0, 2, 2.0)]

@@ -6,9 +6,8 @@ the same moments, and alternate.
 
 A play is the generation of one prompt's group. A play is lost if a kill interrupted it, or a later
 play of the same prompt replaces it: its seconds had to be spent again. An interrupted play counts
-from its begin until the kill, or from the newest record of responses in progress, since a resumed
-run continues what was recorded. A crash costs the lost plays that began before it and after the
-crash before.
+until the kill, from its begin or from the last record of its responses, which a resumed run
+continues. A crash costs the lost plays that began before it and after the crash before.
 """
 
 from __future__ import annotations
@@ -76,11 +75,19 @@ _OVERRIDES = (
 
 @dataclass(frozen=True)
 class Play:
-    """Generation of one prompt's group; ``end`` is None if a kill interrupted it."""
+    """Generation of one prompt's group.
+
+    Attributes:
+        position: the prompt's position in the stream.
+        begin: time of its begin.
+        end: time of its end; None if a kill interrupted it.
+        recorded: time of the last record of its responses; ``begin`` if there is none.
+    """
 
     position: int
     begin: float
     end: float | None
+    recorded: float
 
 
 @dataclass(frozen=True)
@@ -130,46 +137,42 @@ class Crash:
 
 
 def plays_of(events: Iterable[dict[str, Any]]) -> list[Play]:
-    """Return the plays of the events that generators recorded, by their begin."""
-    events = list(events)
-    ends = {event["id"]: event["time"] for event in events if event["event"] == "end"}
-    return sorted(
-        (
-            Play(position, event["time"], ends.get(event["id"]))
-            for event in events
-            if event["event"] == "begin"
-            for position in event["positions"]
-        ),
-        key=lambda play: play.begin,
-    )
+    """Return the plays of the events that a run's processes recorded, by their begin."""
+    ends: dict[str, float] = {}
+    begins: list[tuple[int, str, float]] = []
+    recorded: dict[tuple[int, str], float] = {}
+    newest: dict[int, str] = {}  # a prompt's plays do not overlap
+    for event in sorted(events, key=lambda event: event["time"]):
+        if event["event"] == "end":
+            ends[event["id"]] = event["time"]
+        for position in event["positions"]:
+            if event["event"] == "begin":
+                newest[position] = event["id"]
+                begins.append((position, event["id"], event["time"]))
+            elif event["event"] == "recorded":
+                recorded[position, newest[position]] = event["time"]
+    return [
+        Play(position, begin, ends.get(play), recorded.get((position, play), begin))
+        for position, play, begin in begins
+    ]
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Times of a kill and of the newest record of responses in progress before it, 0 if none."""
-
-    time: float
-    recorded: float
-
-
-def losses(plays: Iterable[Play], kills: Sequence[Kill]) -> list[Loss]:
-    """Return the loss of each kill, in their order."""
+def losses(plays: Iterable[Play], kills: Sequence[float]) -> list[Loss]:
+    """Return the loss of each kill; ``kills`` are their times in order."""
     of_position: dict[int, list[Play]] = defaultdict(list)
     for play in plays:
         of_position[play.position].append(play)
     lost: list[list[Play]] = [[] for _ in kills]
     for same in of_position.values():
         for play in same:
-            number = next((i for i, kill in enumerate(kills) if kill.time > play.begin), None)
+            number = next((i for i, kill in enumerate(kills) if kill > play.begin), None)
             # The last complete play of a prompt was trained or dropped, or still will be.
             if number is not None and (play.end is None or play is not same[-1]):
                 lost[number].append(play)
     result = []
     for own, kill in zip(lost, kills, strict=True):
         finished = [play.end - play.begin for play in own if play.end is not None]
-        unfinished = [
-            kill.time - max(play.begin, kill.recorded) for play in own if play.end is None
-        ]
+        unfinished = [kill - play.recorded for play in own if play.end is None]
         result.append(Loss(len(finished), sum(finished), len(unfinished), sum(unfinished)))
     return result
 
@@ -185,7 +188,7 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
     config = load_config(DEMO_CONFIG, overrides).model_dump_json()
     run = KillableRun(folder, config, *_PROGRAM)
     try:
-        kills: list[Kill] = []
+        kills: list[float] = []
         saved: list[float] = []
         reached = 0
         for delay_s in delays:
@@ -194,9 +197,7 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
             time.sleep(max(0.0, saved[-1] + delay_s - time.time()))
             run.kill(EVERYTHING)
             run.process.wait()
-            records = (run.run_folder / "journal").glob("*.response.journal")
-            recorded = max((path.stat().st_mtime for path in records), default=0.0)
-            kills.append(Kill(run.events()[-1]["time"], recorded))
+            kills.append(run.events()[-1]["time"])
             run.start()
             # Then all that was in the store is trained, so that what is lost is played again.
             reached = _last_step(run.events()) + _STALENESS + 1
@@ -211,7 +212,7 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
             plays.append(json.loads(line))
     costs = losses(plays_of(plays), kills)
     return [
-        _crash(events, kill.time - checkpoint, kill.time, loss)
+        _crash(events, kill - checkpoint, kill, loss)
         for kill, checkpoint, loss in zip(kills, saved, costs, strict=True)
     ]
 

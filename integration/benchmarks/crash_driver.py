@@ -1,7 +1,8 @@
 """Driver of the runs that `integration.benchmarks.crash` kills; it records each play of a prompt.
 
 ``python -m integration.benchmarks.crash_driver FOLDER``: as `integration.killable_run`, and its
-generators append to ``plays.jsonl`` in FOLDER when they begin and end to generate a prompt's group.
+generators append to ``plays.jsonl`` in FOLDER when they begin and end to generate a prompt's group,
+and its generation workers when they have recorded responses to a prompt in the journal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from integration.killable_run import main
 
 from dataplane_core import KVBatchMeta
 from grpo_trainer.rollout.generator import Generator  # noqa: TID251  # what is recorded
+from grpo_trainer.rollout.response_journal import ResponseJournal  # noqa: TID251  # as above
+from grpo_trainer.rollout.worker import GenerationWorker  # noqa: TID251  # as above
 from grpo_trainer.run import processes  # noqa: TID251  # starts the recorded class instead
 from grpo_trainer.samples.partition import position_of  # noqa: TID251
 
@@ -39,6 +42,22 @@ class RecordedGenerator(Generator):
         return filtered
 
 
+class _NotedJournal(ResponseJournal):
+    """Journal that notes when responses to a prompt were recorded."""
+
+    def append(self, position: int, *arguments: Any) -> None:
+        super().append(position, *arguments)
+        _append("recorded", {"positions": [position]})
+
+
+class RecordedWorker(GenerationWorker):
+    """Generation worker with a `_NotedJournal`."""
+
+    def open_journal(self, folder: str) -> None:
+        """Record responses in a journal below ``folder``."""
+        self._journal = _NotedJournal(Path(folder))
+
+
 def _append(event: str, play: dict[str, Any]) -> None:
     line = json.dumps({"event": event, "time": time.time(), **play}).encode()
     # One write, after a line that a kill may have cut: what was written survives the process.
@@ -47,9 +66,10 @@ def _append(event: str, play: dict[str, Any]) -> None:
 
 
 def record(folder: Path) -> None:
-    """Train or resume the run in ``folder``, with recorded generators."""
+    """Train or resume the run in ``folder``, with recorded generators and workers."""
     os.environ[_VARIABLE] = str(folder / PLAYS)
     processes.Generator = RecordedGenerator  # type: ignore[misc]
+    processes.GenerationWorker = RecordedWorker  # type: ignore[misc]
     main(folder)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from integration.vllm.in_process import answers, start, status, update
 from integration.vllm.published import Trainer, checkpoint
-from integration.vllm.tiny_model import VOCABULARY, build_tokenizer
+from integration.vllm.tiny_model import VOCABULARY, build_tokenizer, save_random_model
 from safetensors.torch import save_file
 from transformers import (
     DeepseekV2Config,
@@ -81,11 +81,7 @@ def latent() -> PreTrainedModel:
 
 def save(folder: Path, make: Callable[[], PreTrainedModel], seed: int) -> Path:
     """Write a random model in bfloat16."""
-    build_tokenizer().save_pretrained(folder)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        make().to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return save_random_model(folder, make, seed, torch.bfloat16)
 
 
 def quantized(folder: Path, into: Path) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from integration.vllm.in_process import answers, start, status, update
 from integration.vllm.published import Trainer, checkpoint
-from integration.vllm.tiny_model import VOCABULARY, build_tokenizer
+from integration.vllm.tiny_model import VOCABULARY, save_random_model
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -73,20 +72,12 @@ def mixture() -> PreTrainedModel:
     )
 
 
-def save(folder: Path, make: Any, seed: int, dtype: torch.dtype) -> Path:
-    build_tokenizer().save_pretrained(folder)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        make().to(dtype).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [(qwen2, torch.float32), (qwen2, torch.bfloat16), (deepseek, torch.bfloat16)],
 )
 def test_refitted_model_answers_like_a_fresh_vllm(tmp_path, make, dtype):
-    folders = [save(tmp_path / str(seed), make, seed, dtype) for seed in range(2)]
+    folders = [save_random_model(tmp_path / str(seed), make, seed, dtype) for seed in range(2)]
     name = str(dtype).removeprefix("torch.")
     expected = answers(start(folders[1], dtype=name))
     llm = start(folders[0], dtype=name)
@@ -106,7 +97,7 @@ def test_refitted_model_answers_like_a_fresh_vllm(tmp_path, make, dtype):
 
 
 def test_experts_on_a_cpu_are_refused_by_name(tmp_path):
-    folder = save(tmp_path, mixture, 0, torch.float32)
+    folder = save_random_model(tmp_path, mixture, 0, torch.float32)
     cleanup_dist_env_and_memory()  # process groups of a dense model have none for experts
     llm: LLM = start(folder)
     before = answers(llm)

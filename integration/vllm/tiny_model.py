@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 MAX_LENGTH = 2048
 """Longest sequence of the model, in tokens."""
@@ -52,6 +53,17 @@ def save_tiny_model(
             if parameter.ndim == 1:  # norms, which are 1 in each fresh model
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
         model.save_pretrained(folder)
+    return folder
+
+
+def save_random_model(
+    folder: Path, make: Callable[[], PreTrainedModel], seed: int, dtype: torch.dtype
+) -> Path:
+    """Write a model that ``make`` returns with random weights, and the tokenizer, to ``folder``."""
+    build_tokenizer().save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        make().to(dtype).save_pretrained(folder)
     return folder
 
 
