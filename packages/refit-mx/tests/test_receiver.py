@@ -265,6 +265,25 @@ def test_silent_source_is_left_out(world):
     inner.close()
 
 
+def test_the_only_source_of_a_part_gets_every_attempt(world, published):
+    publishers, whole = published
+    worker_id = publishers[0].worker_id
+
+    def lose(source_reads: Sequence[SourceReads]) -> None:
+        if len(inner.fetched) < 3:
+            raise SourceLostError("late", (worker_id,))
+
+    inner = Meddling(new_transport("tcp"), before=lose)
+    receiver = world.receiver(transport=inner)
+    with pytest.raises(SourceLostError, match="late"):
+        receiver.receive_weights_scratch("v1", attempts=2)
+    inner.fetched.clear()
+    with receiver.receive_weights_scratch("v1", attempts=3) as got:
+        assert same(dict(got), whole)
+        assert got.stats.attempts == 3
+    inner.close()
+
+
 def test_slow_fetch_with_progress_is_no_stall(world):
     publisher = world.publisher()
     world.version("v1")

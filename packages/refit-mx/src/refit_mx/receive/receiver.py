@@ -156,7 +156,8 @@ class MxV2RefitReceiver:
             names: only these targets; None for all.
             timeout_s: time limit of all attempts.
             attempts: number of attempts. Each avoids the sources that the one before it lost, and
-                those that have sent wrong bytes twice.
+                those that have sent wrong bytes twice. An attempt that lacks only the avoided ones
+                does not count; the next one uses them again.
 
         Returns:
             The tensors, as a context manager that releases the memory and the lease.
@@ -362,6 +363,8 @@ class MxV2RefitReceiver:
                     )
                     break
                 except SourceLostError as error:
+                    if lost and set(error.worker_ids) <= lost:
+                        stats.attempts -= 1  # only the excluded sources were missing
                     last = stats.attempts >= attempts or not deadline.left_s
                     # If only sources with wrong bytes still answer, that is the error to report.
                     if twice and (last or set(error.worker_ids) <= lost | twice):
