@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import grpo_trainer
 from grpo_trainer import RunDisplay
 from grpo_trainer.errors import WorkerError
+from observability.receiver import Receiver
 
 pytestmark = pytest.mark.slow
 
@@ -97,12 +98,20 @@ def test_a_run_without_a_dead_rank_trains_the_same(
     rank_config, undisturbed, phase, number, delay_s
 ):
     killer = Killer(phase, number, delay_s)
-    result = grpo_trainer.train(rank_config(), display=killer)
+    with Receiver() as receiver:
+        tracing = {"tracing.enabled": True, "tracing.endpoint": receiver.endpoint}
+        result = grpo_trainer.train(rank_config(tracing), display=killer)
+        events = receiver.snapshot().events
+    left = [event.attributes for event in events if event.name == "policy_rank_left"]
     last, expected = result.history[-1], undisturbed.history[-1]
     if killer.notices[-1].startswith("continuing without policy worker"):
         assert last["policy_ranks"] == RANKS - 1
+        [dead] = left
+        assert dead["rl.step"] == STEPS - 1
+        assert f"policy worker {dead['dataplane.rank']} died" in dead["dataplane.reason"]
     else:  # the step had ended before the kill
         assert delay_s > 0
+        assert left == []
     assert last["samples"] == SAMPLES
     for name in ("loss", "grad_norm", "tokens", "kl"):
         assert last[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)

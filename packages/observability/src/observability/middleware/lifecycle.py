@@ -45,6 +45,7 @@ EventName = Literal[
     "refit_installed",
     "generator_joined",
     "generator_left",
+    "policy_rank_left",
 ]
 
 MAX_IDS = 4096

@@ -17,7 +17,7 @@ from grpo_trainer.errors import WorkerError
 from grpo_trainer.policy.streaming_worker import STREAM_FIELDS
 from grpo_trainer.samples.partition import TRAIN
 from grpo_trainer.samples.tasks import TRAIN_TASK
-from observability import record_trained
+from observability import emit, record_trained
 
 _GENERATED = "generation_logprobs"
 _ACKNOWLEDGED = "acknowledged"
@@ -92,6 +92,7 @@ class PolicyRanks:
             raise error
         self._notice(f"continuing without {', '.join(dead)}: {error}")
         for name in dead:
+            emit("policy_rank_left", rank=self.names.index(name), reason=str(error))
             self._calls.remove(name)
         reports = self._calls.each(progress, dict.fromkeys(alive, ((), {})))
         self.names = sorted(alive, key=lambda name: -len(reports[name]))
