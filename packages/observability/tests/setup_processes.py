@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 DEADLINE_S = 60.0
 
@@ -118,6 +120,23 @@ class Collector:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def step_points(received: Collector) -> Iterable[tuple[str, str, float, dict[str, Any]]]:
+    """Yield name, unit, value and attributes of each exported point that has a step."""
+    for (path, _), body in zip(received.requests, received.bodies, strict=True):
+        if path != "/v1/metrics":
+            continue
+        request = ExportMetricsServiceRequest.FromString(body)
+        for resource in request.resource_metrics:
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.gauge.data_points:
+                        attributes = {
+                            pair.key: getattr(pair.value, str(pair.value.WhichOneof("value")))
+                            for pair in point.attributes
+                        }
+                        yield metric.name, metric.unit, point.as_double, attributes
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from setup_processes import run
+from setup_processes import collector, run, status, step_points
 
 from observability.receiver import Receiver
 from observability.views import Step, steps_of
@@ -43,6 +43,8 @@ def begin(step, **arguments):
     callbacks[0].on_step_begin(SimpleNamespace(**arguments), state, None)
 def event(name):
     getattr(callbacks[0], name)(None, None, None)
+def log(step, **logs):
+    callbacks[0].on_log(None, SimpleNamespace(global_step=step), None, logs=logs)
 """
 
 
@@ -164,9 +166,15 @@ class RayPPOTrainer:
             pass
         self.global_step += 1
 
-originals = Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__
-for name in ("", ".train", ".train.trainer", ".train.utils", ".train.entrypoints"):
+class Tracking:
+    def log(self, data, step, commit=False):
+        print(json.dumps(data))
+
+originals = Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__, Tracking.log
+modules = "", ".train", ".train.trainer", ".train.utils", ".train.utils.tracking"
+for name in (*modules, ".train.entrypoints"):
     sys.modules["skyrl" + name] = ModuleType("skyrl" + name)
+sys.modules["skyrl.train.utils.tracking"].Tracking = Tracking
 sys.modules["skyrl.train.trainer"].RayPPOTrainer = RayPPOTrainer
 sys.modules["skyrl.train.utils"].Timer = Timer
 from observability.adapters import skyrl
@@ -175,10 +183,10 @@ from observability.adapters import skyrl
 
 def traced_skyrl(receiver: Receiver, body: str, **variables: str) -> list[Step]:
     """Run a program with stand-ins for what the adapter uses of skyrl 0.4.0, read 2026-11-27."""
-    restored = "originals == (Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__)"
-    program = f"{SKYRL}{body}\nreport(restored={restored})"
+    methods = "Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__, Tracking.log"
+    program = f"{SKYRL}{body}\nreport(restored=originals == ({methods}))"
     ran = run(program, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, **variables)
-    assert (ran.code, ran.report) == (0, [{"restored": True}])
+    assert (ran.code, ran.report[-1:]) == (0, [{"restored": True}])
     return steps_of(receiver.snapshot())
 
 
@@ -267,6 +275,50 @@ skyrl.main()
         RUN_ID=run_id,
     )
     assert (step.run_id, step.incomplete) == (run_id or "named", [])
+
+
+def test_skyrl_metrics_are_those_of_the_step_and_of_the_validation() -> None:
+    with collector(status(200)) as received:
+        run(
+            f"""{SKYRL}
+with setup("grpo.driver", endpoint=ENDPOINT), skyrl.trace_steps("r"):
+    Tracking().log({{"eval/all/avg_score": 0.1}}, step=0, commit=True)
+    Tracking().log({{
+        "reward/avg_raw_reward": 0.5, "eval/all/pass_at_1": 0.25, "timing/step": 2.0,
+    }}, step=1, commit=True)
+""",
+            received.endpoint,
+        )
+        assert sorted(step_points(received)) == [
+            ("rl.reward.mean", "1", 0.5, {"rl.step": 0, "rl.run_id": "r"}),
+            ("rl.validation.pass_rate", "1", 0.25, {"rl.step": 1, "rl.run_id": "r"}),
+            ("rl.validation.reward", "1", 0.1, {"rl.step": 0, "rl.run_id": "r"}),
+            ("timing/step", "1", 2.0, {"rl.step": 0, "rl.run_id": "r"}),
+        ]
+
+
+def test_trl_metrics_are_those_of_the_step() -> None:
+    with collector(status(200)) as received:
+        run(
+            f"""{TRL}
+with setup("svc", endpoint=ENDPOINT), trace_steps(trainer, "r"):
+    log(1, **{{
+        "loss": 0.5, "clip_ratio/region_mean": 0.25, "rewards/accuracy/mean": 0.75,
+        "epoch": 0.1, "kl": None,
+    }})
+    log(2, eval_reward=0.6)
+    log(2, train_loss=0.5, train_runtime=9.0)
+""",
+            received.endpoint,
+        )
+        facts = {"rl.step": 0, "rl.run_id": "r"}
+        assert sorted(step_points(received), key=lambda point: point[0]) == [
+            ("epoch", "1", 0.1, facts),
+            ("rl.clip_fraction", "1", 0.25, facts),
+            ("rl.loss", "1", 0.5, facts),
+            ("rl.reward.component", "1", 0.75, {**facts, "rl.component": "accuracy"}),
+            ("rl.validation.reward", "1", 0.6, {**facts, "rl.step": 2}),
+        ]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from observability.receiver import Receiver
 def test_spans_and_events_arrive_with_the_resource_of_their_process(receiver: Receiver) -> None:
     ran = run(
         """
+from observability import record_step_metrics
 with setup("grpo.policy", instance="3", run_id="run-7", endpoint=ENDPOINT) as telemetry:
     with trace.get_tracer("test").start_as_current_span("forward"):
         get_logger("test").emit(event_name="dataplane.put", body='["a", "b"]')
     metrics.get_meter("test").create_counter("c").add(1)
+    record_step_metrics(0, {"rl.loss": 0.5})
 report(counts=telemetry.counts(), pid=os.getpid())
 """,
         receiver.endpoint,

@@ -201,7 +201,7 @@ report(before=before, after=lost())
             result.endpoint,
         )
     before, after = ran.report[0]["before"], ran.report[0]["after"]
-    assert len(before) == 2 * 3
+    assert len(before) == 3 * 3
     assert all(line.endswith(" 0.0") for line in before)  # so that the first loss is an increase
     [line] = set(after) - set(before)
     assert 'dataplane_reason="export_failed"' in line

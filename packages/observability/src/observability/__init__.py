@@ -17,6 +17,7 @@ from observability.middleware.operation import Observer, Operation
 from observability.middleware.tracing import TracingDataPlaneClient
 from observability.middleware.waits import Wait, waits
 from observability.setup import setup
+from observability.step_metrics import record_step_metrics
 
 __all__ = [
     "InstrumentedDataPlaneClient",
@@ -34,6 +35,7 @@ __all__ = [
     "extract",
     "inject",
     "log_event",
+    "record_step_metrics",
     "record_trained",
     "setup",
     "span",

@@ -2,6 +2,7 @@
 
 SkyRL times the stages of a step with `Timer`, in the process that runs its trainer. `trace_steps`
 makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
+What the trainer logs with `Tracking` is recorded as metrics of the step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any  # Any: SkyRL has no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.logged import record_logged
 from observability.setup import setup
 
 _STEP_TIMER = "step"
@@ -32,6 +34,19 @@ _BUCKETS: dict[str, Bucket] = {
     "save_checkpoints": "overhead",
     "save_hf_model": "overhead",
     "sync_weights": "overhead",
+}
+# SkyRL's names of metrics, mapped to those of docs/telemetry.md.
+_METRICS = {
+    "reward/avg_raw_reward": "rl.reward.mean",
+    "policy/final_loss": "rl.loss",
+    "policy/policy_kl": "rl.kl",
+    "policy/policy_entropy": "rl.entropy",
+    "policy/clip_ratio": "rl.clip_fraction",
+    "policy/grad_norm": "rl.grad_norm",
+    "policy/policy_lr": "rl.learning_rate",
+    "generate/avg_num_tokens": "rl.response.length",
+    "eval/all/avg_score": "rl.validation.reward",
+    "eval/all/pass_at_1": "rl.validation.pass_rate",
 }
 _ENDPOINT, _RUN_ID = "OTEL_EXPORTER_OTLP_ENDPOINT", "RUN_ID"
 _OVERRIDE = "trainer.override_entrypoint="
@@ -81,12 +96,14 @@ def trace_steps(run_id: str) -> Iterator[None]:
     try:
         from skyrl.train.trainer import RayPPOTrainer
         from skyrl.train.utils import Timer
+        from skyrl.train.utils.tracking import Tracking
     except ModuleNotFoundError as error:
         raise ImportError(
             f"observability.adapters.skyrl needs SkyRL ({error.name} is missing)"
         ) from error
     steps = _Steps(run_id)
     make, enter, leave = RayPPOTrainer.__init__, Timer.__enter__, Timer.__exit__
+    log = Tracking.log
 
     def traced_make(trainer: Any, *args: Any, **kwargs: Any) -> None:
         steps.trainer = trainer
@@ -110,14 +127,18 @@ def trace_steps(run_id: str) -> Iterator[None]:
             if timer.message == _STEP_TIMER and steps.trainer is not None:
                 steps.pause(*error)
 
-    RayPPOTrainer.__init__ = traced_make
+    def recorded_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        log(tracking, data, step, *args, **kwargs)
+        record_logged(step, data, _METRICS, validation="eval/", run_id=run_id)
+
+    RayPPOTrainer.__init__, Tracking.log = traced_make, recorded_log
     Timer.__enter__, Timer.__exit__ = traced_enter, traced_leave
     try:
         with ExitStack() as stack:
             stack.push(steps.end)
             yield
     finally:
-        RayPPOTrainer.__init__ = make
+        RayPPOTrainer.__init__, Tracking.log = make, log
         Timer.__enter__, Timer.__exit__ = enter, leave
 
 

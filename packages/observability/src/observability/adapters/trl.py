@@ -1,16 +1,20 @@
 """Adapter for trainers of TRL: one trace per optimizer step, with TRL's profiled blocks as spans.
 
+What TRL logs is recorded as metrics of the step.
+
 TRL times its blocks with a `ProfilingContext`; `trace_steps` makes each of them a span. Loading
 data, logging, evaluation and checkpoints are outside of the optimizer steps, so they have no spans.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any  # Any: TRL and transformers have no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.logged import record_logged
 
 try:
     from transformers import TrainerCallback
@@ -34,6 +38,23 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     "_get_per_token_logps_and_entropies": ("logprobs", "productive"),
     _LOSS: ("forward", "productive"),
 }
+
+# TRL's names of metrics, mapped to those of docs/telemetry.md.
+_METRICS = {
+    "reward": "rl.reward.mean",
+    "reward_std": "rl.reward.std",
+    "loss": "rl.loss",
+    "kl": "rl.kl",
+    "entropy": "rl.entropy",
+    "clip_ratio/region_mean": "rl.clip_fraction",
+    "grad_norm": "rl.grad_norm",
+    "learning_rate": "rl.learning_rate",
+    "completions/mean_length": "rl.response.length",
+    "completions/clipped_ratio": "rl.response.truncated",
+    "sampling/sampling_logp_difference/mean": "rl.logprob_gap.mean",
+    "eval_reward": "rl.validation.reward",
+}
+_COMPONENT = re.compile(r"rewards/(.+)/mean")
 
 
 class StepTracer(TrainerCallback):
@@ -86,6 +107,20 @@ class StepTracer(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step."""
         self.end()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Record what TRL logs, except the summary of the training."""
+        logged = {name: value for name, value in logs.items() if not name.startswith("train_")}
+        matches = {name: _COMPONENT.fullmatch(name) for name in logged}
+        components = {match[1]: logged.pop(name) for name, match in matches.items() if match}
+        record_logged(
+            state.global_step,
+            logged,
+            _METRICS,
+            validation="eval_",
+            run_id=self._run_id,
+            components=components,
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End a step that training stopped in."""

@@ -2,6 +2,7 @@
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
 makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
+What the trainer logs with `Tracking` is recorded as metrics of the step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import wraps
 from typing import Any  # Any: verl has no types
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.logged import record_logged
 from observability.setup import setup
 
 _STEP_TIMER = "step"
@@ -30,6 +32,18 @@ _BUCKETS: dict[str, Bucket] = {
     "adv": "productive",
     "update_weights": "overhead",
     "save_checkpoint": "overhead",
+}
+# verl's names of metrics, mapped to those of docs/telemetry.md.
+_METRICS = {
+    "critic/score/mean": "rl.reward.mean",
+    "actor/loss": "rl.loss",
+    "actor/kl_loss": "rl.kl",
+    "actor/entropy": "rl.entropy",
+    "actor/pg_clipfrac": "rl.clip_fraction",
+    "actor/grad_norm": "rl.grad_norm",
+    "actor/lr": "rl.learning_rate",
+    "response_length/mean": "rl.response.length",
+    "response_length/clip_ratio": "rl.response.truncated",
 }
 _RUN_ID = "RUN_ID"
 _installed = False
@@ -59,6 +73,7 @@ def install() -> None:
     run = _Run()
     debug.marked_timer = profiler.marked_timer = run.traced(profiler.marked_timer)
     Tracking.__init__ = run.announced(Tracking.__init__)
+    Tracking.log = run.recorded(Tracking.log)
     Tracking.finish = run.flushed(Tracking.finish)
     _installed = True
 
@@ -84,6 +99,16 @@ class _Run:
             initialize(tracking, project_name, experiment_name, *args, **kwargs)
 
         return announcing
+
+    def recorded(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Return verl's `Tracking.log` with a record of the metrics."""
+
+        @wraps(log)
+        def recording(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
+            log(tracking, data, step, *args, **kwargs)
+            record_logged(step, data, _METRICS, validation="val-", run_id=self.run_id)
+
+        return recording
 
     def flushed(self, finish: Callable[..., None]) -> Callable[..., None]:
         """Return verl's `Tracking.finish` with an export of the last spans.

@@ -21,6 +21,7 @@ import structlog
 from opentelemetry.metrics import (
     CallbackOptions,
     Meter,
+    MeterProvider,
     Observation,
     get_meter,
     get_meter_provider,
@@ -195,7 +196,7 @@ class Meters(Observer):
             self._watched.move_to_end(place)
             if len(self._watched) > _MAX_WATCHED:
                 self._watched.popitem(last=False)
-        if not _has_sdk():
+        if not has_sdk(get_meter_provider()):
             return  # nothing to record, so do not query the store
         now = time.time_ns()
         for origin, _ in origins_of(call):
@@ -350,9 +351,9 @@ class _Counts:
         return totals
 
 
-def _has_sdk() -> bool:
+def has_sdk(provider: MeterProvider) -> bool:
     """Return whether an SDK is set up: until then the provider is a class of the API."""
-    return not type(get_meter_provider()).__module__.startswith("opentelemetry.metrics")
+    return not type(provider).__module__.startswith("opentelemetry.metrics")
 
 
 def _innermost(client: DataPlaneClient) -> DataPlaneClient:
@@ -383,7 +384,11 @@ def record_trained(
     emit("trained", meta.partition_id, meta.sample_ids, task=task)
     version = telemetry.step_facts().get(telemetry.WEIGHT_VERSION)
     client = as_client(client)
-    if not isinstance(version, int) or not client.capabilities.origins or not _has_sdk():
+    if (
+        not isinstance(version, int)
+        or not client.capabilities.origins
+        or not has_sdk(get_meter_provider())
+    ):
         return
     try:
         origins = client.read_origins(meta.sample_ids, meta.partition_id, [field])

@@ -18,7 +18,11 @@ from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExp
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk._logs import ReadableLogRecord, ReadWriteLogRecord
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExportResult
-from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    MetricExportResult,
+    MetricsData,
+)
 from opentelemetry.sdk.trace import ReadableSpan, Span
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
@@ -28,7 +32,12 @@ from observability.setup.settings import Otlp, redacted
 from observability.setup.troubles import Troubles
 from observability.wire import Kind
 
-_KIND: dict[Signal, Kind] = {"spans": "traces", "events": "logs", "metrics": "metrics"}
+_KIND: dict[Signal, Kind] = {
+    "spans": "traces",
+    "events": "logs",
+    "metrics": "metrics",
+    "steps": "metrics",
+}
 
 
 class Delivery:
@@ -186,11 +195,25 @@ class CountedLogExporter(_Counted, OTLPLogExporter):
 
 
 class CountedMetricExporter(OTLPMetricExporter):
-    """An exporter of metrics that counts the exports."""
+    """An exporter of metrics that counts the exports.
 
-    def __init__(self, delivery: Delivery) -> None:
+    Args:
+        delivery: the sender.
+        temporality: preferred temporality by class of instrument, see the SDK's exporter.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        temporality: dict[type, AggregationTemporality] | None = None,
+    ) -> None:
         otlp = delivery.otlp
-        super().__init__(otlp.endpoint, timeout=otlp.timeout_s, session=delivery.session)
+        super().__init__(
+            otlp.endpoint,
+            timeout=otlp.timeout_s,
+            session=delivery.session,
+            preferred_temporality=temporality,
+        )
         self.delivery = delivery
 
     def export(

@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 from typing import Literal, TypedDict
 
-Signal = Literal["spans", "events", "metrics"]
-"""``events`` are log records; an item of ``metrics`` is one export of all of them."""
+Signal = Literal["spans", "events", "metrics", "steps"]
+"""``events`` are log records; an item of ``metrics`` is one export of all of them. ``steps`` are
+metrics of steps; an item is one export of those recorded since the last one."""
 
 
 class Counts(TypedDict):

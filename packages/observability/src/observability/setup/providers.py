@@ -97,6 +97,7 @@ class _Loggers(_logs.LoggerProvider):
 class _Meters(metrics.MeterProvider):
     def __init__(self) -> None:
         self.behind: metrics.MeterProvider = metrics.NoOpMeterProvider()
+        self.steps: metrics.MeterProvider = metrics.NoOpMeterProvider()
 
     def get_meter(self, *scope: Any, **more: Any) -> metrics.Meter:
         return self.behind.get_meter(*scope, **more)
@@ -110,9 +111,12 @@ def use(
     tracers: trace.TracerProvider | None = None,
     loggers: _logs.LoggerProvider | None = None,
     meters: metrics.MeterProvider | None = None,
+    steps: metrics.MeterProvider | None = None,
     troubles: Troubles,
 ) -> None:
     """Set the providers behind the proxies; None makes the proxy of a signal do nothing.
+
+    ``steps`` is the provider of metrics of steps, see `step_meters`.
 
     A proxy is registered when it first gets a provider. If the program registered another provider
     before, that one stays, and a warning is logged.
@@ -133,6 +137,14 @@ def use(
         if metrics.get_meter_provider() is not _meters:
             metrics.set_meter_provider(_meters)
             _check(metrics.get_meter_provider() is _meters, "MeterProvider", troubles)
+    if steps is not None:
+        _meters.steps = steps
+
+
+def step_meters() -> metrics.MeterProvider:
+    """Return the provider of metrics with a step; that of the program, if it registered one."""
+    registered = metrics.get_meter_provider()
+    return _meters.steps if registered is _meters else registered
 
 
 def silence() -> None:
@@ -140,6 +152,7 @@ def silence() -> None:
     _tracers.behind = trace.NoOpTracerProvider()
     _loggers.behind = _logs.NoOpLoggerProvider()
     _meters.behind = metrics.NoOpMeterProvider()
+    _meters.steps = metrics.NoOpMeterProvider()
 
 
 def _check(registered: bool, kind: str, troubles: Troubles) -> None:

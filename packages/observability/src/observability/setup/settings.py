@@ -7,7 +7,7 @@ must not end it.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias  # Any: arguments of the SDK
 from urllib.parse import urlsplit
 
@@ -26,6 +26,8 @@ _INTERVAL_S: dict[Signal, float] = {"spans": 5.0, "events": 5.0, "metrics": 60.0
 # An event names up to 4,096 samples, so a batch stays far below the 64 MiB limit of a request.
 _BATCH: dict[Signal, int] = {"spans": 512, "events": 128, "metrics": 1}
 _QUEUE = 2048
+# Half of the exports are retained while the collector is unreachable: ten minutes.
+_STEPS_INTERVAL_S, _STEPS_QUEUE = 5.0, 240
 
 AttributeValue: TypeAlias = str | bool | int | float
 
@@ -81,6 +83,14 @@ class Otlp:
     batch: int
     interval_s: float
     timeout_s: float | None
+
+    def of_steps(self, interval_s: float | None) -> Otlp:
+        """Return the settings for metrics of steps, from those of metrics.
+
+        They are exported as often as spans, but not less often than other metrics.
+        """
+        default = min(self.interval_s, _STEPS_INTERVAL_S)
+        return replace(self, queue=_STEPS_QUEUE, interval_s=interval_s or default)
 
     @property
     def batching(self) -> dict[str, Any]:

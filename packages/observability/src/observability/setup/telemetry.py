@@ -8,6 +8,7 @@ thread and must not acquire a lock that this thread may hold.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import socket
@@ -20,9 +21,14 @@ from types import FrameType, TracebackType
 import structlog
 from opentelemetry._logs import LoggerProvider as AnyLoggerProvider
 from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import MeterProvider as AnyMeterProvider
 from opentelemetry.sdk._logs import LoggerProvider
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics import MeterProvider, _Gauge
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    MetricReader,
+    PeriodicExportingMetricReader,
+)
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
@@ -51,15 +57,23 @@ logger = structlog.get_logger("observability")
 
 
 class _Pipeline:
-    """The export of one signal, and the thread that runs its flush and shutdown."""
+    """The export of one signal, and the thread that runs its flush and shutdown.
+
+    ``polls`` makes the thread flush at each interval, for a processor without a thread.
+    """
 
     def __init__(
-        self, delivery: Delivery, flush: Callable[[], object], shutdown: Callable[[], object]
+        self,
+        delivery: Delivery,
+        flush: Callable[[], object],
+        shutdown: Callable[[], object],
+        *,
+        polls: bool = False,
     ) -> None:
         self.delivery = delivery
         self.shutdown = shutdown
         self._flush = flush
-        self.thread = ReadyThread(delivery.retry, delivery.otlp.interval_s)
+        self.thread = ReadyThread(self.flush if polls else delivery.retry, delivery.otlp.interval_s)
 
     def flush(self) -> None:
         """Export the queued and the retained items."""
@@ -116,7 +130,7 @@ class Telemetry:
         A signal without OTLP export records no items: its counts are 0.
         """
         ledgers = {name: each.delivery.ledger for name, each in self._pipelines.items()}
-        names: tuple[Signal, ...] = ("spans", "events", "metrics")
+        names: tuple[Signal, ...] = ("spans", "events", "metrics", "steps")
         return {name: ledgers.get(name, _NOTHING).counts() for name in names}
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -210,7 +224,7 @@ class Telemetry:
     def _start(self, arguments: Arguments) -> None:
         chosen = settings(arguments, self._troubles)
         resource = _resource(arguments)
-        tracers = loggers = meters = None
+        tracers = loggers = meters = steps = None
         readers: list[MetricReader] = []
         for name, otlp in chosen.otlp.items():
             try:
@@ -221,6 +235,8 @@ class Telemetry:
                     loggers = self._logged(resource, delivery)
                 else:
                     readers.append(self._periodic(delivery))
+                    of_steps = otlp.of_steps(arguments.export_interval_s)
+                    steps = self._stepped(resource, Delivery("steps", of_steps, self._troubles))
             except Exception as error:  # noqa: BLE001  # a bad environment must not end a run
                 self._troubles.warn(
                     f"exporter not made: {type(error).__name__}",
@@ -238,7 +254,9 @@ class Telemetry:
                 unit="{item}",
                 description="Spans and events that this process could not export.",
             )
-        providers.use(tracers=tracers, loggers=loggers, meters=meters, troubles=self._troubles)
+        providers.use(
+            tracers=tracers, loggers=loggers, meters=meters, steps=steps, troubles=self._troubles
+        )
 
     def _traced(
         self, resource: Resource, sample_ratio: float | None, delivery: Delivery
@@ -271,6 +289,20 @@ class Telemetry:
         # reader stores every collection until the next scrape.
         self._pipelines["metrics"] = _Pipeline(delivery, reader.force_flush, reader.shutdown)
         return reader
+
+    def _stepped(self, resource: Resource, delivery: Delivery) -> AnyMeterProvider:
+        # With delta temporality the SDK exports a gauge's point once and then forgets its
+        # attributes, which differ in each step.
+        exporter = CountedMetricExporter(delivery, {_Gauge: AggregationTemporality.DELTA})
+        reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
+
+        def shutdown() -> None:
+            pipeline.flush()  # a reader without an interval does not collect at its shutdown
+            reader.shutdown()
+
+        pipeline = _Pipeline(delivery, reader.force_flush, shutdown, polls=True)
+        self._pipelines["steps"] = pipeline
+        return MeterProvider([reader], resource, shutdown_on_exit=False)
 
     def _scraped(self, prometheus: Prometheus) -> list[MetricReader]:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader

@@ -1,0 +1,92 @@
+"""Metrics of training steps, such as reward and loss: one point per step, as OTLP gauges.
+
+docs/telemetry.md lists the names. Each point has the attribute ``rl.step``, so an SDK would collect
+a time series per step. `observability.setup` therefore exports them through a separate provider
+that forgets each point once it is exported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import SupportsFloat, cast
+
+from opentelemetry.metrics import get_meter_provider
+
+from dataplane_core.telemetry import RUN_ID, STEP
+from observability.middleware.meters import has_sdk
+from observability.setup.providers import step_meters
+
+REWARD_COMPONENT = "rl.reward.component"
+COMPONENT = "rl.component"
+
+UNITS: Mapping[str, str] = {
+    "rl.entropy": "{nat}",
+    "rl.generation.tokens_per_s": "{token}/s",
+    "rl.kl": "{nat}",
+    "rl.logprob_gap.mean": "{nat}",
+    "rl.logprob_gap.p99": "{nat}",
+    "rl.response.length": "{token}",
+    "rl.samples_per_s": "{sample}/s",
+    "rl.staleness.max": "{version}",
+    "rl.staleness.mean": "{version}",
+    "rl.tokens_per_s": "{token}/s",
+}
+"""Units of the documented metrics; all others have the unit 1."""
+
+_SCOPE = "rl-dataplane"
+_MAX_NAME = 255
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_./-]")
+
+
+def record_step_metrics(
+    step: int,
+    metrics: Mapping[str, object],
+    *,
+    components: Mapping[str, object] | None = None,
+    names: Mapping[str, str] | None = None,
+    run_id: str | None = None,
+) -> None:
+    """Record the metrics of a training step; without an SDK in this process, do nothing.
+
+    A step that is recorded again, for example after a resume, replaces its earlier values in the
+    admin service.
+
+    Args:
+        step: number of the step, from 0, as ``rl.step`` of its spans.
+        metrics: name to number; values that are not numbers are skipped. Characters that a metric's
+            name must not contain become ``_``.
+        components: mean reward by component, such as the name of a reward function.
+        names: documented name of each metric that has another name in ``metrics``.
+        run_id: id of the run; None if the process's resource has it.
+    """
+    if not has_sdk(get_meter_provider()):
+        return
+    meter = step_meters().get_meter(_SCOPE)
+    attributes: dict[str, str | int] = {STEP: step}
+    if run_id is not None:
+        attributes[RUN_ID] = run_id
+    for given, value in metrics.items():
+        if (number := _number(value)) is not None:
+            name = (names or {}).get(given) or _valid(given)
+            meter.create_gauge(name, UNITS.get(name, "1")).set(number, attributes)
+    for component, value in (components or {}).items():
+        if (number := _number(value)) is not None:
+            gauge = meter.create_gauge(REWARD_COMPONENT, "1")
+            gauge.set(number, {**attributes, COMPONENT: component})
+
+
+def _number(value: object) -> float | None:
+    """Return a number, also from numpy or torch; None for anything else."""
+    if value is None or isinstance(value, str | bytes):
+        return None
+    try:
+        return float(cast("SupportsFloat", value))
+    except (TypeError, ValueError, RuntimeError):  # of torch, for more than one element
+        return None
+
+
+def _valid(name: str) -> str:
+    """Return a name that the SDK accepts: ASCII, from a letter, at most 255 characters."""
+    valid = _NOT_IN_NAMES.sub("_", name)
+    return (valid if valid[:1].isalpha() else f"m{valid}")[:_MAX_NAME]

@@ -1,0 +1,138 @@
+"""Each step's metrics are exported once, in bounded memory, however the process ends."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from setup_processes import collector, run, status, step_points
+
+from observability import record_step_metrics
+
+IMPORTS = "from observability import record_step_metrics\n"
+
+
+def test_metrics_of_a_step_arrive_when_the_process_ends_at_once() -> None:
+    with collector(status(200)) as received:
+        ran = run(
+            f"{IMPORTS}setup('svc', run_id='r', endpoint=ENDPOINT)\n"
+            "record_step_metrics(7, {'rl.loss': 0.5, 'rl.kl': 0.25}, components={'format': 1.0})",
+            received.endpoint,
+        )
+        assert ran.code == 0
+        assert sorted(step_points(received)) == [
+            ("rl.kl", "{nat}", 0.25, {"rl.step": 7}),
+            ("rl.loss", "1", 0.5, {"rl.step": 7}),
+            ("rl.reward.component", "1", 1.0, {"rl.step": 7, "rl.component": "format"}),
+        ]
+
+
+def test_metrics_of_a_step_arrive_when_the_process_is_terminated() -> None:
+    with collector(status(200)) as received:
+        ran = run(
+            f"{IMPORTS}setup('svc', endpoint=ENDPOINT)\n"
+            "record_step_metrics(1, {'rl.loss': 0.5})\nos.kill(os.getpid(), signal.SIGTERM)",
+            received.endpoint,
+        )
+        assert ran.code == -15
+        assert [name for name, *_ in step_points(received)] == ["rl.loss"]
+
+
+def test_each_point_of_a_long_run_is_exported_once_in_bounded_memory() -> None:
+    script = f"""{IMPORTS}
+import gc
+telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
+def objects():
+    gc.collect()
+    return len(gc.get_objects())
+counts = []
+for step in range(10_000):
+    record_step_metrics(step, {{f"rl.m{{number}}": step for number in range(5)}})
+    if step % 500 == 499:
+        assert telemetry.flush(20)
+        counts.append(objects())
+report(growth=counts[-1] - counts[1], counts=telemetry.counts())
+"""
+    with collector(status(200)) as received:
+        [facts] = run(script, received.endpoint).report
+        exported = Counter((name, int(value)) for name, _, value, _ in step_points(received))
+    assert len(exported) == 50_000
+    assert set(exported.values()) == {1}
+    # A retained attribute set is several objects, and there would be 45,000 of them.
+    assert facts["growth"] < 1_000
+    assert facts["counts"]["steps"]["exported"] == 20
+
+
+def test_metrics_of_steps_outlive_a_collector_that_is_away(tmp_path: Path) -> None:
+    back = tmp_path / "back"
+    script = f"""{IMPORTS}
+telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
+record_step_metrics(0, {{"rl.loss": 0.5}})
+away = telemetry.flush(20)
+open({str(back)!r}, "x").close()
+record_step_metrics(1, {{"rl.loss": 0.5}})
+report(away=away, back=telemetry.flush(20), **telemetry.counts()["steps"])
+"""
+    with collector(lambda handler: status(200 if back.exists() else 503)(handler)) as received:
+        [facts] = run(script, received.endpoint).report
+    assert (facts["away"], facts["back"]) == (False, True)
+    assert (facts["recorded"], facts["exported"], facts["dropped"]) == (2, 2, 0)
+
+
+def test_a_step_without_metrics_is_not_exported() -> None:
+    with collector(status(200)) as received:
+        script = "telemetry = setup('svc', endpoint=ENDPOINT)\ntelemetry.shutdown()\n"
+        [facts] = run(f"{script}report(**telemetry.counts()['steps'])", received.endpoint).report
+    assert facts["recorded"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "exported"),
+    [
+        ("val-core/gsm8k/reward/mean@4", "val-core/gsm8k/reward/mean_4"),
+        ("7", "m7"),
+        ("größe", "gr__e"),
+        ("x" * 300, "x" * 255),
+    ],
+)
+def test_names_of_other_trainers_become_names_of_metrics(name: str, exported: str) -> None:
+    with collector(status(200)) as received:
+        run(
+            f"{IMPORTS}setup('svc', endpoint=ENDPOINT)\n"
+            f"record_step_metrics(0, {json.dumps({name: 1})})",
+            received.endpoint,
+        )
+        assert [name for name, *_ in step_points(received)] == [exported]
+
+
+def test_values_that_are_no_numbers_are_skipped() -> None:
+    with collector(status(200)) as received:
+        run(
+            f"{IMPORTS}setup('svc', endpoint=ENDPOINT)\n"
+            "record_step_metrics(0, {'a': 'text', 'b': None, 'c': [1, 2], 'd': True, 'e': '3'},"
+            " names={'d': 'rl.loss'}, run_id='r')",
+            received.endpoint,
+        )
+        assert list(step_points(received)) == [
+            ("rl.loss", "1", 1.0, {"rl.step": 0, "rl.run_id": "r"})
+        ]
+
+
+def test_without_an_sdk_nothing_is_recorded() -> None:
+    record_step_metrics(0, {"rl.loss": 0.5})
+
+
+def test_prometheus_is_not_given_a_series_per_step() -> None:
+    ran = run(
+        f"""{IMPORTS}
+import urllib.request
+telemetry = setup("svc", prometheus_port=0)
+record_step_metrics(0, {{"rl.loss": 0.5}})
+host, port = telemetry.prometheus_address
+page = urllib.request.urlopen(f"http://{{host}}:{{port}}/metrics", timeout=20).read().decode()
+report(steps=page.count("rl_loss"))
+"""
+    )
+    assert ran.report == [{"steps": 0}]
