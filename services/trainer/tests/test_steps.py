@@ -259,6 +259,8 @@ def test_columns_metrics_and_validation_of_plain_steps(run, questions, network, 
     assert [len(step.validation) for step in steps] == [0, 3, 0, 3]
     for step in steps[1::2]:
         assert step.record["validation_reward"] == pytest.approx(statistics.fmean(step.validation))
+        passed = statistics.fmean(reward == 1 for reward in step.validation)
+        assert step.record["validation_pass_rate"] == pytest.approx(passed)
     assert not list(tmp_path.rglob("checkpoints"))  # none is written, also where the run is stopped
     for step in steps:
         columns = step.columns

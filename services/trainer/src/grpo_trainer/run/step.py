@@ -35,6 +35,9 @@ from grpo_trainer.samples.shaping import CARRY, shape_rewards
 from grpo_trainer.samples.tasks import stage_tasks
 from observability import emit
 
+_PASSED = 1 - 1e-6
+"""Reward above which every answer of a conversation is correct; a sum of shares may miss 1."""
+
 
 @dataclass
 class Batch:
@@ -313,12 +316,12 @@ class GRPOStep:
             self._client.clear_samples(sample_ids, TRAIN)
         return batch.subset((~dropped).nonzero()[:, 0].tolist())
 
-    def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
-        """Return the mean reward of one conversation per prompt, in a separate partition."""
+    def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> None:
+        """Play one conversation per prompt, in a separate partition, and report their rewards."""
         with self._context(step), span("grpo.validation"):
-            return self._validate(step, prompts, report)
+            self._validate(step, prompts, report)
 
-    def _validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> float:
+    def _validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> None:
         with report.phase("refit"):
             self._install(step)
         self._calls.call(GENERATION, "begin", f"validation {step}")
@@ -341,4 +344,8 @@ class GRPOStep:
                 )
                 rewards.append(carry["total_reward"])
                 self._client.clear_samples(meta.sample_ids, VALIDATION)
-        return mean_and_std(torch.cat(rewards))[0]
+        reward = torch.cat(rewards)
+        report.metrics.update(
+            validation_reward=mean_and_std(reward)[0],
+            validation_pass_rate=float((reward > _PASSED).double().mean()),
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
@@ -21,6 +22,7 @@ from grpo_trainer.model.load import save_random_model
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.report.display import RunDisplay
 from grpo_trainer.report.picture import save_reward_picture
+from grpo_trainer.report.step_metrics import record_step
 from grpo_trainer.report.tracking import tracking_of
 from grpo_trainer.rollout.prompts import PromptStream
 from grpo_trainer.run.async_step import AsyncGRPOStep
@@ -129,12 +131,14 @@ def run_steps(
         stop.start_steps()
         for step in range(state.step, config.grpo.num_steps):
             report = StepReport(on_phase=display.phase)
+            started = time.perf_counter()
             stepper.run(step, report)
+            step_s = time.perf_counter() - started
             done = step + 1
             if _due(done, config.validation.every_steps, config.grpo.num_steps):
-                report.metrics["validation_reward"] = stepper.validate(
-                    done, inputs.held_out, report
-                )
+                stepper.validate(done, inputs.held_out, report)
+            has_kl = config.grpo.kl_coefficient > 0
+            record_step(step, report.metrics, seconds=step_s, has_kl=has_kl)
             record = {"step": done, **report.metrics, "seconds": report.seconds}
             history.append(record)
             append_record(folder, record)

@@ -1,0 +1,48 @@
+"""Metrics of a step as OpenTelemetry metrics, which the admin service draws as curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any  # Any: metrics of a step
+
+from observability import record_step_metrics
+
+# Names in docs/trainer.md, mapped to those of docs/telemetry.md.
+_TRAINING = {
+    "reward": "rl.reward.mean",
+    "reward_std": "rl.reward.std",
+    "loss": "rl.loss",
+    "kl": "rl.kl",
+    "approx_entropy": "rl.entropy",
+    "clip_fraction": "rl.clip_fraction",
+    "grad_norm": "rl.grad_norm",
+    "learning_rate": "rl.learning_rate",
+    "mean_gen_tokens_per_sample": "rl.response.length",
+    "truncation_rate": "rl.response.truncated",
+    "staleness": "rl.staleness.mean",
+    "staleness_max": "rl.staleness.max",
+    "rollout_logprob_diff_mean": "rl.logprob_gap.mean",
+    "rollout_logprob_diff_p99": "rl.logprob_gap.p99",
+    "tokens_per_s": "rl.generation.tokens_per_s",
+}
+_VALIDATION = {
+    "validation_reward": "rl.validation.reward",
+    "validation_pass_rate": "rl.validation.pass_rate",
+}
+
+
+def record_step(step: int, metrics: Mapping[str, Any], *, seconds: float, has_kl: bool) -> None:
+    """Record a step that took ``seconds``; ``has_kl`` if its loss has a KL term.
+
+    A validation after the step belongs to the weights of the next one, as its trace does.
+    """
+    named = {
+        name: metrics[own]
+        for own, name in _TRAINING.items()
+        if own in metrics and (has_kl or own != "kl")
+    }
+    for own in ("samples", "tokens"):
+        named[f"rl.{own}_per_s"] = metrics.get(own, 0) / seconds
+    record_step_metrics(step, named)
+    validated = {name: metrics[own] for own, name in _VALIDATION.items() if own in metrics}
+    record_step_metrics(step + 1, validated)

@@ -1,0 +1,39 @@
+"""A step's metrics are recorded under the names in docs/telemetry.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_trainer.report import step_metrics  # noqa: TID251  # no run has each of the cases
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Return what is recorded, by step."""
+    steps = {}
+    monkeypatch.setattr(step_metrics, "record_step_metrics", steps.__setitem__)
+    return steps
+
+
+def test_names_and_rates_of_a_step(recorded):
+    metrics = {"reward": 0.5, "loss": 0.1, "kl": 0.0, "samples": 8, "tokens": 40.0, "groups": 2}
+    step_metrics.record_step(6, metrics, seconds=2.0, has_kl=True)
+    assert recorded[6] == {
+        "rl.reward.mean": 0.5,
+        "rl.loss": 0.1,
+        "rl.kl": 0.0,
+        "rl.samples_per_s": 4.0,
+        "rl.tokens_per_s": 20.0,
+    }
+
+
+def test_a_validation_belongs_to_the_weights_that_it_used(recorded):
+    metrics = {"samples": 0, "validation_reward": 0.5, "validation_pass_rate": 0.25}
+    step_metrics.record_step(6, metrics, seconds=2.0, has_kl=False)
+    assert recorded[7] == {"rl.validation.reward": 0.5, "rl.validation.pass_rate": 0.25}
+    assert recorded[6] == {"rl.samples_per_s": 0.0, "rl.tokens_per_s": 0.0}
+
+
+def test_a_loss_without_a_kl_term_has_no_kl(recorded):
+    step_metrics.record_step(0, {"kl": 0.0, "samples": 8}, seconds=2.0, has_kl=False)
+    assert "rl.kl" not in recorded[0]
