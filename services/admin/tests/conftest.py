@@ -271,6 +271,17 @@ class Otlp:
         points.add(as_int=value, time_unix_nano=time.time_ns())
         return data
 
+    def curve(self, values, *, run="run", name="rl.reward.mean", unit="1", first=0, **attributes):
+        """Return a gauge with a point per step from ``first``; NaN is a value, None is none."""
+        data = MetricsData()
+        scope = _resource(data.resource_metrics.add(), "grpo.driver", run).scope_metrics.add()
+        points = scope.metrics.add(name=name, unit=unit).gauge.data_points
+        for step, value in enumerate(values, first):
+            if value is not None:
+                point = points.add(as_double=value, time_unix_nano=START_NS + step % 10**9)
+                _set(point.attributes, {"rl.step": step, **attributes})
+        return data
+
 
 @pytest.fixture(scope="session")
 def otlp():

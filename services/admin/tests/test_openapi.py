@@ -105,6 +105,7 @@ def test_operation_ids_are_stable(app_of):
         ("get", "/api/v1/why"): "list_blocked_tasks",
         ("get", "/api/v1/staleness"): "get_staleness",
         ("get", "/api/v1/runs"): "list_runs",
+        ("get", "/api/v1/run/curves"): "get_run_curves",
         ("get", "/api/v1/run/steps"): "get_run_steps",
         ("get", "/api/v1/traces"): "list_traces",
         ("get", "/api/v1/trace"): "get_trace",

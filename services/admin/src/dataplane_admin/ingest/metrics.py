@@ -1,6 +1,7 @@
 """Decoding of data points from export requests of metrics.
 
-A series belongs to one resource, one scope, one metric and one set of attributes.
+A series belongs to one resource, one scope, one metric and one set of attributes. A number with the
+attribute ``rl.step`` is also a point of a curve; its series has the other attributes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.values import digest_of
 from dataplane_admin.store import Batch, SeriesPoint
-from dataplane_admin.store.chunk import MAX_INT
+from dataplane_admin.store.chunk import MAX_INT, RUN_ID, STEP, run_and_step
 from observability.records import Process, identity_of, process_of
 
 _TEMPORALITIES: Mapping[int, Literal["delta", "cumulative"]] = {
@@ -40,6 +41,7 @@ class _Source:
     """Process and scope of metrics."""
 
     process: Process
+    run_id: str
     scope: str
     identity: bytes
 
@@ -51,10 +53,11 @@ def batch_of_metrics(request: MetricsData, limits: Limits) -> Batch:
     reasons: Counter[str] = Counter()
     for resource_metrics in request.resource_metrics:
         process = process_of(resource_metrics.resource)
+        run_id, _ = run_and_step(resource_metrics.resource.attributes)
         for scope_metrics in resource_metrics.scope_metrics:
             scope = scope_metrics.scope
             identity = bytes.fromhex(process.identity) + _identity(scope, scope_metrics.schema_url)
-            source = _Source(process, scope.name[: limits.attribute_length], identity)
+            source = _Source(process, run_id, scope.name[: limits.attribute_length], identity)
             for metric in scope_metrics.metrics:
                 for point in _points(metric):
                     reason = _reason_against(metric, point, len(series), limits)
@@ -98,14 +101,18 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
     if kind in _SUMMED:
         temporality = _TEMPORALITIES[data.aggregation_temporality]
     monotonic = kind != "sum" or data.is_monotonic
+    run_id, step = run_and_step(point.attributes) if kind in ("gauge", "sum") else ("", None)
+    pairs = point.attributes
+    if step is not None:
+        pairs = [pair for pair in pairs if pair.key not in (RUN_ID, STEP)]
     key = json.dumps([metric.name, metric.unit, kind, temporality, monotonic]).encode()
-    digest = hashlib.blake2b(source.identity + identity_of(point.attributes), digest_size=16)
+    digest = hashlib.blake2b(source.identity + identity_of(pairs), digest_size=16)
     digest.update(key)
     if temporality == "cumulative" and not monotonic:
         temporality = "newest"  # a gauge in effect: it starts at 0 with its process
     attributes = {
         pair.key[: limits.attribute_length]: plain(pair.value, limits)
-        for pair in sorted(point.attributes[: limits.attributes], key=lambda pair: pair.key)
+        for pair in sorted(pairs[: limits.attributes], key=lambda pair: pair.key)
     }
     return SeriesPoint(
         digest=digest.digest(),
@@ -120,6 +127,8 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
         temporality=temporality,
         start_ns=point.start_time_unix_nano,
         time_ns=point.time_unix_nano,
+        run_id=run_id or source.run_id,
+        step=step if step is not None and step >= 0 else None,
     )
 
 

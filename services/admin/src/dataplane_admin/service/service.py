@@ -7,6 +7,7 @@ for the user.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from dataplane_admin import models
@@ -33,6 +34,9 @@ MAX_WINDOWS = 500
 MAX_PAGE = 1_000
 MAX_STEPS = 10_000
 MAX_RANGES = 500
+MAX_POINTS = 2_000
+MAX_CURVES = 200
+"""Maximum number of curves in an answer."""
 
 
 class AdminService:
@@ -251,6 +255,44 @@ class AdminService:
     def runs(self) -> models.Runs:
         """Return at most 1,000 runs, last reported first."""
         return models.Runs(runs=self._store.runs())
+
+    def run_curves(
+        self,
+        *,
+        run: str | None = None,
+        names: Sequence[str] | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        max_points: int = 400,
+    ) -> models.RunCurves:
+        """Return curves of a run, by default the one whose curves changed last.
+
+        Args:
+            run: the run.
+            names: metrics; None for all.
+            first_step: first step; None for the curves' first.
+            last_step: last step; None for the curves' last.
+            max_points: number of points of a curve above which it is down-sampled.
+        """
+        _check("max_points", max_points, 2, MAX_POINTS)
+        run_id = self.run_with_curves() if run is None else self._run_or_newest(run)
+        curves = self._store.curves(
+            run_id,
+            names=names,
+            first_step=first_step,
+            last_step=last_step,
+            max_points=max_points,
+            limit=MAX_CURVES,
+        )
+        return models.RunCurves(run_id=run_id, curves=curves)
+
+    def run_with_curves(self) -> str:
+        """Return the run whose curves changed last; empty if no run has any."""
+        return self._store.run_with_curves() or ""
+
+    def curve_facts(self, run: str) -> list[models.CurveFacts]:
+        """Return the curves of a run without their points."""
+        return self._store.curve_facts(self._run_or_newest(run))
 
     def traces(
         self,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from dataplane_admin.models import AuditEntry
+from dataplane_admin.store.apply_curves import apply_curves
 from dataplane_admin.store.apply_events import apply_events
 from dataplane_admin.store.apply_series import apply_series
 from dataplane_admin.store.apply_spans import apply_spans
@@ -23,6 +24,7 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     spans = apply_spans(work, batches)
     events = apply_events(work, batches)
     series = apply_series(work, (point for batch in batches for point in batch.series))
+    apply_curves(work, (point for batch in batches for point in batch.series))
     _apply_audit(work, (entry for batch in batches for entry in batch.audit))
     # Probes write empty batches, which change nothing.
     work.state.save(work.connection, changed=any(not batch.is_empty for batch in batches))

@@ -88,6 +88,8 @@ class SeriesPoint:
             replaces them until the counter restarts. "newest" replaces them.
         start_ns: start of the counter, nanoseconds since 1970; 0 if unknown.
         time_ns: time of the point, as ``start_ns``.
+        run_id: ``rl.run_id``, empty if unknown.
+        step: ``rl.step`` of a number, None if unknown; then the point belongs to no curve.
     """
 
     digest: bytes
@@ -102,6 +104,8 @@ class SeriesPoint:
     temporality: Literal["delta", "cumulative", "newest"]
     start_ns: int
     time_ns: int
+    run_id: str = ""
+    step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ MAX_INT = (1 << 63) - 1
 
 NO_TRACE = bytes(16)
 _NO_PARENT = (b"", bytes(8))
-_RUN_ID, _STEP = "rl.run_id", "rl.step"
+RUN_ID, STEP = "rl.run_id", "rl.step"
 _FAILED = Status.STATUS_CODE_ERROR
 _DIGEST = 8
 
@@ -163,9 +163,9 @@ def run_and_step(pairs: Iterable[KeyValue]) -> tuple[str, int | None]:
     run_id, step = "", None
     for pair in pairs:
         key = pair.key
-        if key == _RUN_ID and pair.value.WhichOneof("value") is not None:
+        if key == RUN_ID and pair.value.WhichOneof("value") is not None:
             run_id = pair.value.string_value
-        elif key == _STEP and pair.value.WhichOneof("value") is not None:
+        elif key == STEP and pair.value.WhichOneof("value") is not None:
             step = _integer(pair.value)
     return run_id, step
 

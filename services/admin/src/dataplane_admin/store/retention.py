@@ -1,7 +1,7 @@
 """Retention: deletes the oldest records by age and size, in small steps.
 
 Age counts from the receive time, since senders' clocks are not trusted. A trace is deleted entirely
-once it has received nothing for that long.
+once it has received nothing for that long, and so is a curve.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from sqlalchemy import delete, exists, select
 
+from dataplane_admin.store.apply_curves import drop_curves
 from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.tables import (
     ChunkModel,
+    CurveModel,
     EventModel,
     EventSampleModel,
     LinkModel,
@@ -32,6 +34,7 @@ from dataplane_admin.store.work import State, Work, in_groups
 _TRACES_A_STEP = 16
 _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
+_CURVES_A_STEP = 1
 _PAGES_A_STEP = 512
 _RUNS_A_STEP = 16
 # A log below 1/64 of the limit is left to SQLite to truncate.
@@ -108,16 +111,18 @@ class Sweeper:
 def _oldest_ns(work: Work) -> int | None:
     """Return the newest receive time of the records that one step deletes.
 
-    Traces and events of the same age are deleted together.
+    Traces, events and curves of the same age are deleted together.
     """
     traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
     events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
-    columns = [work.connection.execute(query).scalars().all() for query in (traces, events)]
+    curves = select(CurveModel.updated_ns).order_by(CurveModel.updated_ns).limit(_CURVES_A_STEP)
+    queries = (traces, events, curves)
+    columns = [work.connection.execute(query).scalars().all() for query in queries]
     return min((max(query) for query in columns if query), default=None)
 
 
 def _drop_oldest(work: Work, before_ns: int) -> int:
-    """Delete some traces and events received before a time; return how many."""
+    """Delete some traces, events and curves received before a time; return how many."""
     traces = work.connection.execute(
         select(TraceModel.trace_id, TraceModel.arrival, TraceModel.spans, TraceModel.nbytes)
         .where(TraceModel.updated_ns < before_ns)
@@ -136,7 +141,14 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
     work.state.traces -= len(traces)
     work.state.spans -= sum(row.spans for row in traces)
     work.state.nbytes -= sum(row.nbytes for row in traces)
-    return len(traces) + _drop_events(work, before_ns)
+    curves = work.connection.scalars(
+        select(CurveModel.id)
+        .where(CurveModel.updated_ns < before_ns)
+        .order_by(CurveModel.updated_ns)
+        .limit(_CURVES_A_STEP)
+    ).all()
+    drop_curves(work, curves)
+    return len(traces) + len(curves) + _drop_events(work, before_ns)
 
 
 def _drop_events(work: Work, before_ns: int) -> int:

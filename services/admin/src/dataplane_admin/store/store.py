@@ -18,6 +18,11 @@ from dataplane_admin.store.batch import Batch, WriteResult
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.migrate import migrate
+from dataplane_admin.store.read_curves import (
+    read_curve_facts,
+    read_curves,
+    read_run_with_curves,
+)
 from dataplane_admin.store.read_events import (
     read_claimants,
     read_generator_events,
@@ -166,6 +171,9 @@ class Store:
     generator_events = _bound(read_generator_events)
     staleness = _bound(read_staleness)
     trace_staleness = _bound(read_trace_staleness)
+    run_with_curves = _bound(read_run_with_curves)
+    curve_facts = _bound(read_curve_facts)
+    curves = _bound(read_curves)
     series = _bound(read_series)
     dropped_spans = _bound(read_dropped_spans)
     audit = _bound(read_audit)

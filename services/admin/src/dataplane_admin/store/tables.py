@@ -268,6 +268,65 @@ class SeriesModel(Base):
     points: Mapped[bytes] = mapped_column(server_default="")
 
 
+class CurveModel(Base):
+    """A metric of a run over its steps, for one set of attributes, which are JSON.
+
+    ``digest`` is one of run, name and attributes; ``points`` the number of `CurvePointModel`.
+    ``last_value`` is the value at ``last_step``, None if it is not finite.
+    """
+
+    __tablename__ = "curves"
+    __table_args__ = (
+        Index(None, "digest", unique=True),
+        Index(None, "run_id"),
+        Index(None, "updated_ns"),
+    )
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    digest: Mapped[bytes]
+    run_id: Mapped[str]
+    name: Mapped[str]
+    unit: Mapped[str]
+    attributes: Mapped[str]
+    points: Mapped[int]
+    first_step: Mapped[int]
+    last_step: Mapped[int]
+    last_value: Mapped[float | None]
+    updated_ns: Mapped[int]
+
+
+class CurvePointModel(Base):
+    """The value of a curve at a step, None if it is not finite."""
+
+    __tablename__ = "curve_points"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    curve: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[float | None]
+
+
+class CurveBlockModel(Base):
+    """Aggregate of the points of `BLOCK` steps, from which a long curve is read.
+
+    ``points`` is the number of finite values; without any, the others are None.
+    """
+
+    __tablename__ = "curve_blocks"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    curve: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    points: Mapped[int]
+    mean: Mapped[float | None]
+    low: Mapped[float | None]
+    high: Mapped[float | None]
+
+
+BLOCK = 16
+"""Number of consecutive steps of a `CurveBlockModel`."""
+
+
 class AuditModel(Base):
     """An entry of the audit log; ``parameters`` is JSON."""
 

@@ -84,7 +84,7 @@ class Work:
             statement = sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
             self.connection.execute(statement.on_conflict_do_nothing(), rows)
 
-    def put(self, model: type[Any], rows: list[tuple[int, ...]]) -> None:
+    def put(self, model: type[Any], rows: list[tuple[float | None, ...]]) -> None:
         """Insert rows of numbers, or replace those with the same key.
 
         This bypasses SQLAlchemy, which dominates the time for many short rows.

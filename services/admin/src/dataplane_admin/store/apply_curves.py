@@ -1,0 +1,137 @@
+"""Storage of curves: the metrics of a run by step. A step that is reported again is replaced."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any  # Any: rows
+
+from sqlalchemy import delete, select
+
+from dataplane_admin.store.apply_runs import apply_runs
+from dataplane_admin.store.batch import SeriesPoint
+from dataplane_admin.store.tables import BLOCK, CurveBlockModel, CurveModel, CurvePointModel
+from dataplane_admin.store.texts import storable
+from dataplane_admin.store.work import WANTED, Work, in_groups
+
+MAX_CURVES = 10_000
+"""Maximum number of curves; beyond it, those reported longest ago are deleted."""
+POINT_BYTES = 40
+"""Approximate bytes of a stored point, with its share of a block."""
+
+_STORED = select(CurveModel.__table__).where(CurveModel.digest.in_(WANTED))
+
+
+def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
+    """Store the points that have a run and a step."""
+    by_curve: dict[bytes, dict[int, SeriesPoint]] = {}
+    for point in points:
+        if point.step is not None and point.run_id:
+            key = json.dumps([storable(point.run_id), storable(point.name), point.attributes])
+            digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+            by_curve.setdefault(digest, {})[point.step] = point
+    if not by_curve:
+        return
+    stored = {
+        row.digest: row
+        for group in in_groups(by_curve)
+        for row in work.connection.execute(_STORED, {"wanted": group})
+    }
+    ids = {
+        digest: stored[digest].id if digest in stored else work.state.next_id()
+        for digest in by_curve
+    }
+    known = _known_points(
+        work,
+        [row.id for row in stored.values()],
+        {step for of_curve in by_curve.values() for step in of_curve},
+    )
+    rows = [
+        _row(work, digest, ids[digest], of_curve, known.get(ids[digest], set()), stored.get(digest))
+        for digest, of_curve in by_curve.items()
+    ]
+    work.change(CurveModel, "digest", [row for row in rows if row["digest"] in stored])
+    work.add(CurveModel, [row for row in rows if row["digest"] not in stored])
+    placed = [
+        (ids[digest], step, point)
+        for digest, of_curve in by_curve.items()
+        for step, point in of_curve.items()
+    ]
+    work.put(CurvePointModel, [(curve, step, _value(point)) for curve, step, point in placed])
+    _aggregate(work, {(curve, step // BLOCK) for curve, step, _ in placed})
+    apply_runs(
+        work, ((storable(point.run_id), point.time_ns, point.time_ns) for *_, point in placed)
+    )
+    if len(stored) < len(by_curve):
+        newest = select(CurveModel.id).order_by(CurveModel.updated_ns.desc(), CurveModel.id)
+        drop_curves(work, work.connection.scalars(newest.offset(MAX_CURVES)).all())
+
+
+def drop_curves(work: Work, ids: Sequence[int]) -> None:
+    """Delete curves with their points."""
+    for group in in_groups(ids):
+        counts = select(CurveModel.points).where(CurveModel.id.in_(group))
+        work.state.nbytes -= POINT_BYTES * sum(work.connection.scalars(counts))
+        for column in (CurvePointModel.curve, CurveBlockModel.curve, CurveModel.id):
+            work.connection.execute(delete(column.class_).where(column.in_(group)))
+
+
+def _known_points(work: Work, curves: Sequence[int], steps: set[int]) -> dict[int, set[int]]:
+    """Return which of the steps each curve has."""
+    known: dict[int, set[int]] = {}
+    columns = select(CurvePointModel.curve, CurvePointModel.step)
+    for some_curves in in_groups(curves):
+        for some_steps in in_groups(steps):
+            chosen = columns.where(
+                CurvePointModel.curve.in_(some_curves), CurvePointModel.step.in_(some_steps)
+            )
+            for curve, step in work.connection.execute(chosen):
+                known.setdefault(curve, set()).add(step)
+    return known
+
+
+def _row(
+    work: Work,
+    digest: bytes,
+    curve: int,
+    points: Mapping[int, SeriesPoint],
+    known: set[int],
+    before: Any,
+) -> dict[str, Any]:
+    """Return the row of a curve with new points; ``known`` has the steps that are stored."""
+    newest = max(points)
+    last = points[newest]
+    new = len(points.keys() - known)
+    work.state.nbytes += new * POINT_BYTES
+    is_last = before is None or newest >= before.last_step
+    return {
+        "id": curve,
+        "digest": digest,
+        "run_id": storable(last.run_id),
+        "name": storable(last.name),
+        "unit": storable(last.unit),
+        "attributes": last.attributes,
+        "points": new + (0 if before is None else before.points),
+        "first_step": min(points) if before is None else min(*points, before.first_step),
+        "last_step": newest if is_last else before.last_step,
+        "last_value": _value(last) if is_last else before.last_value,
+        "updated_ns": work.now_ns,
+    }
+
+
+def _value(point: SeriesPoint) -> float | None:
+    return None if point.figures is None else point.figures["value"]
+
+
+def _aggregate(work: Work, blocks: set[tuple[int, int]]) -> None:
+    """Compute the aggregates of blocks from their points."""
+    names = ("points", "mean", "low", "high")
+    work.connection.exec_driver_sql(
+        f"INSERT INTO curve_blocks (curve, block, {', '.join(names)}) "  # noqa: S608  # constants
+        f"SELECT curve, step / {BLOCK}, count(value), avg(value), min(value), max(value) "
+        f"FROM curve_points WHERE curve = {work.mark} AND step BETWEEN {work.mark} AND {work.mark} "
+        f"GROUP BY curve, step / {BLOCK} ON CONFLICT (curve, block) "
+        f"DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in names)}",
+        [(curve, block * BLOCK, block * BLOCK + BLOCK - 1) for curve, block in blocks],
+    )
