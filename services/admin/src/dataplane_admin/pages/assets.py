@@ -10,14 +10,20 @@ from fastapi.responses import Response
 from dataplane_admin.pages.links import Link
 
 _FOLDER = files("dataplane_admin.pages").joinpath("static")
-_SWAGGER_UI = files("dataplane_admin.pages").joinpath("vendor", "swagger-ui")
+_VENDOR = files("dataplane_admin.pages").joinpath("vendor")
+_VENDORED = (
+    "swagger-ui/swagger-ui-bundle.js",
+    "swagger-ui/swagger-ui.css",
+    "uplot/uPlot.iife.min.js",
+    "uplot/uPlot.min.css",
+)
 # `observability show` writes the same waterfall.
 _WATERFALL = files("observability.views").joinpath("waterfall.css")
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 class Assets:
-    """The files of ``static/``, Swagger UI and the waterfall's style sheet, read once.
+    """The files of ``static/``, Swagger UI, uPlot and the waterfall's style sheet, read once.
 
     Attributes:
         base: path of the files. It holds a digest of all files, so that scripts import each other
@@ -25,8 +31,8 @@ class Assets:
     """
 
     def __init__(self) -> None:
-        swagger_ui = [_SWAGGER_UI.joinpath(f"swagger-ui{end}") for end in ("-bundle.js", ".css")]
-        sources = [_WATERFALL, *swagger_ui, *_FOLDER.iterdir()]
+        vendored = [_VENDOR.joinpath(*name.split("/")) for name in _VENDORED]
+        sources = [_WATERFALL, *vendored, *_FOLDER.iterdir()]
         self._files = {path.name: path.read_bytes() for path in sources}
         digest = hashlib.sha256()
         for name, content in sorted(self._files.items()):

@@ -74,7 +74,7 @@ class Trend:
 
     Attributes:
         line: points of a polyline.
-        area: points of a polygon, down to zero.
+        area: points of a polygon, down to the base.
         maximum: largest value.
         last: newest value.
     """
@@ -85,13 +85,13 @@ class Trend:
     last: float
 
 
-def trend(values: Sequence[float]) -> Trend | None:
-    """Return a trend from zero up, None for fewer than two values."""
+def trend(values: Sequence[float], *, base: float = 0.0) -> Trend | None:
+    """Return a trend from ``base`` up, None for fewer than two values."""
     if len(values) < 2:
         return None
-    maximum = max(*values, 1e-12)
+    height = max(max(values) - base, 1e-12)
     points = [
-        f"{100 * place / (len(values) - 1):.2f},{23 - 21 * max(0.0, value) / maximum:.2f}"
+        f"{100 * place / (len(values) - 1):.2f},{23 - 21 * max(0.0, value - base) / height:.2f}"
         for place, value in enumerate(values)
     ]
     line = " ".join(points)

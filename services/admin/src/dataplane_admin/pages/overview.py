@@ -10,6 +10,7 @@ from threading import Lock
 from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.headline import Pace, headline, newest_pace, paces, runs_to_judge
+from dataplane_admin.pages.learning import reward_trend
 from dataplane_admin.pages.links import to
 from dataplane_admin.service import AdminService, ServiceError
 
@@ -74,6 +75,7 @@ class Overview:
         runs: runs to choose from.
         last: the step that the headline names, else the newest one.
         durations: durations of the last steps.
+        reward: reward of the run of ``last`` over its steps; None without any.
     """
 
     state: str
@@ -89,6 +91,7 @@ class Overview:
     run: str | None
     runs: Sequence[models.Run]
     durations: marks.Trend | None
+    reward: marks.Trend | None
 
     @property
     def knows_free(self) -> bool:
@@ -150,6 +153,7 @@ def overview(
     longest = max((item.seconds for item in facts), default=0.0)
     rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]
     steps = [_step(item, buckets.of(item), longest) for item in facts]
+    last = _last(steps, newest_pace(pace))
     return Overview(
         state=state,
         headline=first_line,
@@ -158,12 +162,13 @@ def overview(
         silent=silent,
         partitions=[_partition(item) for item in held.partitions],
         steps=steps,
-        last=_last(steps, newest_pace(pace)),
+        last=last,
         units=[_unit(unit) for unit in held.storage],
         put_per_s=sum(rates) if rates else None,
         run=run,
         runs=service.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
+        reward=reward_trend(service, last.facts.run_id) if last else None,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any  # Any: what a template is given
 from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dataplane_admin.pages import words
+from dataplane_admin.pages import learning, words
 from dataplane_admin.pages.comparison import signed
 from dataplane_admin.pages.links import Link, to
 from observability.views.printable import printable
@@ -43,6 +43,7 @@ def environment(root_path: str) -> Environment:
         count=words.count,
         duration=words.duration,
         exact=_exact,
+        figure=learning.number,
         few=words.listed,
         plain=words.plain,
         signed=signed,

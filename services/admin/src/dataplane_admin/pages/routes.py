@@ -13,6 +13,7 @@ from dataplane_admin.pages import marks
 from dataplane_admin.pages.actions import confirmation, perform
 from dataplane_admin.pages.comparison import comparison_page
 from dataplane_admin.pages.histogram import histogram
+from dataplane_admin.pages.learning import learning
 from dataplane_admin.pages.life import life_page
 from dataplane_admin.pages.links import to
 from dataplane_admin.pages.overview import Buckets, overview
@@ -32,6 +33,7 @@ _LOGIN_PROBLEMS = {
     "often": "Too many wrong tokens from your address. Try again in a moment.",
 }
 _MAX_STEPS = 10_000
+_MAX_SMOOTHING = 0.99
 
 
 def router(service: AdminService, settings: Settings) -> APIRouter:
@@ -216,18 +218,24 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
 
     @routes.get("/run")
     def run(request: Request) -> Response:
-        run_id = Params(request.query_params).maybe("run")
-        return shell.answer(
-            request,
-            lambda: shell.page(
+        def make() -> Response:
+            params = Params(request.query_params)
+            run_id = params.maybe("run")
+            view = run_page(service, run_id)
+            shown = run_id or (view.steps.run_id if view else service.run_with_curves())
+            return shell.page(
                 request,
                 "run.html.j2",
-                view=run_page(service, run_id),
+                view=view,
+                learning=learning(service, shown),
+                smooth=min(params.number("smooth") or 0.0, _MAX_SMOOTHING),
+                max_smooth=_MAX_SMOOTHING,
                 runs=service.runs().runs,
                 run=run_id or "",
                 now_ns=time.time_ns(),
-            ),
-        )
+            )
+
+        return shell.answer(request, make)
 
     @routes.get("/trace")
     def trace(request: Request) -> Response:

@@ -1,0 +1,278 @@
+// Draws the curves of the run page with uPlot, which uPlot.iife.min.js defines. All panels share one
+// range of steps and one crosshair. The state is in the address: smooth, first and last.
+const POINTS_PER_PIXEL = 0.5;
+const FETCH_DELAY_MS = 50;
+const X_AXIS = 22;
+const Y_AXIS = 46;
+const SMOOTHED_DISTANCES = 1000; // of the shown steps, as in Weights & Biases
+
+export function drawCurves() {
+  const section = document.getElementById("learning");
+  if (!section || !window.uPlot) return;
+  if (!section.querySelector("[data-curve]")) {
+    document.addEventListener("swapped", drawCurves, { once: true });
+    return;
+  }
+  const charts = new Map(); // figure to its chart
+  const visible = new Set();
+  const slider = document.getElementById("smooth");
+  const stepOutput = document.getElementById("curve-step");
+  const range = { first: parameter("first"), last: parameter("last") };
+  let steps = [0, 1];
+  let due = 0;
+
+  const colors = () => [...section.querySelectorAll(".curve-colors > *")].map((node) => getComputedStyle(node).color);
+  let palette = colors();
+
+  const url = () => {
+    const query = new URLSearchParams({ run: section.dataset.run });
+    for (const figure of visible) query.append("name", figure.dataset.curve);
+    if (range.first !== null) query.set("first_step", range.first);
+    if (range.last !== null) query.set("last_step", range.last);
+    const width = Math.max(...[...visible].map((figure) => plotOf(figure).clientWidth));
+    query.set("max_points", String(Math.min(2000, Math.max(50, Math.round(width * POINTS_PER_PIXEL)))));
+    return `${section.dataset.curves}?${query}`;
+  };
+  const load = async () => {
+    due = 0;
+    if (!visible.size || document.hidden) return;
+    const wanted = [...visible];
+    let answer;
+    try {
+      const response = await fetch(url(), { headers: { Accept: "application/json" } });
+      if (!response.ok) return;
+      answer = await response.json();
+    } catch {
+      return; // the sign of the live updates shows that the service does not respond
+    }
+    const first = range.first ?? Math.min(...answer.curves.map((curve) => curve.first_step));
+    const last = range.last ?? Math.max(...answer.curves.map((curve) => curve.last_step));
+    if (Number.isFinite(first) && Number.isFinite(last)) steps = [first, Math.max(last, first + 1)];
+    for (const figure of wanted) {
+      const curves = answer.curves.filter((curve) => curve.name === figure.dataset.curve);
+      show(figure, curves.slice(0, figure.querySelectorAll(".curve-value").length));
+    }
+    // Panels that left the screen keep their data, but share the range of steps.
+    for (const [figure, chart] of charts) if (!visible.has(figure)) chart.plot.setData(chart.plot.data);
+  };
+  const changed = () => {
+    if (!due) due = setTimeout(load, FETCH_DELAY_MS);
+  };
+
+  const show = (figure, curves) => {
+    const data = dataOf(curves, Number(slider.value));
+    const known = charts.get(figure);
+    if (known && known.count === curves.length) {
+      known.curves = curves;
+      known.plot.setData(data);
+      read(figure, known, known.plot);
+      return;
+    }
+    known?.plot.destroy();
+    const chart = { curves, count: curves.length, plot: null };
+    charts.set(figure, chart);
+    chart.plot = new window.uPlot(options(figure, chart), data, plotOf(figure));
+  };
+  const options = (figure, chart) => {
+    const node = plotOf(figure);
+    const quiet = () => getComputedStyle(figure.querySelector("figcaption")).color;
+    const grid = { stroke: () => getComputedStyle(node).borderTopColor, width: 1 };
+    const axis = { stroke: quiet, font: "11px system-ui, sans-serif", grid, ticks: { show: false } };
+    const series = [{}];
+    const bands = [];
+    chart.curves.forEach((_, place) => {
+      const color = () => palette[place % palette.length];
+      const at = series.length;
+      const faint = () => (Number(slider.value) > 0 ? translucent(color(), 0.3) : color());
+      series.push(
+        { stroke: null, points: { show: false } },
+        { stroke: null, points: { show: false } },
+        { stroke: faint, width: 1, points: { size: 4, fill: faint, stroke: faint } },
+        { stroke: color, width: 1.5, points: { show: false } },
+      );
+      bands.push({ series: [at, at + 1], fill: () => translucent(color(), 0.16) });
+    });
+    return {
+      width: node.clientWidth,
+      height: node.clientHeight,
+      legend: { show: false },
+      padding: [6, 8, 0, 0],
+      cursor: {
+        y: false,
+        drag: { x: true, y: false, setScale: false },
+        points: { size: 5 },
+        sync: { key: "learning", scales: ["x", null] },
+        dataIdx: (plot, at, nearest) => nearestValue(plot.data[at], nearest),
+      },
+      scales: { x: { time: false, range: () => steps }, y: { range: (plot, low, high) => yRange(low, high) } },
+      axes: [
+        { ...axis, size: X_AXIS, gap: 2, space: 70, values: (plot, ticks) => ticks.map(short), incrs: INTEGERS, grid: { show: false } },
+        { ...axis, size: Y_AXIS, gap: 4, space: 28, values: (plot, ticks) => ticks.map(short) },
+      ],
+      series,
+      bands,
+      hooks: { setCursor: [(plot) => read(figure, chart, plot)], setSelect: [zoom] },
+    };
+  };
+
+  // Writes the values at the crosshair, or the last ones without a crosshair.
+  const read = (figure, chart, plot) => {
+    const at = plot.cursor.idx;
+    const outputs = figure.querySelectorAll(".curve-value");
+    const isRead = plot.cursor.left >= 0 && at !== null && at !== undefined;
+    chart.curves.forEach((curve, place) => {
+      const column = plot.data[3 + 4 * place];
+      const value = isRead ? column[nearestValue(column, at)] : curve.last_value;
+      outputs[place].textContent = text(value);
+    });
+    if (isRead) stepOutput.textContent = `step ${plot.data[0][at]}`;
+    else stepOutput.textContent = "";
+  };
+  const zoom = (plot) => {
+    if (!(plot.select.width > 4)) return;
+    const first = Math.max(0, Math.round(plot.posToVal(plot.select.left, "x")));
+    const last = Math.round(plot.posToVal(plot.select.left + plot.select.width, "x"));
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    if (last > first) limit(first, last);
+  };
+  const limit = (first, last) => {
+    Object.assign(range, { first, last });
+    remember({ first, last });
+    reset.hidden = first === null;
+    changed();
+  };
+  const reset = document.getElementById("curve-reset");
+  reset.hidden = range.first === null;
+  reset.addEventListener("click", () => limit(null, null));
+  section.addEventListener("dblclick", (event) => {
+    if (event.target.closest(".curve-plot")) limit(null, null);
+  });
+
+  const smoothed = () => {
+    document.getElementById("smooth-value").textContent = Number(slider.value).toFixed(2);
+    for (const { curves, plot } of charts.values()) plot.setData(dataOf(curves, Number(slider.value)));
+  };
+  slider.addEventListener("input", smoothed);
+  slider.addEventListener("change", () => remember({ smooth: Number(slider.value) || null }));
+
+  const paint = () => {
+    palette = colors();
+    for (const { plot } of charts.values()) plot.redraw();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+  new MutationObserver(paint).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+
+  const sizes = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      charts.get(target.parentNode)?.plot.setSize({ width: target.clientWidth, height: target.clientHeight });
+    }
+  });
+  const sight = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) visible.add(target);
+      else visible.delete(target);
+    }
+    changed();
+  }, { rootMargin: "200px" });
+  const watched = new WeakSet();
+  const watch = () => {
+    for (const [figure, { plot }] of charts) {
+      if (figure.isConnected) continue;
+      plot.destroy();
+      charts.delete(figure);
+      visible.delete(figure);
+    }
+    for (const figure of section.querySelectorAll("[data-curve]")) {
+      if (watched.has(figure)) continue;
+      watched.add(figure);
+      sight.observe(figure);
+      sizes.observe(plotOf(figure));
+    }
+  };
+  document.addEventListener("swapped", () => { watch(); changed(); });
+  section.querySelector(".curve-tools").hidden = false;
+  watch();
+}
+
+const INTEGERS = [1, 2, 5].flatMap((digit) => Array.from({ length: 15 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
+
+function plotOf(figure) {
+  return figure.querySelector(".curve-plot");
+}
+
+function parameter(name) {
+  const value = new URLSearchParams(location.search).get(name);
+  return value && /^\d{1,15}$/.test(value) ? Number(value) : null;
+}
+
+// Writes the state to the address; null removes a parameter.
+function remember(changes) {
+  const query = new URLSearchParams(location.search);
+  for (const [name, value] of Object.entries(changes)) {
+    if (value === null) query.delete(name);
+    else query.set(name, value);
+  }
+  history.replaceState(history.state, "", `?${query}`);
+}
+
+// Four columns per curve: largest, smallest, mean, and smoothed mean of each bucket of steps.
+function dataOf(curves, smoothing) {
+  if (!curves.length) return [[]];
+  return window.uPlot.join(curves.map((curve) => {
+    const none = curve.steps.map(() => null);
+    const high = curve.high.length ? curve.high : none;
+    const low = curve.low.length ? curve.low : none;
+    return [curve.steps, high, low, curve.values, smoothing > 0 ? average(curve, smoothing) : none];
+  }));
+}
+
+// Exponential moving average without a bias to the first value. A value weighs by its distance from
+// the one before, as a share of the shown steps: so reduced, sparse and zoomed curves are alike.
+function average({ steps, values }, smoothing) {
+  const range = Math.max(1, steps[steps.length - 1] - steps[0]);
+  const base = Math.sqrt(smoothing);
+  let sum = 0;
+  let weight = 0;
+  return values.map((value, place) => {
+    if (value === null) return null;
+    const keep = base ** ((SMOOTHED_DISTANCES * (steps[place] - (steps[place - 1] ?? steps[0]))) / range || 1);
+    sum = keep * sum + (1 - keep) * value;
+    weight = keep * weight + (1 - keep);
+    return sum / weight;
+  });
+}
+
+function nearestValue(column, at) {
+  for (let away = 0; away < column.length; away += 1) {
+    for (const place of [at - away, at + away]) {
+      if (column[place] !== null && column[place] !== undefined) return place;
+    }
+  }
+  return at;
+}
+
+function yRange(low, high) {
+  if (low === null || high === null) return [0, 1];
+  const space = 0.08 * (high - low) || 0.1 * Math.abs(high) || 1;
+  return [low - space, high + space];
+}
+
+function short(value) {
+  const size = Math.abs(value);
+  if (size >= 1e9 || (size && size < 1e-3)) return value.toExponential(0);
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
+  return String(Number(value.toPrecision(4)));
+}
+
+function text(value) {
+  if (value === null || value === undefined) return "-";
+  const size = Math.abs(value);
+  if (size && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3)).toExponential();
+  return size >= 1e4 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+// `color` is a computed color without transparency, such as rgb(1, 2, 3).
+function translucent(color, opacity) {
+  return color.replace("rgb(", "rgba(").replace(")", `, ${opacity})`);
+}

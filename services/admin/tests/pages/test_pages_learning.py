@@ -1,0 +1,125 @@
+"""Curves of a run's metrics: drawn under one crosshair, zoomed, smoothed, live, and safe."""
+
+import math
+
+import pytest
+from test_pages_browser import query, watched  # noqa: F401  # a fixture
+
+RUN = "learning run"
+HOSTILE_NAME = "<img src=x onerror=alert(1)>"
+PATIENCE_MS = 20_000
+
+
+@pytest.fixture(scope="module")
+def run(job, otlp):
+    """Send the metrics of 600 steps."""
+    values = [math.sin(step / 50) for step in range(600)]
+    job.send(
+        otlp.curve(values, run=RUN),
+        otlp.curve([float(step) for step in range(600)], run=RUN, name="rl.loss"),
+        otlp.curve([0.5] * 7, run=RUN, name=HOSTILE_NAME, **{"rl.component": HOSTILE_NAME}),
+    )
+    for component in ("answer", "format"):
+        named = {"name": "rl.reward.component", "rl.component": component}
+        job.send(otlp.curve([0.25, 0.75], run=RUN, **named))
+    return f"/run?run={RUN}"
+
+
+def figure(page, name):
+    return page.locator(f'[data-curve="{name}"]')
+
+
+def drawn(page, name="rl.loss"):
+    figure(page, name).locator("canvas").wait_for(timeout=PATIENCE_MS)
+    return figure(page, name).locator(".u-over").bounding_box()
+
+
+def until(page, condition):
+    for _ in range(PATIENCE_MS // 50):
+        if condition():
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError("not in time")
+
+
+def test_metrics_are_text_without_scripts(client, run):
+    page = client.get(run).text
+    assert 'data-curve="rl.loss"' in page
+    assert ">599</output>" in page
+    assert HOSTILE_NAME not in page
+
+
+def test_a_run_without_metrics_says_how_to_send_them(client, bare_client):
+    for page in (client.get("/run?run=yesterday").text, bare_client.get("/run").text):
+        assert "No metrics of steps" in page
+        assert "record_step_metrics(step" in page
+
+
+def test_the_overview_draws_the_reward_of_the_newest_run(job_of, otlp):
+    job = job_of()
+    job.send(otlp.trace(step=2), otlp.curve([-2.0, -1.0, -1.5]))
+    page = job.client.get("/").text
+    assert ">-1.5</a>" in page
+    assert 'aria-label="reward over all steps"' in page
+
+
+def test_one_crosshair_reads_all_panels(watched, run):  # noqa: F811
+    page = watched().go(run)
+    box = drawn(page, "rl.reward.mean")
+    drawn(page, "rl.reward.component")
+    loss = figure(page, "rl.loss").locator(".curve-value")
+    assert loss.inner_text() == "599"
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    until(page, lambda: page.locator("#curve-step").inner_text().startswith("step "))
+    step = int(page.locator("#curve-step").inner_text().removeprefix("step "))
+    assert 290 <= step <= 310
+    until(page, lambda: abs(float(loss.inner_text()) - step) < 6)
+    page.mouse.move(2, 2)
+    until(page, lambda: loss.inner_text() == "599")
+    assert page.locator("#curve-step").inner_text() == ""
+
+
+def test_dragging_zooms_and_the_address_keeps_it(watched, run):  # noqa: F811
+    page = watched().go(run)
+    box = drawn(page)
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40, steps=4)
+    page.mouse.up()
+    until(page, lambda: "first" in query(page))
+    first, last = int(query(page)["first"]), int(query(page)["last"])
+    assert 140 <= first <= 160
+    assert 290 <= last <= 310
+    page.reload()
+    drawn(page)
+    page.locator("#curve-reset").click()
+    until(page, lambda: "first" not in query(page))
+
+
+def test_smoothing_is_in_the_address_and_kept(watched, run):  # noqa: F811
+    page = watched().go(run)
+    drawn(page)
+    page.locator("#smooth").fill("0.9")
+    until(page, lambda: query(page).get("smooth") == "0.9")
+    page.reload()
+    drawn(page)
+    assert page.locator("#smooth").input_value() == "0.9"
+    assert page.locator("#smooth-value").inner_text() == "0.90"
+
+
+def test_new_steps_appear_without_moving_the_page(watched, run, job, otlp):  # noqa: F811
+    page = watched().go(f"{run}&live=1")
+    drawn(page)
+    before = figure(page, "rl.loss").bounding_box()
+    job.send(otlp.curve([1234.0], run=RUN, name="rl.loss", first=600))
+    loss = figure(page, "rl.loss").locator(".curve-value")
+    until(page, lambda: loss.inner_text() == "1234")
+    assert figure(page, "rl.loss").bounding_box() == before
+
+
+def test_hostile_names_are_drawn_as_text(watched, run):  # noqa: F811
+    page = watched().go(run)
+    drawn(page)
+    page.locator(".more-curves summary").click()
+    figure(page, HOSTILE_NAME).locator("canvas").wait_for(timeout=PATIENCE_MS)
+    assert page.locator("main img").count() == 0
