@@ -15,9 +15,9 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
-FOLDER = Path("runs") / "admin"
+FOLDER, LOG = Path("runs") / "admin", "run.log"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 TIMEOUT_S = 60.0
 # Export every half second, so that the pages follow the run; the default is five seconds.
@@ -27,42 +27,16 @@ EXPORT_DELAYS = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_BLRP_SCHEDULE_DELAY": "
 def main(steps: int = 1_000_000) -> int:
     """Run both until both exit, or until Ctrl-C; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    FOLDER.mkdir(parents=True, exist_ok=True)
     print("starting the admin service", flush=True)
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context((FOLDER / "run.log").open("ab"))
-        serve = [
-            str(SCRIPTS / "dataplane-admin"),
-            "serve",
-            "--db",
-            str(FOLDER / "admin.sqlite"),
-            "--ray-address",
-            "auto",
-            "--allow-actions",
-            *sys.argv[1:],
-        ]
-        service = stack.enter_context(_running(serve, {}, stdout=subprocess.PIPE, stderr=log))
-        assert service.stdout is not None
-        url = service.stdout.readline().decode().strip()
-        if not url:
-            print(f"the service did not start; see {FOLDER / 'run.log'}")
+    changes = ("checkpointing.every_steps=0", "validation.every_steps=0", f"grpo.num_steps={steps}")
+    with served_run(FOLDER, changes, ("--allow-actions", *sys.argv[1:])) as started:
+        if started is None:
+            print(f"the service did not start; see {FOLDER / LOG}")
             return 1
-        train = [
-            str(SCRIPTS / "grpo-trainer"),
-            "train",
-            *_settings(
-                f"grpo.num_steps={steps}",
-                f"run.output={FOLDER}",
-                "checkpointing.every_steps=0",
-                "validation.every_steps=0",
-                "tracing.enabled=true",
-                f"tracing.endpoint={url}",
-            ),
-        ]
-        run = stack.enter_context(_running(train, EXPORT_DELAYS, stdout=log, stderr=log))
+        url, service, run = started
         print(f"\n  {url}\n")
         print(
-            f"It shows a demo run, whose log is {FOLDER / 'run.log'}. Ctrl-C ends both.",
+            f"It shows a demo run, whose log is {FOLDER / LOG}. Ctrl-C ends both.",
             flush=True,
         )
         with contextlib.suppress(KeyboardInterrupt):
@@ -70,6 +44,55 @@ def main(steps: int = 1_000_000) -> int:
             print(f"the run ended with status {run.returncode}; Ctrl-C ends the service")
             service.wait()
     return 0
+
+
+Process: TypeAlias = "subprocess.Popen[bytes]"
+
+
+@contextlib.contextmanager
+def served_run(
+    folder: Path, changes: Sequence[str], options: Sequence[str] = ()
+) -> Iterator[tuple[str, Process, Process] | None]:
+    """Run the admin service, and a demo run that it shows, during the block.
+
+    Args:
+        folder: folder for all files.
+        changes: changes of the demo's configuration, as ``key=value``.
+        options: options of ``dataplane-admin serve``.
+
+    Yields:
+        URL of the service, its process, and that of the run; None if the service does not start.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((folder / LOG).open("ab"))
+        serve = [
+            str(SCRIPTS / "dataplane-admin"),
+            "serve",
+            "--db",
+            str(folder / "admin.sqlite"),
+            "--ray-address",
+            "auto",
+            *options,
+        ]
+        service = stack.enter_context(_running(serve, {}, stdout=subprocess.PIPE, stderr=log))
+        assert service.stdout is not None
+        url = service.stdout.readline().decode().strip()
+        if not url:
+            yield None
+            return
+        train = [
+            str(SCRIPTS / "grpo-trainer"),
+            "train",
+            *_settings(
+                f"run.output={folder}",
+                "tracing.enabled=true",
+                f"tracing.endpoint={url}",
+                *changes,
+            ),
+        ]
+        run = stack.enter_context(_running(train, EXPORT_DELAYS, stdout=log, stderr=log))
+        yield url, service, run
 
 
 def _settings(*assignments: str) -> list[str]:

@@ -22,8 +22,11 @@ from observability.adapters.verl import install
 install()
 install()  # a worker's hook and a user's call
 
+import torch
 from hydra import compose, initialize_config_module
 import verl.trainer.ppo.v1.trainer_base as base
+from verl import DataProto
+from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.v1 import get_trainer_cls
 
 with initialize_config_module("verl.trainer.config", version_base=None):
@@ -55,7 +58,13 @@ class Trainer(get_trainer_cls("sync")):
 
     def prepare_step(self): ...
     def _save_checkpoint(self): ...
-    def _compute_metrics(self, *args, **kwargs): ...
+
+    def _compute_metrics(self, batch, metrics, *args, **kwargs):
+        names = ["token_level_scores", "token_level_rewards", "advantages", "returns", "prompts",
+                 "responses", "response_mask"]
+        columns = {name: torch.ones(2, 4) for name in names}
+        columns["attention_mask"] = torch.ones(2, 8)
+        metrics.update(compute_data_metrics(DataProto.from_dict(columns), use_critic=False))
 
     _compute_reward_colocate = _compute_old_log_prob = _compute_ref_log_prob = work
     _compute_advantage = _balance_batch = work
@@ -97,6 +106,9 @@ def test_fit_has_a_trace_per_step(tmp_path: Path, done: int, total: int, failing
         )
         steps = steps_of(receiver.snapshot())
     assert (ran.returncode == 0) == (failing < 0), ran.stdout + ran.stderr
+    metrics = (tmp_path / "recording" / "metrics.otlp").read_bytes()
+    for name in ("rl.reward.mean", "rl.response.length", "rl.response.truncated"):
+        assert name.encode() in metrics
     # verl counts steps from 1, rl.step from 0.
     assert [step.number for step in steps] == [done, done + 1]
     assert {step.run_id for step in steps} == {"my-run"}

@@ -1,0 +1,120 @@
+"""Pictures of demo runs for the docs: ``python -m integration.run_pictures``, about ten minutes.
+
+Chromium takes them for ``docs/images`` while a synchronous and then an asynchronous run train, and
+after their ends. `integration.admin_pictures` takes those of a blocked run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any, Literal  # Any: answers of the API
+from urllib.parse import urlencode
+
+from integration.admin_demo import LOG, Process, served_run
+from integration.admin_pictures import FOLDER, HEIGHT, TIMEOUT_S, WIDTH
+from playwright.sync_api import Browser, Page, sync_playwright
+
+_SETTLE_MS = 1000
+"""Time in which a page draws what it has fetched."""
+_ASYNC = (
+    "run.name=demo-async",
+    "grpo.mode=async",
+    "grpo.num_steps=12",
+    "grpo.asynchronous.generators=2",
+    "grpo.asynchronous.prompts_per_rollout=4",
+    "validation.every_steps=0",
+    "checkpointing.every_steps=0",
+    "policy.generation.simulated_latency={median_s: 0.4, sigma: 0.8}",
+)
+
+
+def ask(url: str, path: str, **query: object) -> Any:
+    """Return the answer of an API path."""
+    with urllib.request.urlopen(f"{url}/api/v1/{path}?{urlencode(query)}", timeout=30) as answer:
+        return json.load(answer)
+
+
+def steps_of(url: str) -> list[str]:
+    """Return the ids of the traces of steps, the newest first."""
+    return [each["trace_id"] for each in ask(url, "traces", name="grpo.step", limit=200)["traces"]]
+
+
+def opened(browser: Browser, url: str, scheme: Literal["light", "dark"] = "light") -> Page:
+    """Return a new page of the service."""
+    page = browser.new_page(
+        viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme, base_url=url
+    )
+    page.set_default_timeout(TIMEOUT_S * 1000)
+    return page
+
+
+def wait_for_step(page: Page, step: int) -> None:
+    """Wait on the overview until a step has finished."""
+    page.locator("#steps").get_by_role("link", name=str(step), exact=True).wait_for()
+
+
+def take(page: Page, name: str) -> None:
+    """Write a picture."""
+    page.wait_for_timeout(_SETTLE_MS)
+    page.screenshot(path=FOLDER / f"admin-{name}.png")
+
+
+def take_synchronous(browser: Browser, url: str, run: Process) -> None:
+    """Take the pictures of a synchronous run, live and after its end."""
+    light, dark = opened(browser, url), opened(browser, url, "dark")
+    light.goto("/")
+    dark.goto("/")
+    wait_for_step(light, 30)
+    take(light, "overview")
+    take(dark, "overview-dark")
+    dark.close()
+    sample = ask(url, "samples", limit=1)["samples"][0]
+    assert run.wait(TIMEOUT_S) == 0, "the run failed"
+    newest, *_, oldest = steps_of(url)
+    for name, path in {
+        "run": "/run?smooth=0.6",
+        "trace": f"/trace?id={newest}",
+        "compare": f"/compare?a={oldest}&b={newest}",
+        "sample": f"/sample?{urlencode({'id': sample['sample_id']})}",
+    }.items():
+        light.goto(path)
+        take(light, name)
+
+
+def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
+    """Take the pictures of an asynchronous run, live and after its end."""
+    page = opened(browser, url)
+    page.goto("/")
+    wait_for_step(page, 5)
+    page.goto("/partition?id=train")
+    acknowledged = page.locator("[aria-labelledby=tasks-h] tr[data-key=train] td").nth(4)
+    acknowledged.filter(has_text=re.compile("^[1-9]")).wait_for()
+    page.screenshot(path=FOLDER / "admin-async.png")  # at once: the step goes on
+    assert run.wait(TIMEOUT_S) == 0, "the run failed"
+    page.goto(f"/trace?id={steps_of(url)[1]}")
+    take(page, "async-trace")
+
+
+def main() -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for changes, take_all in (((), take_synchronous), (_ASYNC, take_asynchronous)):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                served_run(Path(folder), changes, ["--port", "0"]) as started,
+            ):
+                assert started is not None, (Path(folder) / LOG).read_text()
+                url, _, run = started
+                take_all(browser, url, run)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
