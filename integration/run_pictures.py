@@ -1,7 +1,8 @@
 """Pictures of demo runs for the docs: ``python -m integration.run_pictures``, about ten minutes.
 
 Chromium takes them for ``docs/images`` while a synchronous and then an asynchronous run train, and
-after their ends. `integration.admin_pictures` takes those of a blocked run.
+after their ends; ``sync`` or ``async`` as argument takes those of one. `integration.admin_pictures`
+takes those of a blocked run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import tempfile
 import urllib.request
 from pathlib import Path
@@ -29,7 +31,7 @@ _ASYNC = (
     "grpo.asynchronous.prompts_per_rollout=4",
     "validation.every_steps=0",
     "checkpointing.every_steps=0",
-    "policy.generation.simulated_latency={median_s: 0.4, sigma: 0.8}",
+    "policy.generation.simulated_latency={median_s: 0.05, sigma: 1.0}",
 )
 
 
@@ -70,6 +72,8 @@ def take_synchronous(browser: Browser, url: str, run: Process) -> None:
     light.goto("/")
     dark.goto("/")
     wait_for_step(light, 30)
+    counts = light.locator("#partitions li .count")
+    counts.filter(has_text=re.compile("^[1-9]")).first.wait_for()
     take(light, "overview")
     take(dark, "overview-dark")
     dark.close()
@@ -94,10 +98,14 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     page.goto("/partition?id=train")
     acknowledged = page.locator("[aria-labelledby=tasks-h] tr[data-key=train] td").nth(4)
     acknowledged.filter(has_text=re.compile("^[1-9]")).wait_for()
-    page.screenshot(path=FOLDER / "admin-async.png")  # at once: the step goes on
+    # At once: the step goes on. All of the page: the generators are below the fold.
+    page.screenshot(path=FOLDER / "admin-async.png", full_page=True)
     assert run.wait(TIMEOUT_S) == 0, "the run failed"
     page.goto(f"/trace?id={steps_of(url)[1]}")
     take(page, "async-trace")
+
+
+_MODES = {"sync": ((), take_synchronous), "async": (_ASYNC, take_asynchronous)}
 
 
 def main() -> None:
@@ -105,7 +113,8 @@ def main() -> None:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for changes, take_all in (((), take_synchronous), (_ASYNC, take_asynchronous)):
+        for mode in sys.argv[1:] or _MODES:
+            changes, take_all = _MODES[mode]
             with (
                 tempfile.TemporaryDirectory() as folder,
                 served_run(Path(folder), changes, ["--port", "0"]) as started,

@@ -114,6 +114,8 @@ def test_pages_follow_an_asynchronous_run(
 ) -> None:
     watcher = Watcher(*tabs)
     watcher.overview.goto("/")
+    empty = watcher.overview.get_by_role("heading", name="No telemetry yet")
+    expect(empty).to_be_visible()
     watcher.overview.evaluate("window.kept = true")
     config = configured(
         tmp_path,
@@ -135,6 +137,7 @@ def test_pages_follow_an_asynchronous_run(
     )
     train(config, display=watcher)
     assert watcher.steps == STEPS
+    expect(empty).to_have_count(0)
     for step in range(STEPS):
         link = watcher.overview.locator("#steps").get_by_role("link", name=str(step), exact=True)
         expect(link).to_be_visible()

@@ -64,6 +64,9 @@ def test_a_wait_is_one_sentence():
     )
     (wait,) = why(stuck(put=128).records, ns(6))
     assert str(wait).endswith(": 128 of 128 lack advantages (abc_g0, abc_g1, …); 384 not put yet")
+    lack = Lack(8, ("a", "b", "c"))
+    several = dataclasses.replace(wait, lacks={"x": lack, "y": Lack(7), "z": lack})
+    assert ": 8 of 128 lack x, z (a, b, …); 7 of 128 lack y; 384 not" in str(several)
     (wait,) = why(stuck(advantages=512, claimed=512).records, ns(6))
     assert str(wait).endswith(
         ": 512 present and none lacks a field; 512 already claimed by it; 0 not put yet"

@@ -170,6 +170,7 @@ def test_a_short_wait_is_not_stuck(site, client, monkeypatch, kind, seconds, stu
     assert ("1 task blocked" in text) == stuck
     assert (f"Running: step {STEPS - 1} finished in" in text) == (not stuck)
     assert "3 of 480 lack advantages" in text
+    assert ('class="banner fault"' in client.get("/partition?id=train").text) == (seconds > 60)
 
 
 def test_bars_of_a_partition_in_constant_use_show_the_present_samples(site, client, monkeypatch):
@@ -182,6 +183,12 @@ def test_bars_of_a_partition_in_constant_use_show_the_present_samples(site, clie
     assert "480 samples" in text
     assert "60,000" not in text
     assert "55,000 not put yet" not in text
+    view = site.service.partition_view("train")
+    view = view.model_copy(update={"partition": view.partition.model_copy(update=changes)})
+    monkeypatch.setattr(site.service, "partition_view", lambda *_, **__: view)
+    text = Document(client.get("/partition?id=train").text).text
+    assert "480" in text
+    assert "60,000" not in text
 
 
 def test_the_overview_filters_by_run(client):

@@ -119,9 +119,12 @@ class Wait:
             return ""
         if not self.known:
             return ": the partition does not exist"
+        fields: dict[Lack, list[str]] = {}
+        for name, lack in self.lacks.items():
+            fields.setdefault(lack, []).append(name)
         parts = [
-            f"{lack.count} of {self.present} lack {printable(name)}{_examples(lack)}"
-            for name, lack in self.lacks.items()
+            f"{lack.count} of {self.present} lack {listed(names)}{_examples(lack)}"
+            for lack, names in fields.items()
         ]
         if not parts:
             parts.append(

@@ -12,6 +12,7 @@ from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.headline import Pace, headline, newest_pace, paces, runs_to_judge
 from dataplane_admin.pages.learning import reward_trend
 from dataplane_admin.pages.links import to
+from dataplane_admin.pages.partition import is_streaming
 from dataplane_admin.service import AdminService, ServiceError
 
 _STEPS = 10
@@ -32,7 +33,7 @@ class TaskOnOverview:
 class PartitionOnOverview:
     """One partition as the overview shows it.
 
-    ``streams``: samples were cleared while others come.
+    ``streams``: as `is_streaming`.
     """
 
     facts: models.Partition
@@ -187,9 +188,7 @@ def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview 
 
 
 def _partition(facts: models.Partition) -> PartitionOnOverview:
-    # Tasks count the present samples. Once samples are cleared while others come, as in an
-    # asynchronous run, the declared number says nothing about them.
-    streams = facts.put > facts.present > 0
+    streams = is_streaming(facts)
     total = facts.present if streams else max(facts.declared, facts.present)
     behind = max(facts.tasks, key=lambda task: task.unclaimed, default=None)
     backlog: Sequence[float] = behind.backlog if behind else facts.put_trend

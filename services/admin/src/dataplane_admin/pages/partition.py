@@ -22,6 +22,8 @@ class PartitionPage:
 
     Attributes:
         seen: the partition and its samples, from one snapshot.
+        streams: as `is_streaming`.
+        waits: blocked tasks, and whether each is blocked for so long that it is a fault.
         window_count: samples of the chosen window, None without one.
         history: numbers over the last hour, as lines.
         before: address of the previous samples.
@@ -29,8 +31,9 @@ class PartitionPage:
     """
 
     seen: models.PartitionView
+    streams: bool
     live: models.LiveStatus
-    waits: Sequence[models.Wait]
+    waits: Sequence[tuple[models.Wait, bool]]
     heat: HeatMap | None
     history: Sequence[Line]
     field_names: Sequence[str]
@@ -58,8 +61,21 @@ def _lines(history: models.PartitionHistory) -> list[Line]:
     return [Line(name, trend, seconds) for name, trend in drawn if trend is not None]
 
 
+def is_streaming(facts: models.Partition) -> bool:
+    """Return whether samples were cleared while others come, as in an asynchronous run.
+
+    Then the declared number says nothing about the present samples.
+    """
+    return facts.put > facts.present > 0
+
+
 def partition_page(
-    service: AdminService, partition_id: str, *, start: int | None, count: int | None
+    service: AdminService,
+    partition_id: str,
+    *,
+    start: int | None,
+    count: int | None,
+    stuck_after_s: float,
 ) -> PartitionPage:
     """Return the page of a partition.
 
@@ -68,6 +84,7 @@ def partition_page(
         partition_id: id of the partition.
         start: index of the first sample to list; None if no window is chosen.
         count: samples of the chosen window.
+        stuck_after_s: duration from which a blocked task is a fault.
 
     Raises:
         ServiceError: the partition does not exist or cannot be read.
@@ -83,9 +100,10 @@ def partition_page(
         after = to("/partition", id=partition_id, start=first + shown, count=limit)
     return PartitionPage(
         seen=seen,
+        streams=is_streaming(seen.partition),
         live=service.status().live,
         waits=[
-            wait
+            (wait, wait.seconds >= stuck_after_s)
             for wait in service.why()
             if wait.partition == partition_id and wait.silent_s is None
         ][:3],

@@ -92,6 +92,7 @@ def _add_state(
                 params.required("id"),
                 start=params.integer("start"),
                 count=params.integer("count"),
+                stuck_after_s=stuck_after_s,
             )
             return shell.page(request, "partition.html.j2", view=view, now_ns=time.time_ns())
 
