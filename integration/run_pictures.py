@@ -93,14 +93,18 @@ def take_synchronous(browser: Browser, url: str, run: Process) -> None:
 def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     """Take the pictures of an asynchronous run, live and after its end."""
     page = opened(browser, url)
+    page.set_viewport_size({"width": WIDTH, "height": HEIGHT + 200})
     page.goto("/")
     wait_for_step(page, 5)
     page.goto("/partition?id=train")
     acknowledged = page.locator("[aria-labelledby=tasks-h] tr[data-key=train] td").nth(4)
     acknowledged.filter(has_text=re.compile("^[1-9]")).wait_for()
-    # At once: the step goes on. All of the page: the generators are below the fold.
-    page.screenshot(path=FOLDER / "admin-async.png", full_page=True)
+    # Without the list of samples, which is above the tasks and generators; at once, since the step
+    # goes on.
+    page.evaluate("document.getElementById('samples').hidden = true")
+    page.screenshot(path=FOLDER / "admin-async.png")
     assert run.wait(TIMEOUT_S) == 0, "the run failed"
+    page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     page.goto(f"/trace?id={steps_of(url)[1]}")
     take(page, "async-trace")
 

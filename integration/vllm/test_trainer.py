@@ -133,29 +133,6 @@ def test_asynchronous_run_generates_while_it_trains(
     assert records[0]["rollout_logprob_diff_max"] < 1e-4
 
 
-@pytest.mark.long  # three servers start, in processes that each import vLLM
-def test_generator_with_a_dead_server_is_replaced(tmp_path: Path) -> None:
-    with running_trainer(
-        tmp_path,
-        grpo__mode="async",
-        grpo__asynchronous__generators=2,
-        grpo__asynchronous__min_generators=1,
-        grpo__asynchronous__concurrent_rollouts=4,
-    ) as run:
-        steps = len(run.wait_for_steps(2))
-        engines = [each for each in run.processes() if each.name() == "VLLM::EngineCore"]
-        assert len(engines) == 2
-        engines[0].kill()
-        while "joined" not in run.log.read_text():
-            steps = len(run.wait_for_steps(steps + 1))
-        records = run.wait_for_steps(steps + 3)
-    assert "continuing without rollout actor" in run.log.read_text()
-    assert min(record["generators"] for record in records) == 1
-    assert records[-1]["generators"] == 2
-    assert all(record["samples"] == ROWS for record in records)
-    assert all(record["staleness_max"] <= 1 for record in records)
-
-
 @pytest.mark.long  # each process of vLLM imports it, which is slow
 def test_servers_end_with_a_killed_driver(tmp_path: Path) -> None:
     with running_trainer(tmp_path) as run:
