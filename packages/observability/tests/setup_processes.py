@@ -122,8 +122,10 @@ class Collector:
         self._server.server_close()
 
 
-def step_points(received: Collector) -> Iterable[tuple[str, str, float, dict[str, Any]]]:
-    """Yield name, unit, value and attributes of each exported point that has a step."""
+def step_points(
+    received: Collector, *, times: bool = False
+) -> Iterable[tuple[str, str, float, dict[str, Any]]]:
+    """Yield name, unit, value and attributes of the exported points of steps, or of their times."""
     for (path, _), body in zip(received.requests, received.bodies, strict=True):
         if path != "/v1/metrics":
             continue
@@ -131,6 +133,8 @@ def step_points(received: Collector) -> Iterable[tuple[str, str, float, dict[str
         for resource in request.resource_metrics:
             for scope in resource.scope_metrics:
                 for metric in scope.metrics:
+                    if (metric.name == "rl.time") is not times:
+                        continue
                     for point in metric.gauge.data_points:
                         attributes = {
                             pair.key: getattr(pair.value, str(pair.value.WhichOneof("value")))

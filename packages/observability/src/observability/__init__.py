@@ -16,6 +16,7 @@ from observability.middleware.observed_client import ObservedClient
 from observability.middleware.operation import Observer, Operation
 from observability.middleware.tracing import TracingDataPlaneClient
 from observability.middleware.waits import Wait, waits
+from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_step_metrics
 
@@ -35,6 +36,7 @@ __all__ = [
     "extract",
     "inject",
     "log_event",
+    "record_run",
     "record_step_metrics",
     "record_trained",
     "setup",

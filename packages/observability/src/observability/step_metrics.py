@@ -8,6 +8,7 @@ that forgets each point once it is exported.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import SupportsFloat, cast
 
@@ -17,6 +18,7 @@ from dataplane_core.telemetry import RUN_ID, STEP
 from observability.middleware.meters import has_sdk
 from observability.setup.providers import step_meters
 
+TIME = "rl.time"
 REWARD_COMPONENT = "rl.reward.component"
 COMPONENT = "rl.component"
 
@@ -27,9 +29,11 @@ UNITS: Mapping[str, str] = {
     "rl.logprob_gap.mean": "{nat}",
     "rl.logprob_gap.p99": "{nat}",
     "rl.response.length": "{token}",
+    "rl.samples": "{sample}",
     "rl.samples_per_s": "{sample}/s",
     "rl.staleness.max": "{version}",
     "rl.staleness.mean": "{version}",
+    "rl.time": "s",
     "rl.tokens_per_s": "{token}/s",
 }
 """Units of the documented metrics; all others have the unit 1."""
@@ -49,8 +53,8 @@ def record_step_metrics(
 ) -> None:
     """Record the metrics of a training step; without an SDK in this process, do nothing.
 
-    A step that is recorded again, for example after a resume, replaces its earlier values in the
-    admin service.
+    The time of this call is recorded with them, as ``rl.time``. A step that is recorded again, for
+    example after a resume, replaces its earlier values in the admin service.
 
     Args:
         step: number of the step, from 0, as ``rl.step`` of its spans.
@@ -66,10 +70,15 @@ def record_step_metrics(
     attributes: dict[str, str | int] = {STEP: step}
     if run_id is not None:
         attributes[RUN_ID] = run_id
-    for given, value in metrics.items():
-        if (number := _number(value)) is not None:
-            name = (names or {}).get(given) or _valid(given)
-            meter.create_gauge(name, UNITS.get(name, "1")).set(number, attributes)
+    numbers = {
+        (names or {}).get(given) or _valid(given): number
+        for given, value in metrics.items()
+        if (number := _number(value)) is not None
+    }
+    if numbers:
+        numbers.setdefault(TIME, time.time())
+    for name, number in numbers.items():
+        meter.create_gauge(name, UNITS.get(name, "1")).set(number, attributes)
     for component, value in (components or {}).items():
         if (number := _number(value)) is not None:
             gauge = meter.create_gauge(REWARD_COMPONENT, "1")

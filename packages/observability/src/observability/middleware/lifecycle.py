@@ -46,6 +46,10 @@ EventName = Literal[
     "generator_joined",
     "generator_left",
     "policy_rank_left",
+    "run_started",
+    "run_finished",
+    "run_stopped",
+    "run_failed",
 ]
 
 MAX_IDS = 4096
