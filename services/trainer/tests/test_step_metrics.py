@@ -17,11 +17,12 @@ def recorded(monkeypatch):
 
 def test_names_and_rates_of_a_step(recorded):
     metrics = {"reward": 0.5, "loss": 0.1, "kl": 0.0, "samples": 8, "tokens": 40.0, "groups": 2}
-    step_metrics.record_step(6, metrics, seconds=2.0, has_kl=True)
+    step_metrics.record_step(6, metrics, seconds=2.0, has_kl=True, trained=56)
     assert recorded[6] == {
         "rl.reward.mean": 0.5,
         "rl.loss": 0.1,
         "rl.kl": 0.0,
+        "rl.samples": 56,
         "rl.samples_per_s": 4.0,
         "rl.tokens_per_s": 20.0,
     }
@@ -29,11 +30,11 @@ def test_names_and_rates_of_a_step(recorded):
 
 def test_a_validation_belongs_to_the_weights_that_it_used(recorded):
     metrics = {"samples": 0, "validation_reward": 0.5, "validation_pass_rate": 0.25}
-    step_metrics.record_step(6, metrics, seconds=2.0, has_kl=False)
+    step_metrics.record_step(6, metrics, seconds=2.0, has_kl=False, trained=8)
     assert recorded[7] == {"rl.validation.reward": 0.5, "rl.validation.pass_rate": 0.25}
-    assert recorded[6] == {"rl.samples_per_s": 0.0, "rl.tokens_per_s": 0.0}
+    assert recorded[6] == {"rl.samples_per_s": 0.0, "rl.tokens_per_s": 0.0, "rl.samples": 8}
 
 
 def test_a_loss_without_a_kl_term_has_no_kl(recorded):
-    step_metrics.record_step(0, {"kl": 0.0, "samples": 8}, seconds=2.0, has_kl=False)
+    step_metrics.record_step(0, {"kl": 0.0, "samples": 8}, seconds=2.0, has_kl=False, trained=8)
     assert "rl.kl" not in recorded[0]

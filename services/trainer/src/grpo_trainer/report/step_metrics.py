@@ -31,10 +31,19 @@ _VALIDATION = {
 }
 
 
-def record_step(step: int, metrics: Mapping[str, Any], *, seconds: float, has_kl: bool) -> None:
-    """Record a step that took ``seconds``; ``has_kl`` if its loss has a KL term.
+def record_step(
+    step: int, metrics: Mapping[str, Any], *, seconds: float, has_kl: bool, trained: int
+) -> None:
+    """Record the metrics of a step.
 
     A validation after the step belongs to the weights of the next one, as its trace does.
+
+    Args:
+        step: number of the step, from 0.
+        metrics: metrics of the step.
+        seconds: duration of the step.
+        has_kl: whether its loss has a KL term.
+        trained: number of samples that the run has trained on so far.
     """
     named = {
         name: metrics[own]
@@ -43,6 +52,7 @@ def record_step(step: int, metrics: Mapping[str, Any], *, seconds: float, has_kl
     }
     for own in ("samples", "tokens"):
         named[f"rl.{own}_per_s"] = metrics.get(own, 0) / seconds
+    named["rl.samples"] = trained
     record_step_metrics(step, named)
     validated = {name: metrics[own] for own, name in _VALIDATION.items() if own in metrics}
     record_step_metrics(step + 1, validated)

@@ -131,18 +131,23 @@ def tracking_of(
         notice: function that shows a line to the user, from any thread.
     """
     run = TrackedRun(config.run.name, folder, done_steps)
+    return Tracking(
+        {name: SINKS[name](run) for name in config.tracking.sinks},
+        shown_config(config),
+        last_step=config.grpo.num_steps,
+        notice=notice,
+    )
+
+
+def shown_config(config: TrainerConfig) -> dict[str, Any]:
+    """Return a run's configuration without the `_PRIVATE` keys."""
     shown = config.model_dump(mode="json")
     for *sections, key in _PRIVATE:
         section = shown
         for name in sections:
             section = section[name]
         section.pop(key, None)
-    return Tracking(
-        {name: SINKS[name](run) for name in config.tracking.sinks},
-        shown,
-        last_step=config.grpo.num_steps,
-        notice=notice,
-    )
+    return shown
 
 
 def _numbers(record: Mapping[str, Any]) -> list[tuple[str, float]]:

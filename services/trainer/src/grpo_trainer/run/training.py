@@ -23,7 +23,7 @@ from grpo_trainer.policy.driver import Policy
 from grpo_trainer.report.display import RunDisplay
 from grpo_trainer.report.picture import save_reward_picture
 from grpo_trainer.report.step_metrics import record_step
-from grpo_trainer.report.tracking import tracking_of
+from grpo_trainer.report.tracking import shown_config, tracking_of
 from grpo_trainer.rollout.prompts import PromptStream
 from grpo_trainer.run.async_step import AsyncGRPOStep
 from grpo_trainer.run.folder import (
@@ -40,6 +40,7 @@ from grpo_trainer.run.inputs import RunInputs
 from grpo_trainer.run.processes import RunActors
 from grpo_trainer.run.signals import GracefulStop
 from grpo_trainer.run.step import GRPOStep, StepReport
+from observability import record_run
 
 
 def run_steps(
@@ -75,6 +76,8 @@ def run_steps(
     with ExitStack() as stack:
         if telemetry is not None:
             stack.callback(telemetry.start("grpo.driver").shutdown)
+        resumed_from = None if checkpoint is None else state.step
+        run = stack.enter_context(record_run(shown_config(config), resumed_from=resumed_from))
         actors = RunActors(
             config,
             model=model,
@@ -138,9 +141,10 @@ def run_steps(
             if _due(done, config.validation.every_steps, config.grpo.num_steps):
                 stepper.validate(done, inputs.held_out, report)
             has_kl = config.grpo.kl_coefficient > 0
-            record_step(step, report.metrics, seconds=step_s, has_kl=has_kl)
             record = {"step": done, **report.metrics, "seconds": report.seconds}
             history.append(record)
+            trained = sum(record.get("samples", 0) for record in history)
+            record_step(step, report.metrics, seconds=step_s, has_kl=has_kl, trained=trained)
             append_record(folder, record)
             tracking.log(record)
             display.finished_step(record)
@@ -160,6 +164,8 @@ def run_steps(
             if stop.requested:
                 if every > 0 and not saved:
                     save(reached)
+                if done < config.grpo.num_steps:
+                    run.stop()
                 break
         stepper.stop()
     with output_errors(folder / PICTURE):
