@@ -297,6 +297,21 @@ with setup("grpo.driver", endpoint=ENDPOINT), skyrl.trace_steps("r"):
         ]
 
 
+@pytest.mark.parametrize(
+    "program",
+    [f"{TRL}\nsteps = trace_steps(trainer, 'r')", f"{SKYRL}\nsteps = skyrl.trace_steps('r')"],
+)
+def test_an_adapter_records_the_start_and_the_end_of_the_run(program: str) -> None:
+    with Receiver() as receiver:
+        body = "\nwith setup('svc', endpoint=ENDPOINT), suppress(OSError), steps: raise OSError"
+        ran = run(f"from contextlib import suppress\n{program}{body}", receiver.endpoint)
+        assert ran.code == 0
+        events = [
+            (event.name, event.attributes.get("rl.run_id")) for event in receiver.snapshot().events
+        ]
+    assert events == [("run_started", "r"), ("run_failed", "r")]
+
+
 def test_trl_metrics_are_those_of_the_step() -> None:
     with collector(status(200)) as received:
         run(

@@ -15,6 +15,7 @@ from typing import Any  # Any: SkyRL has no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
 from observability.adapters.logged import record_logged
+from observability.runs import record_run
 from observability.setup import setup
 
 _STEP_TIMER = "step"
@@ -135,6 +136,7 @@ def trace_steps(run_id: str) -> Iterator[None]:
     Timer.__enter__, Timer.__exit__ = traced_enter, traced_leave
     try:
         with ExitStack() as stack:
+            stack.enter_context(record_run(run_id=run_id))
             stack.push(steps.end)
             yield
     finally:

@@ -15,6 +15,7 @@ from typing import Any  # Any: TRL and transformers have no types that hold for 
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
 from observability.adapters.logged import record_logged
+from observability.runs import record_run
 
 try:
     from transformers import TrainerCallback
@@ -179,6 +180,7 @@ def trace_steps(trainer: Any, run_id: str) -> Iterator[None]:
     ProfilingContext.__enter__, ProfilingContext.__exit__ = traced_enter, traced_leave
     try:
         with ExitStack() as stack:
+            stack.enter_context(record_run(run_id=run_id))
             stack.push(tracer.end)
             yield
     finally:
