@@ -183,6 +183,8 @@ def _set(pairs, values):
         elif isinstance(value, list):
             for item in value:
                 pair.value.array_value.values.add(string_value=item)
+        elif isinstance(value, dict):
+            _set(pair.value.kvlist_value.values, value)
         else:
             pair.value.string_value = value
 
@@ -256,13 +258,17 @@ class Otlp:
             span_id=span_id,
         )
         record.body.string_value = json.dumps(list(ids)) if body is None else body
-        names = {"step": "rl.step", "version": "rl.weight_version"}
+        names = {"step": "rl.step", "version": "rl.weight_version", "error": "error.type"}
         attributes = {names.get(key, f"dataplane.{key}"): value for key, value in facts.items()}
         if partition is not None:
             named = {"dataplane.partition": partition, "dataplane.samples": len(ids)}
             attributes = named | attributes
         _set(record.attributes, attributes)
         return data
+
+    def run(self, name, run="run", *, at_s=0.0, **facts):
+        """Return the event of a run's start or end."""
+        return self.log(f"run_{name}", run=run, at_s=at_s, partition=None, **facts)
 
     def gauge(self, service="grpo.driver", *, run="run", name="up", value=1):
         data = MetricsData()

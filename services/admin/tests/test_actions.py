@@ -197,11 +197,49 @@ def test_an_invalid_action_is_refused_unrecorded(client, plane, change):
     assert audit(client) == []
 
 
+def tag(client, run, *tags):
+    return client.post("/api/v1/actions/tag-run", json={"run": run, "tags": list(tags)})
+
+
+def test_tags_replace_those_of_the_run_and_are_recorded(client, otlp):
+    client.post(
+        "/v1/logs",
+        content=otlp.run("started").SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )
+    for tags in (("old",), ("good", "größe 😀", "good")):
+        answer = tag(client, "run", *tags)
+        assert answer.status_code == 200, answer.text
+    assert answer.json()["tags"] == ["good", "größe 😀"]
+    assert client.get("/api/v1/run", params={"run": "run"}).json()["tags"] == ["good", "größe 😀"]
+    [done, _] = audit(client)
+    assert (done["action"], done["target"]) == ("tag-run", "run")
+    assert done["outcome"] == "done: run 'run' has 2 tags"
+    assert done["parameters"] == {"tags": ["good", "größe 😀"]}
+    assert done["actor"] == "token from testclient"
+
+
+def test_tags_of_an_unknown_run_are_refused_and_recorded(client):
+    answer = tag(client, "no such run", "good")
+    assert answer.status_code == 404
+    [entry] = audit(client)
+    assert entry["outcome"] == f"failed: {answer.json()['detail']}"
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [[""], [" a"], ["a "], ["a,b"], ["a\nb"], ["x" * 65], [f"t{number}" for number in range(21)]],
+)
+def test_invalid_tags_are_refused_unrecorded(client, tags):
+    assert tag(client, "run", *tags).status_code == 422
+    assert audit(client) == []
+
+
 def test_disabled_actions_have_no_routes(make_app, plane):
     app = make_app(inspector=plane, token=TOKEN)
     headers = {"authorization": f"Bearer {TOKEN}"}
     client = TestClient(app, base_url="http://localhost", headers=headers)
-    for action in ("clear", "reset-consumption", "end-claim"):
+    for action in ("clear", "reset-consumption", "end-claim", "tag-run"):
         assert act(client, action).status_code == 404
     assert len(plane.list_samples("train")) == 4
 

@@ -26,7 +26,17 @@ def command(*arguments):
 
 def test_every_command_has_an_example_within_80_columns():
     assert command("--version")[:2] == (0, f"dataplane-admin {version('dataplane-admin')}\n")
-    for name in ((), ("serve",), ("partitions",), ("sample",), ("traces",), ("trace",), ("why",)):
+    for name in (
+        (),
+        ("serve",),
+        ("partitions",),
+        ("sample",),
+        ("traces",),
+        ("trace",),
+        ("why",),
+        ("runs",),
+        ("tag",),
+    ):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
         assert "Example: dataplane-admin" in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 80
@@ -46,6 +56,9 @@ def token_file(tmp_path_factory):
         (["sample", "step0_p0_g0"], ["step0_p0_g0", "put", "cleared"]),
         (["traces", "--run", "tests"], ["grpo.step"]),
         (["why"], ["3 of 8 lack advantages"]),
+        (["runs", "--text", "TEST", "--sort", "steps"], ["tests", "running"]),
+        (["tag", "tests", "good", "old"], ["run 'tests' has 2 tags"]),
+        (["runs", "--tag", "old"], ["tests", "good, old"]),
     ],
 )
 def test_a_command_shows_what_the_api_answers(running, token_file, arguments, shown):

@@ -105,6 +105,9 @@ def test_operation_ids_are_stable(app_of):
         ("get", "/api/v1/why"): "list_blocked_tasks",
         ("get", "/api/v1/staleness"): "get_staleness",
         ("get", "/api/v1/runs"): "list_runs",
+        ("get", "/api/v1/run"): "get_run",
+        ("get", "/api/v1/runs/compare"): "compare_runs",
+        ("get", "/api/v1/runs/curves"): "compare_run_curves",
         ("get", "/api/v1/run/curves"): "get_run_curves",
         ("get", "/api/v1/run/steps"): "get_run_steps",
         ("get", "/api/v1/traces"): "list_traces",
@@ -116,13 +119,14 @@ def test_operation_ids_are_stable(app_of):
         ("post", "/api/v1/actions/clear"): "clear_samples",
         ("post", "/api/v1/actions/reset-consumption"): "reset_consumption",
         ("post", "/api/v1/actions/end-claim"): "end_claim",
+        ("post", "/api/v1/actions/tag-run"): "tag_run",
     }
 
 
 def test_operation_ids_are_unique_and_begin_with_a_verb(app_of):
     ids = list(operation_ids(app_of).values())
     assert len(ids) == len(set(ids))
-    verbs = "get|list|search|compare|stream|export|clear|reset|end"
+    verbs = "get|list|search|compare|stream|export|clear|reset|end|tag"
     assert [name for name in ids if not re.fullmatch(rf"({verbs})(_[a-z]+)+", name)] == []
 
 

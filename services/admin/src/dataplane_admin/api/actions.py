@@ -1,4 +1,4 @@
-"""Routes of the actions that change the data plane, if actions are allowed."""
+"""Routes of the actions that change the data plane or tags, if actions are allowed."""
 
 from __future__ import annotations
 
@@ -34,5 +34,10 @@ def actions_router(service: AdminService) -> APIRouter:
     def end_claim(request: Request, change: models.EndClaim) -> Response:
         """End a claim as if its lease had expired."""
         return json_reply(service.end_claim(change, actor=caller_of(request).name))
+
+    @routes.post("/tag-run", response_model=models.TaggedRun)
+    def tag_run(request: Request, change: models.TagRun) -> Response:
+        """Replace the tags of a run."""
+        return json_reply(service.tag_run(change, actor=caller_of(request).name))
 
     return routes

@@ -6,7 +6,7 @@ from typing import Annotated, Any  # Any: FastAPI's description of responses
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, StringConstraints
 
 from dataplane_admin import models
 from dataplane_admin.api.actions import actions_router
@@ -16,8 +16,8 @@ from dataplane_admin.api.replies import conditional_reply, json_reply
 from dataplane_admin.api.updates import LiveUpdates
 from dataplane_admin.service import AdminService
 from dataplane_admin.service.cursors import MAX_CURSOR
+from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
 from dataplane_admin.service.service import (
-    MAX_CURVES,
     MAX_ID,
     MAX_PAGE,
     MAX_POINTS,
@@ -39,6 +39,11 @@ TraceId = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
 Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR, description="`next` of a page")]
+Runs = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID)]],
+    Query(min_length=1, max_length=MAX_COMPARED),
+]
+Place = Annotated[float | None, Query(ge=0, le=1e15, allow_inf_nan=False)]
 Seconds = Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)]
 
 _KEPT: dict[int | str, dict[str, Any]] = {304: {"description": "Not modified"}}
@@ -219,9 +224,66 @@ def _history(service: AdminService) -> APIRouter:
         )
 
     @routes.get("/runs", response_model=models.Runs, responses=_KEPT)
-    def list_runs(request: Request) -> Response:
-        """List runs, newest first."""
-        return conditional_reply(request, service.revisions, service.runs)
+    def list_runs(
+        request: Request,
+        q: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        state: models.RunState | None = None,
+        tag: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        sort: models.RunSort = "seen",
+        ascending: bool = False,
+        limit: Limit = MAX_PAGE,
+    ) -> Response:
+        """List runs, by default last reported first.
+
+        `q` is part of id, tag or error. Runs without the number to sort by come last.
+        """
+        return conditional_reply(
+            request,
+            service.revisions,
+            lambda: service.runs(
+                q=q, state=state, tag=tag, sort=sort, ascending=ascending, limit=limit
+            ),
+            ages=True,
+        )
+
+    @routes.get("/run", response_model=models.RunDetail, responses={**_KEPT, **problems(404)})
+    def get_run(request: Request, run: Id) -> Response:
+        """Return one run with its configuration."""
+        return conditional_reply(request, service.revisions, lambda: service.run(run), ages=True)
+
+    @routes.get(
+        "/runs/compare", response_model=models.RunComparison, responses={**_KEPT, **problems(404)}
+    )
+    def compare_runs(request: Request, run: Runs) -> Response:
+        """Compare the configurations of runs."""
+        return conditional_reply(
+            request, service.revisions, lambda: service.compare_runs(run), ages=True
+        )
+
+    @routes.get(
+        "/runs/curves", response_model=models.ComparedCurves, responses={**_KEPT, **problems(404)}
+    )
+    def compare_run_curves(
+        request: Request,
+        run: Runs,
+        axis: models.Axis = "step",
+        name: Annotated[list[str] | None, Query(max_length=MAX_CURVES)] = None,
+        first: Place = None,
+        last: Place = None,
+        max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 400,
+    ) -> Response:
+        """Return metrics of runs over steps, time or samples.
+
+        `axis=time` counts seconds since the first record of each run, `axis=samples` the samples
+        that it has trained on. `first` and `last` are places on the axis.
+        """
+        return conditional_reply(
+            request,
+            service.revisions,
+            lambda: service.compare_run_curves(
+                run, axis=axis, names=name, first=first, last=last, max_points=max_points
+            ),
+        )
 
     @routes.get("/run/steps", response_model=models.RunSteps, responses=_KEPT)
     def get_run_steps(

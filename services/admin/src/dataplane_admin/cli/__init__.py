@@ -340,6 +340,54 @@ def why(
     _show("/api/v1/why", {"run": run_id}, url, token_file, as_json=as_json)
 
 
+@app.command(
+    cls=OptionsCommand, epilog="Example: dataplane-admin runs --state failed --sort started"
+)
+def runs(
+    text: Annotated[
+        str | None, typer.Option(help="Filter by part of the id, a tag or the error.")
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(help="Filter by state: running, silent, finished, stopped or failed."),
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Filter by tag.")] = None,
+    sort: Annotated[
+        str, typer.Option(help="Sort by seen, started, duration, steps or reward.")
+    ] = "seen",
+    ascending: Annotated[bool, typer.Option("--ascending", help="Smallest first.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of runs.")] = 20,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, last reported first."""
+    query = {
+        "q": text,
+        "state": state,
+        "tag": tag,
+        "sort": sort,
+        "ascending": str(ascending).lower(),
+        "limit": limit,
+    }
+    _show("/api/v1/runs", query, url, token_file, as_json=as_json)
+
+
+@app.command(cls=OptionsCommand, epilog="Example: dataplane-admin tag demo/20261127-120000 good")
+def tag(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")],
+    tags: Annotated[
+        list[str] | None, typer.Argument(metavar="TAG", help="Its tags; none removes all.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the tags of a run; needs a service with --allow-actions."""
+    change = {"run": run_id, "tags": tags or []}
+    _show("/api/v1/actions/tag-run", {}, url, token_file, as_json=as_json, body=change)
+
+
 def _show(
     path: str,
     query: Mapping[str, str | int | float | None],
@@ -347,17 +395,18 @@ def _show(
     token_file: Path | None,
     *,
     as_json: bool,
+    body: object = None,
 ) -> None:
     from dataplane_admin.cli.client import RequestError, fetch
     from dataplane_admin.cli.terminal import show
 
     try:
         token = None if token_file is None else read_token(token_file)
-        body = fetch(url, path, query, token=token)
+        answer = fetch(url, path, query, token=token, body=body)
         if as_json:
-            typer.echo(body)
+            typer.echo(answer)
         else:
-            show(path, body)
+            show(path, answer)
     except (RequestError, OSError, ValueError) as error:
         _refuse(str(error))
 

@@ -16,7 +16,12 @@ class RequestError(Exception):
 
 
 def fetch(
-    url: str, path: str, query: Mapping[str, str | int | float | None], *, token: str | None
+    url: str,
+    path: str,
+    query: Mapping[str, str | int | float | None],
+    *,
+    token: str | None,
+    body: object = None,
 ) -> str:
     """Return the body of the service's answer.
 
@@ -25,6 +30,7 @@ def fetch(
         path: path of the API.
         query: parameters; None values are omitted.
         token: bearer token, None if the service has none.
+        body: what to post as JSON; None to get.
 
     Raises:
         RequestError: the service is unreachable or refuses the request.
@@ -35,7 +41,9 @@ def fetch(
     try:
         # Ignore the environment's proxies: the service runs in the cluster.
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
-            answer = client.get(f"{url.rstrip('/')}{path}", params=given, headers=headers)
+            method = "GET" if body is None else "POST"
+            address = f"{url.rstrip('/')}{path}"
+            answer = client.request(method, address, params=given, headers=headers, json=body)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         raise RequestError(
             f"--url: found {shown!r}; expected a URL such as http://127.0.0.1:8080"

@@ -211,6 +211,37 @@ def _traces(body: str, width: int) -> RenderableType:
     return Group(*parts)
 
 
+def _runs(body: str, width: int) -> RenderableType:
+    answer = models.Runs.model_validate_json(body)
+    if not answer.runs:
+        return Text("No matching run." if answer.total else "No run yet.")
+    parts = _table(
+        ("run", "state", "steps", "reward", "started", "duration", "tags", "error"),
+        [
+            (
+                run.run_id,
+                run.state,
+                run.steps,
+                None if run.reward is None else f"{run.reward:.4g}",
+                _time(run.first_ns, with_ms=False),
+                _seconds(run.seconds),
+                ", ".join(run.tags),
+                run.error,
+            )
+            for run in answer.runs
+        ],
+        width,
+        optional=("error", "tags", "duration", "started"),
+    )
+    if answer.matching > len(answer.runs):
+        parts.append(Text("More runs match: set --limit or a filter."))
+    return Group(*parts)
+
+
+def _tagged(body: str, _width: int) -> RenderableType:
+    return Text(models.TaggedRun.model_validate_json(body).sentence)
+
+
 def _why(body: str, _width: int) -> RenderableType:
     waits = TypeAdapter(list[models.Wait]).validate_json(body)
     lines = [Text(f"{place}. {printable(wait.sentence)}") for place, wait in enumerate(waits, 1)]
@@ -223,7 +254,9 @@ def _why(body: str, _width: int) -> RenderableType:
 
 
 _VIEWS: dict[str, Callable[[str, int], RenderableType]] = {
+    "/api/v1/actions/tag-run": _tagged,
     "/api/v1/partitions": _partitions,
+    "/api/v1/runs": _runs,
     "/api/v1/sample": _sample,
     "/api/v1/trace": _trace,
     "/api/v1/traces": _traces,

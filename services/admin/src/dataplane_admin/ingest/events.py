@@ -8,7 +8,11 @@ rejected: without ids it would mean something else, such as a clear of the entir
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
+from typing import Literal
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
@@ -16,9 +20,9 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLo
 from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.values import cut, digest_of
 from dataplane_admin.store import Batch, LifecycleEvent
-from dataplane_admin.store.batch import wait_digest
+from dataplane_admin.store.batch import RunChange, wait_digest
 from dataplane_admin.store.chunk import MAX_INT
-from dataplane_admin.store.texts import bytes_of_id
+from dataplane_admin.store.texts import bytes_of_id, storable
 from observability.records import (
     EVENT_PREFIX,
     Process,
@@ -28,9 +32,22 @@ from observability.records import (
 )
 from observability.views import attributes
 
+_RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] = {
+    "run_started": "running",
+    "run_finished": "finished",
+    "run_stopped": "stopped",
+    "run_failed": "failed",
+}
+_MAX_KEYS = 500
 _READ = frozenset(
     f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "report_every_s")
 ) | {"rl.run_id", "rl.step", "rl.weight_version"}
+_READ_OF_RUN = _READ | {
+    "dataplane.config",
+    "dataplane.reason",
+    "dataplane.resumed_from",
+    "error.type",
+}
 
 
 class _Refused(Exception):
@@ -111,7 +128,8 @@ def _event(
         # Not in the digest: a resent event gets another receive time.
         time_ns = record.observed_time_unix_nano = now_ns
         blob = frame.encode(record)
-    event = event_of(record, process, run, only=_READ)
+    state = _RUN_STATES.get(record.event_name.removeprefix(EVENT_PREFIX))
+    event = event_of(record, process, run, only=_READ if state is None else _READ_OF_RUN)
 
     def text(name: str) -> str:
         return attributes.text(event.attributes, name)
@@ -120,6 +138,15 @@ def _event(
         number = attributes.integer(event.attributes, name)
         return number if number is None or number <= MAX_INT else None
 
+    change = None
+    if state is not None:
+        error = [text("error.type"), text("dataplane.reason")] if state == "failed" else []
+        change = RunChange(
+            state=state,
+            error=": ".join(part for part in error if part),
+            resumed_from=integer("dataplane.resumed_from"),
+            config=_config(event.attributes.get("dataplane.config")),
+        )
     wait = text("dataplane.wait")
     samples = integer("dataplane.samples")
     return LifecycleEvent(
@@ -140,7 +167,17 @@ def _event(
         process=process.full_label,
         process_id=bytes.fromhex(process.identity),
         again=event.attributes.get("dataplane.report_every_s") is not None,
+        run=change,
     )
+
+
+def _config(value: object) -> dict[str, str] | None:
+    if not isinstance(value, Mapping):
+        return None
+    return {
+        storable(key): storable(text if isinstance(text, str) else json.dumps(text, default=str))
+        for key, text in islice(value.items(), _MAX_KEYS)
+    }
 
 
 def _ids(body: AnyValue, limits: Limits) -> tuple[bytes, ...]:

@@ -12,5 +12,6 @@ from dataplane_admin.models.curves import *  # noqa: F403
 from dataplane_admin.models.lineage import *  # noqa: F403
 from dataplane_admin.models.partitions import *  # noqa: F403
 from dataplane_admin.models.records import *  # noqa: F403
+from dataplane_admin.models.runs import *  # noqa: F403
 from dataplane_admin.models.status import *  # noqa: F403
 from dataplane_admin.models.traces import *  # noqa: F403

@@ -14,7 +14,7 @@ class AuditEntry(Model):
     """Authentication and address: ``session 3f2b8c0d from 127.0.0.1``."""
     action: Text
     target: Text
-    """The partition."""
+    """The partition or the run."""
     parameters: Values
     outcome: Text
     """``requested``, written before the action; then ``done: ...``, ``failed: ...`` or

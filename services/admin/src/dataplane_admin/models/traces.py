@@ -1,25 +1,10 @@
-"""Runs, traces, and comparisons of traces."""
+"""Steps of runs, traces, and comparisons of traces."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from dataplane_admin.models.base import Model, Text, Values
-
-
-class Run(Model):
-    """One run of training."""
-
-    run_id: Text
-    first_ns: int
-    last_ns: int
-    steps: int
-
-
-class Runs(Model):
-    """Up to 1,000 runs, last reported first."""
-
-    runs: list[Run]
 
 
 class StepRange(Model):

@@ -1,4 +1,4 @@
-"""Manual changes of the data plane, recorded in the audit log.
+"""Manual changes of the data plane and of tags, recorded in the audit log.
 
 Every action is recorded before it runs; without that entry it does not run.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import structlog
 
@@ -30,12 +30,14 @@ logger = structlog.get_logger("dataplane_admin")
 
 Action = Literal["clear", "reset-consumption", "end-claim"]
 
+_Result = TypeVar("_Result")
+
 # Sample ids in one entry of the audit log.
 _MAX_IDS = 20
 
 
 class Actions:
-    """The three manual actions.
+    """The manual actions.
 
     Args:
         store: stores the audit log.
@@ -110,6 +112,28 @@ class Actions:
             ),
         )
 
+    def tag_run(self, change: models.TagRun, actor: str) -> models.TaggedRun:
+        """Replace the tags of a run, see `AdminService.tag_run`."""
+        tags = sorted(set(change.tags))
+
+        def act() -> None:
+            if self._store.run(change.run) is None:
+                raise NotFound(f"run '{printable(change.run)}' does not exist")
+            try:
+                self._store.tag_run(change.run, tags)
+            except StoreError as error:
+                raise Unavailable(f"the tags were not written: {error}") from None
+
+        _, text = self._recorded(
+            "tag-run",
+            change.run,
+            {"tags": tags},
+            actor,
+            act,
+            lambda _: f"run '{printable(change.run)}' has {len(tags)} tags",
+        )
+        return models.TaggedRun(run_id=change.run, tags=tags, sentence=text)
+
     def _do(
         self,
         action: Action,
@@ -120,6 +144,30 @@ class Actions:
         act: Callable[[DataPlaneActions], int | None],
         sentence: Callable[[int | None], str],
     ) -> models.ActionResult:
+        def change() -> int | None:
+            if confirm != partition:
+                raise Refused("confirm: found another text; expected the partition id")
+            if self._live is not None:
+                partition_of(self._live.snapshot, partition)
+            # Every inspector also implements `DataPlaneActions`.
+            return ask(self._live, lambda plane: act(cast("DataPlaneActions", plane)))
+
+        count, text = self._recorded(action, partition, parameters, actor, change, sentence)
+        return models.ActionResult(action=action, partition=partition, samples=count, sentence=text)
+
+    def _recorded(
+        self,
+        action: str,
+        target: str,
+        parameters: dict[str, object],
+        actor: str,
+        act: Callable[[], _Result],
+        sentence: Callable[[_Result], str],
+    ) -> tuple[_Result, str]:
+        """Run an action, with an entry of the audit log before it and one with its outcome.
+
+        Return the action's result, and one sentence on it.
+        """
         if not self._allowed:
             raise NotAllowed("actions are disabled; start the service with --allow-actions")
 
@@ -129,7 +177,7 @@ class Actions:
                     id=0,
                     actor=actor,
                     action=action,
-                    target=partition,
+                    target=target,
                     parameters=parameters,
                     outcome=outcome,
                     time_ns=time.time_ns(),
@@ -142,13 +190,8 @@ class Actions:
             raise Unavailable(f"nothing was changed: cannot write the audit log: {error}") from None
         outcome = "failed: internal error; see the service's log"
         try:
-            if confirm != partition:
-                raise Refused("confirm: found another text; expected the partition id")
-            if self._live is not None:
-                partition_of(self._live.snapshot, partition)
-            # Every inspector also implements `DataPlaneActions`.
-            count = ask(self._live, lambda plane: act(cast("DataPlaneActions", plane)))
-            text = sentence(count)
+            result = act()
+            text = sentence(result)
             outcome = f"done: {text}"
         except Late as error:
             outcome = f"unknown: {error}; the action may still run"
@@ -158,12 +201,7 @@ class Actions:
             raise
         finally:
             unwritten = _unwritten(record, outcome)
-        return models.ActionResult(
-            action=action,
-            partition=partition,
-            samples=count,
-            sentence=f"{text}; {unwritten}" if unwritten else text,
-        )
+        return result, f"{text}; {unwritten}" if unwritten else text
 
 
 def _unwritten(record: Callable[[str], None], outcome: str) -> str:

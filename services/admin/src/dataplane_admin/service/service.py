@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from dataplane_admin import models
 from dataplane_admin.live import Live, Snapshot
-from dataplane_admin.service import lineage, partitions, run_steps, traces, waits
+from dataplane_admin.service import lineage, partitions, run_steps, runs, traces, waits
 from dataplane_admin.service.actions import Actions
 from dataplane_admin.service.claims import Needs
 from dataplane_admin.service.cursors import (
@@ -23,6 +23,7 @@ from dataplane_admin.service.cursors import (
 )
 from dataplane_admin.service.errors import Refused, Unavailable
 from dataplane_admin.service.health import Health
+from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, TraceFilter
 
@@ -35,8 +36,6 @@ MAX_PAGE = 1_000
 MAX_STEPS = 10_000
 MAX_RANGES = 500
 MAX_POINTS = 2_000
-MAX_CURVES = 200
-"""Maximum number of curves in an answer."""
 
 
 class AdminService:
@@ -252,9 +251,61 @@ class AdminService:
             run = self._store.run_with_steps()
         return run_steps.run_steps(self._store, self._run_or_newest(run), *ranges)
 
-    def runs(self) -> models.Runs:
-        """Return at most 1,000 runs, last reported first."""
-        return models.Runs(runs=self._store.runs())
+    def runs(
+        self,
+        *,
+        q: str | None = None,
+        state: models.RunState | None = None,
+        tag: str | None = None,
+        sort: models.RunSort = "seen",
+        ascending: bool = False,
+        limit: int = MAX_PAGE,
+    ) -> models.Runs:
+        """Return the runs among the 1,000 last reported that match all filters.
+
+        Args:
+            q: part of id, tag or error, in any case.
+            state: state of the run.
+            tag: one of its tags.
+            sort: what to sort by.
+            ascending: whether the smallest comes first.
+            limit: maximum number of runs.
+        """
+        _check("limit", limit, 1, MAX_PAGE)
+        known = self._store.runs(silent_after_s=self._settings.silent_after_s)
+        return runs.choose(known, q, state, tag, sort, ascending=ascending, limit=limit)
+
+    def run(self, run: str) -> models.RunDetail:
+        """Return one run with its configuration. Raises NotFound."""
+        _check_id("run", run)
+        return runs.run(self._store, run, self._settings.silent_after_s)
+
+    def find_run(self, run: str) -> models.RunDetail | None:
+        """Return as `run`, None if the run is not stored."""
+        return self._store.run(run[:MAX_ID], silent_after_s=self._settings.silent_after_s)
+
+    def compare_runs(self, run_ids: Sequence[str]) -> models.RunComparison:
+        """Return runs and the differences of their configurations. Raises NotFound, Refused."""
+        return runs.compare(self._compared(run_ids))
+
+    def compare_run_curves(
+        self,
+        run_ids: Sequence[str],
+        *,
+        axis: models.Axis = "step",
+        names: Sequence[str] | None = None,
+        first: float | None = None,
+        last: float | None = None,
+        max_points: int = 400,
+    ) -> models.ComparedCurves:
+        """Return curves of runs over an axis; see `runs.compare_curves`. Raises NotFound."""
+        _check("max_points", max_points, 2, MAX_POINTS)
+        compared = self._compared(run_ids)
+        return runs.compare_curves(self._store, compared, axis, names, first, last, max_points)
+
+    def tag_run(self, change: models.TagRun, *, actor: str) -> models.TaggedRun:
+        """Replace the tags of a run. Raises as `clear`."""
+        return self._actions.tag_run(change, actor)
 
     def run_curves(
         self,
@@ -378,6 +429,11 @@ class AdminService:
             raise Unavailable("not connected to a data plane; start the service with --ray-address")
         self._live.prioritize(partition_id)
         return self._live.snapshot
+
+    def _compared(self, run_ids: Sequence[str]) -> list[models.RunDetail]:
+        distinct = list(dict.fromkeys(run_ids))
+        _check("number of runs", len(distinct), 1, MAX_COMPARED)
+        return [self.run(run_id) for run_id in distinct]
 
     def _run_or_newest(self, run: str | None) -> str:
         if run is None:

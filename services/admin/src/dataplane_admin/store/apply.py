@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataplane_admin.models import AuditEntry
 from dataplane_admin.store.apply_curves import apply_curves
 from dataplane_admin.store.apply_events import apply_events
+from dataplane_admin.store.apply_runs import apply_tags, mark_seen
 from dataplane_admin.store.apply_series import apply_series
 from dataplane_admin.store.apply_spans import apply_spans
 from dataplane_admin.store.batch import Batch, WriteResult
@@ -25,6 +26,8 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     events = apply_events(work, batches)
     series = apply_series(work, (point for batch in batches for point in batch.series))
     apply_curves(work, (point for batch in batches for point in batch.series))
+    mark_seen(work, (point.run_id for batch in batches for point in batch.series))
+    apply_tags(work, (tags for batch in batches for tags in batch.tags))
     _apply_audit(work, (entry for batch in batches for entry in batch.audit))
     # Probes write empty batches, which change nothing.
     work.state.save(work.connection, changed=any(not batch.is_empty for batch in batches))

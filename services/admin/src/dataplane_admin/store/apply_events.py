@@ -12,7 +12,7 @@ from typing import Any  # Any: values of rows
 
 from sqlalchemy import delete, select, tuple_
 
-from dataplane_admin.store.apply_runs import apply_runs
+from dataplane_admin.store.apply_runs import apply_run_changes, apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
 from dataplane_admin.store.lives import EVENT_NAME
 from dataplane_admin.store.packed import pack_keys, unpack_keys
@@ -94,6 +94,7 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
     _save_samples(work, samples)
     _track_waits(work, rows, events)
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
+    apply_run_changes(work, events)
 
 
 def _place_key(event: LifecycleEvent) -> _PlaceKey:

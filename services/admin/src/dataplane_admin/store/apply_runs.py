@@ -1,12 +1,16 @@
-"""Storage of runs, created by the first record that names them."""
+"""Storage of runs, created by the first record that names them, with their state and tags."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from typing import Any  # Any: values of rows
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 
+from dataplane_admin.store.batch import LifecycleEvent
 from dataplane_admin.store.tables import RunModel
+from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
 _TIMES = select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns).where(
@@ -43,3 +47,40 @@ def apply_runs(work: Work, spans: Iterable[tuple[str, int, int]]) -> None:
     ]
     work.change(RunModel, "run_id", [row for row in rows if row["run_id"] in stored])
     work.add(RunModel, [row for row in rows if row["run_id"] not in stored])
+
+
+def mark_seen(work: Work, run_ids: Iterable[str]) -> None:
+    """Record that stored runs reported something.
+
+    While a step lasts, metrics may be all that its processes report.
+    """
+    for group in in_groups({storable(run_id) for run_id in run_ids if run_id}):
+        seen = update(RunModel).where(RunModel.run_id.in_(group))
+        work.connection.execute(seen.values(updated_ns=work.now_ns))
+
+
+def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> None:
+    """Apply new starts and ends of stored runs, each unless a later one is known."""
+    changes = [(event, event.run) for event in events if event.run is not None]
+    for event, change in sorted(changes, key=lambda pair: pair[0].time_ns):
+        of_run = RunModel.run_id == storable(event.run_id)
+        stored = work.connection.execute(
+            select(RunModel.state_ns, RunModel.started_ns).where(of_run)
+        ).first()
+        values: dict[str, Any] = {}
+        if stored is not None and event.time_ns >= stored.state_ns:
+            values |= {"state": change.state, "state_ns": event.time_ns}
+            values["error"] = storable(change.error)
+        if stored is not None and change.state == "running" and event.time_ns >= stored.started_ns:
+            values |= {"started_ns": event.time_ns, "resumed_from": change.resumed_from}
+            if change.config is not None:
+                values["config"] = json.dumps(change.config)
+        if values:
+            work.connection.execute(update(RunModel).where(of_run).values(values))
+
+
+def apply_tags(work: Work, tags: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    """Replace the tags of stored runs."""
+    for run_id, of_run in tags:
+        chosen = update(RunModel).where(RunModel.run_id == storable(run_id))
+        work.connection.execute(chosen.values(tags=json.dumps(of_run)))

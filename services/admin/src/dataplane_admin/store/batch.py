@@ -26,6 +26,23 @@ def wait_digest(process: Process, name: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class RunChange:
+    """Change of a run that its start or its end reports.
+
+    Attributes:
+        state: state of the run from then on.
+        error: class and message of the error that ended it; empty without one.
+        resumed_from: first step after a resume, else None.
+        config: value of each key of the configuration; None if not reported.
+    """
+
+    state: Literal["running", "finished", "stopped", "failed"]
+    error: str
+    resumed_from: int | None
+    config: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
 class LifecycleEvent:
     """One lifecycle event.
 
@@ -47,6 +64,7 @@ class LifecycleEvent:
         process: label of the reporting process, as `SeriesPoint.process`.
         process_id: 16 bytes that only equal resources share.
         again: whether a wait is reported repeatedly while it lasts.
+        run: the start or end of a run; None for other events.
     """
 
     digest: bytes
@@ -66,6 +84,7 @@ class LifecycleEvent:
     process: str
     process_id: bytes
     again: bool
+    run: RunChange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +136,7 @@ class Batch:
         events: lifecycle events.
         series: points of metrics.
         audit: entries of the audit log.
+        tags: run ids with the tags that replace those of the run.
         refused: digests of rejected spans, log records and data points; a resent record has the
             same digest.
         ignored: digests of log records that are not lifecycle events.
@@ -127,6 +147,7 @@ class Batch:
     events: tuple[LifecycleEvent, ...] = ()
     series: tuple[SeriesPoint, ...] = ()
     audit: tuple[AuditEntry, ...] = ()
+    tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
     refused: tuple[bytes, ...] = ()
     ignored: tuple[bytes, ...] = ()
     reasons: tuple[str, ...] = field(default=())
@@ -134,7 +155,7 @@ class Batch:
     @property
     def is_empty(self) -> bool:
         """True if the batch has nothing to store."""
-        return not (self.chunks or self.events or self.series or self.audit)
+        return not (self.chunks or self.events or self.series or self.audit or self.tags)
 
     @property
     def nbytes(self) -> int:

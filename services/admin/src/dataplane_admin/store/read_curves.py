@@ -14,6 +14,9 @@ from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.tables import BLOCK, CurveBlockModel, CurveModel, CurvePointModel
 from dataplane_admin.store.texts import storable
 
+TIME, SAMPLES = "rl.time", "rl.samples"
+"""Metrics over which others are drawn: seconds since 1970, and samples trained on so far."""
+
 _MAX_FACTS = 1_000
 
 _CURVE: BindParameter[int] = bindparam("curve")

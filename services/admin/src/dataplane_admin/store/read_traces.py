@@ -1,4 +1,4 @@
-"""Queries for runs and traces."""
+"""Queries for traces and the steps of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any  # Any: rows
 
 from sqlalchemy import Select, exists, func, select
 
-from dataplane_admin.models import Run, TraceFacts
+from dataplane_admin.models import TraceFacts
+from dataplane_admin.store.read_runs import NEWEST_RUN
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
 from dataplane_admin.store.rows import StepRow, TraceCursor, TraceFilter
 from dataplane_admin.store.tables import EventModel, LinkModel, RunModel, TraceModel
@@ -21,35 +22,15 @@ _COLUMNS = (
     TraceModel.updated_ns.label("received_ns"),
 )
 _ENDED = (TraceModel.step.is_not(None), TraceModel.has_root)
-# Ordered by this service's clock: a sender's clock may be a day ahead.
-_NEWEST_RUN = (RunModel.updated_ns.desc(), RunModel.last_ns.desc(), RunModel.run_id)
-_MAX_RUNS = 1000
 # Newest traces of a run to search for steps.
 _MAX_LATEST = 1000
 _AT_ONCE = 50
 
 
-def read_runs(reader: Reader) -> list[Run]:
-    """Return at most 1,000 runs, last reported first."""
-    steps = (
-        select(func.count(TraceModel.step.distinct()))
-        .where(TraceModel.run_id == RunModel.run_id)
-        .scalar_subquery()
-        .label("steps")
-    )
-    query = (
-        select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns, steps)
-        .order_by(*_NEWEST_RUN)
-        .limit(_MAX_RUNS)
-    )
-    with reader.connect() as connection:
-        return [Run.of(row) for row in connection.execute(query)]
-
-
 def read_run_with_steps(reader: Reader) -> str | None:
     """Return the newest run with a finished step."""
     finished = exists().where(TraceModel.run_id == RunModel.run_id, *_ENDED)
-    query = select(RunModel.run_id).where(finished).order_by(*_NEWEST_RUN).limit(1)
+    query = select(RunModel.run_id).where(finished).order_by(*NEWEST_RUN).limit(1)
     with reader.connect() as connection:
         return connection.scalar(query)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import wraps
@@ -30,13 +30,13 @@ from dataplane_admin.store.read_events import (
     read_sample_records,
     read_samples,
 )
+from dataplane_admin.store.read_runs import read_run, read_runs
 from dataplane_admin.store.read_series import read_audit, read_dropped_spans, read_series
 from dataplane_admin.store.read_staleness import read_staleness, read_trace_staleness
 from dataplane_admin.store.read_traces import (
     read_linked,
     read_run_steps,
     read_run_with_steps,
-    read_runs,
     read_steps,
     read_trace,
     read_trace_records,
@@ -156,6 +156,7 @@ class Store:
 
     # Each of these methods is an imported function, bound to this store's reader.
     runs = _bound(read_runs)
+    run = _bound(read_run)
     run_with_steps = _bound(read_run_with_steps)
     run_steps = _bound(read_run_steps)
     traces = _bound(read_traces)
@@ -181,6 +182,10 @@ class Store:
     def record_action(self, entry: AuditEntry) -> None:
         """Add an entry to the audit log. Raises as `write`."""
         self.write(Batch(audit=(entry,)))
+
+    def tag_run(self, run_id: str, tags: Sequence[str]) -> None:
+        """Replace the tags of a run, if it is stored. Raises as `write`."""
+        self.write(Batch(tags=((run_id, tuple(tags)),)))
 
     def free_bytes(self) -> int | None:
         """Return the free bytes on the disk of a SQLite file; None for PostgreSQL."""

@@ -61,7 +61,12 @@ class StateRow(Base):
 
 
 class RunModel(Base):
-    """A run, stored with its first record. Times are nanoseconds since 1970."""
+    """A run, stored with its first record. Times are nanoseconds since 1970.
+
+    ``state`` is ``running``, ``finished``, ``stopped`` or ``failed``, reported at ``state_ns``;
+    empty if the run reported neither start nor end. ``config``, an object of texts as JSON, and
+    ``resumed_from`` were reported by its last start at ``started_ns``. ``tags`` is a JSON list.
+    """
 
     __tablename__ = "runs"
 
@@ -69,6 +74,13 @@ class RunModel(Base):
     first_ns: Mapped[int]
     last_ns: Mapped[int]
     updated_ns: Mapped[int]
+    state: Mapped[str] = mapped_column(server_default="")
+    state_ns: Mapped[int] = mapped_column(server_default="0")
+    error: Mapped[str] = mapped_column(server_default="")
+    started_ns: Mapped[int] = mapped_column(server_default="0")
+    resumed_from: Mapped[int | None]
+    config: Mapped[str] = mapped_column(server_default="{}")
+    tags: Mapped[str] = mapped_column(server_default="[]")
 
 
 class TraceModel(Base):

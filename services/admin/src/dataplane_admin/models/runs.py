@@ -1,0 +1,114 @@
+"""Runs: their state, configuration and tags, and comparisons of runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dataplane_admin.models.base import Model, Text
+from dataplane_admin.models.curves import Curve
+
+RunState = Literal["running", "silent", "finished", "stopped", "failed"]
+RunSort = Literal["seen", "started", "duration", "steps", "reward"]
+Axis = Literal["step", "time", "samples"]
+
+MAX_TAGS = 20
+Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s,]([^,\n]*[^\s,])?$")]
+
+
+class Run(Model):
+    """One run of training."""
+
+    run_id: Text
+    state: RunState
+    """``silent``: its end is not reported, and neither was anything else for a while. ``stopped``:
+    it ended on request before its last step."""
+    first_ns: int
+    """Time of its first record. ``last_ns`` likewise."""
+    last_ns: int
+    seen_ns: int
+    """Time at which the service last received a record of it."""
+    seconds: float
+    """Duration from the first to the last record, pauses before a resume included."""
+    steps: int
+    reward: float | None
+    """Mean reward of its newest step; None if unknown."""
+    resumed_from: int | None
+    """First step after its last start, if that was a resume."""
+    error: Text
+    """Class and message of the error that it failed with; empty without one."""
+    tags: list[Text]
+
+
+class RunDetail(Run):
+    """One run with its configuration."""
+
+    config: dict[Text, Text]
+    """Value of each key, as reported at its last start; empty if not reported."""
+
+
+class Runs(Model):
+    """Runs among the 1,000 that were last reported."""
+
+    runs: list[Run]
+    matching: int
+    """Number of runs that match the filters, also those beyond the limit."""
+    total: int
+    """Number of runs before filters."""
+    tags: list[Text]
+    """Tags of all these runs, sorted."""
+
+
+class TagRun(Model):
+    """Replace the tags of a run."""
+
+    run: str = Field(min_length=1, max_length=4096)
+    tags: list[Tag] = Field(max_length=MAX_TAGS)
+
+
+class TaggedRun(Model):
+    """Result of `TagRun`."""
+
+    run_id: Text
+    tags: list[Text]
+    sentence: Text
+
+
+class ConfigDifference(Model):
+    """A key of which compared runs have different values."""
+
+    key: Text
+    values: list[Text | None]
+    """Value of each run; None if it has no such key or reported no configuration."""
+
+
+class RunComparison(Model):
+    """Runs and the differences of their configurations."""
+
+    runs: list[RunDetail]
+    differences: list[ConfigDifference]
+    """Keys that differ between runs that reported a configuration, sorted."""
+    equal: int
+    """Number of keys that do not differ."""
+
+
+class ComparedCurve(Curve):
+    """A curve of one of several runs."""
+
+    run: int
+    """Index of its run in `ComparedCurves.runs`."""
+    x: list[float]
+    """Place of each bucket on the axis: step, seconds since the start of the run, or samples."""
+
+
+class ComparedCurves(Model):
+    """Curves of several runs over one axis."""
+
+    axis: Axis
+    runs: list[Text]
+    """Ids of the runs, as requested."""
+    without_axis: list[Text]
+    """Runs that do not report time or samples of their steps, and so have no curves here."""
+    curves: list[ComparedCurve]
+    """Curves in order of run, name and attributes."""

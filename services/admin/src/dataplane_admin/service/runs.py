@@ -1,0 +1,180 @@
+"""Lists of runs, and comparisons of their configurations and curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dataplane_admin import models
+from dataplane_admin.service.errors import NotFound
+from dataplane_admin.store import Store
+from dataplane_admin.store.read_curves import SAMPLES, TIME
+from observability.views import printable
+
+MAX_COMPARED = 8
+MAX_CURVES = 200
+"""Maximum number of curves of a run in an answer."""
+_AXES = {"time": TIME, "samples": SAMPLES}
+_MAX_AXIS_POINTS = 2_000
+
+_KEYS: dict[models.RunSort, Callable[[models.Run], float | None]] = {
+    "seen": lambda run: run.seen_ns,
+    "started": lambda run: run.first_ns,
+    "duration": lambda run: run.seconds,
+    "steps": lambda run: run.steps,
+    "reward": lambda run: run.reward,
+}
+
+
+def choose(
+    runs: Sequence[models.Run],
+    q: str | None,
+    state: models.RunState | None,
+    tag: str | None,
+    sort: models.RunSort,
+    *,
+    ascending: bool,
+    limit: int,
+) -> models.Runs:
+    """Return the runs that match all filters, sorted; those without the sorted number come last."""
+    wanted = (q or "").casefold()
+    chosen = [
+        run
+        for run in runs
+        if state in (None, run.state)
+        and (tag is None or tag in run.tags)
+        and any(wanted in text.casefold() for text in (run.run_id, run.error, *run.tags))
+    ]
+    known = [(number, run) for run in chosen if (number := _KEYS[sort](run)) is not None]
+    known.sort(key=lambda pair: pair[0], reverse=not ascending)
+    unknown = [run for run in chosen if _KEYS[sort](run) is None]
+    return models.Runs(
+        runs=[*(run for _, run in known), *unknown][:limit],
+        matching=len(chosen),
+        total=len(runs),
+        tags=sorted({tag for run in runs for tag in run.tags}),
+    )
+
+
+def run(store: Store, run_id: str, silent_after_s: float) -> models.RunDetail:
+    """Return one run.
+
+    Raises:
+        NotFound: it is not stored.
+    """
+    known = store.run(run_id, silent_after_s=silent_after_s)
+    if known is None:
+        raise NotFound(f"run '{printable(run_id)}' does not exist")
+    return known
+
+
+def compare(runs: Sequence[models.RunDetail]) -> models.RunComparison:
+    """Return the differences of the runs' configurations."""
+    known = [run.config for run in runs if run.config]
+    keys = sorted({key for config in known for key in config})
+    differences = [
+        models.ConfigDifference(key=key, values=[run.config.get(key) for run in runs])
+        for key in keys
+        if len({config.get(key) for config in known}) > 1
+    ]
+    return models.RunComparison(
+        runs=list(runs), differences=differences, equal=len(keys) - len(differences)
+    )
+
+
+def compare_curves(
+    store: Store,
+    runs: Sequence[models.RunDetail],
+    axis: models.Axis,
+    names: Sequence[str] | None,
+    first: float | None,
+    last: float | None,
+    max_points: int,
+) -> models.ComparedCurves:
+    """Return curves of runs over an axis, each with about ``max_points`` points at most.
+
+    Args:
+        store: the store.
+        runs: the runs.
+        axis: what is along the axis.
+        names: metrics; None for all.
+        first: smallest place on the axis; None for the smallest known. ``last`` likewise.
+        last: largest place on the axis.
+        max_points: number of points of a curve above which it is down-sampled.
+    """
+    without_axis: list[str] = []
+    curves: list[models.ComparedCurve] = []
+    for index, run in enumerate(runs):
+        places = None
+        limits = (first, last)
+        if axis != "step":
+            places = _places(store, run, axis)
+            if places is None:
+                without_axis.append(run.run_id)
+                continue
+            limits = _steps_between(*places, first, last)
+        for curve in store.curves(
+            run.run_id,
+            names=names,
+            first_step=None if limits[0] is None else max(0, math.floor(limits[0])),
+            last_step=None if limits[1] is None else math.ceil(limits[1]),
+            max_points=max_points,
+            limit=MAX_CURVES,
+        ):
+            x = list(map(float, curve.steps))
+            if places is not None:
+                x = np.interp(np.add(x, _middle(curve)), *places).tolist()
+            curves.append(models.ComparedCurve.of(curve, run=index, x=x))
+    return models.ComparedCurves(
+        axis=axis,
+        runs=[run.run_id for run in runs],
+        without_axis=without_axis,
+        curves=curves,
+    )
+
+
+def _places(
+    store: Store, run: models.RunDetail, axis: models.Axis
+) -> tuple[list[float], list[float]] | None:
+    """Return steps of a run and their places on the axis; None if they are unknown."""
+    curves = store.curves(
+        run.run_id,
+        names=[_AXES[axis]],
+        first_step=None,
+        last_step=None,
+        max_points=_MAX_AXIS_POINTS,
+        limit=1,
+    )
+    origin = run.first_ns / 1e9 if axis == "time" else 0.0
+    known = [
+        (step + _middle(curve), value - origin)
+        for curve in curves
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if value is not None
+    ]
+    return ([step for step, _ in known], [place for _, place in known]) if known else None
+
+
+def _middle(curve: models.Curve) -> float:
+    """Return the distance from the first step of a bucket to its middle."""
+    return (curve.width - 1) / 2
+
+
+def _steps_between(
+    steps: Sequence[float], places: Sequence[float], first: float | None, last: float | None
+) -> tuple[float | None, float | None]:
+    """Return the first and last step between two places, and one more at each end.
+
+    After a resume, places do not always grow with the steps.
+    """
+    inside = [
+        at
+        for at, place in enumerate(places)
+        if (first is None or first <= place) and (last is None or place <= last)
+    ]
+    if not inside:
+        return -1.0, -1.0
+    low, high = max(0, inside[0] - 1), min(len(steps) - 1, inside[-1] + 1)
+    return None if first is None else steps[low], None if last is None else steps[high]

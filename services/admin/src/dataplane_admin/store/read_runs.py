@@ -1,0 +1,84 @@
+"""Queries for runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any  # Any: rows
+
+from sqlalchemy import and_, case, func, select
+
+from dataplane_admin.models import Run, RunDetail
+from dataplane_admin.store.read_curves import TIME
+from dataplane_admin.store.reader import Reader
+from dataplane_admin.store.tables import CurveModel, RunModel, TraceModel
+from dataplane_admin.store.texts import storable
+
+REWARD = "rl.reward.mean"
+
+# Ordered by this service's clock: a sender's clock may be a day ahead.
+NEWEST_RUN = (RunModel.updated_ns.desc(), RunModel.last_ns.desc(), RunModel.run_id)
+_MAX_RUNS = 1000
+
+_IS_REWARD = and_(CurveModel.name == REWARD, CurveModel.attributes == "{}")
+_CURVES = (
+    select(
+        CurveModel.run_id,
+        func.max(CurveModel.points).label("points"),
+        func.max(case((_IS_REWARD, CurveModel.last_value))).label("reward"),
+    )
+    # A validation after the last step has a time, but is no step.
+    .where(CurveModel.name != TIME)
+    .group_by(CurveModel.run_id)
+    .subquery()
+)
+_TRACED = (
+    select(func.count(TraceModel.step.distinct()))
+    .where(TraceModel.run_id == RunModel.run_id)
+    .scalar_subquery()
+)
+_RUNS = select(
+    *(column for column in RunModel.__table__.columns if column.name != "config"),
+    _TRACED.label("traced"),
+    func.coalesce(_CURVES.c.points, 0).label("points"),
+    _CURVES.c.reward,
+).outerjoin(_CURVES, _CURVES.c.run_id == RunModel.run_id)
+
+
+def read_runs(reader: Reader, *, silent_after_s: float = 300.0) -> list[Run]:
+    """Return at most 1,000 runs, last reported first.
+
+    A run without a reported end is silent ``silent_after_s`` seconds after its last record.
+    """
+    with reader.connect() as connection:
+        rows = connection.execute(_RUNS.order_by(*NEWEST_RUN).limit(_MAX_RUNS)).all()
+    return [Run(**_facts(row, silent_after_s)) for row in rows]
+
+
+def read_run(reader: Reader, run_id: str, *, silent_after_s: float = 300.0) -> RunDetail | None:
+    """Return one run with its configuration, None if it is not stored; else as `read_runs`."""
+    wanted = _RUNS.add_columns(RunModel.config).where(RunModel.run_id == storable(run_id))
+    with reader.connect() as connection:
+        row = connection.execute(wanted).first()
+    if row is None:
+        return None
+    return RunDetail(**_facts(row, silent_after_s), config=json.loads(row.config))
+
+
+def _facts(row: Any, silent_after_s: float) -> dict[str, Any]:
+    state = row.state or "running"
+    if state == "running" and time.time_ns() - row.updated_ns > silent_after_s * 1e9:
+        state = "silent"
+    return {
+        "run_id": row.run_id,
+        "state": state,
+        "first_ns": row.first_ns,
+        "last_ns": row.last_ns,
+        "seen_ns": row.updated_ns,
+        "seconds": max(0, row.last_ns - row.first_ns) / 1e9,
+        "steps": max(row.traced, row.points),
+        "reward": row.reward,
+        "resumed_from": row.resumed_from,
+        "error": row.error,
+        "tags": json.loads(row.tags),
+    }
