@@ -26,6 +26,9 @@ PAGES = [
     f"/samples?q={quote(HOSTILE, safe='')}",
     "/samples?tag=prompt_id&value=3&partition=train",
     f"/sample?id={quote(REVERSED)}&partition=train",
+    "/runs",
+    f"/runs?q={quote(HOSTILE, safe='')}&state=silent&sort=reward&order=ascending",
+    f"/runs/compare?run={quote(HOSTILE, safe='')}&run={quote(RUN, safe='')}&axis=time",
     "/run",
     f"/run?run={quote(HOSTILE, safe='')}",
     "/traces",
@@ -233,7 +236,7 @@ def test_an_empty_overview_says_how_to_send_telemetry(bare_client):
     assert "--ray-address" in text
 
 
-@pytest.mark.parametrize("path", ["/run", "/traces", "/staleness", "/audit", "/samples"])
+@pytest.mark.parametrize("path", ["/runs", "/run", "/traces", "/staleness", "/audit", "/samples"])
 def test_empty_lists_have_a_message(bare_client, path):
     answer = bare_client.get(path)
     assert answer.status_code == 200

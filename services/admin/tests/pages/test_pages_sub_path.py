@@ -141,7 +141,16 @@ def test_pages_lead_only_below_the_root_path(page, proxied):
         )
         waiting += [f"{origin}{link}".partition("#")[0] for link in links if link.startswith("/")]
     names = {link.removeprefix(proxied) for link in seen}
-    assert {"/", "/partition", "/samples", "/traces", "/run", "/staleness", "/audit"} <= names
+    assert {
+        "/",
+        "/partition",
+        "/samples",
+        "/traces",
+        "/runs",
+        "/run",
+        "/staleness",
+        "/audit",
+    } <= names
     assert {"/api/v1/status", "/metrics", "/trace", "/actions/clear"} <= names
 
 

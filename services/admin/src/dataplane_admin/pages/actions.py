@@ -181,7 +181,7 @@ def _facts(service: AdminService, partition: str) -> models.Partition | None:
         return None
 
 
-def _checked(make: Callable[[], _Request]) -> _Request:
+def checked(make: Callable[[], _Request]) -> _Request:
     """Return the request that ``make`` builds.
 
     Raises:
@@ -199,7 +199,7 @@ def _clear(
     service: AdminService, params: Params, partition: str, actor: str
 ) -> models.ActionResult:
     ids, force = _ids(params) or None, params.flag("force")
-    request = _checked(
+    request = checked(
         lambda: models.ClearSamples(
             partition=partition, sample_ids=ids, force=force, confirm=partition
         )
@@ -211,7 +211,7 @@ def _reset(
     service: AdminService, params: Params, partition: str, actor: str
 ) -> models.ActionResult:
     task, ids = params.required("task"), _ids(params)
-    request = _checked(
+    request = checked(
         lambda: models.ResetConsumption(
             partition=partition, task=task, sample_ids=ids, confirm=partition
         )
@@ -221,7 +221,7 @@ def _reset(
 
 def _end(service: AdminService, params: Params, partition: str, actor: str) -> models.ActionResult:
     claim, expired_only = params.required("claim"), not params.flag("running")
-    request = _checked(
+    request = checked(
         lambda: models.EndClaim(
             partition=partition, claim=claim, expired_only=expired_only, confirm=partition
         )

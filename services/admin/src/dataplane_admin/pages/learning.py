@@ -1,17 +1,20 @@
-"""Learning section of the run page: the metrics of a run's steps, one panel each.
+"""Learning section of the page of a run, or of several: the metrics of steps, one panel each.
 
 The server names the panels, so that nothing moves when ``curves.js`` fetches and draws the curves.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataplane_admin import models
 from dataplane_admin.pages import marks
+from dataplane_admin.pages.links import Link, to
 from dataplane_admin.service import AdminService
+from dataplane_admin.store.read_curves import SAMPLES, TIME
 
 _TITLES: Mapping[str, str] = {
     "rl.reward.mean": "Reward",
@@ -45,28 +48,40 @@ _MAX_CURVES = 8
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a panel: its attributes as text, empty without any, and its last value."""
+    """A curve of a panel, and its last value.
+
+    ``label`` has its attributes, empty without any; in a comparison, its run. ``ink`` is the number
+    of its color: in a comparison, that of its run.
+    """
 
     label: str
     value: str
+    ink: int
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A metric; ``omitted`` counts the curves that are not drawn."""
+    """A metric; ``omitted`` counts the curves that are not drawn.
+
+    In a comparison a panel has the curves with the same ``attributes``, as JSON; else it is empty.
+    """
 
     name: str
     title: str
     unit: str
     lines: Sequence[Line]
-    omitted: int
+    omitted: int = 0
+    attributes: str = ""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Content of the section: documented metrics, and all others."""
+    """Content of the section: documented metrics, and all others.
 
-    run_id: str
+    ``points`` is the address of the points of all curves.
+    """
+
+    points: Link
     panels: Sequence[Panel]
     others: Sequence[Panel]
 
@@ -76,10 +91,37 @@ def learning(service: AdminService, run: str) -> Learning:
     by_name: dict[str, list[models.CurveFacts]] = {}
     for curve in service.curve_facts(run):
         by_name.setdefault(curve.name, []).append(curve)
+    panels = [_panel(curves) for curves in by_name.values()]
+    return _learning(to("/api/v1/runs/curves", run=run), panels)
+
+
+def compared_learning(service: AdminService, runs: Sequence[str], axis: models.Axis) -> Learning:
+    """Return the section of several runs, with a panel for each metric and set of attributes."""
+    by_kind: dict[tuple[str, str], list[tuple[int, models.CurveFacts]]] = {}
+    for ink, run in enumerate(runs):
+        for curve in service.curve_facts(run):
+            kind = curve.name, json.dumps(curve.attributes, ensure_ascii=False)
+            by_kind.setdefault(kind, []).append((ink, curve))
+    panels = [
+        Panel(
+            name=name,
+            title=", ".join([_title(name), *_label(curves[0][1])]),
+            unit=_unit(curves[0][1]),
+            lines=[Line(runs[ink], number(curve.last_value), ink) for ink, curve in curves],
+            attributes=attributes,
+        )
+        for (name, attributes), curves in by_kind.items()
+    ]
+    return _learning(to("/api/v1/runs/curves", run=[*runs], axis=axis), panels)
+
+
+def _learning(points: Link, panels: Sequence[Panel]) -> Learning:
+    order = [*_TITLES]
+    documented = [panel for panel in panels if panel.name in _TITLES]
     return Learning(
-        run_id=run,
-        panels=[_panel(by_name[name], title) for name, title in _TITLES.items() if name in by_name],
-        others=[_panel(curves, name) for name, curves in by_name.items() if name not in _TITLES],
+        points=points,
+        panels=sorted(documented, key=lambda panel: order.index(panel.name)),
+        others=[panel for panel in panels if panel.name not in (*_TITLES, TIME, SAMPLES)],
     )
 
 
@@ -99,18 +141,26 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _panel(curves: Sequence[models.CurveFacts], title: str) -> Panel:
-    unit = curves[0].unit
+def _panel(curves: Sequence[models.CurveFacts]) -> Panel:
     return Panel(
         name=curves[0].name,
-        title=title,
-        unit="" if unit == "1" else unit.replace("{", "").replace("}", ""),
+        title=_title(curves[0].name),
+        unit=_unit(curves[0]),
         lines=[
-            Line(
-                ", ".join(str(value) for value in curve.attributes.values()),
-                number(curve.last_value),
-            )
-            for curve in curves[:_MAX_CURVES]
+            Line(", ".join(_label(curve)), number(curve.last_value), ink)
+            for ink, curve in enumerate(curves[:_MAX_CURVES])
         ],
         omitted=len(curves[_MAX_CURVES:]),
     )
+
+
+def _title(name: str) -> str:
+    return _TITLES.get(name, name)
+
+
+def _unit(curve: models.CurveFacts) -> str:
+    return "" if curve.unit == "1" else curve.unit.replace("{", "").replace("}", "")
+
+
+def _label(curve: models.CurveFacts) -> list[str]:
+    return [str(value) for value in curve.attributes.values()]

@@ -15,12 +15,16 @@ class Link(str):
 
 
 def to(page: str, **query: object) -> Link:
-    """Return the path of a page with the values of ``query`` that are neither None nor empty."""
-    given = {name: value for name, value in query.items() if value is not None and value != ""}
+    """Return the path of a page with the values of ``query`` that are neither None nor empty.
+
+    A list gives a parameter for each of its items.
+    """
+    given = {name: value for name, value in query.items() if value not in (None, "", [])}
     if not given:
         return Link(page)
     # Ids may hold lone surrogates, which UTF-8 cannot encode.
-    return Link(f"{page}?{urlencode(given, quote_via=quote, safe='', errors='backslashreplace')}")
+    errors = "backslashreplace"
+    return Link(f"{page}?{urlencode(given, doseq=True, quote_via=quote, safe='', errors=errors)}")
 
 
 def outward(url: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from dataplane_admin import models
@@ -20,6 +20,7 @@ from dataplane_admin.pages.overview import Buckets, overview
 from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
 from dataplane_admin.pages.run_page import run_page
+from dataplane_admin.pages.runs import compared_runs, run_list, seen_ago, tag_change
 from dataplane_admin.pages.shell import Shell, next_page
 from dataplane_admin.pages.trace_page import trace_page
 from dataplane_admin.service import AdminService, Refused, ServiceError
@@ -45,7 +46,7 @@ def router(service: AdminService, settings: Settings) -> APIRouter:
     _add_lineage(routes, shell, service)
     _add_traces(routes, shell, service)
     if settings.allow_actions:
-        _add_actions(routes, shell, service)
+        _add_actions(routes, shell, service, settings.root_path)
     return routes
 
 
@@ -217,6 +218,38 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
             first_url=to("/traces", **query) if params.text("cursor") else None,
         )
 
+    @routes.get("/runs")
+    def runs(request: Request) -> Response:
+        view, problem, status = None, "", 200
+        try:
+            view = run_list(service, Params(request.query_params))
+        except ServiceError as error:
+            problem, status = str(error), error.status
+        return shell.page(
+            request,
+            "runs.html.j2",
+            status=status,
+            view=view,
+            problem=problem,
+            seen_ago=seen_ago,
+            now_ns=time.time_ns(),
+        )
+
+    @routes.get("/runs/compare")
+    def compare_runs(request: Request) -> Response:
+        def make() -> Response:
+            params = Params(request.query_params)
+            return shell.page(
+                request,
+                "compare_runs.html.j2",
+                view=compared_runs(service, params),
+                smooth=min(params.number("smooth") or 0.0, _MAX_SMOOTHING),
+                max_smooth=_MAX_SMOOTHING,
+                now_ns=time.time_ns(),
+            )
+
+        return shell.answer(request, make)
+
     @routes.get("/run")
     def run(request: Request) -> Response:
         def make() -> Response:
@@ -228,6 +261,9 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
                 request,
                 "run.html.j2",
                 view=view,
+                facts=service.find_run(shown),
+                seen_ago=seen_ago,
+                shown=shown,
                 learning=learning(service, shown),
                 smooth=min(params.number("smooth") or 0.0, _MAX_SMOOTHING),
                 max_smooth=_MAX_SMOOTHING,
@@ -268,7 +304,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
         return shell.answer(request, make)
 
 
-def _add_actions(routes: APIRouter, shell: Shell, service: AdminService) -> None:
+def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_path: str) -> None:
     @routes.get("/actions/{name}")
     def question(request: Request, name: str) -> Response:
         def make() -> Response:
@@ -280,6 +316,18 @@ def _add_actions(routes: APIRouter, shell: Shell, service: AdminService) -> None
             )
 
         return shell.answer(request, make)
+
+    @routes.post("/actions/tag-run")
+    async def tag_run(request: Request) -> Response:
+        # `require_csrf` has checked the form's CSRF value.
+        params = Params(await request.form(max_files=0, max_fields=20))
+
+        def make() -> Response:
+            run_id = params.required("run")
+            service.tag_run(tag_change(run_id, params), actor=caller_of(request).name)
+            return RedirectResponse(f"{root_path}{to('/run', run=run_id)}", 303)
+
+        return await run_in_threadpool(shell.answer, request, make)
 
     @routes.post("/actions/{name}")
     async def do(request: Request, name: str) -> Response:

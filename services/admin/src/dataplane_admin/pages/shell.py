@@ -19,7 +19,14 @@ from dataplane_admin.web import caller_of
 from observability.views.printable import printable
 
 _THEMES = frozenset({"light", "dark"})
-_SECTIONS = {"/partition": "/", "/sample": "/samples", "/trace": "/traces", "/compare": "/traces"}
+_SECTIONS = {
+    "/partition": "/",
+    "/sample": "/samples",
+    "/run": "/runs",
+    "/runs/compare": "/runs",
+    "/trace": "/traces",
+    "/compare": "/traces",
+}
 _TITLES = {
     404: "Not found",
     409: "Conflict",

@@ -1,5 +1,6 @@
-// Draws the curves of the run page with uPlot, which uPlot.iife.min.js defines. All panels share one
-// range of steps and one crosshair. The state is in the address: smooth, first and last.
+// Draws the curves of one run or of several with uPlot, which uPlot.iife.min.js defines. All panels
+// share one range of the horizontal axis and one crosshair. The axis is steps, seconds or samples. The
+// state is in the address: smooth, first and last.
 const POINTS_PER_PIXEL = 0.5;
 const FETCH_DELAY_MS = 50;
 const X_AXIS = 22;
@@ -18,20 +19,24 @@ export function drawCurves() {
   const slider = document.getElementById("smooth");
   const stepOutput = document.getElementById("curve-step");
   const range = { first: parameter("first"), last: parameter("last") };
-  let steps = [0, 1];
+  const axis = AXES[section.dataset.axis];
+  const byRun = "byRun" in section.dataset; // then a color is that of a run
+  const inkOf = (curve, place) => (byRun ? curve.run : place);
+  let shown = [0, 1]; // range of the axis
   let due = 0;
 
   const colors = () => [...section.querySelectorAll(".curve-colors > *")].map((node) => getComputedStyle(node).color);
   let palette = colors();
 
   const url = () => {
-    const query = new URLSearchParams({ run: section.dataset.run });
+    const [path, given] = section.dataset.curves.split("?");
+    const query = new URLSearchParams(given);
     for (const figure of visible) query.append("name", figure.dataset.curve);
-    if (range.first !== null) query.set("first_step", range.first);
-    if (range.last !== null) query.set("last_step", range.last);
+    if (range.first !== null) query.set("first", range.first);
+    if (range.last !== null) query.set("last", range.last);
     const width = Math.max(...[...visible].map((figure) => plotOf(figure).clientWidth));
     query.set("max_points", String(Math.min(2000, Math.max(50, Math.round(width * POINTS_PER_PIXEL)))));
-    return `${section.dataset.curves}?${query}`;
+    return `${path}?${query}`;
   };
   const load = async () => {
     due = 0;
@@ -45,14 +50,14 @@ export function drawCurves() {
     } catch {
       return; // the sign of the live updates shows that the service does not respond
     }
-    const first = range.first ?? Math.min(...answer.curves.map((curve) => curve.first_step));
-    const last = range.last ?? Math.max(...answer.curves.map((curve) => curve.last_step));
-    if (Number.isFinite(first) && Number.isFinite(last)) steps = [first, Math.max(last, first + 1)];
+    const first = range.first ?? Math.min(...answer.curves.map((curve) => Math.min(...curve.x)));
+    const last = range.last ?? Math.max(...answer.curves.map((curve) => Math.max(...curve.x, axis.end(curve))));
+    if (Number.isFinite(first) && Number.isFinite(last)) shown = [first, last > first ? last : first + 1];
     for (const figure of wanted) {
-      const curves = answer.curves.filter((curve) => curve.name === figure.dataset.curve);
-      show(figure, curves.slice(0, figure.querySelectorAll(".curve-value").length));
+      const curves = answer.curves.filter((curve) => belongs(curve, figure));
+      show(figure, curves.filter((curve, place) => outputOf(figure, inkOf(curve, place))));
     }
-    // Panels that left the screen keep their data, but share the range of steps.
+    // Panels that left the screen keep their data, but share the range.
     for (const [figure, chart] of charts) if (!visible.has(figure)) chart.plot.setData(chart.plot.data);
   };
   const changed = () => {
@@ -62,14 +67,15 @@ export function drawCurves() {
   const show = (figure, curves) => {
     const data = dataOf(curves, Number(slider.value));
     const known = charts.get(figure);
-    if (known && known.count === curves.length) {
+    const inks = curves.map(inkOf).join();
+    if (known && known.inks === inks) {
       known.curves = curves;
       known.plot.setData(data);
       read(figure, known, known.plot);
       return;
     }
     known?.plot.destroy();
-    const chart = { curves, count: curves.length, plot: null };
+    const chart = { curves, inks, plot: null };
     charts.set(figure, chart);
     chart.plot = new window.uPlot(options(figure, chart), data, plotOf(figure));
   };
@@ -77,11 +83,11 @@ export function drawCurves() {
     const node = plotOf(figure);
     const quiet = () => getComputedStyle(figure.querySelector("figcaption")).color;
     const grid = { stroke: () => getComputedStyle(node).borderTopColor, width: 1 };
-    const axis = { stroke: quiet, font: "11px system-ui, sans-serif", grid, ticks: { show: false } };
+    const common = { stroke: quiet, font: "11px system-ui, sans-serif", grid, ticks: { show: false } };
     const series = [{}];
     const bands = [];
-    chart.curves.forEach((_, place) => {
-      const color = () => palette[place % palette.length];
+    chart.curves.forEach((curve, place) => {
+      const color = () => palette[inkOf(curve, place) % palette.length];
       const at = series.length;
       const faint = () => (Number(slider.value) > 0 ? translucent(color(), 0.3) : color());
       series.push(
@@ -104,10 +110,10 @@ export function drawCurves() {
         sync: { key: "learning", scales: ["x", null] },
         dataIdx: (plot, at, nearest) => nearestValue(plot.data[at], nearest),
       },
-      scales: { x: { time: false, range: () => steps }, y: { range: (plot, low, high) => yRange(low, high) } },
+      scales: { x: { time: false, range: () => shown }, y: { range: (plot, low, high) => yRange(low, high) } },
       axes: [
-        { ...axis, size: X_AXIS, gap: 2, space: 70, values: (plot, ticks) => ticks.map(short), incrs: INTEGERS, grid: { show: false } },
-        { ...axis, size: Y_AXIS, gap: 4, space: 28, values: (plot, ticks) => ticks.map(short) },
+        { ...common, size: X_AXIS, gap: 2, space: 70, values: (plot, ticks) => ticks.map(axis.tick), incrs: axis.increments, grid: { show: false } },
+        { ...common, size: Y_AXIS, gap: 4, space: 28, values: (plot, ticks) => ticks.map(short) },
       ],
       series,
       bands,
@@ -118,20 +124,19 @@ export function drawCurves() {
   // Writes the values at the crosshair, or the last ones without a crosshair.
   const read = (figure, chart, plot) => {
     const at = plot.cursor.idx;
-    const outputs = figure.querySelectorAll(".curve-value");
     const isRead = plot.cursor.left >= 0 && at !== null && at !== undefined;
     chart.curves.forEach((curve, place) => {
       const column = plot.data[3 + 4 * place];
       const value = isRead ? column[nearestValue(column, at)] : curve.last_value;
-      outputs[place].textContent = text(value);
+      outputOf(figure, inkOf(curve, place)).textContent = text(value);
     });
-    if (isRead) stepOutput.textContent = `step ${plot.data[0][at]}`;
+    if (isRead) stepOutput.textContent = axis.text(plot.data[0][at]);
     else stepOutput.textContent = "";
   };
   const zoom = (plot) => {
     if (!(plot.select.width > 4)) return;
-    const first = Math.max(0, Math.round(plot.posToVal(plot.select.left, "x")));
-    const last = Math.round(plot.posToVal(plot.select.left + plot.select.width, "x"));
+    const first = Math.max(0, axis.round(plot.posToVal(plot.select.left, "x")));
+    const last = axis.round(plot.posToVal(plot.select.left + plot.select.width, "x"));
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
     if (last > first) limit(first, last);
   };
@@ -195,6 +200,29 @@ export function drawCurves() {
 }
 
 const INTEGERS = [1, 2, 5].flatMap((digit) => Array.from({ length: 15 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
+const MINUTE = 60;
+const HOUR = 3600;
+const DURATIONS = [
+  ...[0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30],
+  ...[1, 2, 5, 10, 20, 30].map((minutes) => minutes * MINUTE),
+  ...[1, 2, 4, 8, 12, ...INTEGERS.map((days) => 24 * days)].map((hours) => hours * HOUR),
+];
+// `end` is the place of a curve's last point if it is known: a bucket is placed at its first step.
+const AXES = {
+  step: { increments: INTEGERS, tick: short, text: (value) => `step ${value}`, round: Math.round, end: (curve) => curve.last_step },
+  time: { increments: DURATIONS, tick: elapsed, text: elapsed, round: (value) => Number(value.toFixed(1)), end: () => 0 },
+  samples: { increments: INTEGERS, tick: short, text: (value) => `${Math.round(value).toLocaleString("en")} samples`, round: Math.round, end: () => 0 },
+};
+
+function belongs(curve, figure) {
+  const { curve: name, attributes } = figure.dataset;
+  // Both went through JSON of the service, so their keys have the same order.
+  return curve.name === name && (!attributes || JSON.stringify(JSON.parse(attributes)) === JSON.stringify(curve.attributes));
+}
+
+function outputOf(figure, ink) {
+  return figure.querySelector(`.curve-value[data-ink="${ink}"]`);
+}
 
 function plotOf(figure) {
   return figure.querySelector(".curve-plot");
@@ -202,7 +230,7 @@ function plotOf(figure) {
 
 function parameter(name) {
   const value = new URLSearchParams(location.search).get(name);
-  return value && /^\d{1,15}$/.test(value) ? Number(value) : null;
+  return value && /^\d{1,15}(\.\d{1,3})?$/.test(value) ? Number(value) : null;
 }
 
 // Writes the state to the address; null removes a parameter.
@@ -219,15 +247,16 @@ function remember(changes) {
 function dataOf(curves, smoothing) {
   if (!curves.length) return [[]];
   return window.uPlot.join(curves.map((curve) => {
-    const none = curve.steps.map(() => null);
+    const none = curve.x.map(() => null);
     const high = curve.high.length ? curve.high : none;
     const low = curve.low.length ? curve.low : none;
-    return [curve.steps, high, low, curve.values, smoothing > 0 ? average(curve, smoothing) : none];
+    return [curve.x, high, low, curve.values, smoothing > 0 ? average(curve, smoothing) : none];
   }));
 }
 
 // Exponential moving average without a bias to the first value. A value weighs by its distance from
-// the one before, as a share of the shown steps: so reduced, sparse and zoomed curves are alike.
+// the one before, as a share of the shown steps: so reduced, sparse and zoomed curves are alike, over
+// any axis.
 function average({ steps, values }, smoothing) {
   const range = Math.max(1, steps[steps.length - 1] - steps[0]);
   const base = Math.sqrt(smoothing);
@@ -255,6 +284,14 @@ function yRange(low, high) {
   if (low === null || high === null) return [0, 1];
   const space = 0.08 * (high - low) || 0.1 * Math.abs(high) || 1;
   return [low - space, high + space];
+}
+
+function elapsed(seconds) {
+  if (seconds < MINUTE) return `${Number(seconds.toPrecision(3))} s`;
+  const total = Math.round(seconds);
+  const [large, small, unit, part] = total < HOUR ? ["min", "s", MINUTE, 1] : total < 24 * HOUR ? ["h", "min", HOUR, MINUTE] : ["d", "h", 24 * HOUR, HOUR];
+  const rest = Math.floor((total % unit) / part);
+  return `${Math.floor(total / unit)} ${large}${rest ? ` ${rest} ${small}` : ""}`;
 }
 
 function short(value) {

@@ -1,0 +1,163 @@
+"""List of runs, and comparison of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast, get_args
+
+from dataplane_admin import models
+from dataplane_admin.pages import words
+from dataplane_admin.pages.actions import checked
+from dataplane_admin.pages.learning import Learning, compared_learning
+from dataplane_admin.pages.links import Link, to
+from dataplane_admin.pages.params import Params
+from dataplane_admin.service import AdminService, Refused
+
+_MAX_RUNS = 200
+_SORTS: dict[models.RunSort, str] = {
+    "reward": "Reward",
+    "steps": "Steps",
+    "duration": "Duration",
+    "started": "Started",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column to sort by; ``order`` is the value of ``aria-sort``, empty if another sorts."""
+
+    title: str
+    url: Link
+    order: str
+
+
+@dataclass(frozen=True)
+class ComparedRuns:
+    """Content of a comparison.
+
+    Attributes:
+        compared: the runs, and differences of their configurations.
+        learning: the curves.
+        axis: what is along the horizontal axis.
+        axes: name and address of each axis.
+        without: address of the comparison without each run.
+        without_axis: runs that do not report what is along the axis.
+        without_config: runs that report no configuration.
+    """
+
+    compared: models.RunComparison
+    learning: Learning
+    axis: models.Axis
+    axes: Sequence[tuple[str, Link]]
+    without: Sequence[Link]
+    without_axis: list[str]
+    without_config: list[str]
+
+
+@dataclass(frozen=True)
+class RunList:
+    """Content of the list.
+
+    Attributes:
+        found: the runs.
+        query: filters and sort order, as in the address.
+        filtered: whether a filter is set.
+        columns: columns to sort by.
+        states: states to filter by.
+    """
+
+    found: models.Runs
+    query: dict[str, str]
+    filtered: bool
+    columns: Sequence[Column]
+    states: Sequence[str]
+
+
+def run_list(service: AdminService, params: Params) -> RunList:
+    """Return the list of runs.
+
+    Raises:
+        ServiceError: a parameter is invalid.
+    """
+    query = {name: params.text(name) for name in ("q", "state", "tag", "sort", "order")}
+    states = get_args(models.RunState)
+    for name, known in (
+        ("state", states),
+        ("sort", get_args(models.RunSort)),
+        ("order", ("ascending",)),
+    ):
+        if query[name] and query[name] not in known:
+            raise Refused(f"{name} is '{query[name][:40]}'; expected one of {', '.join(known)}")
+    sort = cast("models.RunSort", query["sort"] or "seen")
+    ascending = query["order"] == "ascending"
+    found = service.runs(
+        q=query["q"] or None,
+        state=cast("models.RunState | None", query["state"] or None),
+        tag=query["tag"] or None,
+        sort=sort,
+        ascending=ascending,
+        limit=_MAX_RUNS,
+    )
+    return RunList(
+        found=found,
+        query=query,
+        filtered=any(query[name] for name in ("q", "state", "tag")),
+        columns=[
+            Column(
+                title,
+                to("/runs", **{**query, "sort": name, "order": _next_order(name, sort, ascending)}),
+                ("ascending" if ascending else "descending") if name == sort else "",
+            )
+            for name, title in _SORTS.items()
+        ],
+        states=states,
+    )
+
+
+def compared_runs(service: AdminService, params: Params) -> ComparedRuns:
+    """Return a comparison.
+
+    Raises:
+        ServiceError: a parameter is invalid, or a run does not exist.
+    """
+    compared = service.compare_runs(params.texts("run"))
+    runs = [run.run_id for run in compared.runs]
+    given = params.text("axis") or "step"
+    known = get_args(models.Axis)
+    if given not in known:
+        raise Refused(f"axis is '{given[:40]}'; expected one of {', '.join(known)}")
+    axis = cast("models.Axis", given)
+    kept = {"smooth": params.text("smooth")}
+    return ComparedRuns(
+        compared=compared,
+        learning=compared_learning(service, runs, axis),
+        axis=axis,
+        axes=[(name, to("/runs/compare", run=runs, axis=name, **kept)) for name in known],
+        without=[
+            to("/runs/compare", run=[run for run in runs if run != removed], axis=axis, **kept)
+            for removed in runs
+        ],
+        without_axis=service.compare_run_curves(runs, axis=axis, names=[]).without_axis,
+        without_config=[run.run_id for run in compared.runs if not run.config],
+    )
+
+
+def tag_change(run_id: str, params: Params) -> models.TagRun:
+    """Return the change of tags that a form requests.
+
+    Raises:
+        Refused: a tag is invalid.
+    """
+    tags = [tag.strip() for tag in params.text("tags").split(",")]
+    return checked(lambda: models.TagRun(run=run_id, tags=[tag for tag in tags if tag]))
+
+
+def _next_order(column: str, sort: str, ascending: bool) -> str:
+    """Return the order that a click on a column sets: the largest first, then the smallest."""
+    return "ascending" if column == sort and not ascending else ""
+
+
+def seen_ago(run: models.Run, now_ns: int) -> str:
+    """Return how long ago a run was last seen."""
+    return words.ago((now_ns - run.seen_ns) / 1e9)

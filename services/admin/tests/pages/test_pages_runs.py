@@ -1,0 +1,165 @@
+"""The list of runs and their comparison: filtered, sorted, tagged, drawn, live, and safe."""
+
+import math
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from test_pages_actions import OURS, hidden
+from test_pages_browser import query, watched  # noqa: F401  # a fixture
+from test_pages_learning import PATIENCE_MS, drawn, figure, until
+from test_pages_render import Document
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def runs(job, otlp):
+    """Send three runs: one resumed and failed, one finished, one hostile."""
+    for place, run in enumerate(("cmp/a", "cmp/b", f"cmp/{HOSTILE}")):
+        config = {"lr": f"{place + 1}e-6", "seed": "0", HOSTILE: HOSTILE * place}
+        job.send(
+            otlp.run("started", run, config=config, **({"resumed_from": 7} if not place else {}))
+        )
+        job.send(otlp.curve([math.sin(step / (9 + place)) for step in range(100)], run=run))
+        start_s = otlp.start_ns / 1e9
+        times = [start_s + (60 + 60 * place) * (step + 1) for step in range(100)]
+        job.send(otlp.curve(times, run=run, name="rl.time", unit="s"))
+        job.send(otlp.curve([0.5], run=run, name="m", **{"rl.component": HOSTILE}))
+    job.send(otlp.run("failed", "cmp/a", at_s=6000, error="OSError", reason=f"disk full {HOSTILE}"))
+    job.send(otlp.run("finished", "cmp/b", at_s=9000))
+    job.send(otlp.curve([8.0 * (step + 1) for step in range(100)], run="cmp/a", name="rl.samples"))
+    return ["cmp/a", "cmp/b"]
+
+
+COMPARE = "/runs/compare?run=cmp%2Fa&run=cmp%2Fb"
+
+
+def listed(client, address):
+    page = Document(client.get(address).text)
+    links = [urlsplit(link) for link in page.links()]
+    found = [parse_qs(link.query)["run"][0] for link in links if link.path == "/run"]
+    return [run for run in found if run.startswith("cmp/")]
+
+
+def test_the_list_filters_and_sorts_as_its_address_says(client, runs):
+    assert listed(client, "/runs?q=cmp&state=failed") == ["cmp/a"]
+    assert listed(client, "/runs?q=DISK") == ["cmp/a"]
+    assert listed(client, "/runs?q=cmp%2F&sort=duration")[:2] == ["cmp/b", "cmp/a"]
+    ascending = listed(client, "/runs?q=cmp%2F&sort=duration&order=ascending")
+    assert ascending[-2:] == ["cmp/a", "cmp/b"]
+    page = client.get("/runs?q=cmp&sort=duration").text
+    assert 'aria-sort="descending"' in page
+    assert "sort=duration&amp;order=ascending" in page
+    assert client.get("/runs?sort=name").status_code == 422
+    assert "No matching runs" in client.get("/runs?q=nothing").text
+
+
+def test_the_pages_of_a_run_show_how_it_started_and_ended(client, runs):
+    for address in ("/runs?q=cmp", "/run?run=cmp%2Fa"):
+        text = " ".join(Document(client.get(address).text).text.split())
+        assert "failed" in text
+        assert "OSError: disk full <img" in text
+        assert "at step 7" in text
+    assert "Configuration 3 keys" in text
+    text = Document(client.get("/run?run=cmp%2Fb").text).text
+    assert "finished" in text
+    assert "Failed." not in text
+
+
+def test_tags_are_set_on_the_page_of_the_run(client, runs):
+    form = hidden(client.get("/run?run=cmp%2Fb").text)
+    sent = form | {"tags": f"good,, {HOSTILE} , good"}
+    answer = client.post("/actions/tag-run", data=sent, headers=OURS, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/run?run=cmp%2Fb")
+    assert listed(client, "/runs?tag=good") == ["cmp/b"]
+    audit = client.get("/audit").text
+    assert "tag-run" in audit
+    assert '"/run?run=cmp%2Fb"' in audit
+    without = {name: value for name, value in sent.items() if name != "csrf"}
+    assert client.post("/actions/tag-run", data=without, headers=OURS).status_code == 403
+    too_long = client.post("/actions/tag-run", data=sent | {"tags": "x" * 65}, headers=OURS)
+    assert too_long.status_code == 422
+    assert "Nothing was changed" in too_long.text
+
+
+def test_without_actions_tags_cannot_be_set(bare_client):
+    assert bare_client.post("/actions/tag-run", headers=OURS).status_code in (403, 404, 405)
+    assert "Set tags" not in bare_client.get("/run").text
+
+
+def test_a_comparison_shows_differing_keys_and_keeps_its_state(client, runs):
+    page = Document(client.get(f"{COMPARE}&axis=time&smooth=0.5").text)
+    text = " ".join(page.text.split())
+    assert "2 runs compared" in text
+    assert "2 differences, 1 equal key" in text
+    links = [link for link in page.links() if link.startswith("/runs/compare")]
+    assert "/runs/compare?run=cmp%2Fa&run=cmp%2Fb&axis=samples&smooth=0.5" in links
+    assert "/runs/compare?run=cmp%2Fb&axis=time&smooth=0.5" in links
+    by_samples = Document(client.get(f"{COMPARE}&axis=samples").text).text
+    assert "No samples reported by cmp/b." in by_samples
+
+
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [
+        ("/runs/compare", 422),
+        ("/runs/compare?run=nothing", 404),
+        (f"{COMPARE}&axis=tokens", 422),
+        ("/runs/compare?" + "&".join(f"run={number}" for number in range(9)), 422),
+    ],
+)
+def test_a_comparison_that_is_not_possible_says_why(client, runs, address, status):
+    assert client.get(address).status_code == status
+
+
+def test_selected_runs_are_drawn_over_each_other(watched, runs):  # noqa: F811
+    page = watched().go("/runs?q=cmp")
+    for run in runs:
+        page.get_by_label(f"Compare {run}").check()
+    page.get_by_role("button", name="Compare").click()
+    page.wait_for_url("**/runs/compare?*")
+    drawn(page, "rl.reward.mean")
+    page.get_by_role("link", name="time", exact=True).click()
+    page.wait_for_url("**axis=time*")
+    box = drawn(page, "rl.reward.mean")
+    values = figure(page, "rl.reward.mean").locator(".curve-value")
+    last = values.all_inner_texts()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 40)
+    until(page, lambda: page.locator("#curve-step").inner_text().endswith("min"))
+    until(page, lambda: values.all_inner_texts() != last)
+    # The longer run takes 200 min, so a quarter of the axis is 50 min.
+    hours = page.locator("#curve-step").inner_text()
+    assert 45 <= int(hours.removesuffix(" min")) <= 55
+
+
+def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):  # noqa: F811
+    page = watched().go(f"{COMPARE}&axis=time")
+    box = drawn(page, "rl.reward.mean")
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40, steps=4)
+    page.mouse.up()
+    until(page, lambda: "first" in query(page))
+    assert 2700 <= float(query(page)["first"]) <= 3300
+    assert parse_qs(urlsplit(page.url).query)["run"] == runs
+    page.reload()
+    drawn(page, "rl.reward.mean")
+    assert page.locator("#curve-reset").is_visible()
+
+
+def test_new_points_of_compared_runs_appear(watched, runs, job, otlp):  # noqa: F811
+    page = watched().go(COMPARE)
+    drawn(page, "rl.reward.mean")
+    job.send(otlp.curve([12.5], run="cmp/b", first=100))
+    values = figure(page, "rl.reward.mean").locator(".curve-value")
+    until(page, lambda: values.all_inner_texts()[1] == "12.5")
+
+
+def test_hostile_runs_and_keys_are_text(watched, runs):  # noqa: F811
+    hostile = f"&run=cmp%2F{HOSTILE.replace('=', '%3D').replace(' ', '%20')}"
+    for address in ("/runs?q=cmp", f"{COMPARE}{hostile}"):
+        page = watched().go(address)
+        assert page.locator("main img").count() == 0
+    drawn(page, "rl.reward.mean")
+    page.locator(".more-curves summary").click()
+    figure(page, "m").locator("canvas").wait_for(timeout=PATIENCE_MS)
