@@ -99,8 +99,8 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     page.goto("/partition?id=train")
     acknowledged = page.locator("[aria-labelledby=tasks-h] tr[data-key=train] td").nth(4)
     acknowledged.filter(has_text=re.compile("^[1-9]")).wait_for()
-    # Without the list of samples, which is above the tasks and generators; at once, since the step
-    # goes on.
+    # Without the list of samples, which is above the tasks and generators; at once, because the
+    # step continues.
     page.evaluate("document.getElementById('samples').hidden = true")
     page.screenshot(path=FOLDER / "admin-async.png")
     assert run.wait(TIMEOUT_S) == 0, "the run failed"

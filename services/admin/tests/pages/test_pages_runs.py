@@ -37,8 +37,8 @@ COMPARE = "/runs/compare?run=cmp%2Fa&run=cmp%2Fb"
 def listed(client, address):
     page = Document(client.get(address).text)
     links = [urlsplit(link) for link in page.links()]
-    found = [parse_qs(link.query)["run"][0] for link in links if link.path == "/run"]
-    return [run for run in found if run.startswith("cmp/")]
+    ids = [parse_qs(link.query)["run"][0] for link in links if link.path == "/run"]
+    return [run for run in ids if run.startswith("cmp/")]
 
 
 def test_the_list_filters_and_sorts_as_its_address_says(client, runs):

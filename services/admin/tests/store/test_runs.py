@@ -7,7 +7,7 @@ import pytest
 HOSTILE = "<img src=x onerror=alert(1)>\0'\""
 
 
-def one(job, run="run"):
+def run_of(job, run="run"):
     return job.get("run", run=run)
 
 
@@ -41,17 +41,21 @@ def test_metrics_alone_make_no_run(job, otlp):
 def test_an_ended_run_stays_ended(job, otlp, later, state):
     job.send(otlp.run("started"), otlp.run(state, at_s=9, reason="ignored"))
     later(10_000)
-    assert (one(job)["state"], one(job)["error"], one(job)["seconds"]) == (state, "", 9.0)
+    assert (run_of(job)["state"], run_of(job)["error"], run_of(job)["seconds"]) == (
+        state,
+        "",
+        9.0,
+    )
 
 
 def test_a_failed_run_has_its_error_until_it_is_resumed(job, otlp):
     job.send(otlp.run("started", config={"lr": "1", "steps": 5}))
     job.send(otlp.run("failed", at_s=9, error="WorkerError", reason="policy worker 1 died"))
-    failed = one(job)
+    failed = run_of(job)
     assert (failed["state"], failed["error"]) == ("failed", "WorkerError: policy worker 1 died")
     assert (failed["resumed_from"], failed["config"]) == (None, {"lr": "1", "steps": "5"})
     job.send(otlp.run("started", at_s=20, resumed_from=40, config={"lr": "2"}))
-    resumed = one(job)
+    resumed = run_of(job)
     assert (resumed["state"], resumed["error"]) == ("running", "")
     assert (resumed["resumed_from"], resumed["config"]) == (40, {"lr": "2"})
 
@@ -65,7 +69,7 @@ def test_events_count_in_the_order_of_their_times(job, otlp):
     ]
     for event in [*reversed(events), *events]:
         job.send(event)
-    run = one(job)
+    run = run_of(job)
     assert (run["state"], run["error"], run["config"]) == ("finished", "", {"lr": "2"})
     assert (run["resumed_from"], run["seconds"]) == (4, 30.0)
 
@@ -92,7 +96,7 @@ def test_hostile_events_stay_text_in_bounded_size(job, otlp):
     config = {f"{HOSTILE}{number:03}": HOSTILE * 100 for number in range(600)}
     job.send(otlp.run("started", HOSTILE.replace("\0", ""), config=config))
     job.send(otlp.run("failed", HOSTILE.replace("\0", ""), at_s=1, error=HOSTILE, reason="x" * 900))
-    run = one(job, HOSTILE.replace("\0", ""))
+    run = run_of(job, HOSTILE.replace("\0", ""))
     assert len(run["config"]) == 500
     assert {len(value) for value in run["config"].values()} == {500}
     assert len(run["error"]) == 500
@@ -105,7 +109,7 @@ def test_a_configuration_of_any_form_is_accepted(job, otlp, config):
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in (config.items() if isinstance(config, dict) else ())
     }
-    assert (one(job)["config"], one(job)["resumed_from"]) == (expected, None)
+    assert (run_of(job)["config"], run_of(job)["resumed_from"]) == (expected, None)
 
 
 @pytest.fixture

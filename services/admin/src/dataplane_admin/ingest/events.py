@@ -38,7 +38,8 @@ _RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] =
     "run_stopped": "stopped",
     "run_failed": "failed",
 }
-_MAX_KEYS = 500
+# Of a configuration, as `observability.record_run` bounds it.
+_MAX_KEYS, _MAX_KEY, _MAX_VALUE = 500, 200, 500
 _READ = frozenset(
     f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "report_every_s")
 ) | {"rl.run_id", "rl.step", "rl.weight_version"}
@@ -174,10 +175,11 @@ def _event(
 def _config(value: object) -> dict[str, str] | None:
     if not isinstance(value, Mapping):
         return None
-    return {
-        storable(key): storable(text if isinstance(text, str) else json.dumps(text, default=str))
+    texts = {
+        key: text if isinstance(text, str) else json.dumps(text, default=str)
         for key, text in islice(value.items(), _MAX_KEYS)
     }
+    return {storable(key[:_MAX_KEY]): storable(text[:_MAX_VALUE]) for key, text in texts.items()}
 
 
 def _ids(body: AnyValue, limits: Limits) -> tuple[bytes, ...]:

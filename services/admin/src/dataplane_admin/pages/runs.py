@@ -60,14 +60,14 @@ class RunList:
     """Content of the list.
 
     Attributes:
-        found: the runs.
+        listed: the runs.
         query: filters and sort order, as in the address.
         filtered: whether a filter is set.
         columns: columns to sort by.
         states: states to filter by.
     """
 
-    found: models.Runs
+    listed: models.Runs
     query: dict[str, str]
     filtered: bool
     columns: Sequence[Column]
@@ -91,7 +91,7 @@ def run_list(service: AdminService, params: Params) -> RunList:
             raise Refused(f"{name} is '{query[name][:40]}'; expected one of {', '.join(known)}")
     sort = cast("models.RunSort", query["sort"] or "seen")
     ascending = query["order"] == "ascending"
-    found = service.runs(
+    listed = service.runs(
         q=query["q"] or None,
         state=cast("models.RunState | None", query["state"] or None),
         tag=query["tag"] or None,
@@ -100,7 +100,7 @@ def run_list(service: AdminService, params: Params) -> RunList:
         limit=_MAX_RUNS,
     )
     return RunList(
-        found=found,
+        listed=listed,
         query=query,
         filtered=any(query[name] for name in ("q", "state", "tag")),
         columns=[
