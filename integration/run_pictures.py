@@ -91,7 +91,7 @@ def take_synchronous(browser: Browser, url: str, run: Process) -> None:
 
 
 def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
-    """Take the pictures of an asynchronous run, live and after its end."""
+    """Take the pictures of an asynchronous run, live and after its end, and beside the other."""
     page = opened(browser, url)
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT + 200})
     page.goto("/")
@@ -107,23 +107,24 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     page.goto(f"/trace?id={steps_of(url)[1]}")
     take(page, "async-trace")
+    runs = [each["run_id"] for each in ask(url, "runs")["runs"]]
+    page.goto(f"/runs/compare?{urlencode({'run': runs, 'smooth': 0.6}, doseq=True)}")
+    take(page, "runs")
 
 
 _MODES = {"sync": ((), take_synchronous), "async": (_ASYNC, take_asynchronous)}
 
 
 def main() -> None:
-    with sync_playwright() as playwright:
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         for mode in sys.argv[1:] or _MODES:
             changes, take_all = _MODES[mode]
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                served_run(Path(folder), changes, ["--port", "0"]) as started,
-            ):
-                assert started is not None, (Path(folder) / LOG).read_text()
+            with served_run(folder, changes, ["--port", "0"]) as started:
+                assert started is not None, (folder / LOG).read_text()
                 url, _, run = started
                 take_all(browser, url, run)
         browser.close()

@@ -13,6 +13,7 @@ from dataplane_admin.store.read_curves import TIME
 from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.tables import CurveModel, RunModel, TraceModel
 from dataplane_admin.store.texts import storable
+from observability.views.steps import ROOT
 
 REWARD = "rl.reward.mean"
 
@@ -32,8 +33,14 @@ _CURVES = (
     .group_by(CurveModel.run_id)
     .subquery()
 )
+# As `read_run_steps` counts, with unfinished ones.
+_NAMED = case((TraceModel.name == ROOT, TraceModel.step))
 _TRACED = (
-    select(func.count(TraceModel.step.distinct()))
+    select(
+        func.coalesce(
+            func.nullif(func.count(_NAMED.distinct()), 0), func.count(TraceModel.step.distinct())
+        )
+    )
     .where(TraceModel.run_id == RunModel.run_id)
     .scalar_subquery()
 )

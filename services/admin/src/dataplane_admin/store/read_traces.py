@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any  # Any: rows
 
-from sqlalchemy import Select, exists, func, select
+from sqlalchemy import Select, exists, func, or_, select
 
 from dataplane_admin.models import TraceFacts
 from dataplane_admin.store.read_runs import NEWEST_RUN
@@ -39,14 +39,12 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
     """Return the newest ``limit`` finished steps of a run in order of arrival, and whether there
     are older ones.
 
-    Of a repeated step, such as after a resume, the last repetition counts.
+    Of a repeated step, such as after a resume, the last repetition counts. If the run has traces
+    named `ROOT`, only these are steps: others, such as a validation, may have a step's number too.
     """
-    # Other traces, such as a validation, may have the step's number as well.
-    of_one_step = (
-        (TraceModel.name == ROOT).desc(),
-        TraceModel.arrival.desc(),
-    )
-    place = func.row_number().over(partition_by=TraceModel.step, order_by=of_one_step)
+    ended = (TraceModel.run_id == storable(run_id), *_ENDED)
+    named = exists().where(*ended, TraceModel.name == ROOT)
+    place = func.row_number().over(partition_by=TraceModel.step, order_by=TraceModel.arrival.desc())
     finished = (
         select(
             TraceModel.step,
@@ -57,7 +55,7 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
             TraceModel.arrival,
             place.label("place"),
         )
-        .where(TraceModel.run_id == storable(run_id), *_ENDED)
+        .where(*ended, or_(TraceModel.name == ROOT, ~named))
         .subquery()
     )
     query = (
