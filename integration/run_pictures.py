@@ -91,7 +91,7 @@ def take_synchronous(browser: Browser, url: str, run: Process) -> None:
 
 
 def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
-    """Take the pictures of an asynchronous run, live and after its end, and beside the other."""
+    """Take the pictures of an asynchronous run, live and after its end, and over the other."""
     page = opened(browser, url)
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT + 200})
     page.goto("/")
