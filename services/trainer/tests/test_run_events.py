@@ -38,8 +38,8 @@ def test_each_start_and_end_of_a_run_is_recorded(local_ray, configure, questions
         )
         stop = grpo_trainer.GracefulStop()
         result = grpo_trainer.train(config, stop=stop, display=Stopping(stop))
+        too_many = ["data_plane.num_storage_units=10000", "cluster.nodes_timeout_s=0"]
         with pytest.raises(WorkerError, match="Ray has"):
-            too_many = ["data_plane.num_storage_units=10000", "cluster.nodes_timeout_s=0"]
             grpo_trainer.resume(result.folder, too_many)
         events = [event for event in receiver.snapshot().events if event.name.startswith("run_")]
     assert [event.name for event in events] == [
