@@ -80,7 +80,7 @@ trainer = Trainer()
 try:
     trainer.fit(None)
 finally:  # as verl's task runner; then Ray may kill its process
-    trainer.logger.finish()
+    trainer.logger.finish(exit_code=int(int(FAILING) > 0))
     os._exit(int(FAILING) > 0)
 """
 
@@ -104,8 +104,15 @@ def test_fit_has_a_trace_per_step(tmp_path: Path, done: int, total: int, failing
             text=True,
             timeout=120,
         )
-        steps = steps_of(receiver.snapshot())
+        records = receiver.snapshot()
+    steps = steps_of(records)
     assert (ran.returncode == 0) == (failing < 0), ran.stdout + ran.stderr
+    events = [event for event in records.events if event.name.startswith("run_")]
+    assert [event.name for event in events] == [
+        "run_started",
+        "run_finished" if failing < 0 else "run_failed",
+    ]
+    assert {event.attributes["rl.run_id"] for event in events} == {"my-run"}
     metrics = (tmp_path / "recording" / "metrics.otlp").read_bytes()
     for name in ("rl.reward.mean", "rl.response.length", "rl.response.truncated"):
         assert name.encode() in metrics

@@ -8,6 +8,7 @@ What the trainer logs with `Tracking` is recorded as metrics of the step.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -15,6 +16,7 @@ from typing import Any  # Any: verl has no types
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
 from observability.adapters.logged import record_logged
+from observability.runs import record_run
 from observability.setup import setup
 
 _STEP_TIMER = "step"
@@ -85,6 +87,7 @@ class _Run:
         self.run_id = ""  # until the first `Tracking`
         self.steps = 0
         self.telemetry: Any = None  # from the first `Tracking` until it finishes
+        self.record = ExitStack()
 
     def announced(self, initialize: Callable[..., None]) -> Callable[..., None]:
         """Return verl's `Tracking.__init__` with set-up of telemetry."""
@@ -96,6 +99,7 @@ class _Run:
             if not self.run_id:  # a process has one run
                 self.run_id = os.environ.get(_RUN_ID) or str(experiment_name)
                 self.telemetry = setup("grpo.driver", run_id=self.run_id)
+                self.record.enter_context(record_run(run_id=self.run_id))
             initialize(tracking, project_name, experiment_name, *args, **kwargs)
 
         return announcing
@@ -111,9 +115,11 @@ class _Run:
         return recording
 
     def flushed(self, finish: Callable[..., None]) -> Callable[..., None]:
-        """Return verl's `Tracking.finish` with an export of the last spans.
+        """Return verl's `Tracking.finish` with a record of the run's end, and an export.
 
-        Ray may kill the process right after it.
+        Ray may kill the process right after it. verl's task runner passes an exit code, and calls
+        it while the error that ended the run is handled. `__del__` passes none, and could not
+        distinguish the ends.
         """
 
         @wraps(finish)
@@ -123,6 +129,8 @@ class _Run:
             finally:
                 telemetry, self.telemetry = self.telemetry, None  # `__del__` finishes again
                 if telemetry is not None:
+                    if args or kwargs:
+                        self.record.__exit__(*sys.exc_info())
                     telemetry.flush()
 
         return flushing
