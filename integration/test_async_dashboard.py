@@ -114,7 +114,7 @@ def test_pages_follow_an_asynchronous_run(
 ) -> None:
     watcher = Watcher(*tabs)
     watcher.overview.goto("/")
-    empty = watcher.overview.get_by_role("heading", name="No telemetry yet")
+    empty = watcher.overview.get_by_role("heading", name="No telemetry yet", level=2)
     expect(empty).to_be_visible()
     watcher.overview.evaluate("window.kept = true")
     config = configured(

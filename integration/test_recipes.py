@@ -146,6 +146,7 @@ def marked_timer(name, timing_raw, color=None, domain=None, category=None):
 
 class Tracking:
     def __init__(self, project_name, experiment_name, default_backend="console", config=None): ...
+    def log(self, data, step, backend=None): ...
     def finish(self, exit_code=0): ...
 
 class SkipManager:
@@ -190,10 +191,14 @@ class Timer:
 class RayPPOTrainer:
     global_step, dynamic_sampling_state = 1, None
 
-for name in ("", ".train", ".train.trainer", ".train.utils"):
+class Tracking:
+    def log(self, data, step, commit=False): ...
+
+for name in ("", ".train", ".train.trainer", ".train.utils", ".train.utils.tracking"):
     sys.modules["skyrl" + name] = types.ModuleType("skyrl" + name)
 sys.modules["skyrl.train.trainer"].RayPPOTrainer = RayPPOTrainer
 sys.modules["skyrl.train.utils"].Timer = Timer
+sys.modules["skyrl.train.utils.tracking"].Tracking = Tracking
 
 class experiment:
     def run():
