@@ -46,6 +46,15 @@ def steps_of(url: str) -> list[str]:
     return [each["trace_id"] for each in ask(url, "traces", name="grpo.step", limit=200)["traces"]]
 
 
+def trained_sample(url: str) -> str:
+    """Return the id of a sample that was trained on."""
+    for hit in ask(url, "samples", limit=1000)["samples"]:
+        hops = ask(url, "sample", id=hit["sample_id"])["hops"]
+        if any(hop["name"] == "trained" for hop in hops):
+            return str(hit["sample_id"])
+    raise AssertionError("no sample was trained on")
+
+
 def opened(browser: Browser, url: str, scheme: Literal["light", "dark"] = "light") -> Page:
     """Return a new page of the service."""
     page = browser.new_page(
@@ -77,14 +86,14 @@ def take_synchronous(browser: Browser, url: str, run: Process) -> None:
     take(light, "overview")
     take(dark, "overview-dark")
     dark.close()
-    sample = ask(url, "samples", limit=1)["samples"][0]
+    light.goto(f"/sample?{urlencode({'id': trained_sample(url)})}")
+    take(light, "sample")
     assert run.wait(TIMEOUT_S) == 0, "the run failed"
     newest, *_, oldest = steps_of(url)
     for name, path in {
         "run": "/run?smooth=0.6",
         "trace": f"/trace?id={newest}",
         "compare": f"/compare?a={oldest}&b={newest}",
-        "sample": f"/sample?{urlencode({'id': sample['sample_id']})}",
     }.items():
         light.goto(path)
         take(light, name)
