@@ -108,7 +108,6 @@ def test_operation_ids_are_stable(app_of):
         ("get", "/api/v1/run"): "get_run",
         ("get", "/api/v1/runs/compare"): "compare_runs",
         ("get", "/api/v1/runs/curves"): "compare_run_curves",
-        ("get", "/api/v1/run/curves"): "get_run_curves",
         ("get", "/api/v1/run/steps"): "get_run_steps",
         ("get", "/api/v1/traces"): "list_traces",
         ("get", "/api/v1/trace"): "get_trace",

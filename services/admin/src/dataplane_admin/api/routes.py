@@ -272,7 +272,11 @@ def _history(service: AdminService) -> APIRouter:
         last: Place = None,
         max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 400,
     ) -> Response:
-        """Return metrics of runs over steps, time or samples.
+        """Return metrics of one or more runs over steps, time or samples.
+
+        `name` selects metrics, and may be repeated; at most 200 curves of a run are returned. A
+        curve with more than `max_points` points has buckets of steps with mean, smallest and
+        largest value.
 
         `axis=time` counts seconds since the first record of each run, `axis=samples` the samples
         that it has trained on. `first` and `last` are places on the axis.
@@ -294,32 +298,6 @@ def _history(service: AdminService) -> APIRouter:
         """Return step durations of a run, by default the newest with a finished step."""
         return conditional_reply(
             request, service.revisions, lambda: service.run_steps(run=run, ranges=ranges)
-        )
-
-    @routes.get("/run/curves", response_model=models.RunCurves, responses=_KEPT)
-    def get_run_curves(
-        request: Request,
-        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
-        name: Annotated[list[str] | None, Query(max_length=MAX_CURVES)] = None,
-        first_step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
-        last_step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
-        max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 400,
-    ) -> Response:
-        """Return metrics over the steps of a run, by default the one reported last.
-
-        `name` selects metrics, and may be repeated; at most 200 curves are returned. A curve with
-        more than `max_points` points has buckets of steps with mean, smallest and largest value.
-        """
-        return conditional_reply(
-            request,
-            service.revisions,
-            lambda: service.run_curves(
-                run=run,
-                names=name,
-                first_step=first_step,
-                last_step=last_step,
-                max_points=max_points,
-            ),
         )
 
     @routes.get("/traces", response_model=models.Traces, responses=_KEPT)

@@ -32,12 +32,3 @@ class Curve(CurveFacts):
     low: list[float | None]
     """Smallest value; empty if ``width`` is 1. ``high`` likewise."""
     high: list[float | None]
-
-
-class RunCurves(Model):
-    """Curves of one run."""
-
-    run_id: Text
-    """Empty if no run has curves."""
-    curves: list[Curve]
-    """Curves in order of name and attributes."""

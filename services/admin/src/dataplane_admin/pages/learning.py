@@ -127,7 +127,7 @@ def _learning(points: Link, panels: Sequence[Panel]) -> Learning:
 
 def reward_trend(service: AdminService, run: str) -> marks.Trend | None:
     """Return the reward of a run over its steps, None for fewer than two points."""
-    curves = service.run_curves(run=run, names=[REWARD], max_points=_SPARK_POINTS).curves
+    curves = service.curves(run, REWARD, _SPARK_POINTS)
     values = [value for curve in curves[:1] for value in curve.values if value is not None]
     return marks.trend(values, base=min(values, default=0.0))
 

@@ -307,35 +307,9 @@ class AdminService:
         """Replace the tags of a run. Raises as `clear`."""
         return self._actions.tag_run(change, actor)
 
-    def run_curves(
-        self,
-        *,
-        run: str | None = None,
-        names: Sequence[str] | None = None,
-        first_step: int | None = None,
-        last_step: int | None = None,
-        max_points: int = 400,
-    ) -> models.RunCurves:
-        """Return curves of a run, by default the one whose curves changed last.
-
-        Args:
-            run: the run.
-            names: metrics; None for all.
-            first_step: first step; None for the curves' first.
-            last_step: last step; None for the curves' last.
-            max_points: number of points of a curve above which it is down-sampled.
-        """
-        _check("max_points", max_points, 2, MAX_POINTS)
-        run_id = self.run_with_curves() if run is None else self._run_or_newest(run)
-        curves = self._store.curves(
-            run_id,
-            names=names,
-            first_step=first_step,
-            last_step=last_step,
-            max_points=max_points,
-            limit=MAX_CURVES,
-        )
-        return models.RunCurves(run_id=run_id, curves=curves)
+    def curves(self, run: str, name: str, max_points: int) -> list[models.Curve]:
+        """Return the curves of a metric of a run, each with about ``max_points`` points at most."""
+        return self._store.curves(run, names=[name], max_points=max_points, limit=MAX_CURVES)
 
     def run_with_curves(self) -> str:
         """Return the run whose curves changed last; empty if no run has any."""

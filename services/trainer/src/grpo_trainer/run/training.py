@@ -132,6 +132,7 @@ def run_steps(
         tracking = stack.enter_context(tracking_of(config, folder, state.step, display.notice))
         display.started(folder, config, state.step)
         stop.start_steps()
+        trained = sum(record.get("samples", 0) for record in history)
         for step in range(state.step, config.grpo.num_steps):
             report = StepReport(on_phase=display.phase)
             started = time.perf_counter()
@@ -143,7 +144,7 @@ def run_steps(
             has_kl = config.grpo.kl_coefficient > 0
             record = {"step": done, **report.metrics, "seconds": report.seconds}
             history.append(record)
-            trained = sum(record.get("samples", 0) for record in history)
+            trained += record.get("samples", 0)
             record_step(step, report.metrics, seconds=step_s, has_kl=has_kl, trained=trained)
             append_record(folder, record)
             tracking.log(record)
