@@ -1,4 +1,7 @@
-"""A run continues without a rank that dies at any moment, and trains the same."""
+"""A run continues without a rank that dies at any moment, and trains the same.
+
+That it ends by default is tested by ``integration/test_traced_step.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from safetensors.torch import load_file
 
 import grpo_trainer
 from grpo_trainer import RunDisplay
-from grpo_trainer.errors import WorkerError
 from observability.receiver import Receiver
 
 pytestmark = pytest.mark.slow
@@ -118,12 +120,6 @@ def test_a_run_without_a_dead_rank_trains_the_same(
     trained, same = weights(result), weights(undisturbed)
     for name, tensor in trained.items():
         torch.testing.assert_close(tensor, same[name], rtol=1e-3, atol=1e-4)
-
-
-def test_a_dead_rank_ends_the_run_by_default(rank_config):
-    killer = Killer("train", 1)
-    with pytest.raises(WorkerError, match=r"policy worker \d died"):
-        grpo_trainer.train(rank_config({"policy.when_rank_dies": "raise"}), display=killer)
 
 
 @pytest.mark.parametrize(
