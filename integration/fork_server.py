@@ -5,8 +5,9 @@ most of what a small run needs. Here one process, the fork server, imports them 
 this file in place of its ``setup_worker.py``: it gives its arguments, environment and open files to
 the fork server, and a child of the fork server then runs Ray's own program for workers.
 
-``python fork_server.py --serve SOCKET MODULE...`` is the fork server. It ends when its standard
-input does, which is when the process that started it ends.
+``python fork_server.py --serve LISTENER MODULE...`` is the fork server. LISTENER is the descriptor
+of an inherited socket. It ends when its standard input does, which is when the process that started
+it ends.
 """
 
 from __future__ import annotations
@@ -24,16 +25,14 @@ _MAX_REQUEST_BYTES = 1 << 20
 _TIMEOUT_S = 120.0
 
 
-def _serve(path: str, modules: list[str]) -> list[str]:
+def _serve(descriptor: int, modules: list[str]) -> list[str]:
     """Fork a child for each request. In the child, return its program and the arguments."""
     import contextlib
     import importlib
     import select
     import signal
 
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(64)
+    with socket.socket(fileno=descriptor) as listener:
         for name in modules:
             with contextlib.suppress(ImportError):  # not in this environment, so not in a worker
                 importlib.import_module(name)
@@ -43,14 +42,14 @@ def _serve(path: str, modules: list[str]) -> list[str]:
             if sys.stdin in ready:
                 os._exit(0)
             connection, _ = listener.accept()
-            with connection:
+            with connection, contextlib.suppress(OSError):  # Ray may have killed the caller
                 connection.settimeout(_TIMEOUT_S)
                 request, files = _receive(connection)
                 if not os.fork():
                     break
+                for file in files:
+                    os.close(file)
                 connection.sendall(b"1")
-            for file in files:
-                os.close(file)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -65,7 +64,10 @@ def _serve(path: str, modules: list[str]) -> list[str]:
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
     data, files, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 3)
     while not data.endswith(b"\n"):
-        data += connection.recv(_MAX_REQUEST_BYTES)
+        more = connection.recv(_MAX_REQUEST_BYTES)
+        if not more:
+            raise ConnectionError("the request is incomplete")
+        data += more
     return json.loads(data), files
 
 
@@ -92,7 +94,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         import runpy
 
-        sys.argv = _serve(sys.argv[2], sys.argv[3:])
+        sys.argv = _serve(int(sys.argv[2]), sys.argv[3:])
         sys.path[0] = os.path.dirname(sys.argv[0])
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
