@@ -81,7 +81,8 @@ def test_refitted_model_answers_like_a_fresh_vllm(tmp_path, make, dtype):
     name = str(dtype).removeprefix("torch.")
     expected = answers(start(folders[1], dtype=name))
     llm = start(folders[0], dtype=name)
-    assert answers(llm) != expected
+    at_launch = answers(llm)
+    assert at_launch != expected
     with Trainer("tiny", slots=2) as trainer:
         llm.init_weight_transfer_engine({"init_info": trainer.init_info()})
         trainer.publish("v1", checkpoint(folders[1]))
@@ -94,6 +95,9 @@ def test_refitted_model_answers_like_a_fresh_vllm(tmp_path, make, dtype):
             assert answers(llm) == expected
             llm.update_weights({"update_info": {"abort": True}})
             llm.finish_weight_update()
+        trainer.publish("v4", checkpoint(folders[0]))
+        update(llm, "v4")
+        assert answers(llm) == at_launch
 
 
 def test_experts_on_a_cpu_are_refused_by_name(tmp_path):
