@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dataplane_core.shadowing import require_package
 
 if TYPE_CHECKING:
+    from dataplane_admin.alerts import AlertRules, load_rules
     from dataplane_admin.app import create_app
     from dataplane_admin.ingest import Limits
     from dataplane_admin.serving import serve
@@ -16,14 +17,24 @@ if TYPE_CHECKING:
 
 require_package("observability", "views")
 
-__all__ = ["Limits", "Retention", "Settings", "create_app", "serve"]
+__all__ = [
+    "AlertRules",
+    "Limits",
+    "Retention",
+    "Settings",
+    "create_app",
+    "load_rules",
+    "serve",
+]
 
 # The commands need none of these, and importing them is slow.
 _LAZY = {
+    "AlertRules": "alerts",
     "Limits": "ingest",
     "Retention": "store",
     "Settings": "settings",
     "create_app": "app",
+    "load_rules": "alerts",
     "serve": "serving",
 }
 

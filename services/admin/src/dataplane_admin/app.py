@@ -48,10 +48,12 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         if live is not None:
             live.start()
+        service.watch.start()
         try:
             yield
         finally:
             updates.end()
+            service.watch.close()
             if live is not None:
                 live.close()
             store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dataplane_admin.alerts import AlertRules, load_rules
 from dataplane_admin.checks import (
     LOOPBACK_HOSTS,
     canonical_host,
@@ -42,6 +43,8 @@ class Settings:
         jaeger_url: base URL of Jaeger, to link traces.
         tempo_url: URL of a trace in Tempo or Grafana, with ``{trace_id}`` in it; without that,
             ``/api/traces/<id>`` is appended.
+        alerts: rules and webhooks of alerts.
+        alerts_every_s: seconds between evaluations of the rules.
         keep_sample_text: whether attributes that quote samples are stored.
 
     Raises:
@@ -66,6 +69,8 @@ class Settings:
     jaeger_url: str | None = None
     tempo_url: str | None = None
     keep_sample_text: bool = False
+    alerts: AlertRules = field(default_factory=load_rules)
+    alerts_every_s: float = 10.0
 
     def __post_init__(self) -> None:
         """Convert hosts and the root path to canonical form, and check the other values."""

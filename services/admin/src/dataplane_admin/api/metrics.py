@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fastapi import APIRouter
@@ -14,6 +15,9 @@ from dataplane_admin import models
 from dataplane_admin.api.openapi import problems
 from dataplane_admin.service import AdminService
 
+MAX_ALERTS = 100
+"""Maximum number of series of raised alerts."""
+_MAX_LABEL = 200
 MAX_PARTITIONS = 100
 """Maximum number of partitions reported; each has several series."""
 
@@ -56,6 +60,7 @@ class _Figures(Collector):
         """Yield all metrics."""
         status = self._service.status()
         yield from _of_service(status)
+        yield from _of_alerts(self._service.alerts(limit=1))
         yield from _of_partitions(self._service.partitions().partitions[:MAX_PARTITIONS])
 
 
@@ -90,6 +95,36 @@ def _of_service(status: models.Status) -> Iterator[Metric]:
             "Age of the newest snapshot",
             value=status.live.age_s,
         )
+
+
+def _of_alerts(alerts: models.Alerts) -> Iterator[Metric]:
+    raised = GaugeMetricFamily(
+        "dataplane_admin_alerts", "Raised alerts", labels=["name", "severity", "run"]
+    )
+    counts = Counter(
+        (alert.name, alert.severity, alert.run_id[:_MAX_LABEL]) for alert in alerts.raised
+    )
+    for labels, count in list(counts.items())[:MAX_ALERTS]:
+        raised.add_metric(labels, count)
+    failures = CounterMetricFamily(
+        "dataplane_admin_alert_evaluation_failures",
+        "Failed evaluations of the alert rules",
+        value=alerts.failed_evaluations,
+    )
+    failed = CounterMetricFamily(
+        "dataplane_admin_webhook_failures", "Failed attempts", labels=["webhook"]
+    )
+    delivered = CounterMetricFamily(
+        "dataplane_admin_webhook_delivered", "Delivered notifications", labels=["webhook"]
+    )
+    dropped = CounterMetricFamily(
+        "dataplane_admin_webhook_dropped", "Notifications given up", labels=["webhook"]
+    )
+    for webhook in alerts.webhooks:
+        failed.add_metric([webhook.name], webhook.failed)
+        delivered.add_metric([webhook.name], webhook.delivered)
+        dropped.add_metric([webhook.name], webhook.dropped)
+    yield from (raised, failures, failed, delivered, dropped)
 
 
 def _of_partitions(partitions: list[models.Partition]) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from dataplane_admin.api.openapi import problems
 from dataplane_admin.api.replies import conditional_reply, json_reply
 from dataplane_admin.api.updates import LiveUpdates
 from dataplane_admin.service import AdminService
+from dataplane_admin.service.alerts import MAX_CLEARED
 from dataplane_admin.service.cursors import MAX_CURSOR
 from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
 from dataplane_admin.service.service import (
@@ -210,6 +211,13 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request, service.revisions, lambda: service.why(run=run), ages=True
+        )
+
+    @routes.get("/alerts", response_model=models.Alerts, responses=_KEPT)
+    def list_alerts(request: Request, limit: Limit = MAX_CLEARED) -> Response:
+        """List raised alerts, most severe first, and the latest `limit` cleared ones."""
+        return conditional_reply(
+            request, service.revisions, lambda: service.alerts(limit=limit), ages=True
         )
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)

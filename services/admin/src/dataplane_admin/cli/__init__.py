@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -78,6 +79,12 @@ def _check_db(db: str) -> None:
         from dataplane_admin.store.engine import checked_url
 
         checked_url(_store_url(db))
+
+
+def _check_alert_rules(path: Path) -> None:
+    from dataplane_admin.alerts import load_rules
+
+    load_rules(path)
 
 
 def _print_version(wanted: bool) -> None:
@@ -182,6 +189,15 @@ def serve(
         int,
         typer.Option(min=0, max=_MAX_BYTES, help="Bytes of telemetry to retain; 0 for no limit."),
     ] = 2 * 1024**3,
+    alert_rules: Annotated[
+        Path | None,
+        typer.Option(
+            path_type=Path,
+            help="YAML file with rules and webhooks of alerts; see 'alerts --schema'.",
+            show_default="built-in rules, no webhook",
+            callback=checked(_check_alert_rules),
+        ),
+    ] = None,
     keep_sample_text: Annotated[
         bool,
         typer.Option(
@@ -224,6 +240,7 @@ def serve(
     except OSError as error:
         _refuse(f"--port: cannot listen on {address}: {error.strerror}")
     # These imports are slow, so wrong options are reported before them.
+    from dataplane_admin.alerts import load_rules
     from dataplane_admin.app import create_app
     from dataplane_admin.settings import Settings
     from dataplane_admin.store import Retention, StoreError
@@ -243,6 +260,7 @@ def serve(
             poll_s=poll_s,
             stuck_after_s=stuck_after_s,
             silent_after_s=silent_after_s,
+            alerts=load_rules(alert_rules),
             keep_sample_text=keep_sample_text,
             jaeger_url=jaeger_url,
             tempo_url=tempo_url,
@@ -338,6 +356,24 @@ def why(
 ) -> None:
     """List blocked tasks, longest first; silent processes last."""
     _show("/api/v1/why", {"run": run_id}, url, token_file, as_json=as_json)
+
+
+@app.command(cls=OptionsCommand, epilog="Example: dataplane-admin alerts --json")
+def alerts(
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of --alert-rules and exit.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List raised alerts, most severe first, then the latest cleared ones."""
+    if schema:
+        from dataplane_admin.alerts import rules_schema
+
+        typer.echo(json.dumps(rules_schema(), indent=2))
+    else:
+        _show("/api/v1/alerts", {"limit": 20}, url, token_file, as_json=as_json)
 
 
 @app.command(

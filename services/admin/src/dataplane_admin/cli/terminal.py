@@ -238,6 +238,34 @@ def _runs(body: str, width: int) -> RenderableType:
     return Group(*parts)
 
 
+def _alerts(body: str, width: int) -> RenderableType:
+    answer = models.Alerts.model_validate_json(body)
+    parts: list[RenderableType] = []
+    if not answer.raised:
+        parts.append(Text("No alert is raised."))
+    for listed, end in ((answer.raised, "since"), (answer.cleared, "cleared")):
+        if not listed:
+            continue
+        parts += _table(
+            ("alert", "severity", "run or store", end, "value", "bound", "sentence"),
+            [
+                (
+                    alert.name,
+                    alert.severity,
+                    alert.run_id or alert.subject or "data plane",
+                    _time(alert.cleared_ns or alert.raised_ns, with_ms=False),
+                    f"{alert.value:.4g}",
+                    f"{alert.bound:.4g}",
+                    alert.sentence,
+                )
+                for alert in listed
+            ],
+            width,
+            optional=("sentence", "bound", "value"),
+        )
+    return Group(*parts)
+
+
 def _tagged(body: str, _width: int) -> RenderableType:
     return Text(models.TaggedRun.model_validate_json(body).sentence)
 
@@ -255,6 +283,7 @@ def _why(body: str, _width: int) -> RenderableType:
 
 _VIEWS: dict[str, Callable[[str, int], RenderableType]] = {
     "/api/v1/actions/tag-run": _tagged,
+    "/api/v1/alerts": _alerts,
     "/api/v1/partitions": _partitions,
     "/api/v1/runs": _runs,
     "/api/v1/sample": _sample,

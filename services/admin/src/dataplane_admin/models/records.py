@@ -6,19 +6,19 @@ from dataplane_admin.models.base import Model, Text, Values
 
 
 class AuditEntry(Model):
-    """An action: one entry when requested, one with its outcome."""
+    """An action: one entry when requested, one with its outcome; or an alert raised or cleared."""
 
     id: int
     time_ns: int
     actor: Text
-    """Authentication and address: ``session 3f2b8c0d from 127.0.0.1``."""
+    """Authentication and address: ``session 3f2b8c0d from 127.0.0.1``; ``alerts`` for an alert."""
     action: Text
     target: Text
-    """The partition or the run."""
+    """The partition, the run, or the subject of an alert."""
     parameters: Values
     outcome: Text
     """``requested``, written before the action; then ``done: ...``, ``failed: ...`` or
-    ``unknown: ...``."""
+    ``unknown: ...``; of an alert ``raised: ...`` or ``cleared: ...``."""
 
 
 class Audit(Model):

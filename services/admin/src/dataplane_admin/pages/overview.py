@@ -9,11 +9,12 @@ from threading import Lock
 
 from dataplane_admin import models
 from dataplane_admin.pages import marks, words
-from dataplane_admin.pages.headline import Pace, headline, newest_pace, paces, runs_to_judge
+from dataplane_admin.pages.headline import headline, newest_pace, runs_to_judge
 from dataplane_admin.pages.learning import reward_trend
 from dataplane_admin.pages.links import to
 from dataplane_admin.pages.partition import is_streaming
 from dataplane_admin.service import AdminService, ServiceError
+from dataplane_admin.service.pace import Pace
 
 _STEPS = 10
 _RUNS = 50
@@ -76,6 +77,7 @@ class Overview:
         runs: runs to choose from.
         last: the step that the headline names, else the newest one.
         durations: durations of the last steps.
+        alerts: raised alerts, the most severe first.
         reward: reward of the run of ``last`` over its steps; None without any.
     """
 
@@ -93,6 +95,7 @@ class Overview:
     runs: Sequence[models.Run]
     durations: marks.Trend | None
     reward: marks.Trend | None
+    alerts: Sequence[models.Alert]
 
     @property
     def knows_free(self) -> bool:
@@ -147,7 +150,7 @@ def overview(
     waits = [item for item in waits_of_run if item.silent_s is None]
     silent = [item for item in waits_of_run if item.silent_s is not None]
     judged = runs_to_judge(service, run, waits, _newest(service, run))
-    pace = paces(service, judged, status.now_ns, stuck_after_s)
+    pace = service.paces(judged, status.now_ns, stuck_after_s)
     state, first_line = headline(status, waits, silent, held.partitions, pace)
     # Read the steps after the headline, so that the table has every step that it names.
     facts = _newest(service, run)
@@ -170,6 +173,9 @@ def overview(
         runs=service.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
         reward=reward_trend(service, last.facts.run_id) if last else None,
+        alerts=[
+            alert for alert in service.raised_alerts() if run is None or alert.run_id in ("", run)
+        ],
     )
 
 

@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from dataplane_admin import models
 from dataplane_admin.pages import marks
 from dataplane_admin.pages.actions import confirmation, perform
+from dataplane_admin.pages.alerts import alerts_page
 from dataplane_admin.pages.comparison import comparison_page
 from dataplane_admin.pages.histogram import histogram
 from dataplane_admin.pages.learning import learning
@@ -40,7 +41,7 @@ _MAX_SMOOTHING = 0.99
 def router(service: AdminService, settings: Settings) -> APIRouter:
     """Return the routes of all pages and their static files."""
     routes = APIRouter(include_in_schema=False)
-    shell = Shell(settings)
+    shell = Shell(settings, service)
     _add_files(routes, shell)
     _add_state(routes, shell, service, settings.stuck_after_s)
     _add_lineage(routes, shell, service)
@@ -98,6 +99,12 @@ def _add_state(
             return shell.page(request, "partition.html.j2", view=view, now_ns=time.time_ns())
 
         return shell.answer(request, make)
+
+    @routes.get("/alerts")
+    def alerts(request: Request) -> Response:
+        return shell.page(
+            request, "alerts.html.j2", view=alerts_page(service), now_ns=time.time_ns()
+        )
 
     @routes.get("/audit")
     def audit(request: Request) -> Response:

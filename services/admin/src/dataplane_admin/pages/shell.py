@@ -10,11 +10,13 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Template
 
+from dataplane_admin import models
 from dataplane_admin.pages.assets import Assets
 from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.render import environment
-from dataplane_admin.service import ServiceError
+from dataplane_admin.service import AdminService, ServiceError
 from dataplane_admin.settings import Settings
+from dataplane_admin.store import StoreError
 from dataplane_admin.web import caller_of
 from observability.views.printable import printable
 
@@ -47,11 +49,13 @@ class Shell:
 
     Args:
         settings: settings of the service.
+        service: source of the number of raised alerts.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, service: AdminService) -> None:
         self.assets = Assets()
         self._settings = settings
+        self._service = service
         self._environment = environment(settings.root_path)
         self._templates: dict[str, Template] = {}
 
@@ -66,6 +70,7 @@ class Shell:
             here=path,
             below=_SECTIONS.get(path, ""),
             bare=path == "/login",
+            raised=[] if path == "/login" else self._raised(),
             signed_in=caller.by == "session",
             csrf=caller.csrf,
             endpoint=self._endpoint(request),
@@ -109,6 +114,13 @@ class Shell:
             return make()
         except ServiceError as error:
             return self.problem(request, error.status, str(error))
+
+    def _raised(self) -> list[models.Alert]:
+        """Return the raised alerts; none if the store is unavailable, which the page reports."""
+        try:
+            return self._service.raised_alerts()
+        except StoreError:
+            return []
 
     def _endpoint(self, request: Request) -> str:
         """Return the URL for telemetry, as the browser reaches the service."""

@@ -7,12 +7,13 @@ for the user.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
 from dataplane_admin import models
+from dataplane_admin.alerts import Watch
 from dataplane_admin.live import Live, Snapshot
-from dataplane_admin.service import lineage, partitions, run_steps, runs, traces, waits
+from dataplane_admin.service import alerts, lineage, partitions, run_steps, runs, traces, waits
 from dataplane_admin.service.actions import Actions
 from dataplane_admin.service.claims import Needs
 from dataplane_admin.service.cursors import (
@@ -23,6 +24,7 @@ from dataplane_admin.service.cursors import (
 )
 from dataplane_admin.service.errors import Refused, Unavailable
 from dataplane_admin.service.health import Health
+from dataplane_admin.service.pace import Pace, paces
 from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, TraceFilter
@@ -56,6 +58,8 @@ class AdminService:
         self._actions = Actions(store, live, allowed=settings.allow_actions)
         self._started_ns = time.time_ns()
         self._subscribers = 0
+        facts = alerts.facts_of(store, live, settings, self._started_ns)
+        self.watch = Watch(store, settings.alerts, facts, every_s=settings.alerts_every_s)
         self.version = version(NAME)
 
     @property
@@ -230,6 +234,19 @@ class AdminService:
         return waits.waits(
             self._store, self._live, silent_after_s=self._settings.silent_after_s, run=run
         )
+
+    def paces(self, runs: Iterable[str], now_ns: int, stuck_after_s: float) -> dict[str, Pace]:
+        """Return the pace of each run; see `pace.paces`."""
+        return paces(self._store, runs, now_ns, stuck_after_s)
+
+    def alerts(self, *, limit: int = alerts.MAX_CLEARED) -> models.Alerts:
+        """Return the raised alerts and the latest ``limit`` cleared ones."""
+        _check("limit", limit, 1, MAX_PAGE)
+        return alerts.alerts(self._store, self.watch, limit)
+
+    def raised_alerts(self) -> list[models.Alert]:
+        """Return the raised alerts, the most severe first, then the newest."""
+        return self._store.raised_alerts()
 
     def staleness(self, *, run: str | None = None, steps: int = 20) -> models.Staleness:
         """Return the staleness of the last ``steps`` steps of a run, by default the newest."""

@@ -28,9 +28,11 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     apply_curves(work, (point for batch in batches for point in batch.series))
     mark_seen(work, (point.run_id for batch in batches for point in batch.series))
     apply_tags(work, (tags for batch in batches for tags in batch.tags))
-    _apply_audit(work, (entry for batch in batches for entry in batch.audit))
+    apply_audit(work, (entry for batch in batches for entry in batch.audit))
+    shown = [change(work) for batch in batches for change in batch.changes]
     # Probes write empty batches, which change nothing.
-    work.state.save(work.connection, changed=any(not batch.is_empty for batch in batches))
+    changed = any(shown) or any(not batch.is_empty for batch in batches)
+    work.state.save(work.connection, changed=changed)
     return [
         WriteResult(
             spans=new_spans,
@@ -45,7 +47,7 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     ]
 
 
-def _apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
+def apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
     """Append entries to the audit log."""
     work.add(
         AuditModel,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal  # Any: JSON values
 
 from dataplane_admin.models import AuditEntry
 from dataplane_admin.store.chunk import Chunk
+from dataplane_admin.store.work import Work
 from observability.records import Process
 
 
@@ -137,6 +138,8 @@ class Batch:
         series: points of metrics.
         audit: entries of the audit log.
         tags: run ids with the tags that replace those of the run.
+        changes: functions that read and change further tables in the transaction, and return
+            whether a page shows the change. Each may be called again if a commit fails.
         refused: digests of rejected spans, log records and data points; a resent record has the
             same digest.
         ignored: digests of log records that are not lifecycle events.
@@ -148,6 +151,7 @@ class Batch:
     series: tuple[SeriesPoint, ...] = ()
     audit: tuple[AuditEntry, ...] = ()
     tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    changes: tuple[Callable[[Work], bool], ...] = ()
     refused: tuple[bytes, ...] = ()
     ignored: tuple[bytes, ...] = ()
     reasons: tuple[str, ...] = field(default=())

@@ -18,6 +18,12 @@ from dataplane_admin.store.batch import Batch, WriteResult
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.migrate import migrate
+from dataplane_admin.store.read_alerts import (
+    read_cleared_alerts,
+    read_pending,
+    read_raised_alerts,
+    read_unfinished_runs,
+)
 from dataplane_admin.store.read_curves import (
     read_curve_facts,
     read_curves,
@@ -178,6 +184,10 @@ class Store:
     series = _bound(read_series)
     dropped_spans = _bound(read_dropped_spans)
     audit = _bound(read_audit)
+    unfinished_runs = _bound(read_unfinished_runs)
+    raised_alerts = _bound(read_raised_alerts)
+    cleared_alerts = _bound(read_cleared_alerts)
+    pending_notifications = _bound(read_pending)
 
     def record_action(self, entry: AuditEntry) -> None:
         """Add an entry to the audit log. Raises as `write`."""

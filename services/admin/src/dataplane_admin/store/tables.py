@@ -339,6 +339,55 @@ BLOCK = 16
 """Number of consecutive steps of a `CurveBlockModel`."""
 
 
+class AlertModel(Base):
+    """An alert; ``cleared_ns`` is None while it is raised."""
+
+    __tablename__ = "alerts"
+    __table_args__ = (Index(None, "cleared_ns"),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    name: Mapped[str]
+    kind: Mapped[str]
+    severity: Mapped[str]
+    run_id: Mapped[str]
+    subject: Mapped[str]
+    value: Mapped[float]
+    bound: Mapped[float]
+    sentence: Mapped[str]
+    raised_ns: Mapped[int]
+    cleared_ns: Mapped[int | None]
+
+
+class NotificationModel(Base):
+    """A notification that a webhook has not received; deleted once delivered or given up.
+
+    ``next_ns`` is the time of the next attempt. Before an attempt a service moves it beyond the
+    attempt's deadline, so that no other service sends it at the same time.
+    """
+
+    __tablename__ = "notifications"
+    __table_args__ = (Index(None, "webhook", "id"),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    webhook: Mapped[str]
+    message: Mapped[str]
+    body: Mapped[str]
+    error: Mapped[str]
+    attempts: Mapped[int]
+    created_ns: Mapped[int]
+    next_ns: Mapped[int]
+
+
+class AlertHolderModel(Base):
+    """The single row that names the service that evaluates the rules, until ``until_ns``."""
+
+    __tablename__ = "alert_holder"
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    holder: Mapped[str]
+    until_ns: Mapped[int]
+
+
 class AuditModel(Base):
     """An entry of the audit log; ``parameters`` is JSON."""
 

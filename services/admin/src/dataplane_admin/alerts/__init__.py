@@ -1,0 +1,20 @@
+"""Alerts: rules, their evaluation, and webhooks.
+
+The facts come from the service; this package reads nothing but alerts and notifications.
+"""
+
+from dataplane_admin.alerts.evaluate import GAP, STALENESS, TELEMETRY, Facts, RunFacts
+from dataplane_admin.alerts.rules import AlertRules, load_rules, rules_schema
+from dataplane_admin.alerts.watch import Watch
+
+__all__ = [
+    "GAP",
+    "STALENESS",
+    "TELEMETRY",
+    "AlertRules",
+    "Facts",
+    "RunFacts",
+    "Watch",
+    "load_rules",
+    "rules_schema",
+]

@@ -1,0 +1,240 @@
+"""Evaluation of the rules: which alerts to raise and to clear at one moment.
+
+A value above the bound raises an alert once it has lasted for `Rule.for_s`. The alert is cleared
+once the value was at most `_CLEAR` of the bound for as long, so that a value near the bound does
+not raise it again and again. An alert of a run that ended is cleared at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import numpy as np
+
+from dataplane_admin import models
+from dataplane_admin.alerts.rules import Rule
+from observability.views import printable
+from observability.views.quantities import duration
+
+STALENESS, GAP = "rl.staleness.mean", "rl.logprob_gap.mean"
+TELEMETRY = "telemetry"
+"""Subject of the database of this service, among storage units."""
+
+_CLEAR = 0.9
+_WINDOW = 10
+"""Number of steps over which rewards are averaged."""
+_NOISE = 3.0
+"""A reward has collapsed only if it lost this multiple of the standard deviation between steps."""
+_SINCE_TELEMETRY = frozenset({"no_step", "telemetry_lost"})
+
+Key: TypeAlias = tuple[str, str, str]
+"""Rule, run and subject: what identifies a raised alert."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """An unfinished run.
+
+    Attributes:
+        run_id: id of the run.
+        seen_s: seconds since its last record.
+        step_s: seconds since its last finished step, or its start.
+        late_after_s: seconds after which it, or a blocked task of it, is late by its own pace.
+        reports_end: whether its end would be reported.
+        last: values of metrics at its newest step.
+        rewards: mean reward of its steps, in order.
+    """
+
+    run_id: str
+    seen_s: float
+    step_s: float
+    late_after_s: float
+    reports_end: bool
+    last: Mapping[str, float]
+    rewards: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the service knows at one moment.
+
+    Attributes:
+        now_ns: nanoseconds since 1970.
+        uptime_s: seconds since the service started: it received no telemetry before.
+        runs: unfinished runs.
+        waits: blocked tasks of live processes and of the data plane.
+        full: used share of each store.
+        knows_plane: False while the data plane is unreachable; then its alerts stay as they are.
+    """
+
+    now_ns: int
+    uptime_s: float
+    runs: Sequence[RunFacts]
+    waits: Sequence[models.Wait]
+    full: Mapping[str, float]
+    knows_plane: bool
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A value that a rule compares with its bound."""
+
+    rule: Rule
+    run_id: str
+    subject: str
+    value: float
+    bound: float
+    sentence: str
+
+    @property
+    def key(self) -> Key:
+        """What identifies its alert."""
+        return self.rule.name, self.run_id, self.subject
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Changes of the alerts.
+
+    Attributes:
+        raised: new alerts.
+        cleared: alerts that end, each with the reason.
+        kept: alerts that stay raised, with their newest values.
+        since: since when each condition that is not decided yet lasts, nanoseconds since 1970.
+    """
+
+    raised: Sequence[Measure]
+    cleared: Sequence[tuple[models.Alert, str]]
+    kept: Sequence[tuple[models.Alert, Measure]]
+    since: Mapping[Key, int]
+
+
+def decide(
+    rules: Iterable[Rule],
+    facts: Facts,
+    alerts: Iterable[models.Alert],
+    since: Mapping[Key, int],
+) -> Decision:
+    """Return the changes of the raised alerts.
+
+    Args:
+        rules: the rules.
+        facts: the facts.
+        alerts: raised alerts.
+        since: `Decision.since` of the evaluation before; empty after a start.
+    """
+    measures = {measure.key: measure for rule in rules for measure in measure_all(rule, facts)}
+    by_key = {(alert.name, alert.run_id, alert.subject): alert for alert in alerts}
+    lasting: dict[Key, int] = {}
+
+    def lasts(measure: Measure) -> bool:
+        lasting[measure.key] = min(since.get(measure.key, facts.now_ns), facts.now_ns)
+        return facts.now_ns - lasting[measure.key] >= measure.rule.for_s * 1e9
+
+    raised, kept = [], []
+    cleared: list[tuple[models.Alert, str]] = []
+    for key, measure in measures.items():
+        alert = by_key.get(key)
+        if alert is None:
+            # Ages include the time in which this service did not run.
+            known = measure.rule.kind not in _SINCE_TELEMETRY or facts.uptime_s > measure.bound
+            if known and measure.value > measure.bound and lasts(measure):
+                raised.append(measure)
+        elif measure.value <= _CLEAR * measure.bound and lasts(measure):
+            cleared.append((alert, "the value is below the bound"))
+        elif measure.value > measure.bound:
+            kept.append((alert, measure))
+    for key, alert in by_key.items():
+        of_plane = (alert.kind == "store_full" and alert.subject != TELEMETRY) or (
+            alert.kind == "blocked" and not alert.run_id
+        )
+        if key not in measures and (facts.knows_plane or not of_plane):
+            cleared.append((alert, _reason(alert, facts)))
+    decided = {measure.key for measure in raised}
+    decided.update((alert.name, alert.run_id, alert.subject) for alert, _ in cleared)
+    return Decision(
+        raised, cleared, kept, {key: ns for key, ns in lasting.items() if key not in decided}
+    )
+
+
+def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
+    """Yield the value of each run or store that a rule is about."""
+    if rule.kind == "store_full":
+        for name, share in facts.full.items():
+            what = "the telemetry store" if name == TELEMETRY else f"storage unit {printable(name)}"
+            yield Measure(rule, "", name, share, rule.bound, f"{what} is {share:.0%} full")
+    elif rule.kind == "blocked":
+        yield from _blocked(rule, facts)
+    else:
+        for run in facts.runs:
+            if fnmatchcase(run.run_id, rule.runs):
+                yield from _of_run(rule, run)
+
+
+def _blocked(rule: Rule, facts: Facts) -> Iterator[Measure]:
+    limits = {run.run_id: run.late_after_s for run in facts.runs}
+    longest: dict[str, models.Wait] = {}
+    for wait in facts.waits:
+        before = longest.get(wait.run_id)
+        if before is None or wait.seconds > before.seconds:
+            longest[wait.run_id] = wait
+    for run_id, wait in longest.items():
+        # The data plane knows no runs: compare with the slowest one.
+        late_after_s = limits.get(run_id, max(limits.values(), default=0.0))
+        bound = max(rule.bound, late_after_s)
+        if fnmatchcase(run_id, rule.runs):
+            yield Measure(rule, run_id, "", wait.seconds, bound, wait.sentence)
+
+
+def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:
+    def of(value: float, sentence: str, bound: float = rule.bound) -> Measure:
+        return Measure(rule, run.run_id, "", value, bound, sentence)
+
+    match rule.kind:
+        case "no_step":
+            sentence = f"no step finished for {duration(run.step_s)}"
+            yield of(run.step_s, sentence, max(rule.bound, run.late_after_s))
+        case "telemetry_lost":
+            # Without a reported start, a run that ended and one that is silent look the same.
+            if run.reports_end:
+                yield of(run.seen_s, f"no telemetry for {duration(run.seen_s)}")
+        case "reward_collapsed":
+            collapse = _collapse(run.rewards)
+            if collapse is not None:
+                lost, recent, best = collapse
+                yield of(lost, f"the mean reward fell from {best:.4g} to {recent:.4g}")
+        case "staleness":
+            if STALENESS in run.last:
+                value = run.last[STALENESS]
+                yield of(value, f"the mean staleness is {value:.4g} versions at the newest step")
+        case "logprob_gap":
+            if GAP in run.last:
+                value = run.last[GAP]
+                yield of(value, f"the mean log-probability gap is {value:.4g} nats")
+
+
+def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:
+    """Return the lost share of the best reward, the recent and the best reward.
+
+    Both are means of `_WINDOW` steps. The share is 0 if the loss is within the noise. None without
+    enough steps.
+    """
+    if len(rewards) < 2 * _WINDOW:
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(rewards), _WINDOW)
+    means = windows.mean(axis=1)
+    at = int(means[:-_WINDOW].argmax())
+    best, recent = float(means[at]), float(means[-1])
+    lost = best - recent
+    if lost <= _NOISE * float(windows[at].std()):
+        return 0.0, recent, best
+    return (lost / abs(best) if best else lost), recent, best
+
+
+def _reason(alert: models.Alert, facts: Facts) -> str:
+    if alert.run_id and all(run.run_id != alert.run_id for run in facts.runs):
+        return "the run ended"
+    return "nothing is blocked" if alert.kind == "blocked" else "no longer measured"

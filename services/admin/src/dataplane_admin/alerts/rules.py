@@ -1,0 +1,191 @@
+"""Rules and webhooks of alerts: a YAML file, checked by pydantic."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, Self  # Any: JSON
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dataplane_admin.models import AlertKind, AlertSeverity
+
+_DEFAULT = Path(__file__).with_name("default.yaml")
+_MAX_RULES = 100
+_MAX_WEBHOOKS = 10
+_MIN_SECRET_BYTES = 24
+SHARES = frozenset({"store_full"})
+"""Kinds whose bound is a share of 1."""
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class Rule(_Section):
+    """A condition; it is raised for each run, or store, of which the value is above the bound."""
+
+    name: Name
+    """Name of the alert, unique."""
+    kind: AlertKind
+    """What is compared with the bound."""
+    bound: Annotated[float, Field(strict=True, ge=0)]
+    """Largest value that raises nothing. Seconds for ``no_step``, ``blocked`` and
+    ``telemetry_lost``; a share of 1 for ``store_full``; the share of the best reward that is lost
+    for ``reward_collapsed``; weight versions for ``staleness``; nats for ``logprob_gap``."""
+    for_s: Annotated[float, Field(strict=True, ge=0, le=86_400)] = 0.0
+    """Seconds for which the value must be above the bound to raise the alert, and below it to
+    clear it."""
+    severity: AlertSeverity = "warning"
+    runs: Annotated[str, Field(min_length=1, max_length=500)] = "*"
+    """Pattern of run ids with ``*``, ``?`` and ``[...]``."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Self:
+        if self.kind in SHARES and self.bound >= 1:
+            raise ValueError(f"bound: found {self.bound:g}; expected a share below 1")
+        if self.kind == "store_full" and self.runs != "*":
+            raise ValueError(f"runs: found {self.runs!r}; a store belongs to no run, expected '*'")
+        return self
+
+
+class Webhook(_Section):
+    """A receiver of raised and cleared alerts."""
+
+    name: Name
+    """Name on the page and in metrics, unique."""
+    url: Annotated[str, Field(max_length=2_000)]
+    """Address that receives a POST for each alert; http or https. Redirects are not followed."""
+    secret_file: Path | None = None
+    """File with the secret: ``whsec_`` and at least 24 bytes in base64."""
+    secret_env: str | None = None
+    """Environment variable with the secret, instead of the file."""
+    min_severity: AlertSeverity = "warning"
+    """Least severity that is sent."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        # The message has no URL: a receiver's path may be a secret.
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid or not url.isascii() or not url.isprintable() or " " in url:
+            raise ValueError("expected http://... or https://... with a host")
+        if parts.username is not None:
+            raise ValueError("found a user name; expected a URL without one")
+        return url
+
+    @model_validator(mode="after")
+    def _has_a_secret(self) -> Self:
+        if (self.secret_file is None) == (self.secret_env is None):
+            raise ValueError("expected either secret_file or secret_env")
+        return self
+
+    def secret(self) -> bytes:
+        """Return the key of the signatures.
+
+        Raises:
+            ValueError: there is no valid secret. The message does not contain it.
+        """
+        if self.secret_file is not None:
+            where = f"secret_file {str(self.secret_file)!r}"
+            try:
+                text = self.secret_file.read_bytes().decode("utf-8", errors="replace")
+            except OSError as error:
+                raise ValueError(f"{where}: {error.strerror}") from None
+        else:
+            where = f"secret_env {self.secret_env!r}"
+            text = os.environ.get(self.secret_env or "", "")
+        try:
+            key = base64.b64decode(text.strip().removeprefix("whsec_"), validate=True)
+        except (binascii.Error, ValueError):
+            key = b""
+        if len(key) < _MIN_SECRET_BYTES:
+            raise ValueError(
+                f"{where}: expected whsec_ and at least {_MIN_SECRET_BYTES} bytes in base64; "
+                '`echo "whsec_$(openssl rand -base64 32)"` creates one'
+            )
+        return key
+
+
+class AlertRules(_Section):
+    """The file of ``--alert-rules``; without ``rules``, it has those that are on by default."""
+
+    rules: Annotated[tuple[Rule, ...], Field(max_length=_MAX_RULES)]
+    webhooks: Annotated[tuple[Webhook, ...], Field(max_length=_MAX_WEBHOOKS)] = ()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        for what, names in (
+            ("rules", [rule.name for rule in self.rules]),
+            ("webhooks", [webhook.name for webhook in self.webhooks]),
+        ):
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ValueError(f"{what}: the name {min(twice)!r} is used twice")
+        return self
+
+
+def load_rules(path: Path | None = None) -> AlertRules:
+    """Return the rules of a file, by default the shipped ones, and check the secrets.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: naming the file and everything that is invalid in it.
+    """
+    raw = _read(path or _DEFAULT)
+    raw.setdefault("rules", _read(_DEFAULT)["rules"])
+    try:
+        rules = AlertRules.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(_problem(item) for item in error.errors(include_url=False))
+        raise ValueError(f"{path}: {problems}") from None
+    for webhook in rules.webhooks:
+        try:
+            webhook.secret()
+        except ValueError as error:
+            raise ValueError(f"{path}: webhook {webhook.name}: {error}") from None
+    return rules
+
+
+def rules_schema() -> dict[str, Any]:
+    """Return the JSON schema of the file, for an editor's checks and completion."""
+    schema = AlertRules.model_json_schema()
+    schema.pop("required", None)  # `load_rules` adds the shipped rules
+    return schema
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: found {type(raw).__name__}; expected a mapping")
+    return raw
+
+
+def _problem(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "file"
+    if item["type"] == "extra_forbidden":
+        return f"{where}: unknown key"
+    if item["type"] == "missing":
+        return f"{where}: missing"
+    if item["type"] == "value_error":
+        return f"{where}: {item['ctx']['error']}"
+    shown = item["input"]
+    if isinstance(shown, float) and not math.isfinite(shown):
+        shown = str(shown)
+    return f"{where}: found {str(shown)[:100]!r}; {item['msg']}"

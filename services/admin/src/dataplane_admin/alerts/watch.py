@@ -1,0 +1,178 @@
+"""`Watch`: a thread that evaluates the rules, stores the alerts and queues notifications.
+
+Of several services on one database, the one that holds the alerts evaluates. It holds them until it
+stops, or until it has not renewed that for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from dataplane_admin import models
+from dataplane_admin.alerts.evaluate import Decision, Facts, Key, Measure, decide
+from dataplane_admin.alerts.rules import AlertRules
+from dataplane_admin.alerts.webhooks import Sender
+from dataplane_admin.store import Batch, Store, StoreError
+from dataplane_admin.store.apply_alerts import StoredAlert, apply_alerts, hold_alerts, is_holder
+from dataplane_admin.store.work import Work
+
+_MIN_HOLD_S = 30.0
+_STOP_S = 5.0
+
+logger = structlog.get_logger("dataplane_admin")
+
+
+class Watch:
+    """Evaluation of the rules that runs until closed, and the senders of the webhooks.
+
+    Args:
+        store: has alerts and notifications.
+        rules: rules and webhooks.
+        facts: returns what the service knows now.
+        every_s: seconds between evaluations.
+    """
+
+    def __init__(
+        self, store: Store, rules: AlertRules, facts: Callable[[], Facts], *, every_s: float
+    ) -> None:
+        self.rules = rules
+        self.senders = [Sender(store, webhook) for webhook in rules.webhooks]
+        self.failures = 0
+        self.evaluated_ns: int | None = None
+        self._store = store
+        self._facts = facts
+        self._every_s = every_s
+        self._holder = secrets.token_hex(8)
+        self._since: Mapping[Key, int] = {}
+        self._failing = False
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
+
+    def start(self) -> None:
+        """Start evaluating and sending."""
+        self._thread.start()
+        for sender in self.senders:
+            sender.start()
+
+    def close(self) -> None:
+        """Stop; wait a few seconds for what runs."""
+        self._ending.set()
+        for sender in self.senders:
+            sender.close()
+        for sender in self.senders:
+            sender.join()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._evaluate()
+                self._failing = False
+            except Exception as error:  # the thread must continue, and the service with it
+                self.failures += 1
+                if not self._failing:
+                    self._failing = True
+                    logger.exception("alerts_not_evaluated", reason=str(error)[:300])
+            if self._ending.wait(self._every_s):
+                break
+        try:
+            # Another service, or this one after a restart, continues at once.
+            self._hold(0.0)
+        except StoreError:
+            logger.warning("alerts_not_released")
+
+    def _hold(self, seconds: float) -> bool:
+        held = []
+
+        def hold(work: Work) -> bool:
+            held.append(hold_alerts(work, self._holder, work.now_ns + int(seconds * 1e9)))
+            return False
+
+        self._store.write(Batch(changes=(hold,)))
+        return held[-1]
+
+    def _evaluate(self) -> None:
+        if not self._hold(max(_MIN_HOLD_S, 3 * self._every_s)):
+            self._since = {}
+            return
+        facts = self._facts()
+        raised = self._store.raised_alerts()
+        decision = decide(self.rules.rules, facts, raised, self._since)
+        alerts = _changed(decision, facts.now_ns)
+        if alerts:
+            self._save(decision, alerts)
+        self._since = decision.since
+        self.evaluated_ns = facts.now_ns
+
+    def _save(self, decision: Decision, alerts: Sequence[StoredAlert]) -> None:
+        dropped: list[int] = []
+
+        def change(work: Work) -> bool:
+            if not is_holder(work, self._holder):
+                return False
+            dropped.append(apply_alerts(work, alerts, self._notifications))
+            return bool(decision.raised or decision.cleared)
+
+        self._store.write(Batch(changes=(change,)))
+        if any(dropped):
+            logger.warning("notifications_dropped", count=dropped[-1])
+
+    def _notifications(self, alert_id: int, alert: StoredAlert) -> Sequence[tuple[str, str, str]]:
+        """Return webhook, message and body of what to send about an alert."""
+        event = "raised" if alert.cleared_ns is None else "cleared"
+        facts = {
+            "id": alert_id,
+            "name": alert.name,
+            "kind": alert.kind,
+            "severity": alert.severity,
+            "run": alert.run_id,
+            "subject": alert.subject,
+            "value": alert.value,
+            "bound": alert.bound,
+            "sentence": alert.sentence,
+            "raised_ns": alert.raised_ns,
+            "cleared_ns": alert.cleared_ns,
+            "reason": alert.reason,
+        }
+        body = json.dumps({"type": f"alert.{event}", "data": facts})
+        # Numbers of alerts restart with a new database, times do not.
+        message = f"alert-{alert_id}-{alert.raised_ns}-{event}"
+        return [
+            (webhook.name, message, body)
+            for webhook in self.rules.webhooks
+            if alert.severity == "critical" or webhook.min_severity == "warning"
+        ]
+
+
+def _changed(decision: Decision, now_ns: int) -> list[StoredAlert]:
+    """Return the alerts of a decision as they are to be stored."""
+    new = [_stored(measure, None, now_ns) for measure in decision.raised]
+    kept = [_stored(measure, alert.id, alert.raised_ns) for alert, measure in decision.kept]
+    cleared = [_ended(alert, reason, now_ns) for alert, reason in decision.cleared]
+    return [*new, *kept, *cleared]
+
+
+def _stored(measure: Measure, alert_id: int | None, raised_ns: int) -> StoredAlert:
+    return StoredAlert(
+        id=alert_id,
+        name=measure.rule.name,
+        kind=measure.rule.kind,
+        severity=measure.rule.severity,
+        run_id=measure.run_id,
+        subject=measure.subject,
+        value=measure.value,
+        bound=measure.bound,
+        sentence=measure.sentence,
+        raised_ns=raised_ns,
+    )
+
+
+def _ended(alert: models.Alert, reason: str, now_ns: int) -> StoredAlert:
+    fields = {name: getattr(alert, name) for name in models.Alert.model_fields}
+    return StoredAlert(**{**fields, "cleared_ns": now_ns, "reason": reason})

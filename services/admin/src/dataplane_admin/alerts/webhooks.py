@@ -1,0 +1,168 @@
+"""Webhooks: a thread for each that sends stored notifications, signed, until one is accepted.
+
+The headers and the signature are those of Standard Webhooks (https://www.standardwebhooks.com), so
+receivers can verify them with its libraries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import threading
+import time
+from dataclasses import dataclass
+
+import httpx
+import structlog
+
+from dataplane_admin.alerts.rules import Webhook
+from dataplane_admin.store import Batch, Store, StoreError
+from dataplane_admin.store.apply_alerts import (
+    Notification,
+    claim_notification,
+    drop_expired,
+    finish_notification,
+    retry_notification,
+)
+from dataplane_admin.store.work import Work
+
+_ATTEMPT_S = 10.0
+_CLAIM_S = 30.0
+"""Seconds for which an attempt is claimed: its deadline, and time to store the result."""
+_FIRST_RETRY_S = 1.0
+_MAX_RETRY_S = 300.0
+_POLL_S = 1.0
+_STOP_S = 2.0
+
+logger = structlog.get_logger("dataplane_admin")
+
+
+@dataclass
+class Sent:
+    """Counters of a webhook since the service started; see `models.WebhookStatus`."""
+
+    delivered: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+class Sender:
+    """Thread that delivers the notifications of one webhook.
+
+    Args:
+        store: has the notifications.
+        webhook: the receiver.
+    """
+
+    def __init__(self, store: Store, webhook: Webhook) -> None:
+        self.webhook = webhook
+        self.sent = Sent()
+        self._store = store
+        self._secret = webhook.secret()
+        self._ending = threading.Event()
+        name = f"webhook-{webhook.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start sending."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; a running attempt may be repeated later by any service."""
+        self._ending.set()
+
+    def join(self) -> None:
+        """Wait a moment for a running attempt."""
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            try:
+                busy = self._send_next()
+            except StoreError:  # logged by the store; the notification stays stored
+                busy = False
+            except Exception:  # the thread must continue
+                logger.exception("webhook_failed", webhook=self.webhook.name)
+                busy = False
+            if not busy:
+                self._ending.wait(_POLL_S)
+
+    def _send_next(self) -> bool:
+        """Send the oldest notification if it is due; return whether it was delivered."""
+        pending = self._store.pending_notifications().get(self.webhook.name)
+        if pending is None or pending[2] > time.time_ns():
+            return False
+        claimed: list[Notification] = []
+        dropped: list[int] = []
+
+        def claim(work: Work) -> bool:
+            claimed.clear()
+            dropped.append(drop_expired(work, self.webhook.name))
+            until_ns = work.now_ns + int(_CLAIM_S * 1e9)
+            notification = claim_notification(work, self.webhook.name, until_ns)
+            claimed.extend([] if notification is None else [notification])
+            return bool(dropped[-1])
+
+        self._store.write(Batch(changes=(claim,)))
+        self.sent.dropped += dropped[-1]
+        return bool(claimed) and self._attempt(claimed[0])
+
+    def _attempt(self, notification: Notification) -> bool:
+        problem = asyncio.run(self._post(notification))
+
+        def save(work: Work) -> bool:
+            if problem is None:
+                return finish_notification(work, notification.id)
+            wait_s = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** min(20, notification.attempts - 1))
+            next_ns = work.now_ns + int(wait_s * 1e9)
+            return retry_notification(work, notification.id, problem, next_ns)
+
+        if problem is None:
+            self.sent.delivered += 1
+        else:
+            self.sent.failed += 1
+            if notification.attempts == 1:
+                logger.warning("webhook_failed", webhook=self.webhook.name, reason=problem)
+        self._store.write(Batch(changes=(save,)))
+        return problem is None
+
+    async def _post(self, notification: Notification) -> str | None:
+        """Send a notification within the deadline; return why it failed, None if it did not."""
+        body = notification.body.encode()
+        sent_s = str(time.time_ns() // 10**9)
+        headers = {
+            "content-type": "application/json",
+            "user-agent": "dataplane-admin",
+            "webhook-id": notification.message,
+            "webhook-timestamp": sent_s,
+            "webhook-signature": signature(self._secret, notification.message, sent_s, body),
+        }
+        try:
+            async with asyncio.timeout(_ATTEMPT_S):
+                # The environment's proxies and netrc are not for this receiver.
+                async with (
+                    httpx.AsyncClient(trust_env=False, follow_redirects=False) as client,
+                    client.stream(
+                        "POST", self.webhook.url, content=body, headers=headers
+                    ) as answer,
+                ):
+                    status = answer.status_code
+        except (TimeoutError, httpx.TimeoutException):
+            return f"no answer within {_ATTEMPT_S:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            # The error's text may have the URL, whose path may be a secret.
+            return f"cannot be reached: {type(error).__name__}"
+        if 200 <= status < 300:
+            return None
+        what = ", a redirect, which is not followed" if 300 <= status < 400 else ""
+        return f"answered with status {status}{what}"
+
+
+def signature(secret: bytes, message: str, sent_s: str, body: bytes) -> str:
+    """Return the value of the header ``webhook-signature``."""
+    signed = f"{message}.{sent_s}.".encode() + body
+    digest = hmac.new(secret, signed, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(digest).decode()}"

@@ -1,0 +1,72 @@
+"""Alerts: conditions of runs and stores that rules describe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dataplane_admin.models.base import Model, Text
+
+AlertKind = Literal[
+    "no_step",
+    "blocked",
+    "reward_collapsed",
+    "telemetry_lost",
+    "store_full",
+    "staleness",
+    "logprob_gap",
+]
+AlertSeverity = Literal["warning", "critical"]
+
+
+class Alert(Model):
+    """A condition that a rule describes, raised until it is cleared."""
+
+    id: int
+    name: Text
+    """Name of the rule."""
+    kind: AlertKind
+    severity: AlertSeverity
+    run_id: Text
+    """The run; empty for a store, and for tasks of the data plane."""
+    subject: Text
+    """What the alert is about besides the run, such as a storage unit; empty if nothing."""
+    value: float
+    """Newest value while raised; the last one above the bound after that."""
+    bound: float
+    """Bound that the value exceeds, in the unit of the kind."""
+    sentence: Text
+    raised_ns: int
+    cleared_ns: int | None
+    """Time at which it was cleared; None while it is raised."""
+
+
+class WebhookStatus(Model):
+    """Notifications of one webhook; counters since the service started, by this service."""
+
+    name: Text
+    pending: int
+    """Stored notifications that are not delivered, of all services on the database."""
+    error: Text
+    """Why the newest attempt of the oldest pending notification failed; empty if none did."""
+    delivered: int
+    failed: int
+    """Failed attempts."""
+    dropped: int
+    """Notifications given up: not delivered in time, or beyond the maximum that is stored."""
+
+
+class Alerts(Model):
+    """Raised alerts, and the latest cleared ones."""
+
+    raised: list[Alert]
+    """The most severe first, then the newest."""
+    cleared: list[Alert]
+    """The latest cleared first."""
+    rules: int
+    """Number of rules."""
+    evaluated_ns: int | None
+    """Time of the newest evaluation by this service; None before the first. Of several services on
+    one database, one evaluates."""
+    failed_evaluations: int
+    """Failed evaluations by this service since it started."""
+    webhooks: list[WebhookStatus]

@@ -1,0 +1,124 @@
+"""Alerts: the facts that their rules compare, and the lists that pages and API show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from dataplane_admin import models
+from dataplane_admin.alerts import GAP, STALENESS, TELEMETRY, Facts, RunFacts, Watch
+from dataplane_admin.live import Live
+from dataplane_admin.service.pace import paces
+from dataplane_admin.service.waits import waits
+from dataplane_admin.settings import Settings
+from dataplane_admin.store import Store
+from dataplane_admin.store.read_alerts import UnfinishedRun
+from dataplane_admin.store.read_runs import REWARD
+
+MAX_CLEARED = 100
+_FORGET_S = 86_400.0
+"""Seconds after its last record at which a run counts as ended."""
+_GONE_S = 600.0
+"""Seconds after which the units of an unreachable data plane count as gone."""
+_MAX_REWARDS = 2_000
+
+
+def facts_of(
+    store: Store, live: Live | None, settings: Settings, started_ns: int
+) -> Callable[[], Facts]:
+    """Return a function that reads the facts of the service, which started at ``started_ns``."""
+    cache: dict[str, tuple[tuple[int, int], list[float]]] = {}
+
+    def rewards(run: UnfinishedRun) -> list[float]:
+        points = run.points.get(REWARD, (0, 0))
+        if run.run_id not in cache or cache[run.run_id][0] != points:
+            cache[run.run_id] = points, _rewards(store, run.run_id)
+        return cache[run.run_id][1]
+
+    def read() -> Facts:
+        now_ns = time.time_ns()
+        unfinished = [
+            run
+            for run in store.unfinished_runs(
+                since_ns=now_ns - int(_FORGET_S * 1e9), names=(REWARD, STALENESS, GAP)
+            )
+            # Whether a run ended is unknown if it reports no end.
+            if run.reports_end or now_ns - run.seen_ns <= settings.silent_after_s * 1e9
+        ]
+        for gone in set(cache).difference(run.run_id for run in unfinished):
+            del cache[gone]
+        limits = paces(store, [run.run_id for run in unfinished], now_ns, settings.stuck_after_s)
+        blocked = waits(store, live, silent_after_s=settings.silent_after_s)
+        return Facts(
+            now_ns=now_ns,
+            uptime_s=(now_ns - started_ns) / 1e9,
+            runs=[
+                RunFacts(
+                    run_id=run.run_id,
+                    seen_s=max(0, now_ns - run.seen_ns) / 1e9,
+                    # A sender's clock may be ahead.
+                    step_s=max(0, now_ns - max(run.start_ns, run.step_ns)) / 1e9,
+                    late_after_s=limits[run.run_id].late_after_s,
+                    reports_end=run.reports_end,
+                    last=run.last,
+                    rewards=rewards(run),
+                )
+                for run in unfinished
+            ],
+            waits=[wait for wait in blocked if wait.silent_s is None],
+            full=_full(store, live, settings.retention.max_bytes),
+            knows_plane=_knows_plane(live, now_ns, started_ns),
+        )
+
+    return read
+
+
+def alerts(store: Store, watch: Watch, limit: int) -> models.Alerts:
+    """Return the raised alerts and the latest ``limit`` cleared ones."""
+    pending = store.pending_notifications()
+    webhooks = []
+    for sender in watch.senders:
+        number, error, _ = pending.get(sender.webhook.name, (0, "", 0))
+        webhooks.append(
+            models.WebhookStatus(
+                name=sender.webhook.name, pending=number, error=error, **vars(sender.sent)
+            )
+        )
+    return models.Alerts(
+        raised=store.raised_alerts(),
+        cleared=store.cleared_alerts(limit),
+        rules=len(watch.rules.rules),
+        evaluated_ns=watch.evaluated_ns,
+        failed_evaluations=watch.failures,
+        webhooks=webhooks,
+    )
+
+
+def _rewards(store: Store, run_id: str) -> list[float]:
+    curves = store.curves(run_id, names=[REWARD], max_points=_MAX_REWARDS, limit=10)
+    of_run = next((curve for curve in curves if not curve.attributes), None)
+    values: Sequence[float | None] = () if of_run is None else of_run.values
+    return [value for value in values if value is not None]
+
+
+def _full(store: Store, live: Live | None, max_bytes: int | None) -> dict[str, float]:
+    """Return the used share of each storage unit, and of the disk of this service's database."""
+    full = {}
+    for unit in live.snapshot.storage if live is not None and live.snapshot.attached else ():
+        if unit.capacity:
+            full[unit.name] = unit.used / unit.capacity
+        elif unit.max_samples and unit.samples is not None:
+            full[unit.name] = unit.samples / unit.max_samples
+    free = store.free_bytes()
+    if free is not None:
+        used = store.totals().nbytes
+        # The oldest telemetry is removed at the limit; so the disk fills only if that is higher.
+        fits = max_bytes is not None and used + free >= max_bytes
+        full[TELEMETRY] = 0.0 if fits else used / max(1, used + free)
+    return full
+
+
+def _knows_plane(live: Live | None, now_ns: int, started_ns: int) -> bool:
+    if live is None or live.snapshot.attached:
+        return True
+    return now_ns - max(live.snapshot.at_ns or 0, started_ns) > _GONE_S * 1e9

@@ -1,0 +1,202 @@
+"""Storage of alerts and of notifications, shared by all services on one database.
+
+One service at a time holds the alerts, evaluates the rules, and stores what they raise together
+with the notifications. Any service may send one: it first moves the time of the next attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any  # Any: values of rows
+
+from sqlalchemy import delete, func, select, update
+
+from dataplane_admin.models import AuditEntry
+from dataplane_admin.store.apply import apply_audit
+from dataplane_admin.store.tables import AlertHolderModel, AlertModel, NotificationModel
+from dataplane_admin.store.texts import storable
+from dataplane_admin.store.work import Work
+
+MAX_NOTIFICATIONS = 1_000
+"""Maximum number of stored notifications of all webhooks."""
+MAX_AGE_S = 3_600.0
+"""Seconds after which a notification is given up."""
+_MAX_CLEARED = 1_000
+_HOLDER = 1
+
+
+@dataclass(frozen=True)
+class StoredAlert:
+    """An alert to store: ``id`` is None for a new one; ``cleared_ns`` as in `models.Alert`."""
+
+    id: int | None
+    name: str
+    kind: str
+    severity: str
+    run_id: str
+    subject: str
+    value: float
+    bound: float
+    sentence: str
+    raised_ns: int
+    cleared_ns: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Notification:
+    """A notification for one webhook; ``message`` identifies it to the receiver."""
+
+    id: int
+    message: str
+    body: str
+    attempts: int
+
+
+def hold_alerts(work: Work, holder: str, until_ns: int) -> bool:
+    """Become or stay the holder until a time; return False while another service is."""
+    row = work.connection.execute(select(AlertHolderModel.__table__)).first()
+    if row is None:
+        values = {"id": _HOLDER, "holder": holder, "until_ns": until_ns}
+        work.add(AlertHolderModel, [values])
+        return True
+    if row.holder != holder and row.until_ns > work.now_ns:
+        return False
+    values = {"id": _HOLDER, "holder": holder, "until_ns": until_ns}
+    work.change(AlertHolderModel, "id", [values])
+    return True
+
+
+def is_holder(work: Work, holder: str) -> bool:
+    """Return whether this service still holds the alerts."""
+    query = select(AlertHolderModel.holder)
+    return work.connection.execute(query).scalar() == holder
+
+
+def apply_alerts(
+    work: Work,
+    alerts: Sequence[StoredAlert],
+    notify: Callable[[int, StoredAlert], Sequence[tuple[str, str, str]]],
+) -> int:
+    """Store new, changed and cleared alerts, and what to send; return how many are dropped.
+
+    Args:
+        work: the transaction of the holder.
+        alerts: the alerts.
+        notify: returns webhook, message and body of each notification about the alert with an id.
+    """
+    notifications: list[tuple[str, str, str]] = []
+    for alert in alerts:
+        shown = {"value": alert.value, "bound": alert.bound, "severity": alert.severity}
+        values: dict[str, Any] = {**shown, "sentence": storable(alert.sentence)}
+        alert_id = alert.id
+        if alert_id is None:
+            alert_id = work.state.next_id()
+            named = {name: getattr(alert, name) for name in ("name", "kind", "run_id", "subject")}
+            values |= {"id": alert_id, **named, "raised_ns": alert.raised_ns, "cleared_ns": None}
+            work.add(AlertModel, [values])
+        else:
+            values |= {"id": alert_id, "cleared_ns": alert.cleared_ns}
+            work.change(AlertModel, "id", [values])
+        if alert.id is None or alert.cleared_ns is not None:
+            _audit(work, alert)
+            notifications += notify(alert_id, alert)
+    _drop_cleared(work)
+    return _queue(work, notifications)
+
+
+def claim_notification(work: Work, webhook: str, until_ns: int) -> Notification | None:
+    """Return the oldest notification of a webhook if it is due, and claim it until a time.
+
+    A notification is sent only after those before it, so a receiver sees them in order.
+    """
+    row = work.connection.execute(
+        select(NotificationModel.__table__)
+        .where(NotificationModel.webhook == webhook)
+        .order_by(NotificationModel.id)
+        .limit(1)
+    ).first()
+    if row is None or row.next_ns > work.now_ns:
+        return None
+    attempts = row.attempts + 1
+    work.change(
+        NotificationModel, "id", [{"id": row.id, "attempts": attempts, "next_ns": until_ns}]
+    )
+    return Notification(row.id, row.message, row.body, attempts)
+
+
+def finish_notification(work: Work, notification_id: int) -> bool:
+    """Delete a delivered notification."""
+    chosen = delete(NotificationModel).where(NotificationModel.id == notification_id)
+    return bool(work.connection.execute(chosen).rowcount)
+
+
+def retry_notification(work: Work, notification_id: int, error: str, next_ns: int) -> bool:
+    """Store why an attempt failed and when the next one is; True."""
+    chosen = update(NotificationModel).where(NotificationModel.id == notification_id)
+    work.connection.execute(chosen.values(error=storable(error), next_ns=next_ns))
+    return True
+
+
+def drop_expired(work: Work, webhook: str) -> int:
+    """Delete the notifications of a webhook that are too old; return how many."""
+    chosen = delete(NotificationModel).where(
+        NotificationModel.webhook == webhook,
+        NotificationModel.created_ns < work.now_ns - int(MAX_AGE_S * 1e9),
+    )
+    return int(work.connection.execute(chosen).rowcount)
+
+
+def _audit(work: Work, alert: StoredAlert) -> None:
+    raised = alert.cleared_ns is None
+    entry = AuditEntry(
+        id=0,
+        time_ns=alert.raised_ns if alert.cleared_ns is None else alert.cleared_ns,
+        actor="alerts",
+        action="raise-alert" if raised else "clear-alert",
+        target=alert.run_id or alert.subject,
+        parameters={
+            "rule": alert.name,
+            "severity": alert.severity,
+            "value": float(f"{alert.value:.6g}"),
+            "bound": alert.bound,
+        },
+        outcome=f"raised: {alert.sentence}" if raised else f"cleared: {alert.reason}",
+    )
+    apply_audit(work, [entry])
+
+
+def _drop_cleared(work: Work) -> None:
+    oldest = (
+        select(AlertModel.cleared_ns)
+        .where(AlertModel.cleared_ns.is_not(None))
+        .order_by(AlertModel.cleared_ns.desc())
+        .offset(_MAX_CLEARED)
+        .limit(1)
+    )
+    before_ns = work.connection.execute(oldest).scalar()
+    if before_ns is not None:
+        work.connection.execute(delete(AlertModel).where(AlertModel.cleared_ns <= before_ns))
+
+
+def _queue(work: Work, notifications: Sequence[tuple[str, str, str]]) -> int:
+    stored = work.connection.execute(select(func.count()).select_from(NotificationModel)).scalar()
+    free = max(0, MAX_NOTIFICATIONS - int(stored or 0))
+    work.add(
+        NotificationModel,
+        [
+            {
+                "id": work.state.next_id(),
+                "webhook": webhook,
+                "message": message,
+                "body": body,
+                "error": "",
+                "attempts": 0,
+                "created_ns": work.now_ns,
+                "next_ns": work.now_ns,
+            }
+            for webhook, message, body in notifications[:free]
+        ],
+    )
+    return len(notifications[free:])

@@ -1,0 +1,154 @@
+"""Queries for alerts, and for what their rules compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sqlalchemy import case, func, select
+
+from dataplane_admin.models import Alert
+from dataplane_admin.store.read_runs import NEWEST_RUN
+from dataplane_admin.store.reader import Reader
+from dataplane_admin.store.tables import (
+    AlertModel,
+    CurveModel,
+    NotificationModel,
+    RunModel,
+    TraceModel,
+)
+
+_MAX_RUNS = 100
+_MAX_RAISED = 1_000
+_STEP_NS = (
+    select(TraceModel.updated_ns)
+    .where(
+        TraceModel.run_id == RunModel.run_id,
+        TraceModel.step.is_not(None),
+        TraceModel.has_root,
+    )
+    .order_by(TraceModel.arrival.desc())
+    .limit(1)
+    .scalar_subquery()
+)
+
+
+@dataclass(frozen=True)
+class UnfinishedRun:
+    """A run without a reported end; times are nanoseconds since 1970 by this service's clock.
+
+    Attributes:
+        run_id: id of the run.
+        seen_ns: time of its last record.
+        start_ns: start, or last resume, by the sender's clock.
+        step_ns: time of its last finished step; 0 without any.
+        reports_end: whether it reported its start, and so reports its end.
+        points: number of points and last step of its metrics, by name.
+        last: values of its metrics at their last step, by name.
+    """
+
+    run_id: str
+    seen_ns: int
+    start_ns: int
+    step_ns: int
+    reports_end: bool
+    points: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    last: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_unfinished_runs(
+    reader: Reader, *, since_ns: int, names: tuple[str, ...]
+) -> list[UnfinishedRun]:
+    """Return at most 100 unfinished runs seen since a time, last reported first.
+
+    ``names`` are the metrics to read, without attributes.
+    """
+    query = (
+        select(
+            RunModel.run_id,
+            RunModel.updated_ns,
+            case((RunModel.started_ns > 0, RunModel.started_ns), else_=RunModel.first_ns),
+            func.coalesce(_STEP_NS, 0),
+            RunModel.state,
+        )
+        .where(RunModel.state.in_(("", "running")), RunModel.updated_ns >= since_ns)
+        .order_by(*NEWEST_RUN)
+        .limit(_MAX_RUNS)
+    )
+    with reader.connect() as connection:
+        rows = connection.execute(query).all()
+        ids = [row[0] for row in rows]
+        of_runs = CurveModel.run_id.in_(ids)
+        newest_points = connection.execute(
+            select(CurveModel.run_id, func.max(CurveModel.updated_ns))
+            .where(of_runs)
+            .group_by(CurveModel.run_id)
+        ).all()
+        curves = connection.execute(
+            select(
+                CurveModel.run_id,
+                CurveModel.name,
+                CurveModel.points,
+                CurveModel.last_step,
+                CurveModel.last_value,
+            ).where(of_runs, CurveModel.name.in_(names), CurveModel.attributes == "{}")
+        ).all()
+    newest = {run_id: time_ns for run_id, time_ns in newest_points}  # noqa: C416  # rows
+    points: dict[str, dict[str, tuple[int, int]]] = {run_id: {} for run_id in ids}
+    last: dict[str, dict[str, float]] = {run_id: {} for run_id in ids}
+    for run_id, name, count, last_step, value in curves:
+        points[run_id][name] = count, last_step
+        if value is not None:
+            last[run_id][name] = value
+    return [
+        UnfinishedRun(
+            run_id=run_id,
+            seen_ns=seen_ns,
+            start_ns=start_ns,
+            step_ns=max(step_ns, newest.get(run_id, 0)),
+            reports_end=state == "running",
+            points=points[run_id],
+            last=last[run_id],
+        )
+        for run_id, seen_ns, start_ns, step_ns, state in rows
+    ]
+
+
+def read_raised_alerts(reader: Reader) -> list[Alert]:
+    """Return the raised alerts, the most severe first, then the newest."""
+    query = (
+        select(AlertModel.__table__)
+        .where(AlertModel.cleared_ns.is_(None))
+        .order_by(AlertModel.severity == "warning", AlertModel.raised_ns.desc(), AlertModel.id)
+    )
+    with reader.connect() as connection:
+        return [Alert.of(row) for row in connection.execute(query.limit(_MAX_RAISED))]
+
+
+def read_cleared_alerts(reader: Reader, limit: int) -> list[Alert]:
+    """Return the latest cleared alerts, latest first."""
+    query = (
+        select(AlertModel.__table__)
+        .where(AlertModel.cleared_ns.is_not(None))
+        .order_by(AlertModel.cleared_ns.desc(), AlertModel.id.desc())
+    )
+    with reader.connect() as connection:
+        return [Alert.of(row) for row in connection.execute(query.limit(limit))]
+
+
+def read_pending(reader: Reader) -> dict[str, tuple[int, str, int]]:
+    """Return by webhook the number of notifications, and of the oldest the error and next time."""
+    oldest = (
+        select(func.min(NotificationModel.id), func.count())
+        .group_by(NotificationModel.webhook)
+        .subquery()
+    )
+    first, count = oldest.c
+    query = select(
+        NotificationModel.webhook, count, NotificationModel.error, NotificationModel.next_ns
+    ).join(oldest, NotificationModel.id == first)
+    with reader.connect() as connection:
+        return {
+            webhook: (number, error, next_ns)
+            for webhook, number, error, next_ns in connection.execute(query)
+        }
