@@ -36,6 +36,7 @@ def test_every_command_has_an_example_within_80_columns():
         ("why",),
         ("runs",),
         ("tag",),
+        ("alerts",),
     ):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
         assert "Example: dataplane-admin" in done.stdout
@@ -57,6 +58,8 @@ def token_file(tmp_path_factory):
         (["traces", "--run", "tests"], ["grpo.step"]),
         (["why"], ["3 of 8 lack advantages"]),
         (["runs", "--text", "TEST", "--sort", "steps"], ["tests", "running"]),
+        (["alerts"], ["No alert is raised."]),
+        (["alerts", "--schema"], ["reward_collapsed", "webhooks"]),
         (["tag", "tests", "good", "old"], ["run 'tests' has 2 tags"]),
         (["runs", "--tag", "old"], ["tests", "good, old"]),
     ],

@@ -11,8 +11,9 @@ import uvicorn
 from playwright.sync_api import sync_playwright
 
 # Tests are imported by path, so their shared modules need this folder.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+from alerting import rule, rules_in
 from made_up_plane import MadeUpPlane
 from made_up_traces import (
     FIELDS,
@@ -41,6 +42,8 @@ class Site:
             jaeger_url="http://jaeger.example:16686",
             allow_actions=True,
             poll_s=0.05,
+            alerts=rules_in(folder, rule("logprob_gap", 0.1), rule("store_full", 0.99)),
+            alerts_every_s=0.2,
         )
         self.app = create_app(settings, inspector=self.plane)
         self.service = self.app.state.service

@@ -39,6 +39,7 @@ PAGES = [
     f"/compare?a={HOSTILE_TRACE}&b={LAST}",
     "/compare",
     "/staleness",
+    "/alerts",
     "/audit",
     "/docs",
     "/login",

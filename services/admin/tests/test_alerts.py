@@ -1,0 +1,277 @@
+"""Alerts: each kind is raised and cleared, without flapping, and shown everywhere."""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from alerting import cleared, evaluate, raised, rule, rules_in, until
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def alerted(job_of, tmp_path):
+    """Start a job and a service with these rules."""
+
+    def start(*rules, **settings):
+        return job_of(alerts=rules_in(tmp_path, *rules), alerts_every_s=0.02, **settings)
+
+    return start
+
+
+@pytest.fixture
+def now_s(otlp):
+    """Return the time of the service, in seconds since the start of the tests' records."""
+    return lambda: (time.time_ns() - otlp.start_ns) / 1e9
+
+
+def start_run(job, otlp, now_s, run="run"):
+    job.send(otlp.run("started", run, at_s=now_s()))
+
+
+def test_no_step_is_raised_and_cleared_by_a_step(alerted, otlp, later, now_s):
+    job = alerted(rule("no_step", 600, severity="critical"))
+    start_run(job, otlp, now_s)
+    job.send(otlp.trace(step=0))
+    evaluate(job)
+    assert raised(job) == []
+    later(700)
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert (alert["name"], alert["run_id"], alert["severity"]) == ("no-step", "run", "critical")
+    assert alert["value"] > alert["bound"] == 600
+    job.send(otlp.trace(step=1))
+    until(lambda: not raised(job))
+    assert cleared(job) == [("no-step", "run")]
+    entries = job.all("audit", "entries")
+    assert [(entry["action"], entry["target"]) for entry in entries] == [
+        ("clear-alert", "run"),
+        ("raise-alert", "run"),
+    ]
+    assert entries[1]["outcome"].startswith("raised: no step finished for 11 min")
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped", "failed"])
+def test_an_ended_run_raises_nothing(alerted, otlp, later, now_s, end):
+    job = alerted(rule("no_step", 600), rule("telemetry_lost", 600), rule("staleness", 1))
+    start_run(job, otlp, now_s)
+    start_run(job, otlp, now_s, "other")
+    job.send(otlp.run(end, at_s=now_s() + 1), otlp.curve([5.0], name="rl.staleness.mean"))
+    later(700)
+    until(lambda: len(raised(job)) == 2)
+    assert {run for _, run in raised(job)} == {"other"}
+
+
+def test_the_end_of_a_run_clears_its_alerts(alerted, otlp, later, now_s):
+    job = alerted(rule("no_step", 600, for_s=0))
+    start_run(job, otlp, now_s)
+    later(700)
+    until(lambda: raised(job))
+    job.send(otlp.run("finished", at_s=now_s()))
+    until(lambda: not raised(job))
+    assert job.all("audit", "entries")[0]["outcome"] == "cleared: the run ended"
+
+
+def test_a_slow_run_gets_three_times_its_longest_step(alerted, otlp, later, now_s):
+    job = alerted(rule("no_step", 600))
+    start_run(job, otlp, now_s)
+    job.send(otlp.trace(step=0, seconds=1_000))
+    later(2_000)
+    evaluate(job)
+    assert raised(job) == []
+    later(1_100)
+    until(lambda: raised(job) == [("no-step", "run")])
+
+
+def test_a_blocked_task_is_raised_and_cleared_by_its_claim(alerted, otlp, later, now_s):
+    job = alerted(rule("blocked", 600))
+    wait = {"wait": "w", "task": "train", "fields": ["x"]}
+    start_run(job, otlp, now_s)
+    job.send(
+        otlp.log("registered", at_s=now_s(), samples=4, tasks=["train"], fields=["x"]),
+        otlp.log("waiting", at_s=now_s(), samples=4, **wait),
+    )
+    evaluate(job)
+    assert raised(job) == []
+    later(700)
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert (alert["name"], alert["run_id"]) == ("blocked", "run")
+    assert alert["value"] >= 700
+    assert "train" in alert["sentence"]
+    job.send(otlp.log("claimed", ["a"], at_s=now_s(), **wait))
+    until(lambda: cleared(job) == [("blocked", "run")])
+
+
+def test_a_collapsed_reward_is_raised_and_cleared(alerted, otlp):
+    job = alerted(rule("reward_collapsed", 0.5))
+    job.send(otlp.curve([min(1.0, step / 40) for step in range(60)]))
+    evaluate(job)
+    assert raised(job) == []
+    job.send(otlp.curve([0.1] * 10, first=60))
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert alert["value"] == pytest.approx(0.9)
+    assert alert["sentence"] == "the mean reward fell from 1 to 0.1"
+    job.send(otlp.curve([0.9] * 10, first=70))
+    until(lambda: cleared(job) == [("reward-collapsed", "run")])
+
+
+def test_a_noisy_reward_has_not_collapsed(alerted, otlp):
+    job = alerted(rule("reward_collapsed", 0.5))
+    job.send(otlp.curve([(step * 7919 % 11) / 50 - 0.1 for step in range(200)]))
+    evaluate(job)
+    assert raised(job) == []
+
+
+def test_lost_telemetry_is_raised_and_cleared_by_any_record(alerted, otlp, later, now_s):
+    job = alerted(rule("telemetry_lost", 600))
+    start_run(job, otlp, now_s)
+    job.send(otlp.trace(run="without events", step=0))
+    later(700)
+    until(lambda: raised(job))
+    # Whether a run without a reported start ended is unknown.
+    assert raised(job) == [("telemetry-lost", "run")]
+    job.send(otlp.gauge())
+    until(lambda: cleared(job) == [("telemetry-lost", "run")])
+
+
+def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
+    usage = shutil.disk_usage("/")
+    job = alerted(rule("store_full", 0.9))
+    evaluate(job)
+    assert raised(job) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000))
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert (alert["subject"], alert["run_id"]) == ("telemetry", "")
+    monkeypatch.undo()
+    until(lambda: cleared(job) == [("store-full", "")])
+
+
+@pytest.mark.parametrize("kind", ["staleness", "logprob_gap"])
+def test_a_metric_above_its_bound_is_raised_and_cleared(alerted, otlp, kind):
+    job = alerted(rule(kind, 4.0))
+    name = f"rl.{kind}.mean"
+    job.send(otlp.curve([1.0, 5.0], name=name))
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert (alert["kind"], alert["value"]) == (kind, 5.0)
+    job.send(otlp.curve([3.9], name=name, first=2))
+    evaluate(job)
+    assert raised(job), "a value just below the bound does not clear it"
+    job.send(otlp.curve([3.0], name=name, first=3))
+    until(lambda: not raised(job))
+    assert len(cleared(job)) == 1
+
+
+def test_a_condition_must_last(alerted, otlp, later):
+    job = alerted(rule("staleness", 4, for_s=100), silent_after_s=1e6)
+    job.send(otlp.curve([9.0], name="rl.staleness.mean"))
+    evaluate(job)
+    assert raised(job) == []
+    job.send(otlp.curve([1.0], name="rl.staleness.mean", first=1))
+    evaluate(job)
+    later(90)
+    job.send(otlp.curve([9.0], name="rl.staleness.mean", first=2))
+    evaluate(job)
+    later(90)
+    evaluate(job)
+    assert raised(job) == [], "the time starts anew after a value within the bound"
+    later(20)
+    until(lambda: raised(job) == [("staleness", "run")])
+
+
+def test_a_rule_selects_runs_by_pattern(alerted, otlp):
+    job = alerted(rule("staleness", 4, runs="prod-*"))
+    for run in ("test-1", "prod-1"):
+        job.send(otlp.curve([9.0], run=run, name="rl.staleness.mean"))
+    until(lambda: raised(job))
+    evaluate(job)
+    assert raised(job) == [("staleness", "prod-1")]
+
+
+def test_a_removed_rule_clears_its_alert(alerted, otlp):
+    job = alerted(rule("staleness", 4))
+    job.send(otlp.curve([9.0], name="rl.staleness.mean"))
+    until(lambda: raised(job))
+    job.__exit__(None, None, None)
+    later_job = alerted(rule("logprob_gap", 1))
+    later_job.send(otlp.curve([9.0], name="rl.staleness.mean"))
+    until(lambda: cleared(later_job) == [("staleness", "run")])
+
+
+def test_the_shipped_rules_are_on_without_a_file(job_of, otlp, later, now_s):
+    job = job_of(alerts_every_s=0.02)
+    assert job.get("alerts")["rules"] == 7
+    assert job.get("alerts")["webhooks"] == []
+    start_run(job, otlp, now_s)
+    later(2_000)
+    until(lambda: sorted(raised(job)) == [("no-step", "run"), ("telemetry-lost", "run")])
+
+
+def test_alerts_are_on_pages_and_in_metrics_as_text(alerted, otlp):
+    job = alerted(
+        rule("staleness", 4, severity="critical"), rule("logprob_gap", 1, severity="warning")
+    )
+    assert "No alert is raised." in job.client.get("/alerts").text
+    for name in ("rl.logprob_gap.mean", "rl.staleness.mean"):
+        job.send(otlp.curve([9.0], run=HOSTILE, name=name))
+    until(lambda: len(raised(job)) == 2)
+    assert [name for name, _ in raised(job)] == ["staleness", "logprob-gap"]
+    for path in ("/", "/alerts", "/audit"):
+        page = job.client.get(path).text
+        assert HOSTILE not in page
+        assert "&lt;img src=x onerror" in page
+        assert '<span class="alert-count critical">2<' in page
+    overview = job.client.get("/").text
+    assert "Critical alert staleness" in overview
+    assert "Warning alert" not in overview
+    metrics = job.client.get("/metrics").text
+    assert (
+        f'dataplane_admin_alerts{{name="staleness",run="{HOSTILE}",severity="critical"}} 1.0'
+        in (metrics)
+    )
+
+
+def test_an_evaluation_that_fails_is_counted_and_repeated(alerted, otlp, monkeypatch):
+    job = alerted(rule("store_full", 0.9), rule("staleness", 4))
+
+    def fail(_path):
+        raise OSError("no such disk")
+
+    monkeypatch.setattr(shutil, "disk_usage", fail)
+    job.send(otlp.curve([9.0], name="rl.staleness.mean"))
+    until(lambda: job.get("alerts")["failed_evaluations"] > 1)
+    assert "dataplane_admin_alert_evaluation_failures_total" in job.client.get("/metrics").text
+    monkeypatch.undo()
+    until(lambda: raised(job) == [("staleness", "run")])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rules: [{name: a, kind: no_stp, bound: 1}]", "rules.0.kind: found 'no_stp'"),
+        ("rules: [{name: a, kind: no_step, bound: -1}]", "rules.0.bound: found '-1'"),
+        ("rules: [{name: a, kind: no_step, bound: '9'}]", "rules.0.bound: found '9'"),
+        ("rules: [{name: a, kind: no_step}]", "rules.0.bound: missing"),
+        ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a share below 1"),
+        ("rules: [{name: a, kind: staleness, bound: 1, rums: b}]", "rules.0.rums: unknown key"),
+        (
+            "rules: [{name: a, kind: staleness, bound: 1}, {name: a, kind: staleness, bound: 2}]",
+            "the name 'a' is used twice",
+        ),
+        ("webhooks: [{name: a, url: 'file:///etc/passwd', secret_env: A}]", "expected http://"),
+        ("webhooks: [{name: a, url: 'http://b'}]", "expected either secret_file or secret_env"),
+        ("webhooks: [{name: a, url: 'http://b', secret_env: A}]", "webhook a: secret_env 'A'"),
+        ("- a", "found list; expected a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_at_start(refused, tmp_path, text, problem):
+    (tmp_path / "alerts.yaml").write_text(text)
+    status, errors = refused("--alert-rules", str(tmp_path / "alerts.yaml"))
+    assert status == 1
+    assert errors.startswith("dataplane-admin: --alert-rules: ")
+    assert errors.count("\n") == 1
+    assert problem in errors

@@ -1,0 +1,144 @@
+"""Webhooks: signed, retried, in order, once; a dead receiver delays nothing else."""
+
+import logging
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from alerting import SECRET, Receiver, cleared, evaluate, raised, rule, rules_in, until, verified
+
+RULE = rule("staleness", 4)
+
+
+@pytest.fixture
+def receiver():
+    started = Receiver()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def alerted(job_of, tmp_path):
+    """Start a job and a service with webhooks."""
+
+    def start(**webhooks):
+        rules = rules_in(tmp_path, RULE, webhooks=webhooks.items())
+        return job_of(alerts=rules, alerts_every_s=0.02)
+
+    return start
+
+
+def send(job, otlp, value, step, run="run"):
+    job.send(otlp.curve([value], run=run, name="rl.staleness.mean", first=step))
+
+
+def status(job, name="chat"):
+    [webhook] = [item for item in job.get("alerts")["webhooks"] if item["name"] == name]
+    return webhook
+
+
+def test_raised_and_cleared_alerts_are_sent_signed(alerted, otlp, receiver):
+    job = alerted(chat=f"{receiver.url}/hook")
+    send(job, otlp, 9.0, 0)
+    until(lambda: status(job)["delivered"] == 1)
+    send(job, otlp, 1.0, 1)
+    until(lambda: status(job)["delivered"] == 2)
+    evaluate(job)
+    assert receiver.events() == [("alert.raised", "run"), ("alert.cleared", "run")]
+    body = verified(receiver.requests[0])["data"]
+    assert (body["name"], body["value"], body["bound"]) == ("staleness", 9.0, 4.0)
+    assert status(job) == {
+        "name": "chat", "pending": 0, "error": "", "delivered": 2, "failed": 0, "dropped": 0
+    }  # fmt: skip
+
+
+def test_a_failed_notification_is_retried_until_accepted(alerted, otlp, receiver):
+    receiver.statuses = [500, 429]
+    job = alerted(chat=receiver.url)
+    send(job, otlp, 9.0, 0)
+    assert until(lambda: status(job)["error"]) == "answered with status 500"
+    until(lambda: status(job)["delivered"] == 1)
+    evaluate(job)
+    assert receiver.events() == [("alert.raised", "run")] * 3
+    ids = {headers["webhook-id"] for _, headers, _ in receiver.requests}
+    assert len(ids) == 1, "a receiver recognizes what it has received"
+    assert status(job)["failed"] == 2
+    assert status(job)["pending"] == 0
+    metrics = job.client.get("/metrics").text
+    assert 'dataplane_admin_webhook_failures_total{webhook="chat"} 2.0' in metrics
+
+
+def test_a_redirect_is_not_followed(alerted, otlp, receiver):
+    receiver.statuses = [302, 307]
+    job = alerted(chat=f"{receiver.url}/hook")
+    send(job, otlp, 9.0, 0)
+    until(lambda: status(job)["delivered"] == 1)
+    assert {path for path, _, _ in receiver.requests} == {"/hook"}
+    assert status(job)["failed"] == 2
+
+
+def test_a_dead_receiver_delays_neither_alerts_nor_others(alerted, otlp, receiver):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        job = alerted(dead=f"http://127.0.0.1:{silent.getsockname()[1]}", chat=receiver.url)
+        send(job, otlp, 9.0, 0)
+        connection, _ = silent.accept()  # it never answers
+        with connection:
+            until(lambda: status(job)["delivered"] == 1)
+            send(job, otlp, 1.0, 1)
+            until(lambda: cleared(job) == [("staleness", "run")])
+            until(lambda: status(job)["delivered"] == 2)
+            assert status(job, "dead")["pending"] == 2
+
+
+def test_a_notification_is_given_up_after_an_hour(alerted, otlp, receiver, later):
+    receiver.statuses = [500] * 100
+    job = alerted(chat=receiver.url)
+    job.send(otlp.run("started"))
+    send(job, otlp, 9.0, 0)
+    until(lambda: status(job)["failed"] == 1)
+    later(4_000)
+    until(lambda: status(job)["dropped"] == 1)
+    assert (status(job)["pending"], status(job)["delivered"]) == (0, 0)
+
+
+def test_a_restart_repeats_and_loses_nothing(alerted, otlp, receiver):
+    first = alerted(chat=receiver.url)
+    send(first, otlp, 9.0, 0)
+    until(lambda: status(first)["delivered"] == 1)
+    first.__exit__(None, None, None)
+    second = alerted(chat=receiver.url)
+    send(second, otlp, 8.0, 1)
+    evaluate(second)
+    assert raised(second) == [("staleness", "run")]
+    assert len(receiver.requests) == 1
+    send(second, otlp, 1.0, 2)
+    until(lambda: status(second)["delivered"] == 1)
+    assert receiver.events() == [("alert.raised", "run"), ("alert.cleared", "run")]
+
+
+def test_a_pending_notification_survives_a_restart(alerted, otlp, receiver):
+    receiver.statuses = [500]
+    first = alerted(chat=receiver.url)
+    send(first, otlp, 9.0, 0)
+    until(lambda: status(first)["failed"] == 1)
+    first.__exit__(None, None, None)
+    second = alerted(chat=receiver.url)
+    until(lambda: status(second)["pending"] == 0)
+    assert set(receiver.events()) == {("alert.raised", "run")}
+    assert len(receiver.requests) == 2
+
+
+def test_secret_and_address_are_shown_nowhere(alerted, otlp, capsys, caplog):
+    with caplog.at_level(logging.DEBUG):
+        job = alerted(chat="http://127.0.0.1:9/path-with-a-secret")
+        send(job, otlp, 9.0, 0)
+        error = until(lambda: status(job)["error"])
+    shown = [error, caplog.text, *capsys.readouterr()]
+    shown += [job.client.get(path).text for path in ("/alerts", "/api/v1/alerts", "/metrics")]
+    for text in shown:
+        assert "path-with-a-secret" not in text
+        assert SECRET not in text
