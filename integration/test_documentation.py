@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dataplane_admin import AlertRules
 from dataplane_core import validate_config
 from grpo_trainer import DEMO_CONFIG, TrainerConfig, check_config, load_config
 
@@ -57,6 +58,7 @@ ELSEWHERE = {
     "refit-mx": "packages/refit-mx/tests/test_readme.py",
     "rollout-actor": "integration/vllm/test_generation_page.py",
     "trainer": "services/trainer/tests/test_readme.py",
+    "recipes/alerts": "services/admin/tests/test_webhooks.py",
     "recipes/trace-skyrl": "integration/test_recipes.py",
     "recipes/trace-torchrun": "integration/test_recipes.py",
     "recipes/trace-trl": "integration/test_recipes.py",
@@ -189,6 +191,9 @@ def run_python(arguments: list[str], folder: Path) -> str:
 def test_yaml_is_a_configuration(page: Path) -> None:
     for text in blocks(page, "yaml"):
         sections = yaml.safe_load(text)
+        if set(sections) <= set(AlertRules.model_fields):
+            AlertRules.model_validate(sections)
+            continue
         assert set(sections) <= set(TrainerConfig.model_fields), text
         if "data_plane" in sections:
             validate_config(sections.pop("data_plane"))

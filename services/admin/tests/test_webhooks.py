@@ -1,6 +1,7 @@
 """Webhooks: signed, retried, in order, once; a dead receiver delays nothing else."""
 
 import logging
+import re
 import socket
 import sys
 from pathlib import Path
@@ -54,6 +55,22 @@ def test_raised_and_cleared_alerts_are_sent_signed(alerted, otlp, receiver):
     assert status(job) == {
         "name": "chat", "pending": 0, "error": "", "delivered": 2, "failed": 0, "dropped": 0
     }  # fmt: skip
+
+
+def test_the_function_of_the_docs_verifies_a_request(alerted, otlp, receiver):
+    page = Path(__file__).parents[3] / "docs/recipes/alerts.md"
+    [text] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names = {}
+    exec(text, names)
+    job = alerted(chat=receiver.url)
+    send(job, otlp, 9.0, 0)
+    until(lambda: status(job)["delivered"] == 1)
+    [(_, headers, body)] = receiver.requests
+    headers = {name.lower(): value for name, value in headers.items()}
+    assert names["verify"](SECRET, headers, body)
+    assert not names["verify"](SECRET, headers, body + b" ")
+    old = {**headers, "webhook-timestamp": "1700000000"}
+    assert not names["verify"](SECRET, old, body)
 
 
 def test_a_failed_notification_is_retried_until_accepted(alerted, otlp, receiver):

@@ -11,7 +11,8 @@ import uvicorn
 from playwright.sync_api import sync_playwright
 
 # Tests are imported by path, so their shared modules need this folder.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 from alerting import rule, rules_in
 from made_up_plane import MadeUpPlane
