@@ -59,7 +59,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the service knows at one moment.
+    """Knowledge of the service at one moment.
 
     Attributes:
         now_ns: nanoseconds since 1970.
@@ -91,7 +91,7 @@ class Measure:
 
     @property
     def key(self) -> Key:
-        """What identifies its alert."""
+        """Key of its alert."""
         return self.rule.name, self.run_id, self.subject
 
 

@@ -37,7 +37,7 @@ class Rule(_Section):
     name: Name
     """Name of the alert, unique."""
     kind: AlertKind
-    """What is compared with the bound."""
+    """Kind of the value that is compared with the bound."""
     bound: Annotated[float, Field(strict=True, ge=0)]
     """Largest value that raises nothing. Seconds for ``no_step``, ``blocked`` and
     ``telemetry_lost``; a share of 1 for ``store_full``; the share of the best reward that is lost

@@ -144,7 +144,9 @@ class Sender:
             async with asyncio.timeout(_ATTEMPT_S):
                 # The environment's proxies and netrc are not for this receiver.
                 async with (
-                    httpx.AsyncClient(trust_env=False, follow_redirects=False) as client,
+                    httpx.AsyncClient(
+                        trust_env=False, follow_redirects=False, timeout=_ATTEMPT_S
+                    ) as client,
                     client.stream(
                         "POST", self.webhook.url, content=body, headers=headers
                     ) as answer,

@@ -29,7 +29,7 @@ class Alert(Model):
     run_id: Text
     """The run; empty for a store, and for tasks of the data plane."""
     subject: Text
-    """What the alert is about besides the run, such as a storage unit; empty if nothing."""
+    """Name of a store, such as a storage unit; else empty."""
     value: float
     """Newest value while raised; the last one above the bound after that."""
     bound: float
