@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from alerting import cleared, evaluate, raised, rule, rules_in, until
 
+from dataplane_core import InMemoryDataPlaneClient, StorageSummary, UnavailableError
+
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -148,6 +150,33 @@ def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
     assert (alert["subject"], alert["run_id"]) == ("telemetry", "")
     monkeypatch.undo()
     until(lambda: cleared(job) == [("store-full", "")])
+
+
+class Plane(InMemoryDataPlaneClient):
+    """A data plane with one storage unit of 100 bytes."""
+
+    used, reachable = 10, True
+
+    def list_storage(self):
+        if not self.reachable:
+            raise UnavailableError("unit: no answer")
+        free = 100 - self.used
+        return [StorageSummary(name="unit", node="n", capacity=100, used=self.used, free=free)]
+
+
+def test_a_full_storage_unit_is_raised_and_cleared(alerted):
+    with Plane({"enabled": True, "impl": "in_memory"}) as plane:
+        job = alerted(rule("store_full", 0.9), inspector=plane, poll_s=0.05)
+        plane.used = 95
+        [alert] = until(lambda: job.get("alerts")["raised"])
+        assert (alert["subject"], alert["value"]) == ("unit", 0.95)
+        assert alert["sentence"] == "storage unit unit is 95% full"
+        plane.reachable = False
+        until(lambda: not job.get("status")["live"]["attached"])
+        evaluate(job)
+        assert raised(job), "an unreachable data plane does not clear its alerts"
+        plane.used, plane.reachable = 50, True
+        until(lambda: cleared(job) == [("store-full", "")])
 
 
 @pytest.mark.parametrize("kind", ["staleness", "logprob_gap"])
