@@ -17,6 +17,7 @@ from observability.middleware.operation import Observer, Operation
 from observability.middleware.tracing import TracingDataPlaneClient
 from observability.middleware.waits import Wait, waits
 from observability.runs import record_run
+from observability.samples import record_sample_text, record_samples
 from observability.setup import setup
 from observability.step_metrics import record_step_metrics
 
@@ -37,6 +38,8 @@ __all__ = [
     "inject",
     "log_event",
     "record_run",
+    "record_sample_text",
+    "record_samples",
     "record_step_metrics",
     "record_trained",
     "setup",

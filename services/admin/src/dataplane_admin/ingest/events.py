@@ -18,9 +18,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
 
 from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.samples import NAMES, InvalidSamples, samples_of
 from dataplane_admin.ingest.values import cut, digest_of
 from dataplane_admin.store import Batch, LifecycleEvent
-from dataplane_admin.store.batch import RunChange, wait_digest
+from dataplane_admin.store.batch import RunChange, SampleFacts, SampleText, wait_digest
 from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.texts import bytes_of_id, storable
 from observability.records import (
@@ -30,6 +31,7 @@ from observability.records import (
     process_and_run,
     sample_ids_of,
 )
+from observability.samples import TEXT
 from observability.views import attributes
 
 _RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] = {
@@ -55,14 +57,18 @@ class _Refused(Exception):
     """A rejected record; the text is the reason."""
 
 
-def batch_of_logs(request: LogsData, limits: Limits, now_ns: int) -> Batch:
+def batch_of_logs(
+    request: LogsData, limits: Limits, now_ns: int, *, keep_sample_text: bool = False
+) -> Batch:
     """Return the lifecycle events of a request as a batch.
 
     Args:
         request: the decoded request; it is changed.
         limits: limits of a request.
         now_ns: the time of events that report none, in nanoseconds since 1970.
+        keep_sample_text: whether to store turns and tokens of samples.
     """
+    samples: list[SampleFacts | SampleText] = []
     events: list[LifecycleEvent] = []
     reasons: Counter[str] = Counter()
     refused: list[bytes] = []
@@ -72,6 +78,14 @@ def batch_of_logs(request: LogsData, limits: Limits, now_ns: int) -> Batch:
         for scope_logs in resource_logs.scope_logs:
             frame = _Frame(resource_logs, scope_logs)
             for record in scope_logs.log_records:
+                if record.event_name in NAMES and (keep_sample_text or record.event_name != TEXT):
+                    of_record = event_of(record, process, run, only=_READ).attributes
+                    try:
+                        samples += samples_of(record, of_record, limits, now_ns)
+                    except InvalidSamples as reason:
+                        refused.append(digest_of(record))
+                        reasons[str(reason)] += 1
+                    continue
                 if not record.event_name.startswith(EVENT_PREFIX):
                     ignored.append(digest_of(record))
                     continue
@@ -84,6 +98,7 @@ def batch_of_logs(request: LogsData, limits: Limits, now_ns: int) -> Batch:
                     reasons[str(reason)] += 1
     return Batch(
         events=tuple(events),
+        samples=tuple(samples),
         refused=tuple(refused),
         ignored=tuple(ignored),
         reasons=tuple(f"{count} log records: {reason}" for reason, count in reasons.items()),

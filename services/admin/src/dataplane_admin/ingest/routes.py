@@ -133,7 +133,12 @@ class _Receiver:
                 _parse(plain, logs, media_type)
                 if removes:
                     remove_sample_text(logs)
-                return batch_of_logs(logs, self._limits, time.time_ns())
+                return batch_of_logs(
+                    logs,
+                    self._limits,
+                    time.time_ns(),
+                    keep_sample_text=self._keep_sample_text,
+                )
             metrics = MetricsData()
             _parse(plain, metrics, media_type)
             if removes:

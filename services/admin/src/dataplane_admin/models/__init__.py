@@ -14,5 +14,6 @@ from dataplane_admin.models.lineage import *  # noqa: F403
 from dataplane_admin.models.partitions import *  # noqa: F403
 from dataplane_admin.models.records import *  # noqa: F403
 from dataplane_admin.models.runs import *  # noqa: F403
+from dataplane_admin.models.samples import *  # noqa: F403
 from dataplane_admin.models.status import *  # noqa: F403
 from dataplane_admin.models.traces import *  # noqa: F403

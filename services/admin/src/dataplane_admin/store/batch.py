@@ -89,6 +89,50 @@ class LifecycleEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """Facts of a sample; None and empty are unknown.
+
+    Attributes:
+        run_id: ``rl.run_id``, empty if unknown.
+        sample: id as bytes, see `texts.bytes_of_id`.
+        time_ns: time of the record, nanoseconds since 1970. Later facts replace earlier ones.
+        step: step that trains or trained on it.
+        group: its group of samples of one prompt.
+        reward: reward, unscaled.
+        advantage: advantage.
+        length: tokens of its response.
+        truncated: whether the response was truncated.
+        first_version: oldest version of the weights that generated it.
+        last_version: newest version, as ``first_version``.
+        state: for example ``generated``, ``trained`` or ``dropped``.
+    """
+
+    run_id: str
+    sample: bytes
+    time_ns: int
+    step: int | None = None
+    group: str = ""
+    reward: float | None = None
+    advantage: float | None = None
+    length: int | None = None
+    truncated: bool | None = None
+    first_version: int | None = None
+    last_version: int | None = None
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """Turns and tokens of a sample as JSON; the other attributes as `SampleFacts`."""
+
+    run_id: str
+    sample: bytes
+    step: int | None
+    time_ns: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SeriesPoint:
     """One data point of a metric series.
 
@@ -136,6 +180,7 @@ class Batch:
         chunks: spans.
         events: lifecycle events.
         series: points of metrics.
+        samples: facts and text of samples.
         audit: entries of the audit log.
         tags: run ids with the tags that replace those of the run.
         changes: functions that read and change further tables in the transaction, and return
@@ -149,6 +194,7 @@ class Batch:
     chunks: tuple[Chunk, ...] = ()
     events: tuple[LifecycleEvent, ...] = ()
     series: tuple[SeriesPoint, ...] = ()
+    samples: tuple[SampleFacts | SampleText, ...] = ()
     audit: tuple[AuditEntry, ...] = ()
     tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
     changes: tuple[Callable[[Work], bool], ...] = ()
@@ -159,7 +205,8 @@ class Batch:
     @property
     def is_empty(self) -> bool:
         """True if the batch has nothing to store."""
-        return not (self.chunks or self.events or self.series or self.audit or self.tags)
+        held = (self.chunks, self.events, self.series, self.samples, self.audit, self.tags)
+        return not any(held)
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +218,10 @@ class Batch:
                 for event in self.events
             )
             + 500 * len(self.series)
+            + sum(
+                500 + (len(each.text) if isinstance(each, SampleText) else 0)
+                for each in self.samples
+            )
         )
 
 

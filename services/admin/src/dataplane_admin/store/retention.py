@@ -13,6 +13,7 @@ from sqlalchemy import delete, exists, select
 
 from dataplane_admin.store.apply_curves import drop_curves
 from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
+from dataplane_admin.store.apply_samples import drop_samples, drop_texts
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.tables import (
@@ -24,7 +25,9 @@ from dataplane_admin.store.tables import (
     OpenWaitModel,
     PlaceModel,
     RunModel,
+    SampleFactModel,
     SampleModel,
+    SampleTextModel,
     SeriesModel,
     SpanModel,
     TraceModel,
@@ -34,6 +37,7 @@ from dataplane_admin.store.work import State, Work, in_groups
 _TRACES_A_STEP = 16
 _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
+_FACTS_A_STEP = 512
 _CURVES_A_STEP = 1
 _PAGES_A_STEP = 512
 _RUNS_A_STEP = 16
@@ -50,10 +54,12 @@ class Retention:
         max_bytes: maximum size, beyond which the oldest records are deleted; None for no limit. It
             counts the used part of the SQLite file and its write-ahead log; in PostgreSQL the
             written records without the overhead of tables.
+        max_text_age_s: as ``max_age_s``, of turns and tokens of samples.
     """
 
     max_age_s: float | None = 7 * 86_400.0
     max_bytes: int | None = 2 << 30
+    max_text_age_s: float | None = 86_400.0
 
     def __post_init__(self) -> None:
         """Check the limits.
@@ -61,7 +67,7 @@ class Retention:
         Raises:
             ValueError: a limit is not above 0.
         """
-        for name in ("max_age_s", "max_bytes"):
+        for name in ("max_age_s", "max_bytes", "max_text_age_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: expected more than 0, or None for no limit")
@@ -82,7 +88,8 @@ class Sweeper:
             self._database.lock(connection)
             work = Work.begin(connection, is_sqlite=self._database.is_sqlite)
             before_ns = self._too_old(work, log_bytes)
-            gone = bool(_drop_oldest(work, before_ns)) or _drop_rest(work, before_ns)
+            gone = bool(_drop_texts(work, self._retention.max_text_age_s))
+            gone |= bool(_drop_oldest(work, before_ns)) or _drop_rest(work, before_ns)
             if gone:
                 work.state.save(connection, changed=True)
         return self._database.shrink(_PAGES_A_STEP) or gone
@@ -116,7 +123,8 @@ def _oldest_ns(work: Work) -> int | None:
     traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
     events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
     curves = select(CurveModel.updated_ns).order_by(CurveModel.updated_ns).limit(_CURVES_A_STEP)
-    queries = (traces, events, curves)
+    facts = select(SampleFactModel.received_ns).order_by(SampleFactModel.id).limit(_FACTS_A_STEP)
+    queries = (traces, events, curves, facts)
     columns = [work.connection.execute(query).scalars().all() for query in queries]
     return min((max(query) for query in columns if query), default=None)
 
@@ -148,7 +156,32 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
         .limit(_CURVES_A_STEP)
     ).all()
     drop_curves(work, curves)
-    return len(traces) + len(curves) + _drop_events(work, before_ns)
+    facts = [
+        row.id
+        for row in work.connection.execute(
+            select(SampleFactModel.id, SampleFactModel.received_ns)
+            .order_by(SampleFactModel.id)
+            .limit(_FACTS_A_STEP)
+        )
+        if row.received_ns < before_ns
+    ]
+    drop_samples(work, facts)
+    return len(traces) + len(curves) + len(facts) + _drop_events(work, before_ns)
+
+
+def _drop_texts(work: Work, max_age_s: float | None) -> int:
+    """Delete some texts of samples that are too old; return how many."""
+    if max_age_s is None:
+        return 0
+    before_ns = time.time_ns() - int(max_age_s * 1e9)
+    chosen = (
+        select(SampleTextModel.id)
+        .where(SampleTextModel.received_ns < before_ns)
+        .limit(_FACTS_A_STEP)
+    )
+    ids = work.connection.scalars(chosen).all()
+    drop_texts(work, ids)
+    return len(ids)
 
 
 def _drop_events(work: Work, before_ns: int) -> int:

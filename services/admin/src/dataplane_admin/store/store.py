@@ -37,6 +37,11 @@ from dataplane_admin.store.read_events import (
     read_samples,
 )
 from dataplane_admin.store.read_runs import read_run, read_runs
+from dataplane_admin.store.read_samples import (
+    read_group,
+    read_sample_facts,
+    read_sample_text,
+)
 from dataplane_admin.store.read_series import read_audit, read_dropped_spans, read_series
 from dataplane_admin.store.read_staleness import read_staleness, read_trace_staleness
 from dataplane_admin.store.read_traces import (
@@ -172,6 +177,9 @@ class Store:
     linked = _bound(read_linked)
     sample_records = _bound(read_sample_records)
     find_samples = _bound(read_samples)
+    sample_facts = _bound(read_sample_facts)
+    group = _bound(read_group)
+    sample_text = _bound(read_sample_text)
     wait_records = _bound(read_wait_records)
     newest_claims = _bound(read_newest_claims)
     claimants = _bound(read_claimants)

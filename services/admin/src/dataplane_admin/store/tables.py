@@ -239,6 +239,50 @@ class EventSampleModel(Base):
     event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
+class SampleFactModel(Base):
+    """Facts of a sample, see `batch.SampleFacts`; ``digest`` is one of run and sample id.
+
+    ``time_ns`` is the time of the newest facts; ``id`` grows with the first arrival.
+    """
+
+    __tablename__ = "sample_facts"
+    __table_args__ = (
+        Index(None, "digest", unique=True),
+        Index(None, "run_id", "group_id"),
+        Index(None, "run_id", "step"),
+        Index(None, "reward", "id"),
+        Index(None, "advantage", "id"),
+        Index(None, "length", "id"),
+    )
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    digest: Mapped[bytes]
+    run_id: Mapped[str]
+    sample: Mapped[bytes]
+    group_id: Mapped[str]
+    step: Mapped[int | None]
+    reward: Mapped[float | None]
+    advantage: Mapped[float | None]
+    length: Mapped[int | None]
+    truncated: Mapped[bool | None]
+    first_version: Mapped[int | None]
+    last_version: Mapped[int | None]
+    state: Mapped[str]
+    time_ns: Mapped[int]
+    received_ns: Mapped[int]
+
+
+class SampleTextModel(Base):
+    """Turns and tokens of a sample, JSON compressed by zlib; ``id`` is that of its facts."""
+
+    __tablename__ = "sample_texts"
+    __table_args__ = (Index(None, "received_ns"),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    received_ns: Mapped[int]
+    blob: Mapped[bytes]
+
+
 class OpenWaitModel(Base):
     """An open wait; ``process_id`` is the identity of the blocked process.
 

@@ -1,0 +1,115 @@
+"""Facts of samples, such as reward and advantage, and their text, as OpenTelemetry log records.
+
+docs/telemetry.md lists them. The body of a record is JSON: columns of facts of up to 4,096 samples,
+or the turns and tokens of one sample. Services drop the text unless they are configured to keep it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from opentelemetry import context as otel_context
+from opentelemetry._logs import SeverityNumber, get_logger_provider
+from opentelemetry.util.types import AnyValue
+
+from dataplane_core import telemetry
+
+FACTS = "rl.samples"
+TEXT = "rl.sample.text"
+MAX_SAMPLES = 4096
+"""Maximum number of samples in one record of facts."""
+MAX_TOKENS = 4096
+"""Maximum number of recorded tokens of a sample."""
+MAX_CONTENT = 32_768
+"""Maximum characters of a recorded turn."""
+
+_SCOPE = "rl-dataplane"
+
+
+def record_samples(
+    sample_ids: Sequence[str],
+    columns: Mapping[str, Sequence[object]],
+    *,
+    run_id: str | None = None,
+    step: int | None = None,
+) -> None:
+    """Record facts of samples; without an SDK in this process, do nothing.
+
+    Facts that are recorded again replace earlier ones; facts that are not keep theirs.
+
+    Args:
+        sample_ids: ids of the samples.
+        columns: name to one value per sample: ``group`` (text), ``reward``, ``advantage``,
+            ``length`` (response tokens), ``truncated``, ``first_version`` and ``last_version`` of
+            the weights that generated it, ``state`` (text). None is an unknown value.
+        run_id: id of the run; None if the context or the process's resource has it.
+        step: number of the step; None for that of the context.
+
+    Raises:
+        ValueError: a column has another number of values than there are samples.
+    """
+    for name, column in columns.items():
+        if len(column) != len(sample_ids):
+            raise ValueError(
+                f"column '{name}' has {len(column)} values; expected {len(sample_ids)}, "
+                "one per sample"
+            )
+    for start in range(0, len(sample_ids), MAX_SAMPLES):
+        rows = slice(start, start + MAX_SAMPLES)
+        body = {name: [_finite(value) for value in held[rows]] for name, held in columns.items()}
+        _emit(FACTS, {"ids": list(sample_ids[rows]), **body}, run_id, step)
+
+
+def record_sample_text(
+    sample_id: str,
+    *,
+    turns: Sequence[Mapping[str, str]] = (),
+    tokens: Mapping[str, Sequence[object]] | None = None,
+    run_id: str | None = None,
+    step: int | None = None,
+) -> None:
+    """Record the conversation and the tokens of a sample; without an SDK, do nothing.
+
+    Args:
+        sample_id: id of the sample.
+        turns: ``role`` and ``content`` of each message.
+        tokens: name to one value per token: ``text``, ``generator`` and ``trainer``
+            (log-probabilities), ``mask`` (whether it is trained on), ``version`` (of the weights
+            that generated it). The first 4,096 tokens are recorded.
+        run_id: as in `record_samples`.
+        step: as in `record_samples`.
+    """
+    kept = {
+        name: [_finite(value) for value in column[:MAX_TOKENS]]
+        for name, column in (tokens or {}).items()
+    }
+    messages = [{key: str(text)[:MAX_CONTENT] for key, text in turn.items()} for turn in turns]
+    _emit(TEXT, {"id": sample_id, "turns": messages, "tokens": kept}, run_id, step)
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _emit(name: str, body: object, run_id: str | None, step: int | None) -> None:
+    logger = get_logger_provider().get_logger(_SCOPE)
+    current = otel_context.get_current()
+    severity = SeverityNumber.INFO
+    if not logger.enabled(context=current, severity_number=severity, event_name=name):
+        return
+    attributes: dict[str, AnyValue] = dict(telemetry.step_facts(current))
+    given = {telemetry.RUN_ID: run_id, telemetry.STEP: step}
+    attributes |= {key: value for key, value in given.items() if value is not None}
+    time_ns = time.time_ns()
+    logger.emit(
+        event_name=name,
+        timestamp=time_ns,
+        observed_timestamp=time_ns,
+        severity_number=severity,
+        context=current,
+        attributes=attributes,
+        body=json.dumps(body),
+    )

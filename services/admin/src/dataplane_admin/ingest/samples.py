@@ -1,0 +1,133 @@
+"""Decoding of facts and text of samples, see `observability.record_samples`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any  # Any: JSON
+
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
+
+from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.store.batch import SampleFacts, SampleText
+from dataplane_admin.store.chunk import MAX_INT
+from dataplane_admin.store.texts import bytes_of_id, storable
+from observability.samples import FACTS, MAX_CONTENT, MAX_TOKENS, TEXT
+from observability.views import attributes
+
+NAMES = (FACTS, TEXT)
+_INTEGERS = ("length", "first_version", "last_version")
+_MAX_TURNS = 200
+_MAX_TOKEN = 200
+_TOKEN_COLUMNS = ("text", "generator", "trainer", "mask", "version")
+
+
+class InvalidSamples(Exception):
+    """A record that is not as documented; the text is the reason."""
+
+
+def samples_of(
+    record: LogRecord, of_record: Mapping[str, Any], limits: Limits, now_ns: int
+) -> tuple[SampleFacts | SampleText, ...]:
+    """Return the facts, or the text, of a record.
+
+    Args:
+        record: the record; its body is JSON.
+        of_record: its attributes.
+        limits: limits of a request.
+        now_ns: the time of records that report none.
+
+    Raises:
+        InvalidSamples: the body is not as documented.
+    """
+    try:
+        body = json.loads(record.body.string_value)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise InvalidSamples("the body is not a JSON object")
+    time_ns = min(record.time_unix_nano or record.observed_time_unix_nano or now_ns, MAX_INT)
+    run_id = attributes.text(of_record, "rl.run_id")
+    step = _integer(of_record.get("rl.step"))
+    if record.event_name == TEXT:
+        [sample] = _ids([body.get("id")], limits)
+        version = _integer(of_record.get("rl.weight_version"))
+        text = {"turns": _turns(body), "tokens": _tokens(body), "trainer_version": version}
+        return (SampleText(run_id, sample, step, time_ns, json.dumps(text)),)
+    ids = _ids(body.get("ids"), limits)
+    columns = {name: column for name, column in body.items() if name != "ids"}
+    for name, column in columns.items():
+        if not isinstance(column, list) or len(column) != len(ids):
+            raise InvalidSamples("a column has another number of values than there are samples")
+    rows = []
+    for place, sample in enumerate(ids):
+        facts = {name: column[place] for name, column in columns.items()}
+        numbers = {name: _integer(facts.get(name)) for name in _INTEGERS}
+        truncated = facts.get("truncated")
+        rows.append(
+            SampleFacts(
+                run_id=run_id,
+                sample=sample,
+                time_ns=time_ns,
+                step=step,
+                group=_text(facts.get("group")),
+                reward=_number(facts.get("reward")),
+                advantage=_number(facts.get("advantage")),
+                truncated=truncated if isinstance(truncated, bool) else None,
+                state=_text(facts.get("state")),
+                **numbers,
+            )
+        )
+    return tuple(rows)
+
+
+def _ids(given: object, limits: Limits) -> list[bytes]:
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise InvalidSamples("the ids are not a list of texts")
+    if len(given) > limits.ids:
+        raise InvalidSamples(f"the record has more than {limits.ids} samples")
+    ids = [bytes_of_id(each) for each in given]
+    if ids and max(map(len, ids)) > limits.id_bytes:
+        raise InvalidSamples(f"a sample id is longer than {limits.id_bytes} bytes")
+    return ids
+
+
+def _turns(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    turns = body.get("turns")
+    return [
+        {key: str(turn.get(key, ""))[:MAX_CONTENT] for key in ("role", "content")}
+        for turn in (turns if isinstance(turns, list) else [])[:_MAX_TURNS]
+        if isinstance(turn, dict)
+    ]
+
+
+def _tokens(body: Mapping[str, Any]) -> dict[str, list[Any]]:
+    tokens = body.get("tokens")
+    if not isinstance(tokens, dict) or not isinstance(tokens.get("text"), list):
+        return {}
+    texts = [str(text)[:_MAX_TOKEN] for text in tokens["text"][:MAX_TOKENS]]
+    columns: dict[str, list[Any]] = {"text": texts}
+    for name in _TOKEN_COLUMNS[1:]:
+        column = tokens.get(name)
+        column = column[: len(texts)] if isinstance(column, list) else []
+        read = _integer if name == "version" else _number
+        column = [read(value) for value in column]
+        columns[name] = column + [None] * (len(texts) - len(column))
+    return columns
+
+
+def _text(value: object) -> str:
+    return storable(value) if isinstance(value, str) else ""
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _integer(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if abs(value) <= MAX_INT else None

@@ -1,0 +1,111 @@
+"""Facts of samples, their conversation and their tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dataplane_admin.models.base import Model, Text
+
+SampleSort = Literal["newest", "step", "reward", "advantage", "length"]
+
+
+class SampleFacts(Model):
+    """Facts of a sample; None and empty are unknown."""
+
+    sample_id: Text
+    run_id: Text
+    group: Text
+    """Group of samples of one prompt."""
+    step: int | None
+    """Step that trains or trained on it."""
+    reward: float | None
+    advantage: float | None
+    length: int | None
+    """Tokens of its response."""
+    truncated: bool | None
+    first_version: int | None
+    """Oldest version of the weights that generated it."""
+    last_version: int | None
+    state: Text
+    """For example ``generated``, ``trained`` or ``dropped``."""
+    time_ns: int
+    """Time of its newest facts."""
+    has_text: bool
+    """Whether its text is stored."""
+
+
+class SampleFactsPage(Model):
+    """Facts of samples."""
+
+    samples: list[SampleFacts]
+    next: str | None
+    """The cursor of the next page; None if this is the last."""
+
+
+class SampleGroup(Model):
+    """The samples of one prompt, in the order of their ids."""
+
+    run_id: Text
+    group: Text
+    samples: list[SampleFacts]
+
+
+class Turn(Model):
+    """A message of a conversation."""
+
+    role: Text
+    content: Text
+
+
+class Token(Model):
+    """A token; None is unknown."""
+
+    text: Text
+    generator: float | None
+    """Log-probability by the generator."""
+    trainer: float | None
+    """Log-probability by the trainer."""
+    mask: float | None
+    """0 if it is not trained on."""
+    version: int | None
+    """Version of the weights that generated it."""
+
+    @property
+    def difference(self) -> float | None:
+        """The trainer's log-probability minus the generator's; None unless it is trained on."""
+        if self.trainer is None or self.generator is None or self.mask == 0:
+            return None
+        return self.trainer - self.generator
+
+
+class Cause(Model):
+    """A possible cause of a divergence."""
+
+    name: Text
+    likely: bool
+    """Whether the data supports it."""
+    evidence: Text
+
+
+class Divergence(Model):
+    """The first token at which trainer and generator differ by more than a threshold."""
+
+    place: int
+    """Its index."""
+    difference: float
+    beyond: int
+    """Number of tokens beyond the threshold."""
+    compared: int
+    """Number of compared tokens."""
+    causes: list[Cause]
+
+
+class SampleContent(Model):
+    """Conversation and tokens of a sample; empty if no text is stored."""
+
+    facts: SampleFacts
+    turns: list[Turn]
+    tokens: list[Token]
+    threshold: float
+    """In nats."""
+    divergence: Divergence | None

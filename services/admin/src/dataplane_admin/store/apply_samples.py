@@ -1,0 +1,136 @@
+"""Storage of facts and text of samples; of two facts the later one counts."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any  # Any: rows
+
+from sqlalchemy import delete, func, select
+
+from dataplane_admin.store.apply_runs import apply_runs
+from dataplane_admin.store.batch import Batch, SampleFacts, SampleText
+from dataplane_admin.store.tables import SampleFactModel, SampleTextModel
+from dataplane_admin.store.texts import storable
+from dataplane_admin.store.work import WANTED, Work, in_groups
+
+FACT_BYTES = 300
+"""Approximate bytes of the facts of a sample."""
+
+_STATES = ("trained", "dropped")
+"""Lifecycle events that are facts of their samples."""
+_MERGED = (
+    "step",
+    "reward",
+    "advantage",
+    "length",
+    "truncated",
+    "first_version",
+    "last_version",
+    "state",
+)
+_STORED = select(SampleFactModel.__table__).where(SampleFactModel.digest.in_(WANTED))
+
+
+def digest_of_sample(run_id: str, sample: bytes) -> bytes:
+    """Return the digest of a sample of a run."""
+    return hashlib.blake2b(storable(run_id).encode() + b"\0" + sample, digest_size=16).digest()
+
+
+def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
+    """Store facts and text of samples, also the facts that lifecycle events report."""
+    facts: dict[bytes, list[SampleFacts]] = {}
+    texts: dict[bytes, SampleText] = {}
+    for each in _reported(batches):
+        digest = digest_of_sample(each.run_id, each.sample)
+        if isinstance(each, SampleText):
+            texts[digest] = each
+            each = SampleFacts(each.run_id, each.sample, each.time_ns, step=each.step)
+        facts.setdefault(digest, []).append(each)
+    if not facts:
+        return
+    stored = {
+        row["digest"]: dict(row)
+        for group in in_groups(facts)
+        for row in work.connection.execute(_STORED, {"wanted": group}).mappings()
+    }
+    rows = {
+        digest: _merged(work, digest, of_sample, stored.get(digest))
+        for digest, of_sample in facts.items()
+    }
+    new = [row for digest, row in rows.items() if digest not in stored]
+    work.add(SampleFactModel, new)
+    changed = [row for digest, row in rows.items() if row != stored.get(digest, row)]
+    work.change(SampleFactModel, "id", changed)
+    work.state.nbytes += FACT_BYTES * len(new)
+    _apply_texts(work, {rows[digest]["id"]: text for digest, text in texts.items()})
+    given = [each for batch in batches for each in batch.samples]
+    apply_runs(work, ((storable(each.run_id), each.time_ns, each.time_ns) for each in given))
+
+
+def drop_samples(work: Work, ids: Sequence[int]) -> None:
+    """Delete facts with their text."""
+    drop_texts(work, ids)
+    for group in in_groups(ids):
+        work.connection.execute(delete(SampleFactModel).where(SampleFactModel.id.in_(group)))
+    work.state.nbytes -= FACT_BYTES * len(ids)
+
+
+def drop_texts(work: Work, ids: Iterable[int]) -> None:
+    """Delete the text of samples."""
+    for group in in_groups(ids):
+        size = select(func.sum(func.length(SampleTextModel.blob)))
+        chosen = SampleTextModel.id.in_(group)
+        work.state.nbytes -= int(work.connection.scalar(size.where(chosen)) or 0)
+        work.connection.execute(delete(SampleTextModel).where(chosen))
+
+
+def _reported(batches: Sequence[Batch]) -> Iterator[SampleFacts | SampleText]:
+    for batch in batches:
+        yield from batch.samples
+        for event in batch.events:
+            if event.name in _STATES:
+                for sample in event.sample_ids:
+                    yield SampleFacts(
+                        event.run_id, sample, event.time_ns, step=event.step, state=event.name
+                    )
+
+
+def _merged(
+    work: Work, digest: bytes, facts: Sequence[SampleFacts], before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the row of a sample: stored facts, then the new ones in the order of their times."""
+    first = facts[0]
+    row = before or {
+        "id": work.state.next_id(),
+        "digest": digest,
+        "run_id": storable(first.run_id),
+        "sample": first.sample,
+        "group_id": "",
+        **dict.fromkeys(_MERGED),
+        "state": "",
+        "time_ns": 0,
+        "received_ns": work.now_ns,
+    }
+    row = dict(row)
+    for each in sorted(facts, key=lambda each: each.time_ns):
+        is_later = each.time_ns >= row["time_ns"]
+        for name in (*_MERGED, "group_id"):
+            value = getattr(each, "group" if name == "group_id" else name)
+            if value not in (None, "") and (is_later or row[name] in (None, "")):
+                row[name] = value
+        row["time_ns"] = max(row["time_ns"], each.time_ns)
+    return row
+
+
+def _apply_texts(work: Work, texts: dict[int, SampleText]) -> None:
+    if not texts:
+        return
+    drop_texts(work, texts)
+    rows = [
+        {"id": key, "received_ns": work.now_ns, "blob": zlib.compress(text.text.encode(), 6)}
+        for key, text in texts.items()
+    ]
+    work.add(SampleTextModel, rows)
+    work.state.nbytes += sum(len(row["blob"]) for row in rows)

@@ -1,0 +1,132 @@
+"""Queries for facts and text of samples."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any  # Any: rows
+
+from sqlalchemy import and_, exists, or_, select
+
+from dataplane_admin.models import SampleFacts
+from dataplane_admin.store.apply_samples import digest_of_sample
+from dataplane_admin.store.reader import Reader
+from dataplane_admin.store.tables import SampleFactModel, SampleTextModel
+from dataplane_admin.store.texts import bytes_of_id, id_of_bytes, storable
+
+_MAX_GROUP = 1000
+_HAS_TEXT = exists().where(SampleTextModel.id == SampleFactModel.id).label("has_text")
+_FACTS = select(*SampleFactModel.__table__.columns, _HAS_TEXT)
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """What facts must match; None matches all. Bounds are included."""
+
+    run: str | None = None
+    step: int | None = None
+    group: str | None = None
+    state: str | None = None
+    truncated: bool | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+
+
+def read_sample_facts(
+    reader: Reader,
+    chosen: SampleFilter,
+    *,
+    sort: str = "newest",
+    ascending: bool = False,
+    after: tuple[float, int] | None = None,
+    limit: int = 50,
+) -> tuple[list[SampleFacts], tuple[float, int] | None]:
+    """Return a page of facts, and the place of the next page.
+
+    Args:
+        reader: reader of the store.
+        chosen: what the facts must match.
+        sort: ``newest`` or a numeric column; samples without the number are omitted.
+        ascending: whether the smallest comes first.
+        after: number and id of the last row of the previous page.
+        limit: maximum number of rows.
+    """
+    key = SampleFactModel.id
+    column: Any = key if sort == "newest" else getattr(SampleFactModel, sort)
+    query = _FACTS.where(*_conditions(chosen)).limit(limit + 1)
+    if sort != "newest":
+        query = query.where(column.is_not(None))
+    if after is not None:
+        value, last = after
+        number = last if sort == "newest" else value
+        beyond = column > number if ascending else column < number
+        further = key > last if ascending else key < last
+        query = query.where(or_(beyond, and_(column == number, further)))
+    for each in dict.fromkeys((column, key)):
+        query = query.order_by(each.asc() if ascending else each.desc())
+    with reader.connect() as connection:
+        rows = connection.execute(query).all()
+    facts = [_facts(row) for row in rows[:limit]]
+    if len(rows) <= limit:
+        return facts, None
+    bottom = rows[limit - 1]
+    return facts, (float(0 if sort == "newest" else getattr(bottom, sort)), bottom.id)
+
+
+def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
+    """Return the samples of a group, at most 1,000, in the order of their ids."""
+    query = _FACTS.where(
+        SampleFactModel.run_id == storable(run_id), SampleFactModel.group_id == storable(group)
+    )
+    with reader.connect() as connection:
+        rows = connection.execute(query.order_by(SampleFactModel.sample).limit(_MAX_GROUP)).all()
+    return [_facts(row) for row in rows]
+
+
+def read_sample_text(
+    reader: Reader, run_id: str | None, sample_id: str
+) -> tuple[SampleFacts | None, dict[str, Any] | None]:
+    """Return facts and text of a sample, the newest one if ``run_id`` is None."""
+    sample = bytes_of_id(sample_id)
+    query = _FACTS.add_columns(SampleTextModel.blob).outerjoin(
+        SampleTextModel, SampleTextModel.id == SampleFactModel.id
+    )
+    with reader.connect() as connection:
+        if run_id is None:
+            query = query.where(SampleFactModel.sample == sample)
+        else:
+            digest = digest_of_sample(run_id, sample)
+            query = query.where(SampleFactModel.digest == digest)
+        row = connection.execute(query.order_by(SampleFactModel.id.desc()).limit(1)).first()
+    if row is None:
+        return None, None
+    text = None if row.blob is None else json.loads(zlib.decompress(row.blob))
+    return _facts(row), text
+
+
+def _conditions(chosen: SampleFilter) -> list[Any]:
+    table = SampleFactModel
+    texts = (
+        (table.run_id, chosen.run),
+        (table.group_id, chosen.group),
+        (table.state, chosen.state),
+    )
+    conditions: list[Any] = [column == storable(text) for column, text in texts if text is not None]
+    if chosen.step is not None:
+        conditions.append(table.step == chosen.step)
+    if chosen.truncated is not None:
+        conditions.append(table.truncated.is_(chosen.truncated))
+    for column, low, high in (
+        (table.reward, chosen.min_reward, chosen.max_reward),
+        (table.length, chosen.min_length, chosen.max_length),
+    ):
+        conditions += [column >= low] if low is not None else []
+        conditions += [column <= high] if high is not None else []
+    return conditions
+
+
+def _facts(row: Any) -> SampleFacts:
+    return SampleFacts.of(row, sample_id=id_of_bytes(row.sample), group=row.group_id)
