@@ -200,6 +200,75 @@ def _history(service: AdminService) -> APIRouter:
         """Return the lifecycle of one sample."""
         return json_reply(service.sample(id, partition=partition))
 
+    @routes.get("/samples/facts", response_model=models.SampleFactsPage, responses=_KEPT)
+    def list_sample_facts(
+        request: Request,
+        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
+        group: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        state: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        truncated: bool | None = None,
+        min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+        max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+        min_length: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+        max_length: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+        sort: models.SampleSort = "newest",
+        ascending: bool = False,
+        cursor: Cursor = None,
+        limit: Limit = 50,
+    ) -> Response:
+        """List facts of samples, by default newest first.
+
+        Samples without the number to sort by are omitted.
+        """
+        return conditional_reply(
+            request,
+            service.revisions,
+            lambda: service.sample_facts(
+                run=run,
+                step=step,
+                group=group,
+                state=state,
+                truncated=truncated,
+                min_reward=min_reward,
+                max_reward=max_reward,
+                min_length=min_length,
+                max_length=max_length,
+                sort=sort,
+                ascending=ascending,
+                cursor=cursor,
+                limit=limit,
+            ),
+        )
+
+    @routes.get(
+        "/samples/group", response_model=models.SampleGroup, responses={**_KEPT, **problems(404)}
+    )
+    def get_sample_group(request: Request, run: Id, group: Id) -> Response:
+        """Return the samples of one prompt."""
+        return conditional_reply(request, service.revisions, lambda: service.group(run, group))
+
+    @routes.get(
+        "/sample/content",
+        response_model=models.SampleContent,
+        responses={**_KEPT, **problems(404)},
+    )
+    def get_sample_content(
+        request: Request,
+        id: Id,  # noqa: A002
+        run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
+        threshold: Annotated[float, Query(gt=0, le=1e3)] = 0.5,
+    ) -> Response:
+        """Return facts, conversation and tokens of a sample.
+
+        The first token whose log-probabilities differ by more than `threshold` nats is named.
+        """
+        return conditional_reply(
+            request,
+            service.revisions,
+            lambda: service.sample_content(id, run=run, threshold=threshold),
+        )
+
     @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
     def list_blocked_tasks(
         request: Request,

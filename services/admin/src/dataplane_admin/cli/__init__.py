@@ -198,6 +198,12 @@ def serve(
             callback=checked(_check_alert_rules),
         ),
     ] = None,
+    sample_text_days: Annotated[
+        float,
+        typer.Option(
+            min=0, max=_MAX_DAYS, help="Days to retain turns and tokens of samples; 0 for no limit."
+        ),
+    ] = 1.0,
     keep_sample_text: Annotated[
         bool,
         typer.Option(
@@ -254,7 +260,9 @@ def serve(
             root_path=root_path,
             allow_actions=allow_actions,
             retention=Retention(
-                max_age_s=retention_days * _DAY_S or None, max_bytes=retention_bytes or None
+                max_age_s=retention_days * _DAY_S or None,
+                max_bytes=retention_bytes or None,
+                max_text_age_s=sample_text_days * _DAY_S or None,
             ),
             ray_address=ray_address,
             poll_s=poll_s,

@@ -57,7 +57,7 @@ def samples_of(
         return (SampleText(run_id, sample, step, time_ns, json.dumps(text)),)
     ids = _ids(body.get("ids"), limits)
     columns = {name: column for name, column in body.items() if name != "ids"}
-    for name, column in columns.items():
+    for column in columns.values():
         if not isinstance(column, list) or len(column) != len(ids):
             raise InvalidSamples("a column has another number of values than there are samples")
     rows = []

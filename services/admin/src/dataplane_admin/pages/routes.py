@@ -22,9 +22,10 @@ from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
 from dataplane_admin.pages.run_page import run_page
 from dataplane_admin.pages.runs import compared_runs, run_list, seen_ago, tag_change
+from dataplane_admin.pages.samples import content_page, sample_list
 from dataplane_admin.pages.shell import Shell, next_page
 from dataplane_admin.pages.trace_page import trace_page
-from dataplane_admin.service import AdminService, Refused, ServiceError
+from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
 from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
 
@@ -129,9 +130,11 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
         params = Params(request.query_params)
         query = {name: params.text(name) for name in ("q", "tag", "value", "partition")}
         searched = bool(query["q"] or query["tag"])
-        hits, problem, status = None, "", 200
+        hits, listed, problem, status = None, None, "", 200
         try:
-            if searched:
+            if not searched:
+                listed = sample_list(service, params)
+            else:
                 hits = service.samples(
                     query["q"],
                     tag=query["tag"] or None,
@@ -148,6 +151,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
             **query,
             searched=searched,
             hits=hits,
+            listed=listed,
             problem=problem,
             partition_ids=_partition_ids(service),
             now_ns=time.time_ns(),
@@ -159,8 +163,24 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
     def sample(request: Request) -> Response:
         def make() -> Response:
             params = Params(request.query_params)
-            life = service.sample(params.required("id"), partition=params.maybe("partition"))
-            return shell.page(request, "sample.html.j2", view=life_page(life, time.time_ns()))
+            sample_id, text = params.required("id"), None
+            try:
+                content = service.sample_content(sample_id, run=params.maybe("run"))
+                text = content_page(content, params.text("color"))
+            except NotFound:
+                pass  # it has no facts; its lifecycle may be stored
+            life = service.sample(sample_id, partition=params.maybe("partition"))
+            view = life_page(life, time.time_ns())
+            return shell.page(request, "sample.html.j2", view=view, text=text)
+
+        return shell.answer(request, make)
+
+    @routes.get("/group")
+    def group(request: Request) -> Response:
+        def make() -> Response:
+            params = Params(request.query_params)
+            found = service.group(params.required("run"), params.required("group"))
+            return shell.page(request, "group.html.j2", group=found)
 
         return shell.answer(request, make)
 

@@ -24,6 +24,7 @@ _THEMES = frozenset({"light", "dark"})
 _SECTIONS = {
     "/partition": "/",
     "/sample": "/samples",
+    "/group": "/samples",
     "/run": "/runs",
     "/runs/compare": "/runs",
     "/trace": "/traces",

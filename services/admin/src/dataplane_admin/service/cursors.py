@@ -37,6 +37,22 @@ def read_sample_cursor(text: str | None) -> SampleCursor | None:
     return None if place is None else (place[0], place[1])
 
 
+def fact_cursor(place: tuple[float, int] | None) -> str | None:
+    """Return the cursor after a page of facts of samples, None after the last page."""
+    return None if place is None else _encoded("facts", repr(place[0]), place[1])
+
+
+def read_fact_cursor(text: str | None) -> tuple[float, int] | None:
+    """Return the place that a cursor encodes. Raises Refused."""
+    place = _decoded("facts", text, str, int)
+    if place is None:
+        return None
+    try:
+        return float(place[0]), place[1]
+    except ValueError:
+        raise Refused("cursor: found an invalid cursor; expected the 'next' of a page") from None
+
+
 def audit_cursor(entry_id: int) -> str:
     """Return the cursor after a page of the audit log."""
     return _encoded("audit", entry_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from typing import Any  # Any: filters
 
 from dataplane_admin import models
 from dataplane_admin.alerts import Watch
@@ -18,16 +19,20 @@ from dataplane_admin.service.actions import Actions
 from dataplane_admin.service.claims import Needs
 from dataplane_admin.service.cursors import (
     audit_cursor,
+    fact_cursor,
     read_audit_cursor,
+    read_fact_cursor,
     read_trace_cursor,
     trace_cursor,
 )
-from dataplane_admin.service.errors import Refused, Unavailable
+from dataplane_admin.service.errors import NotFound, Refused, Unavailable
 from dataplane_admin.service.health import Health
 from dataplane_admin.service.pace import Pace, paces
 from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
+from dataplane_admin.service.samples import THRESHOLD, content
 from dataplane_admin.settings import Settings
-from dataplane_admin.store import Store, TraceFilter
+from dataplane_admin.store import SampleFilter, Store, TraceFilter
+from observability.views import printable
 
 NAME = "dataplane-admin"
 
@@ -223,6 +228,40 @@ class AdminService:
         if partition is not None:
             _check_id("partition", partition)
         return lineage.life(self._store, self._live, sample_id, partition)
+
+    def sample_facts(
+        self,
+        *,
+        sort: models.SampleSort = "newest",
+        ascending: bool = False,
+        cursor: str | None = None,
+        limit: int = 50,
+        **chosen: Any,
+    ) -> models.SampleFactsPage:
+        """Return a page of facts of samples; ``chosen`` are those of `SampleFilter`."""
+        _check("limit", limit, 1, MAX_PAGE)
+        page, after = self._store.sample_facts(
+            SampleFilter(**chosen),
+            sort=sort,
+            ascending=ascending,
+            after=read_fact_cursor(cursor),
+            limit=limit,
+        )
+        return models.SampleFactsPage(samples=page, next=fact_cursor(after))
+
+    def group(self, run: str, group: str) -> models.SampleGroup:
+        """Return the samples of one prompt. Raises NotFound."""
+        found = self._store.group(run, group)
+        if not found:
+            raise NotFound(f"group '{printable(group[:100])}' does not exist in this run")
+        return models.SampleGroup(run_id=run, group=group, samples=found)
+
+    def sample_content(
+        self, sample_id: str, *, run: str | None = None, threshold: float = THRESHOLD
+    ) -> models.SampleContent:
+        """Return facts, conversation and tokens of a sample. Raises NotFound."""
+        _check_id("id", sample_id)
+        return content(self._store, run, sample_id, threshold)
 
     def why(self, *, run: str | None = None) -> list[models.Wait]:
         """Return blocked tasks, longest first, those of silent processes last.

@@ -3,6 +3,7 @@
 from dataplane_admin.store.batch import Batch, LifecycleEvent, SeriesPoint, WriteResult
 from dataplane_admin.store.chunk import Chunk
 from dataplane_admin.store.errors import QueueFull, StoreError, StoreUnavailable, WriteRefused
+from dataplane_admin.store.read_samples import SampleFilter
 from dataplane_admin.store.retention import Retention
 from dataplane_admin.store.rows import (
     ClaimRow,
@@ -23,6 +24,7 @@ __all__ = [
     "QueueFull",
     "Retention",
     "SampleCursor",
+    "SampleFilter",
     "SeriesPoint",
     "StepRow",
     "Store",

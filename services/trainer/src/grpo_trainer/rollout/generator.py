@@ -34,6 +34,7 @@ from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
 from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.refit.weight_sync import version_number
+from grpo_trainer.report.samples import record_generated
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.journal import FinishedGroup, Journal
 from grpo_trainer.rollout.prompts import Prompt
@@ -300,6 +301,7 @@ class Generator(RolloutActor):
                 claim=claim,
             )
         shaped = shape_rewards(carry, self._grpo)
+        record_generated(claim.sample_ids, carry, shaped.advantages, group_size=size)
         keep = torch.ones(claim.size, dtype=torch.bool)
         masked = 0
         if self._grpo.dynamic_sampling.enabled:

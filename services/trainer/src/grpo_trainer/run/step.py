@@ -24,6 +24,7 @@ from grpo_trainer.errors import DynamicSamplingError, GradientError, WorkerError
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.refit.weight_sync import RefitWeightSync
+from grpo_trainer.report.samples import LENGTHS, record_generated
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
@@ -291,11 +292,14 @@ class GRPOStep:
                 partition_id=TRAIN,
                 group_size=grpo.num_generations_per_prompt,
                 first_iter=first,
-                carry_keys=CARRY,
+                carry_keys=[*CARRY, LENGTHS],
                 carrier=inject(),
             )
         totals.add(meta.size, rollout, generation)
         shaped = shape_rewards(carry, grpo)
+        record_generated(
+            meta.sample_ids, carry, shaped.advantages, group_size=grpo.num_generations_per_prompt
+        )
         statistics = shaped.statistics
         meta.stamp_tags({"baseline": statistics.baseline, "std": statistics.std})
         columns = {

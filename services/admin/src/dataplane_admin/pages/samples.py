@@ -1,0 +1,200 @@
+"""Newest samples with filters, groups side by side, and tokens by color."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast, get_args
+
+from dataplane_admin import models
+from dataplane_admin.pages.learning import number
+from dataplane_admin.pages.links import Link, to
+from dataplane_admin.pages.params import Params
+from dataplane_admin.pages.runs import Column
+from dataplane_admin.pages.shell import next_page
+from dataplane_admin.service import AdminService, Refused
+from dataplane_admin.service.samples import THRESHOLD
+
+_FILTERS = (
+    "run",
+    "step",
+    "group",
+    "state",
+    "truncated",
+    "min_reward",
+    "max_reward",
+    "min_length",
+    "max_length",
+    "sort",
+    "order",
+)
+_SORTS: dict[models.SampleSort, str] = {
+    "step": "Step",
+    "reward": "Reward",
+    "advantage": "Advantage",
+    "length": "Length",
+}
+COLORS = {
+    "logprob": "Log-probability",
+    "difference": "Difference",
+    "mask": "Mask",
+    "version": "Weight version",
+}
+_LEGENDS = {
+    "logprob": (("c0", "above -0.1"), ("c1", "to -1"), ("c2", "to -3"), ("c3", "below -3")),
+    "difference": (("c0", "below 0.05"), ("c1", "to 0.2"), ("c2", "to 0.5"), ("c3", "above 0.5")),
+    "mask": (("v1", "trained on"), ("c0", "not trained on")),
+}
+_VERSION_COLORS = 6
+
+
+@dataclass(frozen=True)
+class SampleList:
+    """Content of the list: facts, the filters as in the address, and links."""
+
+    samples: Sequence[models.SampleFacts]
+    query: dict[str, str]
+    filtered: bool
+    columns: Sequence[Column]
+    next_url: Link | None
+    first_url: Link | None
+
+
+@dataclass(frozen=True)
+class TokenOnPage:
+    """A token with the class of its color and its numbers in words."""
+
+    text: str
+    color: str
+    facts: str
+    first: bool
+
+
+@dataclass(frozen=True)
+class ContentPage:
+    """Content of the section with conversation and tokens."""
+
+    content: models.SampleContent
+    tokens: Sequence[TokenOnPage]
+    color: str
+    colors: Sequence[tuple[str, str, Link]]
+    legend: Sequence[tuple[str, str]]
+    first_token: str
+
+
+def sample_list(service: AdminService, params: Params) -> SampleList:
+    """Return the list of samples.
+
+    Raises:
+        ServiceError: a parameter is invalid.
+    """
+    query = {name: params.text(name) for name in _FILTERS}
+    for name, known in (
+        ("truncated", ("yes", "no")),
+        ("sort", get_args(models.SampleSort)),
+        ("order", ("ascending",)),
+    ):
+        if query[name] and query[name] not in known:
+            raise Refused(f"{name} is '{query[name][:40]}'; expected one of {', '.join(known)}")
+    sort = cast("models.SampleSort", query["sort"] or "newest")
+    ascending = query["order"] == "ascending"
+    page = service.sample_facts(
+        run=params.maybe("run"),
+        step=params.integer("step"),
+        group=params.maybe("group"),
+        state=params.maybe("state"),
+        truncated={"yes": True, "no": False}.get(query["truncated"]),
+        min_reward=_signed(query, "min_reward"),
+        max_reward=_signed(query, "max_reward"),
+        min_length=params.integer("min_length"),
+        max_length=params.integer("max_length"),
+        sort=sort,
+        ascending=ascending,
+        cursor=params.maybe("cursor"),
+    )
+    columns = []
+    for name, title in _SORTS.items():
+        order = "ascending" if name == sort and not ascending else ""
+        url = to("/samples", **{**query, "sort": name, "order": order})
+        shown = ("ascending" if ascending else "descending") if name == sort else ""
+        columns.append(Column(title, url, shown))
+    return SampleList(
+        samples=page.samples,
+        query=query,
+        filtered=any(query[name] for name in _FILTERS if name not in ("sort", "order")),
+        columns=columns,
+        next_url=next_page("/samples", query, page.next),
+        first_url=to("/samples", **query) if params.text("cursor") else None,
+    )
+
+
+def content_page(content: models.SampleContent, color: str) -> ContentPage:
+    """Return the section of a sample with stored text; ``color`` is one of `COLORS`.
+
+    Raises:
+        Refused: the color is unknown.
+    """
+    color = color or "logprob"
+    if color not in COLORS:
+        raise Refused(f"color is '{color[:40]}'; expected one of {', '.join(COLORS)}")
+    facts, divergence = content.facts, content.divergence
+    first = None if divergence is None else divergence.place
+    versions = sorted({each.version for each in content.tokens if each.version is not None})
+    named = {version: f"v{place % _VERSION_COLORS}" for place, version in enumerate(versions)}
+    of_token: dict[str, Callable[[models.Token], str]] = {
+        "logprob": lambda each: _level(each.generator, (0.1, 1.0, 3.0)),
+        "difference": lambda each: _level(each.difference, (0.05, 0.2, THRESHOLD)),
+        "mask": lambda each: "v1" if each.mask else "c0",
+        "version": lambda each: "c0" if each.version is None else named[each.version],
+    }
+    by_version = [(named[version], f"weights {version}") for version in versions]
+    return ContentPage(
+        content=content,
+        tokens=[
+            TokenOnPage(each.text, of_token[color](each), _words(place, each), place == first)
+            for place, each in enumerate(content.tokens)
+        ],
+        color=color,
+        colors=[
+            (
+                name,
+                title,
+                Link(to("/sample", id=facts.sample_id, run=facts.run_id, color=name) + "#tokens"),
+            )
+            for name, title in COLORS.items()
+        ],
+        legend=by_version if color == "version" else _LEGENDS[color],
+        first_token="" if first is None else content.tokens[first].text,
+    )
+
+
+def _level(value: float | None, bounds: Sequence[float]) -> str:
+    """Return the class of a size: ``c0`` is the smallest."""
+    return "c0" if value is None else f"c{sum(abs(value) > bound for bound in bounds)}"
+
+
+def _words(place: int, token: models.Token) -> str:
+    parts = [f"token {place}"]
+    for name, value in (
+        ("generator", token.generator),
+        ("trainer", token.trainer),
+        ("difference", token.difference),
+    ):
+        if value is not None:
+            parts.append(f"{name} {number(value)}")
+    if token.mask is not None:
+        parts.append("trained on" if token.mask else "not trained on")
+    if token.version is not None:
+        parts.append(f"weights {token.version}")
+    return ", ".join(parts)
+
+
+def _signed(query: dict[str, str], name: str) -> float | None:
+    text = query[name].strip()
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = float("nan")
+    if value is not None and not abs(value) < 1e300:
+        raise Refused(f"{name} is '{text[:40]}'; expected a number")
+    return value

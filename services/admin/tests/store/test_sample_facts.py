@@ -1,0 +1,72 @@
+"""Facts and text of samples: stored, filtered, grouped, and text only on request."""
+
+import json
+
+import pytest
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def record(otlp, name, body, **facts):
+    data = otlp.log("x", **facts)
+    [item] = data.resource_logs[0].scope_logs[0].log_records
+    item.event_name, item.body.string_value = name, json.dumps(body)
+    return data
+
+
+def facts(otlp, **more):
+    columns = {
+        "group": ["g", "g", "h"],
+        "reward": [1.0, 0.0, None],
+        "truncated": [False, True, None],
+    }
+    return record(otlp, "rl.samples", {"ids": ["a", "b", HOSTILE], **columns}, **more)
+
+
+def text(otlp):
+    tokens = {"text": ["x", HOSTILE], "generator": [-0.1, -0.1], "trainer": [-0.1, -2.0]}
+    turns = [{"role": "user", "content": HOSTILE}]
+    return record(otlp, "rl.sample.text", {"id": "a", "turns": turns, "tokens": tokens})
+
+
+def ids(job, **query):
+    return [each["sample_id"] for each in job.get("samples/facts", **query)["samples"]]
+
+
+def test_facts_are_listed_newest_first_and_filtered(job, otlp):
+    job.send(facts(otlp, step=3))
+    assert ids(job) == [HOSTILE, "b", "a"]
+    assert ids(job, sort="reward") == ["a", "b"]
+    assert ids(job, min_reward=0.5, step=3) == ["a"]
+    assert ids(job, truncated=True) == ["b"]
+    assert [
+        each["sample_id"] for each in job.get("samples/group", run="run", group="g")["samples"]
+    ] == [
+        "a",
+        "b",
+    ]
+    first = job.get("samples/facts", limit=2)
+    assert ids(job, limit=2, cursor=first["next"]) == ["a"]
+    page = job.client.get("/samples").text
+    assert HOSTILE not in page
+    assert "&lt;img" in page
+
+
+def test_a_trained_event_sets_state_and_step_in_any_order(job, otlp):
+    job.send(otlp.log("trained", ["a"], at_s=2, step=5))
+    job.send(facts(otlp))
+    [sample] = job.get("samples/facts", group="g", min_reward=0.5)["samples"]
+    assert (sample["state"], sample["step"]) == ("trained", 5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_text_is_stored_only_on_request(job_of, otlp, keep):
+    with job_of(keep_sample_text=keep) as job:
+        job.send(facts(otlp), otlp.log("put", ["a"]), text(otlp))
+        content = job.get("sample/content", id="a", run="run")
+        assert len(content["tokens"]) == 2 * keep
+        page = job.client.get("/sample?id=a&run=run&color=difference").text
+        assert HOSTILE not in page
+        assert ("Weight version" in page) == keep
+        if keep:
+            assert content["divergence"]["place"] == 1
