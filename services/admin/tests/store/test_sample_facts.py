@@ -61,12 +61,12 @@ def test_a_trained_event_sets_state_and_step_in_any_order(job, otlp):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_text_is_stored_only_on_request(job_of, otlp, keep):
-    with job_of(keep_sample_text=keep) as job:
-        job.send(facts(otlp), otlp.log("put", ["a"]), text(otlp))
-        content = job.get("sample/content", id="a", run="run")
-        assert len(content["tokens"]) == 2 * keep
-        page = job.client.get("/sample?id=a&run=run&color=difference").text
-        assert HOSTILE not in page
-        assert ("Weight version" in page) == keep
-        if keep:
-            assert content["divergence"]["place"] == 1
+    job = job_of(keep_sample_text=keep)
+    job.send(facts(otlp), otlp.log("put", ["a"]), text(otlp))
+    content = job.get("sample/content", id="a", run="run")
+    assert len(content["tokens"]) == 2 * keep
+    page = job.client.get("/sample?id=a&run=run&color=difference").text
+    assert HOSTILE not in page
+    assert ("Weight version" in page) == keep
+    if keep:
+        assert content["divergence"]["place"] == 1
