@@ -16,7 +16,12 @@ from dataplane_admin.store.tables import SampleFactModel, SampleTextModel
 from dataplane_admin.store.texts import bytes_of_id, id_of_bytes, storable
 
 _MAX_GROUP = 1000
-_HAS_TEXT = exists().where(SampleTextModel.id == SampleFactModel.id).label("has_text")
+_HAS_TEXT = (
+    exists()
+    .where(SampleTextModel.id == SampleFactModel.id)
+    .correlate(SampleFactModel)
+    .label("has_text")
+)
 _FACTS = select(*SampleFactModel.__table__.columns, _HAS_TEXT)
 
 
