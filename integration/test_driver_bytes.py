@@ -127,6 +127,7 @@ def test_driver_moves_a_small_fraction_of_the_bulk_bytes(
             weight_sync=actors.weight_sync,
             prompts=PromptStream(prompts, seed=1, shuffle=True),
             run_id="test",
+            tokenizer=tokenizer,
         )
         step.run(0, StepReport())
     finally:

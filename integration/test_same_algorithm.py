@@ -92,6 +92,7 @@ def through_the_data_plane(
             weight_sync=actors.weight_sync,
             prompts=PromptStream(prompts, seed=config.run.seed, shuffle=True),
             run_id="test",
+            tokenizer=tokenizer,
         )
         report = StepReport()
         step.run(0, report)

@@ -400,6 +400,7 @@ class Steps:
             weight_sync=Refit(actors.weight_sync),
             prompts=PromptStream(self._inputs.training, seed=1, shuffle=True),
             run_id="bench",
+            tokenizer=self._inputs.tokenizer,
         )
         before = self._cpu_seconds()
         started = time.perf_counter()

@@ -17,7 +17,7 @@ from opentelemetry.util.types import AnyValue
 
 from dataplane_core import telemetry
 
-FACTS = "rl.samples"
+FACTS = "rl.sample.facts"
 TEXT = "rl.sample.text"
 MAX_SAMPLES = 4096
 """Maximum number of samples in one record of facts."""

@@ -20,7 +20,7 @@ def facts(otlp, **more):
         "reward": [1.0, 0.0, None],
         "truncated": [False, True, None],
     }
-    return record(otlp, "rl.samples", {"ids": ["a", "b", HOSTILE], **columns}, **more)
+    return record(otlp, "rl.sample.facts", {"ids": ["a", "b", HOSTILE], **columns}, **more)
 
 
 def text(otlp):

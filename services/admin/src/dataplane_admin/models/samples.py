@@ -27,11 +27,11 @@ class SampleFacts(Model):
     """Oldest version of the weights that generated it."""
     last_version: int | None
     state: Text
-    """For example ``generated``, ``trained`` or ``dropped``."""
+    """State, for example ``generated``, ``trained`` or ``dropped``."""
     time_ns: int
     """Time of its newest facts."""
     has_text: bool
-    """Whether its text is stored."""
+    """True if its text is stored."""
 
 
 class SampleFactsPage(Model):
@@ -83,7 +83,7 @@ class Cause(Model):
 
     name: Text
     likely: bool
-    """Whether the data supports it."""
+    """True if the data supports it."""
     evidence: Text
 
 
@@ -107,5 +107,5 @@ class SampleContent(Model):
     turns: list[Turn]
     tokens: list[Token]
     threshold: float
-    """In nats."""
+    """Threshold in nats."""
     divergence: Divergence | None

@@ -179,8 +179,8 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
     def group(request: Request) -> Response:
         def make() -> Response:
             params = Params(request.query_params)
-            found = service.group(params.required("run"), params.required("group"))
-            return shell.page(request, "group.html.j2", group=found)
+            shown = service.group(params.required("run"), params.required("group"))
+            return shell.page(request, "group.html.j2", group=shown)
 
         return shell.answer(request, make)
 

@@ -251,10 +251,10 @@ class AdminService:
 
     def group(self, run: str, group: str) -> models.SampleGroup:
         """Return the samples of one prompt. Raises NotFound."""
-        found = self._store.group(run, group)
-        if not found:
+        samples = self._store.group(run, group)
+        if not samples:
             raise NotFound(f"group '{printable(group[:100])}' does not exist in this run")
-        return models.SampleGroup(run_id=run, group=group, samples=found)
+        return models.SampleGroup(run_id=run, group=group, samples=samples)
 
     def sample_content(
         self, sample_id: str, *, run: str | None = None, threshold: float = THRESHOLD

@@ -128,9 +128,9 @@ def _apply_texts(work: Work, texts: dict[int, SampleText]) -> None:
     if not texts:
         return
     drop_texts(work, texts)
-    rows = [
-        {"id": key, "received_ns": work.now_ns, "blob": zlib.compress(text.text.encode(), 6)}
-        for key, text in texts.items()
-    ]
-    work.add(SampleTextModel, rows)
-    work.state.nbytes += sum(len(row["blob"]) for row in rows)
+    blobs = {key: zlib.compress(text.text.encode(), 6) for key, text in texts.items()}
+    work.add(
+        SampleTextModel,
+        [{"id": key, "received_ns": work.now_ns, "blob": blob} for key, blob in blobs.items()],
+    )
+    work.state.nbytes += sum(map(len, blobs.values()))

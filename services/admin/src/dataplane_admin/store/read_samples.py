@@ -27,7 +27,7 @@ _FACTS = select(*SampleFactModel.__table__.columns, _HAS_TEXT)
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """What facts must match; None matches all. Bounds are included."""
+    """Conditions on facts; None matches all. Bounds are included."""
 
     run: str | None = None
     step: int | None = None

@@ -21,10 +21,12 @@ class TelemetrySettings:
     Attributes:
         run_id: the run's id.
         endpoint: base URL of an OTLP/HTTP collector, or None for the ``OTEL_*`` variables.
+        records_texts: whether texts and tokens of samples are recorded.
     """
 
     run_id: str
     endpoint: str | None
+    records_texts: bool = False
 
     def start(self, service: str, instance: str | None = None) -> Telemetry:
         """Set up this process as an ``instance``, a rank for example, of ``service``."""
@@ -44,6 +46,7 @@ class RunActor:
     """Base of the run's actors."""
 
     _process_telemetry: Telemetry | None = None
+    _records_texts = False
 
     def node_address(self) -> str:
         """Return the address by which Ray knows this process's machine."""
@@ -53,6 +56,7 @@ class RunActor:
         self, settings: TelemetrySettings | None, service: str, instance: str | None = None
     ) -> None:
         if settings is not None:
+            self._records_texts = settings.records_texts
             self._process_telemetry = settings.start(service, instance)
 
     def shutdown_telemetry(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any  # Any: batches
 import torch
 import torch.distributed as dist
 
-from column_io import BatchedDataDict, read_columns
+from column_io import BatchedDataDict, read_columns, write_columns
 from dataplane_core import DP_TRAIN_FIELDS, KVBatchMeta, TagFilter, held_claim
 from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.policy.logprob_gap import LogprobGap
@@ -175,11 +175,13 @@ class StreamingPolicyWorker(PolicyWorker):
         """Add the gradient of the summed loss of a claim; return its sums, and those of tokens."""
         batch = read_columns(self._client, meta, STREAM_FIELDS, pad_value_dict=self._pad)
         totals = torch.zeros(len(_MEANS) + 1, device=self._device, dtype=torch.float64)
+        scores = []
         for micro in self._micro_batches(batch):
             with detail_span("micro_batch", "productive"):
-                sums, gap = self._stream_loss(micro)
+                sums, gap, logprobs = self._stream_loss(micro)
                 sums.loss.backward()  # type: ignore[no-untyped-call]
             part.gap = LogprobGap.total([part.gap, gap])
+            scores.append(logprobs)
             totals += torch.stack(
                 [
                     sums.loss.detach(),
@@ -190,10 +192,14 @@ class StreamingPolicyWorker(PolicyWorker):
                     sums.tokens,
                 ]
             )
+        if self._records_texts:
+            write_columns(self._client, meta, {PREV_LOGPROBS: torch.cat(scores).cpu()}, claim=meta)
         return totals
 
-    def _stream_loss(self, micro: BatchedDataDict[Any]) -> tuple[LossSums, LogprobGap]:
-        """Return the loss of stale samples: see `grpo_loss`.
+    def _stream_loss(
+        self, micro: BatchedDataDict[Any]
+    ) -> tuple[LossSums, LogprobGap, torch.Tensor]:
+        """Return the loss of stale samples, see `grpo_loss`, and the log-probabilities.
 
         With ``recompute_prev_logprobs`` the proximal policy is that of this optimizer step, so that
         its log-probabilities cost no further pass. Without, the update is clipped to the policy
@@ -222,4 +228,5 @@ class StreamingPolicyWorker(PolicyWorker):
             behavior_logprobs=drawn if decoupled else None,
             max_importance_ratio=self._grpo["asynchronous"]["max_importance_ratio"],
         )
-        return sums, LogprobGap.of(logprobs.detach(), drawn, micro["token_mask"] > 0)
+        logprobs = logprobs.detach()
+        return sums, LogprobGap.of(logprobs, drawn, micro["token_mask"] > 0), logprobs

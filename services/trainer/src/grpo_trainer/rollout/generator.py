@@ -30,11 +30,12 @@ from dataplane_core import (
 from dataplane_core.process import process_name
 from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane_core.telemetry import span, step_context
+from dataplane_core.tensors.columns import object_array
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
 from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.refit.weight_sync import version_number
-from grpo_trainer.report.samples import record_generated
+from grpo_trainer.rollout.sample_records import LENGTHS, record_generated
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.journal import FinishedGroup, Journal
 from grpo_trainer.rollout.prompts import Prompt
@@ -45,6 +46,7 @@ from grpo_trainer.samples.partition import (
     PROMPT,
     TRAIN,
     WEIGHT_VERSION,
+    WEIGHT_VERSIONS,
     position_of,
 )
 from grpo_trainer.samples.shaping import CARRY, ShapedRewards, shape_rewards
@@ -62,8 +64,6 @@ _OF_ROLLOUT = [
 
 _CLAIM_S = 2.0
 """Seconds that an idle generator waits for a prompt before it checks whether to stop."""
-
-_VERSIONS = "weight_versions"
 
 
 class RolloutActor(SyncRolloutActor, RunActor):
@@ -297,11 +297,14 @@ class Generator(RolloutActor):
                 partition_id=TRAIN,
                 group_size=size,
                 finish_generation=False,
-                carry_keys=[*CARRY, "response_token_lengths", _VERSIONS],
+                carry_keys=[*CARRY, LENGTHS, WEIGHT_VERSIONS],
                 claim=claim,
             )
         shaped = shape_rewards(carry, self._grpo)
-        record_generated(claim.sample_ids, carry, shaped.advantages, group_size=size)
+        versions = required_versions(carry, claim.sample_ids)
+        record_generated(
+            claim.sample_ids, carry, shaped.advantages, group_size=size, versions=versions
+        )
         keep = torch.ones(claim.size, dtype=torch.bool)
         masked = 0
         if self._grpo.dynamic_sampling.enabled:
@@ -310,10 +313,10 @@ class Generator(RolloutActor):
                 masked = int((~shaped.is_informative).sum())
             else:
                 keep = shaped.is_informative
-        self._put(claim, meta, carry, shaped, keep)
+        self._put(claim, meta, carry, shaped, keep, versions)
         filtered = [claim.sample_ids[row] for row in (~keep).nonzero()[:, 0].tolist()]
         generated = {
-            "tokens": int(carry["response_token_lengths"].sum()) - use.continued_tokens,
+            "tokens": int(carry[LENGTHS].sum()) - use.continued_tokens,
             "seconds": time.perf_counter() - started,
         }
         with self._lock:
@@ -380,13 +383,14 @@ class Generator(RolloutActor):
         carry: Mapping[str, Any],
         shaped: ShapedRewards,
         keep: torch.Tensor,
+        versions: Sequence[Sequence[WeightVersionSpan]],
     ) -> None:
         """Put the columns that make the rows of ``keep``, bool (n,), ready for training."""
         size = self._grpo.num_generations_per_prompt
         current = version_number(self._generation.weight_version())  # of a row without tokens
         oldest = [
             min((version_number(each["version"]) for each in spans), default=current)
-            for spans in required_versions(carry, claim.sample_ids)
+            for spans in versions
         ]
         rewards, lengths = carry["total_reward"].tolist(), meta.sequence_lengths or []
         informative = shaped.is_informative.tolist()
@@ -403,10 +407,16 @@ class Generator(RolloutActor):
         self._record(claim, tags, shaped, keep)
         rows = keep.nonzero()[:, 0].tolist()
         if rows:
+            columns: dict[str, Any] = {
+                "advantages": shaped.advantages[keep],
+                "sample_mask": shaped.sample_mask[keep],
+            }
+            if self._records_texts:
+                columns[WEIGHT_VERSIONS] = object_array([versions[row] for row in rows])
             self._dp_client.put_columns(
                 [claim.sample_ids[row] for row in rows],
                 TRAIN,
-                {"advantages": shaped.advantages[keep], "sample_mask": shaped.sample_mask[keep]},
+                columns,
                 [tags[row] for row in rows],
                 claim=claim,
                 acknowledge=True,
@@ -421,7 +431,7 @@ def required_versions(
     Raises:
         WorkerError: a row has none.
     """
-    versions = list(carry.get(_VERSIONS, [None] * len(sample_ids)))
+    versions = list(carry.get(WEIGHT_VERSIONS, [None] * len(sample_ids)))
     if None in versions:
         raise WorkerError(
             f"sample {sample_ids[versions.index(None)]!r}: the generation backend reported no "

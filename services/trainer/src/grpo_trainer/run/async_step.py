@@ -34,8 +34,9 @@ from grpo_trainer.samples.partition import (
     PROMPT,
     TRAIN,
     WEIGHT_VERSION,
+    WEIGHT_VERSIONS,
 )
-from grpo_trainer.samples.tasks import TRAIN_TASK
+from grpo_trainer.samples.tasks import PREV_LOGPROBS, TRAIN_TASK
 from observability import emit
 
 _DROP_EVERY_S = 1.0
@@ -115,6 +116,7 @@ class AsyncGRPOStep(GRPOStep):
                 learning_rate=rate,
                 meanwhile=self._tend,
             )
+        self._record_texts(trained.sample_ids, (PREV_LOGPROBS, WEIGHT_VERSIONS))
         with report.phase("clear", "overhead"):
             self._client.clear_samples(trained.sample_ids, TRAIN)
         self._fleet.collect()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any  # Any: transformers' tokenizers
 
 import torch
 
@@ -24,7 +25,7 @@ from grpo_trainer.errors import DynamicSamplingError, GradientError, WorkerError
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.refit.weight_sync import RefitWeightSync
-from grpo_trainer.report.samples import LENGTHS, record_generated
+from grpo_trainer.rollout.sample_records import LENGTHS, record_generated, record_texts
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
@@ -33,7 +34,7 @@ from grpo_trainer.run.processes import ROLLOUT
 from grpo_trainer.samples.advantages import mean_and_std
 from grpo_trainer.samples.partition import TRAIN, VALIDATION
 from grpo_trainer.samples.shaping import CARRY, shape_rewards
-from grpo_trainer.samples.tasks import stage_tasks
+from grpo_trainer.samples.tasks import PREV_LOGPROBS, stage_tasks
 from observability import emit
 
 _PASSED = 1 - 1e-6
@@ -124,6 +125,7 @@ class GRPOStep:
         weight_sync: RefitWeightSync,
         prompts: PromptStream,
         run_id: str,
+        tokenizer: Any,
     ) -> None:
         self._config = config
         self._calls = calls
@@ -132,6 +134,7 @@ class GRPOStep:
         self._weight_sync = weight_sync
         self._prompts = prompts
         self._run_id = run_id
+        self._tokenizer = tokenizer
 
     def run(self, step: int, report: StepReport) -> None:
         """Run the step that follows ``step`` completed ones, and fill ``report``.
@@ -189,8 +192,18 @@ class GRPOStep:
         report.metrics["samples"] = batch.meta.size
         if batch.meta.size:
             self._learn(batch, step, report)
+        scored = [PREV_LOGPROBS] if grpo.recompute_prev_logprobs else []
+        self._record_texts(batch.meta.sample_ids, scored)
         with report.phase("clear", "overhead"):
             self._client.clear_samples(batch.meta.sample_ids, TRAIN)
+
+    def _record_texts(self, sample_ids: Sequence[str], fields: Sequence[str]) -> None:
+        """Record conversation and tokens of as many of a step's samples as are configured."""
+        tracing = self._config.tracing
+        chosen = sample_ids[: tracing.sample_texts]
+        if tracing.enabled and chosen:
+            with span("record_texts", "overhead"):
+                record_texts(self._client, chosen, self._tokenizer, fields=fields)
 
     def _learn(self, batch: Batch, step: int, report: StepReport) -> None:
         grpo = self._config.grpo

@@ -71,7 +71,9 @@ def run_steps(
     history = list(state.history)
     run_id = f"{config.run.name}/{folder.name}"
     telemetry = (
-        TelemetrySettings(run_id, config.tracing.endpoint) if config.tracing.enabled else None
+        TelemetrySettings(run_id, config.tracing.endpoint, config.tracing.sample_texts > 0)
+        if config.tracing.enabled
+        else None
     )
     with ExitStack() as stack:
         if telemetry is not None:
@@ -100,6 +102,7 @@ def run_steps(
             "weight_sync": actors.weight_sync,
             "prompts": prompts,
             "run_id": run_id,
+            "tokenizer": inputs.tokenizer,
         }
         stepper = GRPOStep(config, **parts)
         if config.grpo.mode == "async":

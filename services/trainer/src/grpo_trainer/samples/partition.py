@@ -24,5 +24,8 @@ GENERATE_TASK = "generate"
 WEIGHT_VERSION = "weight_version"
 """Tag with the number of the weights that drew the oldest token of a sample's group."""
 
+WEIGHT_VERSIONS = "weight_versions"
+"""Field of asynchronous runs that record texts: the spans of weight versions of a response."""
+
 IS_FILLER = "is_filler"
 """Tag of an asynchronous run: whether a sample only fills a step, excluded from the loss."""

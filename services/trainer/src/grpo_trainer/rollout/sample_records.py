@@ -1,0 +1,123 @@
+"""Facts of generated samples, and the conversation and tokens of some of those that were trained.
+
+The admin service lists them; see docs/telemetry.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any  # Any: columns, and transformers' tokenizers
+
+import torch
+
+from column_io import read_columns
+from dataplane_core import DataPlaneClient, KVBatchMeta, MissingDataError
+from dataplane_core.telemetry import WEIGHT_VERSION, step_facts
+from grpo_trainer.refit.weight_sync import version_number
+from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSIONS
+from grpo_trainer.samples.tasks import PREV_LOGPROBS
+from observability import record_sample_text, record_samples
+from rollout_actor import WeightVersionSpan
+
+LENGTHS = "response_token_lengths"
+"""Column of a rollout with the number of tokens of each response."""
+
+_MASK, _GENERATED = "token_mask", "generation_logprobs"
+_FIELDS = (
+    "input_ids",
+    "input_lengths",
+    _MASK,
+    _GENERATED,
+    "turn_lengths",
+    "turn_roles",
+    "turn_contents",
+)
+
+
+def record_generated(
+    sample_ids: Sequence[str],
+    carry: Mapping[str, Any],
+    advantages: torch.Tensor,
+    *,
+    group_size: int,
+    versions: Sequence[Sequence[WeightVersionSpan]] | None = None,
+) -> None:
+    """Record facts of samples whose groups are adjacent; a group is named like its samples.
+
+    Without ``versions``, the current step's weights generated all.
+    """
+    columns: dict[str, Sequence[object]] = {
+        "group": [
+            sample_ids[row // group_size * group_size].rpartition("_g")[0]
+            for row in range(len(sample_ids))
+        ],
+        "reward": carry["total_reward"].tolist(),
+        "advantage": advantages.tolist(),
+        "truncated": carry["truncated"].tolist(),
+        "length": carry[LENGTHS].tolist(),
+        "state": ["generated"] * len(sample_ids),
+    }
+    if versions is not None:
+        numbers = [[version_number(each["version"]) for each in spans] for spans in versions]
+        columns["first_version"] = [min(each, default=None) for each in numbers]
+        columns["last_version"] = [max(each, default=None) for each in numbers]
+    elif (current := _current_version()) is not None:
+        columns["first_version"] = columns["last_version"] = [current] * len(sample_ids)
+    record_samples(sample_ids, columns)
+
+
+def record_texts(
+    client: DataPlaneClient, sample_ids: Sequence[str], tokenizer: Any, *, fields: Sequence[str]
+) -> None:
+    """Record conversation and tokens of samples in the store.
+
+    Samples that lack a column are left out, such as those that a resumed run restored.
+
+    Args:
+        client: client of the data plane.
+        sample_ids: samples of the partition "train".
+        tokenizer: the model's tokenizer.
+        fields: which of "prev_logprobs" and "weight_versions" the samples have. Without the second,
+            the current step's weights generated all.
+    """
+    for each, row in _rows(client, sample_ids, [*_FIELDS, *fields]):
+        length = int(row["input_lengths"])
+        mask = [bool(value) for value in row[_MASK][:length].tolist()]
+        places = [place for place, drawn in enumerate(mask) if drawn]
+        version: list[int | None] = [_current_version() if drawn else None for drawn in mask]
+        for span in row.get(WEIGHT_VERSIONS, ()):
+            for place in places[span["start"] : span["end"]]:
+                version[place] = version_number(span["version"])
+        generator = row[_GENERATED][:length].tolist()
+        tokens: dict[str, Sequence[object]] = {
+            "text": [tokenizer.decode([token]) for token in row["input_ids"][:length].tolist()],
+            # Only a token that was drawn has a log-probability of the generator.
+            "generator": [generator[place] if drawn else None for place, drawn in enumerate(mask)],
+            "mask": mask,
+            "version": version,
+        }
+        if PREV_LOGPROBS in fields:
+            # Nothing precedes the first token.
+            tokens["trainer"] = [None, *row[PREV_LOGPROBS][1:length].tolist()]
+        turns = [{"role": turn["role"], "content": turn["content"]} for turn in row["message_log"]]
+        record_sample_text(each, turns=turns, tokens=tokens)
+
+
+def _rows(
+    client: DataPlaneClient, sample_ids: Sequence[str], fields: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the columns of each sample that has all fields."""
+    try:
+        batch = read_columns(client, KVBatchMeta(TRAIN, None, list(sample_ids)), fields)
+    except MissingDataError:
+        if len(sample_ids) > 1:
+            for each in sample_ids:
+                yield from _rows(client, [each], fields)
+        return
+    for row, each in enumerate(sample_ids):
+        yield each, {name: column[row] for name, column in batch.items()}
+
+
+def _current_version() -> int | None:
+    version = step_facts().get(WEIGHT_VERSION)
+    return version if isinstance(version, int) else None
