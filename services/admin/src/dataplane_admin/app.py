@@ -83,7 +83,11 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     api.add_openapi(app)
     app.include_router(api.router(service, updates, allow_actions=settings.allow_actions))
     app.include_router(
-        ingest.router(store, settings.limits, keep_sample_text=settings.keep_sample_text)
+        ingest.router(
+            store,
+            settings.limits,
+            redaction=ingest.Redaction(settings.redact) if settings.keep_sample_text else None,
+        )
     )
     app.include_router(pages.router(service, settings))
     if settings.root_path and _is_own(app, settings.root_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from dataplane_admin.alerts import AlertRules, load_rules
@@ -45,7 +46,8 @@ class Settings:
             ``/api/traces/<id>`` is appended.
         alerts: rules and webhooks of alerts.
         alerts_every_s: seconds between evaluations of the rules.
-        keep_sample_text: whether attributes that quote samples are stored.
+        keep_sample_text: whether text of samples, and attributes that quote it, are stored.
+        redact: patterns whose matches are replaced in kept text.
 
     Raises:
         ValueError: an allowed host or origin, the root path, or a link URL is invalid.
@@ -69,6 +71,7 @@ class Settings:
     jaeger_url: str | None = None
     tempo_url: str | None = None
     keep_sample_text: bool = False
+    redact: tuple[re.Pattern[str], ...] = ()
     alerts: AlertRules = field(default_factory=load_rules)
     alerts_every_s: float = 10.0
 

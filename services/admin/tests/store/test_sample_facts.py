@@ -1,8 +1,12 @@
 """Facts and text of samples: stored, filtered, grouped, and text only on request."""
 
 import json
+import re
+import time
 
 import pytest
+
+from dataplane_admin import Retention
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -27,6 +31,37 @@ def text(otlp):
     tokens = {"text": ["x", HOSTILE], "generator": [-0.1, -0.1], "trainer": [-0.1, -2.0]}
     turns = [{"role": "user", "content": HOSTILE}]
     return record(otlp, "rl.sample.text", {"id": "a", "turns": turns, "tokens": tokens})
+
+
+def test_redacted_matches_are_not_stored(job_of, otlp):
+    job = job_of(keep_sample_text=True, redact=(re.compile(r"sk-\w+"),))
+    texts = ["my ", "key sk", "-", "abc", " end"]
+    turns = [{"role": "user", "content": "".join(texts)}]
+    body = {"id": "a", "turns": turns, "tokens": {"text": texts}}
+    spans = otlp.trace()
+    [root] = spans.resource_spans[0].scope_spans[0].spans
+    root.attributes.add(key="gen_ai.prompt").value.string_value = "sk-abc and sk-def"
+    job.send(record(otlp, "rl.sample.text", body), spans)
+    content = job.get("sample/content", id="a", run="run")
+    assert content["turns"][0]["content"] == "my key [redacted] end"
+    shown = [token["text"] for token in content["tokens"]]
+    assert shown == ["my ", "[redacted]", "[redacted]", "[redacted]", " end"]
+    [trace] = job.get("traces")["traces"]
+    rows = json.dumps(job.get("trace", id=trace["trace_id"]))
+    assert "[redacted] and [redacted]" in rows
+    assert "sk-" not in rows
+
+
+def test_texts_are_deleted_before_facts(job_of, otlp, later):
+    job = job_of(keep_sample_text=True, retention=Retention(max_text_age_s=3_600))
+    job.send(facts(otlp), text(otlp))
+    assert job.get("sample/content", id="a", run="run")["tokens"]
+    later(3_700)
+    content, deadline = {"tokens": True}, time.monotonic() + 20
+    while content["tokens"]:  # retention runs while nothing is written
+        assert time.monotonic() < deadline
+        content = job.get("sample/content", id="a", run="run")
+    assert (content["facts"]["reward"], content["turns"], content["tokens"]) == (1.0, [], [])
 
 
 def ids(job, **query):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -85,6 +86,13 @@ def _check_alert_rules(path: Path) -> None:
     from dataplane_admin.alerts import load_rules
 
     load_rules(path)
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -207,9 +215,17 @@ def serve(
     keep_sample_text: Annotated[
         bool,
         typer.Option(
-            "--keep-sample-text", help="Also store attributes that quote prompts and completions."
+            "--keep-sample-text", help="Also store text of samples, and attributes that quote it."
         ),
     ] = False,
+    redact: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Regular expression whose matches are replaced in kept text. Repeatable.",
+            callback=checked(_check_pattern),
+        ),
+    ] = None,
     jaeger_url: Annotated[
         str | None,
         typer.Option(
@@ -270,6 +286,7 @@ def serve(
             silent_after_s=silent_after_s,
             alerts=load_rules(alert_rules),
             keep_sample_text=keep_sample_text,
+            redact=tuple(re.compile(pattern) for pattern in redact or []),
             jaeger_url=jaeger_url,
             tempo_url=tempo_url,
         )

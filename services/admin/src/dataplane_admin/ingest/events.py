@@ -18,7 +18,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
 
 from dataplane_admin.ingest.limits import Limits
-from dataplane_admin.ingest.samples import NAMES, InvalidSamples, samples_of
+from dataplane_admin.ingest.redaction import Redaction
+from dataplane_admin.ingest.samples import InvalidSamples, samples_of
 from dataplane_admin.ingest.values import cut, digest_of
 from dataplane_admin.store import Batch, LifecycleEvent
 from dataplane_admin.store.batch import RunChange, SampleFacts, SampleText, wait_digest
@@ -31,7 +32,7 @@ from observability.records import (
     process_and_run,
     sample_ids_of,
 )
-from observability.samples import TEXT
+from observability.samples import FACTS, TEXT
 from observability.views import attributes
 
 _RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] = {
@@ -58,7 +59,7 @@ class _Refused(Exception):
 
 
 def batch_of_logs(
-    request: LogsData, limits: Limits, now_ns: int, *, keep_sample_text: bool = False
+    request: LogsData, limits: Limits, now_ns: int, *, redaction: Redaction | None = None
 ) -> Batch:
     """Return the lifecycle events of a request as a batch.
 
@@ -66,7 +67,7 @@ def batch_of_logs(
         request: the decoded request; it is changed.
         limits: limits of a request.
         now_ns: the time of events that report none, in nanoseconds since 1970.
-        keep_sample_text: whether to store turns and tokens of samples.
+        redaction: applied to turns and tokens of samples; None removes them.
     """
     samples: list[SampleFacts | SampleText] = []
     events: list[LifecycleEvent] = []
@@ -78,10 +79,10 @@ def batch_of_logs(
         for scope_logs in resource_logs.scope_logs:
             frame = _Frame(resource_logs, scope_logs)
             for record in scope_logs.log_records:
-                if record.event_name in NAMES and (keep_sample_text or record.event_name != TEXT):
+                if record.event_name == FACTS or (record.event_name == TEXT and redaction):
                     of_record = event_of(record, process, run, only=_READ).attributes
                     try:
-                        samples += samples_of(record, of_record, limits, now_ns)
+                        samples += samples_of(record, of_record, limits, now_ns, redaction)
                     except InvalidSamples as reason:
                         refused.append(digest_of(record))
                         reasons[str(reason)] += 1

@@ -25,6 +25,7 @@ from dataplane_admin.ingest.events import batch_of_logs
 from dataplane_admin.ingest.limits import BODY_S, Limits
 from dataplane_admin.ingest.metrics import batch_of_metrics
 from dataplane_admin.ingest.otlp_json import NotOtlp, parse_json
+from dataplane_admin.ingest.redaction import Redaction
 from dataplane_admin.ingest.refusal import Refusal
 from dataplane_admin.ingest.sample_text import remove_sample_text
 from dataplane_admin.ingest.spans import batch_of_spans
@@ -47,16 +48,16 @@ _SUMMARY: dict[Kind, str] = {
 }
 
 
-def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> APIRouter:
+def router(store: Store, limits: Limits, *, redaction: Redaction | None = None) -> APIRouter:
     """Return the three routes, which write to ``store``.
 
     Args:
         store: store for the records.
         limits: limits of a request.
-        keep_sample_text: whether to store attributes that quote samples, see `sample_text`.
+        redaction: applied to kept text of samples; None keeps none, see `sample_text`.
     """
     routes = APIRouter(tags=["otlp"])
-    receiver = _Receiver(store, limits, keep_sample_text=keep_sample_text)
+    receiver = _Receiver(store, limits, redaction=redaction)
 
     def add(kind: Kind) -> None:
         async def receive(request: Request) -> Response:
@@ -79,8 +80,8 @@ def router(store: Store, limits: Limits, *, keep_sample_text: bool = False) -> A
 
 
 class _Receiver:
-    def __init__(self, store: Store, limits: Limits, *, keep_sample_text: bool) -> None:
-        self._keep_sample_text = keep_sample_text
+    def __init__(self, store: Store, limits: Limits, *, redaction: Redaction | None) -> None:
+        self._redaction = redaction
         self._store = store
         self._limits = limits
         self._intake = Intake(limits)
@@ -120,29 +121,32 @@ class _Receiver:
 
     def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
         plain = inflate(body, encoding, self._limits)
-        removes = not self._keep_sample_text
+        redaction = self._redaction
         try:
             if kind == "traces":
                 traces = TracesData()
                 changed = _parse(plain, traces, media_type)
                 changed |= join_steps(traces.resource_spans)
-                changed |= removes and remove_sample_text(traces)
+                changed |= (
+                    remove_sample_text(traces)
+                    if redaction is None
+                    else redaction.attributes(traces)
+                )
                 return batch_of_spans(traces, None if changed else plain, self._limits)
             if kind == "logs":
                 logs = LogsData()
                 _parse(plain, logs, media_type)
-                if removes:
+                if redaction is None:
                     remove_sample_text(logs)
-                return batch_of_logs(
-                    logs,
-                    self._limits,
-                    time.time_ns(),
-                    keep_sample_text=self._keep_sample_text,
-                )
+                else:
+                    redaction.attributes(logs)
+                return batch_of_logs(logs, self._limits, time.time_ns(), redaction=redaction)
             metrics = MetricsData()
             _parse(plain, metrics, media_type)
-            if removes:
+            if redaction is None:
                 remove_sample_text(metrics)
+            else:
+                redaction.attributes(metrics)
             return batch_of_metrics(metrics, self._limits)
         except (DecodeError, NotOtlp) as error:
             raise Refusal(

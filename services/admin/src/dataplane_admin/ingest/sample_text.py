@@ -171,7 +171,7 @@ class _Removal:
                     for span in scope_spans.spans:
                         changed |= self._remove_from_span(span)
             return changed
-        for record in _records(request):
+        for record in attributed(request):
             changed |= self._remove(record)
         return changed
 
@@ -231,9 +231,18 @@ class _Removal:
         return True
 
 
-def _records(request: LogsData | MetricsData) -> Iterator[Attributed]:
+def attributed(request: TracesData | LogsData | MetricsData) -> Iterator[Attributed]:
     """Yield everything with attributes, outermost first."""
-    if isinstance(request, LogsData):
+    if isinstance(request, TracesData):
+        for resource_spans in request.resource_spans:
+            yield resource_spans.resource
+            for scope_spans in resource_spans.scope_spans:
+                yield scope_spans.scope
+                for span in scope_spans.spans:
+                    yield span
+                    yield from span.events
+                    yield from span.links
+    elif isinstance(request, LogsData):
         for resource_logs in request.resource_logs:
             yield resource_logs.resource
             for scope_logs in resource_logs.scope_logs:

@@ -10,13 +10,13 @@ from typing import Any  # Any: JSON
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
 from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.redaction import Redaction
 from dataplane_admin.store.batch import SampleFacts, SampleText
 from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.texts import bytes_of_id, storable
-from observability.samples import FACTS, MAX_CONTENT, MAX_TOKENS, TEXT
+from observability.samples import MAX_CONTENT, MAX_TOKENS, TEXT
 from observability.views import attributes
 
-NAMES = (FACTS, TEXT)
 _INTEGERS = ("length", "first_version", "last_version")
 _MAX_TURNS = 200
 _MAX_TOKEN = 200
@@ -28,7 +28,11 @@ class InvalidSamples(Exception):
 
 
 def samples_of(
-    record: LogRecord, of_record: Mapping[str, Any], limits: Limits, now_ns: int
+    record: LogRecord,
+    of_record: Mapping[str, Any],
+    limits: Limits,
+    now_ns: int,
+    redaction: Redaction | None,
 ) -> tuple[SampleFacts | SampleText, ...]:
     """Return the facts, or the text, of a record.
 
@@ -37,6 +41,7 @@ def samples_of(
         of_record: its attributes.
         limits: limits of a request.
         now_ns: the time of records that report none.
+        redaction: applied to text.
 
     Raises:
         InvalidSamples: the body is not as documented.
@@ -53,7 +58,12 @@ def samples_of(
     if record.event_name == TEXT:
         [sample] = _ids([body.get("id")], limits)
         version = _integer(of_record.get("rl.weight_version"))
-        text = {"turns": _turns(body), "tokens": _tokens(body), "trainer_version": version}
+        redaction = redaction or Redaction()
+        text = {
+            "turns": _turns(body, redaction),
+            "tokens": _tokens(body, redaction),
+            "trainer_version": version,
+        }
         return (SampleText(run_id, sample, step, time_ns, json.dumps(text)),)
     ids = _ids(body.get("ids"), limits)
     columns = {name: column for name, column in body.items() if name != "ids"}
@@ -93,20 +103,20 @@ def _ids(given: object, limits: Limits) -> list[bytes]:
     return ids
 
 
-def _turns(body: Mapping[str, Any]) -> list[dict[str, str]]:
+def _turns(body: Mapping[str, Any], redaction: Redaction) -> list[dict[str, str]]:
     turns = body.get("turns")
     return [
-        {key: str(turn.get(key, ""))[:MAX_CONTENT] for key in ("role", "content")}
+        {key: redaction.text(str(turn.get(key, ""))[:MAX_CONTENT]) for key in ("role", "content")}
         for turn in (turns if isinstance(turns, list) else [])[:_MAX_TURNS]
         if isinstance(turn, dict)
     ]
 
 
-def _tokens(body: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _tokens(body: Mapping[str, Any], redaction: Redaction) -> dict[str, list[Any]]:
     tokens = body.get("tokens")
     if not isinstance(tokens, dict) or not isinstance(tokens.get("text"), list):
         return {}
-    texts = [str(text)[:_MAX_TOKEN] for text in tokens["text"][:MAX_TOKENS]]
+    texts = redaction.tokens([str(text)[:_MAX_TOKEN] for text in tokens["text"][:MAX_TOKENS]])
     columns: dict[str, list[Any]] = {"text": texts}
     for name in _TOKEN_COLUMNS[1:]:
         column = tokens.get(name)

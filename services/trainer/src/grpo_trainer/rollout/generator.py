@@ -35,11 +35,11 @@ from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
 from grpo_trainer.errors import WorkerError, first_line
 from grpo_trainer.refit.weight_sync import version_number
-from grpo_trainer.rollout.sample_records import LENGTHS, record_generated
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.journal import FinishedGroup, Journal
 from grpo_trainer.rollout.prompts import Prompt
 from grpo_trainer.rollout.remote_generation import JournalUse, StreamingGeneration
+from grpo_trainer.rollout.sample_records import LENGTHS, record_generated
 from grpo_trainer.samples.partition import (
     GENERATE_TASK,
     IS_FILLER,

@@ -25,10 +25,10 @@ from grpo_trainer.errors import DynamicSamplingError, GradientError, WorkerError
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.refit.weight_sync import RefitWeightSync
-from grpo_trainer.rollout.sample_records import LENGTHS, record_generated, record_texts
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
+from grpo_trainer.rollout.sample_records import LENGTHS, record_generated, record_texts
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import ROLLOUT
 from grpo_trainer.samples.advantages import mean_and_std
