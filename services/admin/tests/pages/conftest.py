@@ -1,5 +1,6 @@
 """Fixtures: pages of a service with a made-up run, in this process and in a real Chromium."""
 
+import json
 import shutil
 import sys
 import threading
@@ -41,6 +42,7 @@ class Site:
         settings = Settings(
             store_url=f"sqlite:///{folder}/admin.sqlite",
             jaeger_url="http://jaeger.example:16686",
+            keep_sample_text=True,
             allow_actions=True,
             poll_s=0.05,
             alerts=rules_in(folder, rule("logprob_gap", 0.1), rule("store_full", 0.99)),
@@ -126,6 +128,37 @@ def send_run(job, otlp):
     log("waiting", ago_s=0, since_ns=NOW_NS - 71 * 10**9, **waiting)
 
 
+def send_samples(job, otlp):
+    """Send facts of a group, and the text and tokens of its first sample."""
+    ids = [f"{HOSTILE}_g{number}" for number in range(8)]
+    columns = {
+        "group": [HOSTILE] * 8,
+        "reward": [number / 7 for number in range(8)],
+        "advantage": [number / 7 - 0.5 for number in range(8)],
+        "length": [100 + number for number in range(8)],
+        "truncated": [number == 7 for number in range(8)],
+        "first_version": [3] * 8,
+        "last_version": [3 + number % 2 for number in range(8)],
+        "state": ["generated"] * 8,
+    }
+    drawn = range(200)
+    tokens = {
+        "text": [f"{HOSTILE}\n" if place == 7 else f"w{place} " for place in drawn],
+        "generator": [None if place < 20 else -0.02 * (place % 200) for place in drawn],
+        "trainer": [-0.02 * (place % 200) - (place == 90) for place in drawn],
+        "mask": [place >= 20 for place in drawn],
+        "version": [None if place < 20 else 3 + place // 100 for place in drawn],
+    }
+    turns = [{"role": "user", "content": HOSTILE}, {"role": HOSTILE, "content": "w " * 200}]
+    for name, body in (
+        ("rl.sample.facts", {"ids": ids, **columns}),
+        ("rl.sample.text", {"id": ids[0], "turns": turns, "tokens": tokens}),
+    ):
+        request = otlp.log("", run=HOSTILE, body=json.dumps(body), step=7)
+        request.resource_logs[0].scope_logs[0].log_records[0].event_name = name
+        job.send(request)
+
+
 # Module scope: playwright runs an event loop in the test thread while it lives.
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, job_class, otlp):
@@ -133,6 +166,7 @@ def job(tmp_path_factory, job_class, otlp):
     with job_class(site.app) as job:
         job.site = site
         send_run(job, otlp)
+        send_samples(job, otlp)
         name = "replay-100k"
         site.until(lambda: job.get("status")["live"]["attached"])
         site.until(lambda: job.get("partition/matrix", id=name)["scanned"] == 100_000)

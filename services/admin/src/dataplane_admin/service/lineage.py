@@ -22,7 +22,10 @@ _MAX_PARTITIONS = 50
 def life(
     store: Store, live: Live | None, sample_id: str, partition: str | None
 ) -> models.SampleLife:
-    """Return the lifecycle and the current state of a sample. Raises NotFound."""
+    """Return the lifecycle and the current state of a sample.
+
+    Raises NotFound without events, state and facts.
+    """
     records = store.sample_records(sample_id, partition)
     try:
         hops = life_of(sample_id, records)
@@ -31,7 +34,7 @@ def life(
     labels = distinct_labels(hop.process for hop in hops)
     notes: list[str] = []
     now = _live_sample(live, sample_id, partition, notes)
-    if not hops and now is None:
+    if not hops and now is None and store.sample_text(None, sample_id)[0] is None:
         raise NotFound(_unknown(store, sample_id, partition, notes))
     return models.SampleLife(
         sample_id=sample_id,
