@@ -103,5 +103,6 @@ def test_text_is_stored_only_on_request(job_of, otlp, keep):
     page = job.client.get("/sample?id=a&run=run&color=difference").text
     assert HOSTILE not in page
     assert ("Weight version" in page) == keep
+    assert ids(job, text=True) == ["a"] * keep
     if keep:
         assert content["divergence"]["place"] == 1

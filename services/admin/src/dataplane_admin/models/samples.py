@@ -43,11 +43,13 @@ class SampleFactsPage(Model):
 
 
 class SampleGroup(Model):
-    """The samples of one prompt, in the order of their ids."""
+    """The samples of one prompt, in the order of their numbers."""
 
     run_id: Text
     group: Text
     samples: list[SampleFacts]
+    responses: list[Text | None]
+    """Last response of each sample; None unless its text is stored."""
 
 
 class Turn(Model):

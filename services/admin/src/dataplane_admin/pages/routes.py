@@ -22,7 +22,7 @@ from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
 from dataplane_admin.pages.run_page import run_page
 from dataplane_admin.pages.runs import compared_runs, run_list, seen_ago, tag_change
-from dataplane_admin.pages.samples import content_page, sample_list
+from dataplane_admin.pages.samples import content_page, members, sample_list
 from dataplane_admin.pages.shell import Shell, next_page
 from dataplane_admin.pages.trace_page import trace_page
 from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
@@ -180,7 +180,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
         def make() -> Response:
             params = Params(request.query_params)
             shown = service.group(params.required("run"), params.required("group"))
-            return shell.page(request, "group.html.j2", group=shown)
+            return shell.page(request, "group.html.j2", group=shown, members=members(shown))
 
         return shell.answer(request, make)
 

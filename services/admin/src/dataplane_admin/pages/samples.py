@@ -21,6 +21,7 @@ _FILTERS = (
     "group",
     "state",
     "truncated",
+    "text",
     "min_reward",
     "max_reward",
     "min_length",
@@ -34,6 +35,7 @@ _SORTS: dict[models.SampleSort, str] = {
     "advantage": "Advantage",
     "length": "Length",
 }
+_YES_NO = {"yes": True, "no": False}
 COLORS = {
     "logprob": "Log-probability",
     "difference": "Difference",
@@ -91,6 +93,7 @@ def sample_list(service: AdminService, params: Params) -> SampleList:
     query = {name: params.text(name) for name in _FILTERS}
     for name, known in (
         ("truncated", ("yes", "no")),
+        ("text", ("yes", "no")),
         ("sort", get_args(models.SampleSort)),
         ("order", ("ascending",)),
     ):
@@ -103,7 +106,8 @@ def sample_list(service: AdminService, params: Params) -> SampleList:
         step=params.integer("step"),
         group=params.maybe("group"),
         state=params.maybe("state"),
-        truncated={"yes": True, "no": False}.get(query["truncated"]),
+        truncated=_YES_NO.get(query["truncated"]),
+        text=_YES_NO.get(query["text"]),
         min_reward=_signed(query, "min_reward"),
         max_reward=_signed(query, "max_reward"),
         min_length=params.integer("min_length"),
@@ -126,6 +130,14 @@ def sample_list(service: AdminService, params: Params) -> SampleList:
         next_url=next_page("/samples", query, page.next),
         first_url=to("/samples", **query) if params.text("cursor") else None,
     )
+
+
+def members(group: models.SampleGroup) -> list[tuple[str, models.SampleFacts, str | None]]:
+    """Return short name, facts and last response of each sample of a group."""
+    return [
+        (sample.sample_id.removeprefix(group.group).lstrip("_-/") or sample.sample_id, sample, text)
+        for sample, text in zip(group.samples, group.responses, strict=True)
+    ]
 
 
 def content_page(content: models.SampleContent, color: str) -> ContentPage:

@@ -35,6 +35,15 @@ def content(
     )
 
 
+def last_response(store: Store, facts: models.SampleFacts) -> str | None:
+    """Return the last message of a sample that is a response; None if its text is not stored."""
+    if not facts.has_text:
+        return None
+    _, text = store.sample_text(facts.run_id, facts.sample_id)
+    turns = (text or {}).get("turns", [])
+    return next((turn["content"] for turn in reversed(turns) if turn["role"] == "assistant"), None)
+
+
 def _tokens(columns: dict[str, list[Any]]) -> list[models.Token]:
     names = list(columns)
     rows = zip(*columns.values(), strict=True)

@@ -29,7 +29,7 @@ from dataplane_admin.service.errors import NotFound, Refused, Unavailable
 from dataplane_admin.service.health import Health
 from dataplane_admin.service.pace import Pace, paces
 from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
-from dataplane_admin.service.samples import THRESHOLD, content
+from dataplane_admin.service.samples import THRESHOLD, content, last_response
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import SampleFilter, Store, TraceFilter
 from observability.views import printable
@@ -254,7 +254,14 @@ class AdminService:
         samples = self._store.group(run, group)
         if not samples:
             raise NotFound(f"group '{printable(group[:100])}' does not exist in this run")
-        return models.SampleGroup(run_id=run, group=group, samples=samples)
+        # g10 comes after g9.
+        samples.sort(key=lambda each: (len(each.sample_id), each.sample_id))
+        return models.SampleGroup(
+            run_id=run,
+            group=group,
+            samples=samples,
+            responses=[last_response(self._store, each) for each in samples],
+        )
 
     def sample_content(
         self, sample_id: str, *, run: str | None = None, threshold: float = THRESHOLD

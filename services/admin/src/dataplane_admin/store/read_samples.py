@@ -34,6 +34,7 @@ class SampleFilter:
     group: str | None = None
     state: str | None = None
     truncated: bool | None = None
+    text: bool | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     min_length: int | None = None
@@ -124,6 +125,9 @@ def _conditions(chosen: SampleFilter) -> list[Any]:
         conditions.append(table.step == chosen.step)
     if chosen.truncated is not None:
         conditions.append(table.truncated.is_(chosen.truncated))
+    if chosen.text is not None:
+        with_text = table.id.in_(select(SampleTextModel.id))
+        conditions.append(with_text if chosen.text else ~with_text)
     for column, low, high in (
         (table.reward, chosen.min_reward, chosen.max_reward),
         (table.length, chosen.min_length, chosen.max_length),
