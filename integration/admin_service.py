@@ -46,6 +46,7 @@ def admin(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     folder = tmp_path_factory.mktemp("admin")
     address = ray.get_runtime_context().gcs_address
     serve = [str(ADMIN), "serve", "--port", "0", "--ray-address", address, "--poll-s", "0.1"]
+    serve += ["--keep-sample-text"]
     with (folder / "log").open("wb") as log:
         service = subprocess.Popen(serve, cwd=folder, stdout=subprocess.PIPE, stderr=log)
         assert service.stdout is not None

@@ -23,6 +23,7 @@ from grpo_trainer import RunDisplay, train
 
 STEPS, PROMPTS, GROUP, GENERATORS = 4, 8, 4, 2
 SAMPLES = PROMPTS * GROUP
+TEXTS = 3
 PATIENCE_MS = 60_000
 KILLED_IN = 1
 """The step in which a generation worker is killed."""
@@ -133,6 +134,7 @@ def test_pages_follow_an_asynchronous_run(
             "policy.generation.simulated_latency": {"median_s": 0.2, "sigma": 0.5},
             "tracing.enabled": True,
             "tracing.endpoint": admin.url,
+            "tracing.sample_texts": TEXTS,
         },
     )
     train(config, display=watcher)
@@ -142,3 +144,40 @@ def test_pages_follow_an_asynchronous_run(
         link = watcher.overview.locator("#steps").get_by_role("link", name=str(step), exact=True)
         expect(link).to_be_visible()
     assert all(tab.evaluate("window.kept") for tab in tabs), "a page was reloaded"
+    check_samples(admin)
+
+
+def check_samples(admin: Admin) -> None:
+    """Check the facts of all samples, and the tokens of those whose text was recorded."""
+    trained = admin.until(lambda: _trained(admin, STEPS * SAMPLES))
+    # The facts that the killed generator had not exported are lost.
+    with_facts = [each for each in trained if each["length"] is not None]
+    assert len(with_facts) >= STEPS * SAMPLES / 2
+    for each in with_facts:
+        assert each["sample_id"].rpartition("_g")[0] == each["group"]
+        assert each["first_version"] <= each["last_version"] <= each["step"]
+    texts = admin.ask("samples/facts", text=True, limit=500)["samples"]
+    assert len(texts) == STEPS * TEXTS
+    for each in texts:
+        content = admin.ask("sample/content", id=each["sample_id"], run=each["run_id"])
+        drawn = [token for token in content["tokens"] if token["mask"]]
+        assert drawn
+        if each["length"] is None:
+            continue
+        assert len(drawn) == each["length"]
+        versions = {token["version"] for token in drawn}
+        assert (min(versions), max(versions)) == (each["first_version"], each["last_version"])
+        assert all(abs(token["generator"] - token["trainer"]) < 2 for token in drawn)
+        text = "".join(turn["content"] for turn in content["turns"])
+        assert "".join(token["text"] for token in content["tokens"]).replace("<eos>", "") == text
+
+
+def _trained(admin: Admin, count: int) -> Any:
+    """Return the samples that were trained, once they are ``count``."""
+    listed: list[Any] = []
+    page: dict[str, Any] = {"next": ""}
+    while page["next"] is not None:
+        cursor = {"cursor": page["next"]} if page["next"] else {}
+        page = admin.ask("samples/facts", state="trained", limit=500, **cursor)
+        listed += page["samples"]
+    return listed if len(listed) == count else None

@@ -23,6 +23,7 @@ from grpo_trainer import RunDisplay, train
 
 STEPS, PROMPTS, GROUP, RANKS = 3, 8, 8, 2
 SAMPLES = PROMPTS * GROUP
+TEXTS = 2
 INSPECTED = 2
 """The step during which the live data plane is inspected."""
 TASKS = {"prev_lp", "ref_lp", "train"}
@@ -100,6 +101,7 @@ def recorded(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFa
             "data_plane.transfer_queue_mirror": True,
             "tracing.enabled": True,
             "tracing.endpoint": admin.url,
+            "tracing.sample_texts": TEXTS,
         },
     )
     train(config, display=record, observer=record.observe)
@@ -207,6 +209,23 @@ def test_all_training_samples_have_zero_staleness(
     counts = admin.ask("staleness", run=traces[1]["run_id"])["counts"]
     assert set(counts) == {"0"}
     assert sum(counts.values()) == STEPS * SAMPLES
+
+
+def test_newest_samples_are_listed_without_a_search(
+    admin: Admin, recorded: RunRecord, page: Page
+) -> None:
+    page.goto("/samples?sort=reward&state=trained&text=yes")
+    rows = page.locator("#newest tbody tr")
+    expect(rows).to_have_count(STEPS * TEXTS)
+    rewards = [float(text) for text in rows.locator("td:nth-of-type(2)").all_inner_texts()]
+    assert rewards == sorted(rewards, reverse=True)
+    rows.first.get_by_role("link", name="group").click()
+    expect(page.locator(".group-samples article")).to_have_count(GROUP)
+    page.locator(".group-samples article").first.get_by_role("link").click()
+    page.get_by_role("link", name="Difference").click()
+    expect(page.locator(".tokens")).to_be_visible()
+    # The generator and the trainer compute the same: no token differs by more than rounding.
+    expect(page.locator(".tokens .tok:not(.c0)")).to_have_count(0)
 
 
 def test_nothing_is_blocked_after_the_run(admin: Admin, recorded: RunRecord) -> None:

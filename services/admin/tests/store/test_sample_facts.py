@@ -94,6 +94,18 @@ def test_a_trained_event_sets_state_and_step_in_any_order(job, otlp):
     assert (sample["state"], sample["step"]) == ("trained", 5)
 
 
+def test_late_records_of_other_processes_replace_nothing_newer(job_of, otlp):
+    job = job_of(keep_sample_text=True)
+    arriving = [facts(otlp, at_s=1), record(otlp, "rl.sample.text", {"id": "a"}, at_s=3, step=5)]
+    for request in (*arriving, otlp.log("trained", ["a"], at_s=2, step=5)):
+        job.send(request)
+    [sample] = job.get("samples/facts", min_reward=0.5)["samples"]
+    assert (sample["state"], sample["step"]) == ("trained", 5)
+    changed = record(otlp, "rl.sample.facts", {"ids": ["a"], "reward": [0.75]}, at_s=1.5)
+    job.send(changed, facts(otlp, at_s=1.2))
+    assert [each["reward"] for each in job.get("samples/facts", step=5)["samples"]] == [0.75]
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_text_is_stored_only_on_request(job_of, otlp, keep):
     job = job_of(keep_sample_text=keep)

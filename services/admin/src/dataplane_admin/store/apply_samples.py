@@ -28,7 +28,6 @@ _MERGED = (
     "truncated",
     "first_version",
     "last_version",
-    "state",
 )
 _STORED = select(SampleFactModel.__table__).where(SampleFactModel.digest.in_(WANTED))
 
@@ -100,7 +99,10 @@ def _reported(batches: Sequence[Batch]) -> Iterator[SampleFacts | SampleText]:
 def _merged(
     work: Work, digest: bytes, facts: Sequence[SampleFacts], before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the row of a sample: stored facts, then the new ones in the order of their times."""
+    """Return the row of a sample: stored facts, then the new ones in the order of their times.
+
+    The state has a time of its own, since other processes report it than the other facts.
+    """
     first = facts[0]
     row = before or {
         "id": work.state.next_id(),
@@ -110,17 +112,21 @@ def _merged(
         "group_id": "",
         **dict.fromkeys(_MERGED),
         "state": "",
+        "state_ns": 0,
         "time_ns": 0,
         "received_ns": work.now_ns,
     }
     row = dict(row)
     for each in sorted(facts, key=lambda each: each.time_ns):
         is_later = each.time_ns >= row["time_ns"]
-        for name in (*_MERGED, "group_id"):
-            value = getattr(each, "group" if name == "group_id" else name)
+        given = {name: getattr(each, name) for name in _MERGED} | {"group_id": each.group}
+        for name, value in given.items():
             if value not in (None, "") and (is_later or row[name] in (None, "")):
                 row[name] = value
-        row["time_ns"] = max(row["time_ns"], each.time_ns)
+        if any(given[name] not in (None, "") for name in given if name != "step"):
+            row["time_ns"] = max(row["time_ns"], each.time_ns)
+        if each.state and each.time_ns >= row["state_ns"]:
+            row["state"], row["state_ns"] = each.state, each.time_ns
     return row
 
 

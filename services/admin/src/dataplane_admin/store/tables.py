@@ -242,7 +242,8 @@ class EventSampleModel(Base):
 class SampleFactModel(Base):
     """Facts of a sample, see `batch.SampleFacts`; ``digest`` is one of run and sample id.
 
-    ``time_ns`` is the time of the newest facts; ``id`` grows with the first arrival.
+    ``time_ns`` is the time of the newest facts, ``state_ns`` that of the state; ``id`` grows with
+    the first arrival.
     """
 
     __tablename__ = "sample_facts"
@@ -268,6 +269,7 @@ class SampleFactModel(Base):
     first_version: Mapped[int | None]
     last_version: Mapped[int | None]
     state: Mapped[str]
+    state_ns: Mapped[int]
     time_ns: Mapped[int]
     received_ns: Mapped[int]
 

@@ -83,10 +83,11 @@ def record_texts(
     for each, row in _rows(client, sample_ids, [*_FIELDS, *fields]):
         length = int(row["input_lengths"])
         mask = [bool(value) for value in row[_MASK][:length].tolist()]
-        places = [place for place, drawn in enumerate(mask) if drawn]
-        version: list[int | None] = [_current_version() if drawn else None for drawn in mask]
-        for span in row.get(WEIGHT_VERSIONS, ()):
-            for place in places[span["start"] : span["end"]]:
+        spans = row.get(WEIGHT_VERSIONS)
+        current = _current_version() if spans is None else None
+        version = [current if drawn else None for drawn in mask]
+        for span in spans or ():
+            for place in range(span["start"], span["end"]):
                 version[place] = version_number(span["version"])
         generator = row[_GENERATED][:length].tolist()
         tokens: dict[str, Sequence[object]] = {

@@ -22,7 +22,7 @@ def upgrade() -> None:
         *(sa.Column(name, sa.Double(), nullable=True) for name in ("reward", "advantage")),
         *(sa.Column(name, sa.BigInteger(), nullable=True) for name in _NUMBERS),
         sa.Column("truncated", sa.Boolean(), nullable=True),
-        *(sa.Column(name, sa.BigInteger(), nullable=False) for name in ("time_ns", "received_ns")),
+        *(sa.Column(name, sa.BigInteger(), nullable=False) for name in _TIMES),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_sample_facts")),
     )
     for columns in (
@@ -45,4 +45,5 @@ def upgrade() -> None:
     op.create_index(op.f("ix_sample_texts_received_ns"), "sample_texts", ["received_ns"])
 
 
+_TIMES = ("state_ns", "time_ns", "received_ns")
 _NUMBERS = ("step", "length", "first_version", "last_version")
