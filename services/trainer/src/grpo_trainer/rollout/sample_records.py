@@ -17,10 +17,9 @@ from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSIONS
 from grpo_trainer.samples.tasks import PREV_LOGPROBS
 from observability import record_sample_text, record_samples
-from rollout_actor import WeightVersionSpan
 
-LENGTHS = "response_token_lengths"
-"""Column of a rollout with the number of tokens of each response."""
+RECORDED = ("response_token_lengths", WEIGHT_VERSIONS)
+"""Columns of a rollout that `record_generated` needs; a backend may report no versions."""
 
 _MASK, _GENERATED = "token_mask", "generation_logprobs"
 _FIELDS = (
@@ -34,36 +33,52 @@ _FIELDS = (
 )
 
 
+def response_lengths(carry: Mapping[str, Any]) -> list[int]:
+    """Return the number of tokens that the model generated for each sample, over all turns.
+
+    Without ``weight_versions``, only the first response is counted.
+    """
+    lengths: list[int] = carry[RECORDED[0]].tolist()
+    versions = carry.get(WEIGHT_VERSIONS, [None] * len(lengths))
+    return [
+        length if spans is None else sum(span["end"] - span["start"] for span in spans)
+        for length, spans in zip(lengths, versions, strict=True)
+    ]
+
+
 def record_generated(
     sample_ids: Sequence[str],
     carry: Mapping[str, Any],
     advantages: torch.Tensor,
     *,
     group_size: int,
-    versions: Sequence[Sequence[WeightVersionSpan]] | None = None,
 ) -> None:
     """Record facts of samples whose groups are adjacent; a group is named like its samples.
 
-    Without ``versions``, the current step's weights generated all.
+    Without ``weight_versions``, the current step's weights generated all.
     """
-    columns: dict[str, Sequence[object]] = {
-        "group": [
-            sample_ids[row // group_size * group_size].rpartition("_g")[0]
-            for row in range(len(sample_ids))
-        ],
-        "reward": carry["total_reward"].tolist(),
-        "advantage": advantages.tolist(),
-        "truncated": carry["truncated"].tolist(),
-        "length": carry[LENGTHS].tolist(),
-        "state": ["generated"] * len(sample_ids),
-    }
-    if versions is not None:
-        numbers = [[version_number(each["version"]) for each in spans] for spans in versions]
-        columns["first_version"] = [min(each, default=None) for each in numbers]
-        columns["last_version"] = [max(each, default=None) for each in numbers]
-    elif (current := _current_version()) is not None:
-        columns["first_version"] = columns["last_version"] = [current] * len(sample_ids)
-    record_samples(sample_ids, columns)
+    numbers = [
+        [_current_version()]
+        if spans is None
+        else [version_number(each["version"]) for each in spans]
+        for spans in carry.get(WEIGHT_VERSIONS, [None] * len(sample_ids))
+    ]
+    record_samples(
+        sample_ids,
+        {
+            "group": [
+                sample_ids[row // group_size * group_size].rpartition("_g")[0]
+                for row in range(len(sample_ids))
+            ],
+            "reward": carry["total_reward"].tolist(),
+            "advantage": advantages.tolist(),
+            "truncated": carry["truncated"].tolist(),
+            "length": response_lengths(carry),
+            "first_version": [min(_known(each), default=None) for each in numbers],
+            "last_version": [max(_known(each), default=None) for each in numbers],
+            "state": ["generated"] * len(sample_ids),
+        },
+    )
 
 
 def record_texts(
@@ -117,6 +132,10 @@ def _rows(
         return
     for row, each in enumerate(sample_ids):
         yield each, {name: column[row] for name, column in batch.items()}
+
+
+def _known(numbers: Sequence[int | None]) -> list[int]:
+    return [number for number in numbers if number is not None]
 
 
 def _current_version() -> int | None:
