@@ -173,8 +173,10 @@ def test_a_prompt_length_per_row_is_required():
 
 
 def test_the_carried_part_has_the_texts_and_response_lengths():
-    _, _, carried = flat([[turn("user", "ab"), generated("cde")]], [2])
+    log = [turn("user", "ab"), generated("cde"), turn("environment", "f"), generated("gh")]
+    _, _, carried = flat([log], [2])
     assert isinstance(carried, BatchedDataDict)
     assert carried["response_token_lengths"].tolist() == [3]
-    assert carried["turn_roles"].tolist() == [["user", "assistant"]]
-    assert carried["turn_contents"].tolist() == [["ab", "cde"]]
+    assert carried["generated_tokens"].tolist() == [5]
+    assert carried["turn_roles"].tolist() == [["user", "assistant", "environment", "assistant"]]
+    assert carried["turn_contents"].tolist() == [["ab", "cde", "f", "gh"]]

@@ -148,7 +148,8 @@ class SyncRolloutActor(RayClass):
                 ``response_token_lengths`` int64 (n,), ``prompt_ids_for_adv`` int64 (n, longest
                 prompt) right-padded, reward components that start with "reward/" float32 (n,);
                 ``weight_versions``, if the backend reports them, objects (n,); on request
-                ``turn_roles`` and ``turn_contents``, object arrays (n,) of lists.
+                ``turn_roles`` and ``turn_contents``, object arrays (n,) of lists, and
+                ``generated_tokens`` int64 (n,), over all turns.
             - The rollout's metrics; see `rollout_actor.metrics.rollout_metrics`.
             - The backend's metrics, as ``get_logger_metrics`` returned them.
 

@@ -22,7 +22,8 @@ from dataplane_core.tensors.columns import object_array
 from rollout_actor.interfaces import MessageLog
 from rollout_actor.media import MediaForms, media_columns
 
-OPT_IN_CARRY_KEYS: tuple[str, ...] = ("turn_roles", "turn_contents")
+_TURNS = ("turn_roles", "turn_contents")
+OPT_IN_CARRY_KEYS: tuple[str, ...] = (*_TURNS, "generated_tokens")
 """Carry keys that are returned only on request, because text is large and seldom needed."""
 
 _LOGPROBS = "generation_logprobs"
@@ -62,7 +63,8 @@ def flatten_rollout_message_log(
             ``turn_roles`` and ``turn_contents`` as in `column_io.decompose_message_log`.
         - The valid tokens per row, int64 (n,).
         - The part for the driver: ``prompt_ids_for_adv`` int64 (n, longest prompt),
-            ``response_token_lengths`` int64 (n,), ``turn_roles`` and ``turn_contents``.
+            ``response_token_lengths`` int64 (n,), ``turn_roles`` and ``turn_contents``, and
+            ``generated_tokens`` int64 (n,), the tokens that the model generated in all turns.
 
     Raises:
         InvalidRequestError: (a ValueError) a turn has another number of log-probabilities or
@@ -100,7 +102,8 @@ def flatten_rollout_message_log(
         {
             "prompt_ids_for_adv": _prompt_ids(message_logs, prompt_lengths, pad_token_id),
             "response_token_lengths": response_token_lengths,
-            **{name: turn_columns[name] for name in OPT_IN_CARRY_KEYS},
+            **{name: turn_columns[name] for name in _TURNS},
+            "generated_tokens": payload["token_mask"].sum(dim=1),
         }
     )
     return payload, input_lengths, carried

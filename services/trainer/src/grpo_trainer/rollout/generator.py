@@ -39,7 +39,7 @@ from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.journal import FinishedGroup, Journal
 from grpo_trainer.rollout.prompts import Prompt
 from grpo_trainer.rollout.remote_generation import JournalUse, StreamingGeneration
-from grpo_trainer.rollout.sample_records import RECORDED, record_generated, response_lengths
+from grpo_trainer.rollout.sample_records import GENERATED_TOKENS, record_generated
 from grpo_trainer.samples.partition import (
     GENERATE_TASK,
     IS_FILLER,
@@ -297,7 +297,7 @@ class Generator(RolloutActor):
                 partition_id=TRAIN,
                 group_size=size,
                 finish_generation=False,
-                carry_keys=[*CARRY, *RECORDED],
+                carry_keys=[*CARRY, GENERATED_TOKENS, WEIGHT_VERSIONS],
                 claim=claim,
             )
         shaped = shape_rewards(carry, self._grpo)
@@ -314,7 +314,7 @@ class Generator(RolloutActor):
         self._put(claim, meta, carry, shaped, keep, versions)
         filtered = [claim.sample_ids[row] for row in (~keep).nonzero()[:, 0].tolist()]
         generated = {
-            "tokens": sum(response_lengths(carry)) - use.continued_tokens,
+            "tokens": int(carry[GENERATED_TOKENS].sum()) - use.continued_tokens,
             "seconds": time.perf_counter() - started,
         }
         with self._lock:

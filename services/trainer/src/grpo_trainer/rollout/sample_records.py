@@ -18,8 +18,8 @@ from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSIONS
 from grpo_trainer.samples.tasks import PREV_LOGPROBS
 from observability import record_sample_text, record_samples
 
-RECORDED = ("response_token_lengths", WEIGHT_VERSIONS)
-"""Columns of a rollout that `record_generated` needs; a backend may report no versions."""
+GENERATED_TOKENS = "generated_tokens"
+"""Column of a rollout that `record_generated` needs besides those of the loss."""
 
 _MASK, _GENERATED = "token_mask", "generation_logprobs"
 _FIELDS = (
@@ -31,19 +31,6 @@ _FIELDS = (
     "turn_roles",
     "turn_contents",
 )
-
-
-def response_lengths(carry: Mapping[str, Any]) -> list[int]:
-    """Return the number of tokens that the model generated for each sample, over all turns.
-
-    Without ``weight_versions``, only the first response is counted.
-    """
-    lengths: list[int] = carry[RECORDED[0]].tolist()
-    versions = carry.get(WEIGHT_VERSIONS, [None] * len(lengths))
-    return [
-        length if spans is None else sum(span["end"] - span["start"] for span in spans)
-        for length, spans in zip(lengths, versions, strict=True)
-    ]
 
 
 def record_generated(
@@ -73,7 +60,7 @@ def record_generated(
             "reward": carry["total_reward"].tolist(),
             "advantage": advantages.tolist(),
             "truncated": carry["truncated"].tolist(),
-            "length": response_lengths(carry),
+            "length": carry[GENERATED_TOKENS].tolist(),
             "first_version": [min(_known(each), default=None) for each in numbers],
             "last_version": [max(_known(each), default=None) for each in numbers],
             "state": ["generated"] * len(sample_ids),

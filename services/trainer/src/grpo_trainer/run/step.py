@@ -28,7 +28,7 @@ from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
-from grpo_trainer.rollout.sample_records import RECORDED, record_generated, record_texts
+from grpo_trainer.rollout.sample_records import GENERATED_TOKENS, record_generated, record_texts
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import ROLLOUT
 from grpo_trainer.samples.advantages import mean_and_std
@@ -305,7 +305,7 @@ class GRPOStep:
                 partition_id=TRAIN,
                 group_size=grpo.num_generations_per_prompt,
                 first_iter=first,
-                carry_keys=[*CARRY, *RECORDED],
+                carry_keys=[*CARRY, GENERATED_TOKENS],
                 carrier=inject(),
             )
         totals.add(meta.size, rollout, generation)
