@@ -28,8 +28,14 @@ def main(steps: int = 1_000_000) -> int:
     """Run both until both exit, or until Ctrl-C; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print("starting the admin service", flush=True)
-    changes = ("checkpointing.every_steps=0", "validation.every_steps=0", f"grpo.num_steps={steps}")
-    with served_run(FOLDER, changes, ("--allow-actions", *sys.argv[1:])) as started:
+    changes = (
+        "checkpointing.every_steps=0",
+        "validation.every_steps=0",
+        f"grpo.num_steps={steps}",
+        "tracing.sample_texts=16",
+    )
+    options = ("--allow-actions", "--keep-sample-text", *sys.argv[1:])
+    with served_run(FOLDER, changes, options) as started:
         if started is None:
             print(f"the service did not start; see {FOLDER / LOG}")
             return 1
