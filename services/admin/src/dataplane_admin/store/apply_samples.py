@@ -101,7 +101,7 @@ def _merged(
 ) -> dict[str, Any]:
     """Return the row of a sample: stored facts, then the new ones in the order of their times.
 
-    The state has a time of its own, since other processes report it than the other facts.
+    The state has a separate time, since other processes report it than the other facts.
     """
     first = facts[0]
     row = before or {
