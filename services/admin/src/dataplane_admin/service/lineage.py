@@ -24,7 +24,7 @@ def life(
 ) -> models.SampleLife:
     """Return the lifecycle and the current state of a sample.
 
-    Raises NotFound without events, state and facts.
+    Raises NotFound without events and state, and, if no partition is given, without facts.
     """
     records = store.sample_records(sample_id, partition)
     try:
@@ -34,7 +34,8 @@ def life(
     labels = distinct_labels(hop.process for hop in hops)
     notes: list[str] = []
     now = _live_sample(live, sample_id, partition, notes)
-    if not hops and now is None and store.sample_text(None, sample_id)[0] is None:
+    has_facts = partition is None and store.sample_text(None, sample_id)[0] is not None
+    if not hops and now is None and not has_facts:
         raise NotFound(_unknown(store, sample_id, partition, notes))
     return models.SampleLife(
         sample_id=sample_id,
