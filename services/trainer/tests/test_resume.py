@@ -137,7 +137,7 @@ cluster.placement.rollout cluster.temp_dir
 refit.advertised_host refit.control refit.control_access.tls_ca refit.control_access.tls_name
 refit.control_access.token_env refit.control_access.token_file refit.generation_tensor_parallel
 refit.host refit.timeout_s refit.transport
-tracing.enabled tracing.endpoint tracing.verbose tracking.sinks
+tracing.enabled tracing.endpoint tracing.sample_texts tracing.verbose tracking.sinks
 checkpointing.every_steps checkpointing.journal checkpointing.keep_last
 validation.batch_size validation.every_steps
 grpo.num_steps grpo.asynchronous.generators grpo.asynchronous.min_generators
