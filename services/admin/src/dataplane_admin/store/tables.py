@@ -249,11 +249,8 @@ class SampleFactModel(Base):
     __tablename__ = "sample_facts"
     __table_args__ = (
         Index(None, "digest", unique=True),
-        Index(None, "run_id", "group_id"),
-        Index(None, "run_id", "step"),
+        Index(None, "group_id"),
         Index(None, "reward", "id"),
-        Index(None, "advantage", "id"),
-        Index(None, "length", "id"),
     )
 
     id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)

@@ -25,14 +25,7 @@ def upgrade() -> None:
         *(sa.Column(name, sa.BigInteger(), nullable=False) for name in _TIMES),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_sample_facts")),
     )
-    for columns in (
-        ["digest"],
-        ["run_id", "group_id"],
-        ["run_id", "step"],
-        ["reward", "id"],
-        ["advantage", "id"],
-        ["length", "id"],
-    ):
+    for columns in (["digest"], ["group_id"], ["reward", "id"]):
         name = op.f(f"ix_sample_facts_{'_'.join(columns)}")
         op.create_index(name, "sample_facts", columns, unique=columns == ["digest"])
     op.create_table(
