@@ -90,7 +90,7 @@ admin: sync-demo ## Open the admin service with a live demo run; prints its addr
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out isolation test-slow test-refit-and-verl test-together test-admin test-vllm ## Run every test but the long ones (test-long, cluster)
+test: system-packages left-out test-slow test-refit-and-verl test-together test-admin isolation test-vllm ## Run every test but the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out
