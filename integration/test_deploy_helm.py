@@ -58,6 +58,7 @@ def test_chart_puts_every_value_into_its_object() -> None:
     values = {
         "image": "registry.example/admin@sha256:1234",
         "tokenSecret": "access",
+        "alertsSecret": "rules",
         "allowedHosts": ["rl.example", "10.1.2.3"],
         "storage": {"size": "2Ti", "retentionBytes": 2**40},
         "resources": {"requests": {"cpu": 2, "memory": "2Gi"}, "limits": {"memory": "8Gi"}},
@@ -70,11 +71,16 @@ def test_chart_puts_every_value_into_its_object() -> None:
     [container] = spec["template"]["spec"]["containers"]
     assert container["image"] == values["image"]
     assert container["resources"] == values["resources"]
-    assert container["args"][-2:] == ["--allowed-host=rl.example", "--allowed-host=10.1.2.3"]
+    assert container["args"][-3:] == [
+        "--allowed-host=rl.example",
+        "--allowed-host=10.1.2.3",
+        "--alert-rules=/run/secrets/alerts/alerts.yaml",
+    ]
+    assert "/run/secrets/alerts" in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert "--retention-bytes=1099511627776" in container["args"]
     [claim] = spec["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "2Ti"
-    assert "access" in {
+    assert {"access", "rules"} <= {
         volume["secret"]["secretName"]
         for volume in spec["template"]["spec"]["volumes"]
         if "secret" in volume
