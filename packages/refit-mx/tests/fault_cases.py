@@ -26,6 +26,8 @@ COLUMNS = {"axis": 1, "ranks": 2, "rank": 1}
 DEADLINE_S = 6.0
 SLACK_S = 4.0
 """Time allowed after the deadline, on a loaded machine."""
+RECOVERY_S = 20.0
+"""Deadline of a refit after a fault: a channel waits longer after each failed connection."""
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 RECEIVER_PHASES = ("lease", "discover", "plan", "transfer", "part", "verify", "compile", "install")
 PUBLISHER_PHASES = ("stage", "serve", "register")
@@ -94,7 +96,12 @@ def of(seed: int, phase: str = "") -> dict[str, torch.Tensor]:
 
 
 def attempt(
-    receiver: MxV2RefitReceiver, version: str, live: dict[str, torch.Tensor], phase: str = ""
+    receiver: MxV2RefitReceiver,
+    version: str,
+    live: dict[str, torch.Tensor],
+    phase: str = "",
+    *,
+    deadline_s: float = DEADLINE_S,
 ) -> Any:
     """Refit and return the error, if any; check that a failed refit changed nothing."""
     before = {name: tensor.clone() for name, tensor in live.items()}
@@ -102,10 +109,10 @@ def attempt(
     started = time.monotonic()
     error = None
     try:
-        receiver.refit(version, live, compile_pass, timeout_s=DEADLINE_S)
+        receiver.refit(version, live, compile_pass, timeout_s=deadline_s)
     except RefitError as raised:
         error = raised
-    assert time.monotonic() - started < DEADLINE_S + SLACK_S
+    assert time.monotonic() - started < deadline_s + SLACK_S
     assert not receiver.fenced
     if error is not None:
         assert same(live, before)

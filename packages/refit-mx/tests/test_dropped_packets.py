@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import msgspec
 import pytest
-from fault_cases import a_publisher, a_receiver, attempt, of
+from fault_cases import RECOVERY_S, a_publisher, a_receiver, attempt, of
 from fault_cases import zeros as sliced_zeros
 from own_network import drop, drop_name_service, in_own_network, listening_ports, restore
 from refit_fixtures import (
@@ -129,7 +129,7 @@ def test_refit_installs_or_raises_if_its_publisher_falls_silent(transport):
             restore()
         receiver, _ = a_receiver(stack, world.server.address, transport)
         live = sliced_zeros()
-        assert attempt(receiver, "v1", live) is None
+        assert attempt(receiver, "v1", live, deadline_s=RECOVERY_S) is None
         assert same(live, of(1))
 
 

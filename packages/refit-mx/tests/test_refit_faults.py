@@ -12,6 +12,7 @@ from fault_cases import (
     COLUMNS,
     PUBLISHER_PHASES,
     RECEIVER_PHASES,
+    RECOVERY_S,
     SHAPES,
     SIGNALS,
     SLACK_S,
@@ -68,7 +69,7 @@ def test_refit_installs_or_raises_if_its_publisher_fails(
         victim.signal(signal.SIGCONT)
     else:
         world.publisher(transports=[transport]).publish("v1", weights(1, SHAPES))
-    again = attempt(receiver, "v1", live, phase)
+    again = attempt(receiver, "v1", live, phase, deadline_s=RECOVERY_S)
     assert again is None, again
     assert same(live, of(1, phase))
 
@@ -117,7 +118,7 @@ def test_failed_publish_makes_no_version_ready(stack, transport, phase, number):
         assert "done" in victim.ask(do="go")
     else:
         world.publisher(transports=[transport]).publish("v1", weights(1, SHAPES))
-    assert attempt(receiver, "v1", live) is None
+    assert attempt(receiver, "v1", live, deadline_s=RECOVERY_S) is None
     assert same(live, of(1))
 
 
@@ -161,7 +162,7 @@ def test_killed_receiver_blocks_a_version_only_for_its_lease(stack, transport, p
     publisher.publish("v2", weights(2, SHAPES))
     receiver, _ = a_receiver(stack, world.server.address, transport)
     live = zeros()
-    assert attempt(receiver, "v2", live) is None
+    assert attempt(receiver, "v2", live, deadline_s=RECOVERY_S) is None
     assert same(live, of(2))
 
 
@@ -244,7 +245,7 @@ def test_refit_installs_or_raises_if_the_control_plane_fails(
         assert error is None, error
     server.recover(number)
     control.wait_ready("v1", Deadline(20, "the control plane to be back"))
-    again = attempt(receiver, "v1", live, phase)
+    again = attempt(receiver, "v1", live, phase, deadline_s=RECOVERY_S)
     assert again is None, again
     assert same(live, of(1, phase))
 
@@ -276,5 +277,5 @@ def test_publish_can_be_retried_after_a_control_plane_failure(
     control.wait_ready("v1", Deadline(20, "the version"))
     receiver, _ = a_receiver(stack, server.address, transport)
     live = zeros()
-    assert attempt(receiver, "v1", live) is None
+    assert attempt(receiver, "v1", live, deadline_s=RECOVERY_S) is None
     assert same(live, of(1))
