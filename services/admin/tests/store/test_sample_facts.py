@@ -64,6 +64,12 @@ def test_texts_are_deleted_before_facts(job_of, otlp, later):
     assert (content["facts"]["reward"], content["turns"], content["tokens"]) == (1.0, [], [])
 
 
+def test_generation_version_is_that_of_the_facts(job, otlp):
+    job.send(otlp.log("put", ["a"], at_s=0, version=2), otlp.log("trained", ["a"], version=6))
+    job.send(record(otlp, "rl.sample.facts", {"ids": ["a"], "first_version": [5]}))
+    assert "1 version stale" in job.client.get("/sample?id=a&run=run").text
+
+
 def ids(job, **query):
     return [each["sample_id"] for each in job.get("samples/facts", **query)["samples"]]
 

@@ -57,8 +57,12 @@ class LifePage:
     training_version: int | None
 
 
-def life_page(life: models.SampleLife, now_ns: int) -> LifePage:
-    """Return the page of a sample."""
+def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = None) -> LifePage:
+    """Return the page of a sample.
+
+    ``generated_by`` is the version of the weights that generated it. If it is unknown, the first
+    put had it; but an asynchronous run first puts the prompt.
+    """
     hops = life.hops
     lifetime_s = hops[-1].seconds if hops else 0.0
     shown = []
@@ -85,6 +89,6 @@ def life_page(life: models.SampleLife, now_ns: int) -> LifePage:
         partitions=list(dict.fromkeys(hop.partition for hop in hops)),
         began=words.clock(hops[0].time_ns, now_ns) if hops else "",
         lifetime_s=lifetime_s,
-        generation_version=put[0] if put else None,
+        generation_version=generated_by if generated_by is not None else next(iter(put), None),
         training_version=trained[-1] if trained else None,
     )

@@ -170,7 +170,8 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
             except NotFound:
                 pass  # it has no facts; its lifecycle may be stored
             life = service.sample(sample_id, partition=params.maybe("partition"))
-            view = life_page(life, time.time_ns())
+            generated_by = None if text is None else text.content.facts.first_version
+            view = life_page(life, time.time_ns(), generated_by)
             return shell.page(request, "sample.html.j2", view=view, text=text)
 
         return shell.answer(request, make)
