@@ -16,6 +16,7 @@ from opentelemetry._logs import SeverityNumber, get_logger_provider
 from opentelemetry.util.types import AnyValue
 
 from dataplane_core import telemetry
+from observability.middleware.lifecycle import logger_of
 
 FACTS = "rl.sample.facts"
 TEXT = "rl.sample.text"
@@ -25,8 +26,6 @@ MAX_TOKENS = 4096
 """Maximum number of recorded tokens of a sample."""
 MAX_CONTENT = 32_768
 """Maximum characters of a recorded turn."""
-
-_SCOPE = "rl-dataplane"
 
 
 def record_samples(
@@ -95,7 +94,7 @@ def _finite(value: object) -> object:
 
 
 def _emit(name: str, body: object, run_id: str | None, step: int | None) -> None:
-    logger = get_logger_provider().get_logger(_SCOPE)
+    logger = logger_of(get_logger_provider())
     current = otel_context.get_current()
     severity = SeverityNumber.INFO
     if not logger.enabled(context=current, severity_number=severity, event_name=name):

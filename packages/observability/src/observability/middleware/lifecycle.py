@@ -88,7 +88,7 @@ def emit(
         error: the exception of a failed operation; its class is recorded.
         facts: further attributes, prefixed with "dataplane."; those that are None are omitted.
     """
-    logger = _logger(get_logger_provider())
+    logger = logger_of(get_logger_provider())
     current = otel_context.get_current() if context is None else context
     name = f"dataplane.{event}"
     if not logger.enabled(context=current, severity_number=SeverityNumber.INFO, event_name=name):
@@ -116,7 +116,7 @@ def emit(
         )
 
 
-def _logger(provider: LoggerProvider) -> Logger:
+def logger_of(provider: LoggerProvider) -> Logger:
     """Return this package's logger of the current provider."""
     global _cached
     if provider is not _cached[0]:

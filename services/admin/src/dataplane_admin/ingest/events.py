@@ -79,7 +79,8 @@ def batch_of_logs(
         for scope_logs in resource_logs.scope_logs:
             frame = _Frame(resource_logs, scope_logs)
             for record in scope_logs.log_records:
-                if record.event_name == FACTS or (record.event_name == TEXT and redaction):
+                keeps_text = redaction is not None
+                if record.event_name == FACTS or (record.event_name == TEXT and keeps_text):
                     of_record = event_of(record, process, run, only=_READ).attributes
                     try:
                         samples += samples_of(record, of_record, limits, now_ns, redaction)

@@ -181,7 +181,8 @@ class StreamingPolicyWorker(PolicyWorker):
                 sums, gap, logprobs = self._stream_loss(micro)
                 sums.loss.backward()  # type: ignore[no-untyped-call]
             part.gap = LogprobGap.total([part.gap, gap])
-            scores.append(logprobs)
+            if self._records_texts:
+                scores.append(logprobs)
             totals += torch.stack(
                 [
                     sums.loss.detach(),
