@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,13 @@ class Watcher(RunDisplay):
         overview: opened before the run.
         partition: opened in the first step; like the overview, it is never reloaded.
         steps: finished steps.
+        staleness: mean staleness of each, from the tags of its samples.
     """
 
     def __init__(self, overview: Page, partition: Page) -> None:
         self.overview, self.partition = overview, partition
         self.steps = 0
+        self.staleness: list[float] = []
 
     def phase(self, name: str) -> None:
         if name == "train":
@@ -50,6 +52,7 @@ class Watcher(RunDisplay):
 
     def finished_step(self, record: dict[str, Any]) -> None:
         self.steps += 1
+        self.staleness.append(record["staleness"])
 
     def _before_training(self) -> None:
         expect(self._bar("train")).to_have_text(re.compile("^0 acknowledged"))
@@ -145,6 +148,7 @@ def test_pages_follow_an_asynchronous_run(
         expect(link).to_be_visible()
     assert all(tab.evaluate("window.kept") for tab in tabs), "a page was reloaded"
     check_samples(admin)
+    check_staleness(admin, watcher.staleness)
 
 
 def check_samples(admin: Admin) -> None:
@@ -171,6 +175,16 @@ def check_samples(admin: Admin) -> None:
         text = "".join(turn["content"] for turn in content["turns"])
         shown = "".join(token["text"] for token in content["tokens"])
         assert re.sub("<eos>|<pad>", "", shown) == text
+
+
+def check_staleness(admin: Admin, of_tags: Sequence[float]) -> None:
+    """Check that the service's staleness, from puts of responses, is that of the samples' tags."""
+    answer = admin.ask("staleness", steps=STEPS)
+    assert sum(answer["counts"].values()) + answer["unknown"] == STEPS * SAMPLES
+    # The killed generator may not have exported its last put, and new weights may arrive between
+    # the claim of a prompt and the first token of its response.
+    assert answer["unknown"] < SAMPLES
+    assert abs(answer["mean"] - sum(of_tags) / STEPS) < 0.2
 
 
 def _trained(admin: Admin, count: int) -> Any:

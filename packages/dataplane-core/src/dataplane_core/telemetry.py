@@ -80,7 +80,7 @@ def attached(carrier: Mapping[str, str] | None) -> Iterator[None]:
 
 @contextmanager
 def step_context(
-    run_id: str, step: int | None, weight_version: int, *, verbose: bool = False
+    run_id: str, step: int | None, weight_version: int | None, *, verbose: bool = False
 ) -> Iterator[None]:
     """Set run, step and weight version in the context of a block.
 
@@ -88,13 +88,17 @@ def step_context(
         run_id: id of the run.
         step: number of completed steps before this one; None for work of no step, such as a
             rollout of asynchronous training.
-        weight_version: version of the weights with which the step generates and trains.
+        weight_version: version of the weights with which the step generates and trains; None for
+            work without weights, such as a put of prompts.
         verbose: let `detail_span` record spans.
     """
     current = context.get_current()
     for name, value in ((RUN_ID, run_id), (STEP, step), (WEIGHT_VERSION, weight_version)):
-        if value is not None:
-            current = baggage.set_baggage(name, str(value), current)
+        current = (
+            baggage.remove_baggage(name, current)
+            if value is None
+            else baggage.set_baggage(name, str(value), current)
+        )
     if verbose:
         current = baggage.set_baggage(_VERBOSE, "1", current)
     token = context.attach(current)

@@ -218,6 +218,31 @@ def test_staleness_is_right_for_trained_reported_before_put():
     assert only(maker.records).staleness == Staleness(2, 2.0, 2, 1, 1)
 
 
+@pytest.mark.parametrize("response_s", [2.0, 4.5])
+def test_put_of_a_prompt_has_no_version_and_hides_none(response_s):
+    maker = TraceMaker(step=3)
+    root = maker.span("grpo.step", DRIVER, 0, 10)
+    maker.event("put", DRIVER, 1, ["a"], root, fields=["prompt"])
+    maker.event("put", ROLLOUT, response_s, ["a"], root, version=3, fields=["generation_logprobs"])
+    maker.event("trained", POLICIES[0], 4, ["a"], root, version=5)
+    maker.event("cleared", DRIVER, 5, ["a"], root)
+    maker.event("put", DRIVER, 6, ["a"], root, fields=["prompt"])
+    maker.event("put", ROLLOUT, 7, ["a"], root, version=6, fields=["generation_logprobs"])
+    assert only(maker.records).staleness == Staleness(2, 2.0, 2, 1, 0)
+
+
+def test_trained_without_versions_before_a_clear_says_nothing_of_the_next_life():
+    maker = TraceMaker(step=3)
+    root = maker.span("grpo.step", DRIVER, 0, 10)
+    maker.event("put", ROLLOUT, 1, ["a", "b"], root)
+    maker.event("trained", POLICIES[0], 2, ["a"], root, version=5)
+    maker.event("cleared", DRIVER, 3, ["a", "b"], root)
+    maker.event("trained", POLICIES[0], 4, ["b"], root, version=5)
+    maker.event("put", ROLLOUT, 5, ["a", "b", "c"], root, version=5)
+    maker.event("trained", POLICIES[0], 6, ["c"], root, version=6)
+    assert only(maker.records).staleness == Staleness(1, 1.0, 1, 1, 2)
+
+
 def test_staleness_of_runs_that_use_the_same_ids_does_not_mix():
     records = Records()
     for number, (run, version) in enumerate((("killed", 40), ("second", 3))):

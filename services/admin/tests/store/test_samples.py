@@ -196,6 +196,27 @@ def test_a_reused_id_has_the_staleness_of_its_trained_life(job, otlp):
         assert staleness(job, run, 1)[0] == {2: 1}
 
 
+def test_put_of_a_prompt_has_no_version_and_hides_none(job, otlp):
+    for number, order in enumerate(itertools.permutations(range(5))):
+        run = f"run {number}"
+        logs = [
+            otlp.log("put", ["a"], at_s=1, run=run),  # its prompt
+            otlp.log("put", ["a"], at_s=2, version=3, run=run),  # its response
+            otlp.log("put", ["a"], at_s=3, version=5, run=run),  # log-probabilities of the policy
+            otlp.log("cleared", ["a"], at_s=5, run=run),
+            otlp.log("put", ["a"], at_s=6, run=run),
+        ]
+        for place in order:
+            job.send(logs[place])
+        job.send(otlp.log("trained", ["a"], at_s=4, version=5, step=1, run=run))
+        assert staleness(job, run) == ({2: 1}, 0)
+        job.send(
+            otlp.log("put", ["a"], at_s=7, version=8, run=run),
+            otlp.log("trained", ["a"], at_s=8, version=9, step=2, run=run),
+        )
+        assert staleness(job, run) == ({1: 1, 2: 1}, 0)
+
+
 @pytest.mark.parametrize("of_partition", [False, True])
 def test_reused_ids_do_not_change_earlier_staleness(job, otlp, of_partition):
     everything, traces, ids = Records(), [], ["a", "b"]

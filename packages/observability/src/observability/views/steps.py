@@ -301,6 +301,14 @@ def _run_of(event: Event) -> str:
     return attributes.text(event.attributes, "rl.run_id")
 
 
+def generation_version(*of_puts: int | None) -> int | None:
+    """Return the generation version of a sample from the versions of its puts; None is unknown.
+
+    A put of a prompt has none, and versions grow: the put after the generation has the lowest.
+    """
+    return min((version for version in of_puts if version is not None), default=None)
+
+
 _Place = tuple[str, str]
 """A run and a partition."""
 
@@ -311,9 +319,9 @@ _ORDER = {"put": 0, "trained": 1, "cleared": 2}
 def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
     """Return the staleness of each trace that trained samples of known versions.
 
-    A sample was generated with the version of its first put after a clear. An event ``trained``
-    after a clear is about the cleared sample. An event ``trained`` before any put is about the next
-    put: a put is reported when it returns, and a fast consumer has trained by then.
+    The puts of a sample since a clear give its `generation_version`. An event ``trained`` after a
+    clear is about the cleared sample. One before any put with a version is about the next: a put is
+    reported when it returns, and a fast consumer has trained by then.
     """
     events = sorted(
         ((trace_id, event) for trace_id, event in reported if event.name in _ORDER),
@@ -334,22 +342,25 @@ def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
         samples, generated = present[place], born[place]
         if event.name == "put":
             for sample_id in event.sample_ids:
-                if sample_id not in samples:
-                    samples.add(sample_id)
-                    generated[sample_id] = version
+                earlier = generated[sample_id] if sample_id in samples else None
+                samples.add(sample_id)
+                generated[sample_id] = generation_version(earlier, version)
+                if version is not None:
                     for trace_ages, at, trained in pending.pop((place, sample_id), ()):
                         trace_ages[at] = _age(trained, version)
         elif event.name == "cleared":
-            if event.sample_ids:
-                samples.difference_update(event.sample_ids)
-            else:
-                samples.clear()
+            cleared = samples & set(event.sample_ids) if event.sample_ids else set(samples)
+            samples -= cleared
+            for sample_id in cleared:
+                pending.pop((place, sample_id), None)
         else:
             for sample_id in event.sample_ids:
                 if (trace_id, place, sample_id, version) in seen:
                     continue
                 seen.add((trace_id, place, sample_id, version))
-                if sample_id not in generated:
+                if generated.get(sample_id) is None and (
+                    sample_id in samples or sample_id not in generated
+                ):
                     trace_ages = ages[trace_id]
                     pending[place, sample_id].append((trace_ages, len(trace_ages), version))
                 ages[trace_id].append(_age(version, generated.get(sample_id)))

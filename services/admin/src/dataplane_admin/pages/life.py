@@ -60,8 +60,8 @@ class LifePage:
 def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = None) -> LifePage:
     """Return the page of a sample.
 
-    ``generated_by`` is the version of the weights that generated it. If it is unknown, the first
-    put had it; but an asynchronous run first puts the prompt.
+    ``generated_by`` is the version of the weights that generated it, from its facts; without facts,
+    that of the first put with a version.
     """
     hops = life.hops
     lifetime_s = hops[-1].seconds if hops else 0.0
@@ -82,13 +82,15 @@ def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = N
             )
         )
     trained = [hop.weight_version for hop in hops if hop.name == "trained"]
-    put = [hop.weight_version for hop in hops if hop.name == "put"]
+    puts = [hop.weight_version for hop in hops if hop.name == "put"]
+    if generated_by is None:
+        generated_by = next((version for version in puts if version is not None), None)
     return LifePage(
         life=life,
         hops=shown,
         partitions=list(dict.fromkeys(hop.partition for hop in hops)),
         began=words.clock(hops[0].time_ns, now_ns) if hops else "",
         lifetime_s=lifetime_s,
-        generation_version=generated_by if generated_by is not None else next(iter(put), None),
+        generation_version=generated_by,
         training_version=trained[-1] if trained else None,
     )

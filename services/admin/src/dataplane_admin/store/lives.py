@@ -13,6 +13,7 @@ from sqlalchemy import Connection, func, select
 
 from dataplane_admin.store.packed import unpack_keys
 from dataplane_admin.store.tables import EventModel
+from observability.views.steps import generation_version
 
 EVENT_NAME = func.coalesce(EventModel.name, "")
 """Name column for queries by time and name. With the bare column, a database would use the index by
@@ -21,7 +22,12 @@ name and read events of all times."""
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Time of the first put of a life, in nanoseconds since 1970, and its weight version."""
+    """One life of a sample.
+
+    Attributes:
+        began_ns: time of its first put, in nanoseconds since 1970.
+        weight_version: version of the weights that generated the sample; None if unknown.
+    """
 
     began_ns: int
     weight_version: int | None
@@ -62,8 +68,11 @@ def read_lives(
     with connection.execute(events) as rows:
         for row in rows:
             if row.name == "put":
-                life = Life(row.time_ns, row.weight_version)
-                begun.update((key, life) for key in unpack_keys(row.keys) if key in remaining)
+                for key in unpack_keys(row.keys):
+                    if key in remaining:
+                        later = begun[key].weight_version if key in begun else None
+                        version = generation_version(row.weight_version, later)
+                        begun[key] = Life(row.time_ns, version)
                 continue
             # Without ids, the entire partition was cleared.
             for key in unpack_keys(row.keys) if row.keys else list(begun):

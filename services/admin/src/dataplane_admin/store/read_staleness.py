@@ -181,7 +181,7 @@ def _born_before(
     puts = (
         select(EventSampleModel.sample_key, EventModel.weight_version)
         .join(EventModel, EventModel.id == EventSampleModel.event_id)
-        .where(EventModel.name == "put")
+        .where(EventModel.name == "put", EventModel.weight_version.is_not(None))
         .order_by(EventModel.time_ns.desc(), EventModel.id.desc())
     )
     for group in in_groups(before_first):

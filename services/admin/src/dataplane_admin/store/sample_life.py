@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dataplane_admin.store.batch import LifecycleEvent
 from dataplane_admin.store.lives import read_lives
 from dataplane_admin.store.work import Work
+from observability.views.steps import generation_version
 
 
 @dataclass(slots=True)
@@ -22,8 +23,8 @@ class SampleLife:
     Attributes:
         key: key of the row.
         place_id: its partition.
-        weight_version: version of the first put of its newest life.
-        put_ns: time of that put, 0 without any.
+        weight_version: version of the weights that generated its newest life; None if unknown.
+        put_ns: time of the first put of that life, 0 without any.
         live_ns: time of its latest put, 0 if a clear by id came later.
         gone_ns: time of its latest clear by id, 0 without any.
         first_ns: time of its first event.
@@ -64,10 +65,13 @@ class SampleLife:
         if time_ns > self.gone_ns:
             self.live_ns = max(self.live_ns, time_ns)
         continues = self.put_ns > ended_ns
-        if not self.put_ns or (time_ns > ended_ns and (not continues or time_ns < self.put_ns)):
+        if time_ns > ended_ns and continues:
+            self.put_ns = min(self.put_ns, time_ns)
+            self.weight_version = generation_version(self.weight_version, event.weight_version)
+        elif time_ns > ended_ns or not self.put_ns:
             self.put_ns = time_ns
             self.weight_version = event.weight_version
-        elif time_ns <= ended_ns and not continues:
+        elif not continues:
             # An earlier clear may be between the two puts; the row has only the last one.
             self.torn = True
 

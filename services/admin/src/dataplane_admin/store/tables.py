@@ -209,9 +209,10 @@ class EventModel(Base):
 class SampleModel(Base):
     """A sample of a place. Its id is split into ``head`` and ``tail``, so that an index fits.
 
-    ``put_ns`` and ``weight_version`` belong to the first put of its newest life, which may have
-    ended, see `lives`. ``gone_ns`` is its latest clear by id; ``live_ns`` is its latest put, 0 if
-    that clear came later. A time that never occurred is 0.
+    ``put_ns`` is the first put of its newest life, cleared or not (see `lives`), and
+    ``weight_version`` that of the weights which generated that life. ``gone_ns`` is its latest
+    clear by id; ``live_ns`` is its latest put, 0 if that clear came later. A time that never
+    occurred is 0.
     """
 
     __tablename__ = "samples"

@@ -219,8 +219,10 @@ class Generator(RolloutActor):
                 return None
         return claim.subset(sorted(range(claim.size), key=claim.sample_ids.__getitem__))
 
-    def _context(self) -> AbstractContextManager[None]:
-        version = version_number(self._generation.weight_version())
+    def _context(self, version: int | None = None) -> AbstractContextManager[None]:
+        """Return the context of work with a weight version, by default the current one."""
+        if version is None:
+            version = version_number(self._generation.weight_version())
         return step_context(self._run_id, None, weight_version=version, verbose=self._verbose)
 
     def _play(self, claim: KVBatchMeta) -> None:
@@ -273,16 +275,17 @@ class Generator(RolloutActor):
             {"input_lengths": length, "reward": reward, WEIGHT_VERSION: version}
             for length, reward in zip(lengths, group.rewards, strict=True)
         ]
-        self._dp_client.put_columns(
-            claim.sample_ids,
-            TRAIN,
-            group.columns,
-            tags,
-            lengths=lengths,
-            ragged=[name for name in _OF_ROLLOUT if name in TOKEN_ALIGNED_FIELDS],
-            claim=claim,
-            acknowledge=True,
-        )
+        with self._context(version):
+            self._dp_client.put_columns(
+                claim.sample_ids,
+                TRAIN,
+                group.columns,
+                tags,
+                lengths=lengths,
+                ragged=[name for name in _OF_ROLLOUT if name in TOKEN_ALIGNED_FIELDS],
+                claim=claim,
+                acknowledge=True,
+            )
         return []
 
     def _play_groups(self, claim: KVBatchMeta) -> list[str]:

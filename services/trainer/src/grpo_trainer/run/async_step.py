@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dataplane_core import DP_TRAIN_FIELDS, TagFilter
-from dataplane_core.telemetry import span
+from dataplane_core.telemetry import span, step_context
 from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.errors import DynamicSamplingError, GradientError, StalenessError
 from grpo_trainer.policy.driver import StreamedStep
@@ -186,7 +186,9 @@ class AsyncGRPOStep(GRPOStep):
         counts = self._client.count_samples(TRAIN, GENERATE_TASK, [PROMPT])
         stored = counts.put - counts.cleared
         missing = min(self._config.max_samples_in_store, self._remaining) - stored
-        self._feed.put(max(0, missing) // self._config.grpo.num_generations_per_prompt)
+        # A prompt has no weight version: the put of its response says which weights generated it.
+        with step_context(self._run_id, self._version, weight_version=None):
+            self._feed.put(max(0, missing) // self._config.grpo.num_generations_per_prompt)
 
     def _drop_stale(self) -> None:
         """Clear the groups that are too stale for this and later steps."""
