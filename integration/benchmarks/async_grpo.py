@@ -235,7 +235,7 @@ class AsyncResult:
 
     Attributes:
         load: the load.
-        paces: of each run, by variant and round.
+        paces: pace of each run, by variant and round.
         recording: a traced run of `ONE_STEP_OFF`.
     """
 

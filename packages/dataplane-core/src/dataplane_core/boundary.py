@@ -177,7 +177,7 @@ def check_read(
 
 
 def fields_to_read(meta: Any, select_fields: object) -> Any:
-    """Return the fields that ``get_data`` reads: ``select_fields``, or without it ``meta.fields``.
+    """Return the fields that ``get_data`` reads: ``select_fields``, or ``meta.fields`` if None.
 
     Raises:
         InvalidRequestError: (a ValueError) ``meta`` is not a meta, or neither names the fields.
@@ -227,7 +227,7 @@ def check_claim(
     if ids is not None:
         if len(ids) != size:
             raise InvalidRequestError(
-                f"{call}: batch_size {size} with {len(ids)} sample_ids; expected their number"
+                f"{call}: batch_size {size} for {len(ids)} sample_ids; expected {len(ids)}"
             )
         if dp_world is not None or where or seed is not None:
             raise InvalidRequestError(
