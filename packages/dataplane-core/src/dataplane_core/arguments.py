@@ -66,8 +66,8 @@ def checked_names(where: str, argument: str, value: object, *, empty: bool = Fal
     """Return ``value`` as a new list of names, each checked as by `checked_name`.
 
     Args:
-        where: names the call in the error.
-        argument: names the argument.
+        where: name of the call, for the error.
+        argument: name of the argument, for the error.
         value: a list, a tuple, another sequence, the keys of a dict, or an array of one dimension.
         empty: accept empty names too.
 
@@ -134,8 +134,8 @@ def checked_ints(where: str, argument: str, value: object, *, minimum: int = 0) 
     """Return ``value`` as a new list of plain ints, each checked as by `checked_int`.
 
     Args:
-        where: names the call in the error.
-        argument: names the argument.
+        where: name of the call, for the error.
+        argument: name of the argument, for the error.
         value: a list, another sequence, or an array or tensor of one dimension.
         minimum: smallest value allowed.
 
@@ -158,7 +158,7 @@ def checked_indices(where: str, value: object, rows: int) -> list[int]:
     """Return ``value`` as a new list of row indices; negative ones count from the end.
 
     Args:
-        where: names the call in the error.
+        where: name of the call, for the error.
         value: as for `checked_ints`, or a set or an iterator.
         rows: number of rows.
 

@@ -63,8 +63,8 @@ def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
     """Return a sample's tags as primitives, in a new dict.
 
     Args:
-        where: names the call in the error.
-        sample_id: names the sample.
+        where: name of the call, for the error.
+        sample_id: id of the sample, for the error.
         tags: the caller's argument.
 
     Raises:

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any  # Any: the manifest's content as JSON has it
+from typing import Any  # Any: the manifest, decoded from JSON
 
 from dataplane_core.errors import CheckpointError
 

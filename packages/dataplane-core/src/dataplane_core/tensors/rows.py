@@ -186,7 +186,7 @@ def storable_tensor(what: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` as stores need it: on the CPU, detached, conj and neg bits resolved.
 
     Args:
-        what: names the tensor in the error.
+        what: name of the tensor, for the error.
         tensor: dense or nested.
 
     Raises:

@@ -217,7 +217,7 @@ GOOD: dict[str, dict[str, Callable[[], Any]]] = {
     "read_sample": {"sample_id": lambda: "a"},
     "find_samples": {"tag": lambda: "k", "value": lambda: 1, "limit": lambda: 3},
 }
-"""Method to factories of valid arguments, without ``partition_id``."""
+"""Factories of valid arguments by method, without ``partition_id``."""
 
 CALLS = [
     (method, name)
