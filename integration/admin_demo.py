@@ -25,7 +25,7 @@ EXPORT_DELAYS = {"OTEL_BSP_SCHEDULE_DELAY": "500", "OTEL_BLRP_SCHEDULE_DELAY": "
 
 
 def main(steps: int = 1_000_000) -> int:
-    """Run both until both exit, or until Ctrl-C; return the exit status."""
+    """Run service and demo until both exit, or until Ctrl-C; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print("starting the admin service", flush=True)
     changes = (

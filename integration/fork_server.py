@@ -6,8 +6,8 @@ this file in place of its ``setup_worker.py``: it gives its arguments, environme
 the fork server, and a child of the fork server then runs Ray's own program for workers.
 
 ``python fork_server.py --serve LISTENER MODULE...`` is the fork server. LISTENER is the descriptor
-of an inherited socket. It ends when its standard input does, which is when the process that started
-it ends.
+of an inherited socket. The fork server ends when its standard input is closed, so at the latest
+with the process that started it.
 """
 
 from __future__ import annotations

@@ -214,17 +214,17 @@ def check(job: Job, package: str) -> str:
 
 
 def share_bytecode(site_packages: Path) -> None:
-    """Copy into an environment the bytecode that this one has of the same files.
+    """Copy this environment's bytecode of unchanged files into another environment.
 
-    To compile torch and what it imports takes 13 s in each environment, and in each of the
-    processes that are the first to import it.
+    Otherwise the first processes that import torch there each spend 13 s to compile it and what it
+    imports.
     """
     own = Path(sysconfig.get_path("purelib"))
     for compiled in own.rglob("__pycache__/*.pyc"):
         folder = compiled.parent.parent
         source = folder / f"{compiled.name.partition('.')[0]}.py"
         other = site_packages / source.relative_to(own)
-        # What Python itself compares before it uses bytecode.
+        # Python compares the same before it uses bytecode.
         if _stamp(source) is not None and _stamp(source) == _stamp(other):
             target = site_packages / compiled.relative_to(own)
             target.parent.mkdir(exist_ok=True)

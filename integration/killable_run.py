@@ -174,7 +174,7 @@ def main(folder: Path) -> None:
             write("notice", text=text)
 
         def finished_step(self, record: dict[str, Any]) -> None:
-            # Before the step's checkpoint: a step that is not done again is recorded.
+            # This runs before the step's checkpoint, so every step in a checkpoint is recorded.
             write("step", step=record["step"], sample_ids=sample_ids)
             sample_ids.clear()
 

@@ -24,15 +24,15 @@ _MODULES = (
     "opentelemetry.sdk.trace",
     "safetensors.torch",
 )
-"""Modules that take workers long to import, but for Ray: it reads a cluster's token once."""
+"""Modules that workers import slowly; not Ray, which reads a cluster's token only once."""
 
 
 @contextmanager
 def start_lean_rays() -> Iterator[None]:
     """Make each Ray that this process starts a lean one.
 
-    Without autoscaler, log monitor and dashboard, a third of the start's CPU time is saved; with
-    workers that are forked, three quarters of that of a worker which uses torch.
+    Without autoscaler, log monitor and dashboard, a start takes a third less CPU time. A forked
+    worker that uses torch takes three quarters less.
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for start in ("start_monitor", "start_log_monitor", "start_api_server"):
@@ -44,7 +44,7 @@ def start_lean_rays() -> Iterator[None]:
 
         def start_raylet_of_forks(node: Any, *arguments: Any, **options: Any) -> None:
             if not addresses:
-                # Not that of a parent process: the workers would not be below this one.
+                # A fork server of this process, not of a parent: its workers must be descendants.
                 addresses.append(stack.enter_context(_serve_forks()))
                 patch.setenv(fork_server.ADDRESS, addresses[0])
             node._ray_params.setup_worker_path = fork_server.__file__

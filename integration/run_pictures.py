@@ -100,7 +100,7 @@ def take_synchronous(browser: Browser, url: str, run: Process) -> None:
 
 
 def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
-    """Take the pictures of an asynchronous run, live and after its end, and over the other."""
+    """Take the pictures of an asynchronous run, live and at its end, and of all runs compared."""
     page = opened(browser, url)
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT + 200})
     page.goto("/")
@@ -108,8 +108,8 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     page.goto("/partition?id=train")
     acknowledged = page.locator("[aria-labelledby=tasks-h] tr[data-key=train] td").nth(4)
     acknowledged.filter(has_text=re.compile("^[1-9]")).wait_for()
-    # Without the list of samples, which is above the tasks and generators; at once, because the
-    # step continues.
+    # Hide the list of samples, which is above tasks and generators. Take the picture at once,
+    # because the step continues.
     page.evaluate("document.getElementById('samples').hidden = true")
     page.screenshot(path=FOLDER / "admin-async.png")
     assert run.wait(TIMEOUT_S) == 0, "the run failed"

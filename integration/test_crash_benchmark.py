@@ -14,7 +14,7 @@ def events(*plays):
             yield {"event": "end", "time": end, **facts}
 
 
-def test_replaced_and_interrupted_plays_are_lost_to_the_crash_after_their_begin():
+def test_lost_play_counts_for_the_next_crash():
     plays = plays_of(
         events(
             (1, 0.0, 2.0),  # finished, and played again after the second crash

@@ -31,7 +31,7 @@ def test_light_clients_import_neither_torch_nor_ray():
         (0.5, 0.0, 0.4, 1.0, "round trips"),
     ],
 )
-def test_bottleneck_is_what_has_no_processor_time_left(directory, units, clients, machine, bound):
+def test_bottleneck_has_no_idle_cores(directory, units, clients, machine, bound):
     cores = {"directory": directory, "units": units, "clients": clients, "machine": machine}
     assert bottleneck(cores, 2) == bound
 
@@ -44,7 +44,7 @@ def test_round_counts_operations_per_second_and_cores_per_second_of_the_run():
     assert result.cores == {"directory": 0.75, "units": 0.0, "clients": 0.75}
 
 
-def test_ratios_are_against_the_smallest_partition_among_the_others():
+def test_ratio_is_against_the_smallest_partition_not_alone():
     alone, small, large = (
         Partition("alone", 1_000, alone=True),
         Partition("small", 1_000),

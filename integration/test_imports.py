@@ -193,5 +193,5 @@ def test_shadowed_package_is_named_in_the_error(service: str, name: str, tmp_pat
     shadow = path.parent if path.name == "__init__.py" else path
     error = done.stderr.splitlines()[-1]
     assert error.startswith(
-        f"ImportError: package 'observability': found {shadow}, which is another"
+        f"ImportError: package 'observability': found {shadow}, which is not the"
     )

@@ -235,7 +235,7 @@ class AsyncResult:
 
     Attributes:
         load: the load.
-        paces: of each run, by variant and round.
+        paces: pace of each run, by variant and round.
         recording: a traced run of `ONE_STEP_OFF`.
     """
 
@@ -449,6 +449,6 @@ def async_grpo(
 
 
 if __name__ == "__main__":
-    # Else Ray would start every worker by `uv run` too, under `uv run`. Ray reads it on import.
+    # Under `uv run`, Ray would also start every worker by `uv run`. Ray reads this on import.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     app()

@@ -19,7 +19,7 @@ from integration.benchmarks.parts import PARTS_HEADINGS, Parts
 from integration.benchmarks.results_file import merge_entries
 from rich.console import Console
 
-# Else Ray would start every worker by `uv run` too, under `uv run`. Ray reads it on import.
+# Under `uv run`, Ray would also start every worker by `uv run`. Ray reads this on import.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -87,7 +87,7 @@ def connected(workers: Workers, connect: Mapping[str, Callable[[], System]]) -> 
 
 
 def warm_object_store(pair: Pair, *, full: bool) -> None:
-    """Touch every page of Ray's object store in both processes, its best state.
+    """Touch every page of Ray's object store in both processes, so that it is at its fastest.
 
     The first touch of a page costs about ten times as much as the copy into it. Without the
     warm-up, its cost would depend on the address that the store chooses for an object.

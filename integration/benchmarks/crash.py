@@ -1,13 +1,13 @@
 """Cost of a crash of an asynchronous run, with and without the journal.
 
-``python -m integration.benchmarks.crash``: runs with simulated slow generation are killed, driver
-and Ray cluster at once, at drawn moments after a checkpoint, and resumed at once. Both variants get
-the same moments, and alternate.
+``python -m integration.benchmarks.crash`` kills the driver and the Ray cluster of runs with
+simulated slow generation at random moments after a checkpoint, and resumes the runs at once. Both
+variants are killed at the same moments, and alternate.
 
-A play is the generation of one prompt's group. A play is lost if a kill interrupted it, or a later
-play of the same prompt replaces it: its seconds had to be spent again. An interrupted play counts
-until the kill, from its begin or from the last record of its responses, which a resumed run
-continues. A crash costs the lost plays that began before it and after the crash before.
+A play is the generation of one prompt's group. A play is lost if a kill interrupts it, or if a
+later play of the same prompt replaces it. A replaced play costs its duration. An interrupted play
+costs the time from its start, or from the last record of its responses, to the kill: a resumed run
+continues from that record. Each lost play counts for the first crash after its start.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CRASH_HEADINGS = [
     "journal",
     "crashes",
     "generation seconds lost",
-    "of finished groups",
+    "seconds of finished groups",
     "finished groups lost",
-    "unfinished",
+    "unfinished groups lost",
     "steps trained again",
     "s until processes run",
     "until the next step",
-    "until the step of the crash",
+    "until the killed step",
 ]
 EACH_HEADINGS = ["journal", "s after the checkpoint", *CRASH_HEADINGS[2:]]
 _ROUNDS, _CRASHES = 2, 2
@@ -79,8 +79,8 @@ class Play:
 
     Attributes:
         position: the prompt's position in the stream.
-        begin: time of its begin.
-        end: time of its end; None if a kill interrupted it.
+        begin: when it began.
+        end: when it ended; None if a kill interrupted it.
         recorded: time of the last record of its responses; ``begin`` if there is none.
     """
 
@@ -109,8 +109,8 @@ class Crash:
         loss: generation that had to be done again.
         steps: steps trained after the checkpoint, which had to be done again.
         started_s: seconds from the kill until the resumed run's processes have started.
-        step_s: until it has trained its first step.
-        recovered_s: until it has trained as many steps as before the kill.
+        step_s: seconds from the kill until the resumed run has trained its first step.
+        recovered_s: seconds from the kill until it has trained as many steps as before the kill.
     """
 
     after_s: float
@@ -137,7 +137,7 @@ class Crash:
 
 
 def plays_of(events: Iterable[dict[str, Any]]) -> list[Play]:
-    """Return the plays of the events that a run's processes recorded, by their begin."""
+    """Return the plays in the events that a run's processes recorded, ordered by start."""
     ends: dict[str, float] = {}
     begins: list[tuple[int, str, float]] = []
     recorded: dict[tuple[int, str], float] = {}
@@ -199,7 +199,7 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
             run.process.wait()
             kills.append(run.events()[-1]["time"])
             run.start()
-            # Then all that was in the store is trained, so that what is lost is played again.
+            # Up to this step the run trains what was in the store, and plays again what was lost.
             reached = _last_step(run.events()) + _STALENESS + 1
             _await(run, lambda: _last_step(run.events()) > reached)  # noqa: B023
         events = run.events()

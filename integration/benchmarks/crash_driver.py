@@ -1,8 +1,8 @@
 """Driver of the runs that `integration.benchmarks.crash` kills; it records each play of a prompt.
 
-``python -m integration.benchmarks.crash_driver FOLDER``: as `integration.killable_run`, and its
-generators append to ``plays.jsonl`` in FOLDER when they begin and end to generate a prompt's group,
-and its generation workers when they have recorded responses to a prompt in the journal.
+``python -m integration.benchmarks.crash_driver FOLDER`` does what `integration.killable_run` does.
+Its processes also append to ``plays.jsonl`` in FOLDER: a generator when it starts and ends a
+prompt's group, a generation worker when it has recorded responses in the journal.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class GrowthResult:
 def measure_growth(
     parts: Parts, *, full: bool, lines: Sequence[Line] = tuple(Line)
 ) -> GrowthResult:
-    """Measure on the Ray cluster of this process; two nodes, in a full run, on their own one."""
+    """Measure on this process's Ray cluster; a full run starts another cluster of two nodes."""
     announce: Callable[[str], None] = parts.begin
     result = GrowthResult()
     if Line.ROWS in lines:
@@ -118,7 +118,7 @@ def main(
     markdown.print(report.markdown_table("Measured on", CIRCUMSTANCES_HEADINGS, measured_on))
     parts.begin("starting Ray")
     with cluster.ray_cluster(full=False):
-        for each in line or list(Line):  # what one has measured stays if the next fails
+        for each in line or list(Line):  # results of a line are kept if a later one fails
             result = measure_growth(parts, full=full, lines=[each])
             merge_entries(json, result.entries())
             for table in result.tables():

@@ -255,7 +255,7 @@ def light_clients(pipe: Connection, store: Store, count: int) -> None:
 
     The first message is "ready"; an answer is the list of `Done` of the clients that ran.
     """
-    # What exists now is shared with the forks, and must not be copied by their collections.
+    # Objects that exist now are shared with the forks; a collection in a fork would copy them.
     freeze_garbage()
     pipes: list[Connection] = []
     for number in range(count):

@@ -219,7 +219,8 @@ def measure_clients(announce: Callable[[str], None], *, full: bool) -> ClientsRe
     rounds = _FULL_ROUNDS if full else _QUICK_ROUNDS
     announce(f"growth: up to {max(counts)} clients")
     result = ClientsResult({count: [] for count in counts})
-    # A client that is between its clear and its put holds no rows: all can be at once.
+    # Between its clear and its put, each client has taken ROWS rows out of the partition. If all
+    # are there at once, half of the rows remain.
     rows = 2 * max(counts) * ROWS
     order = random.Random(SEED)
     with (

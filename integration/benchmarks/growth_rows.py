@@ -42,7 +42,7 @@ _FILL = 512
 """Rows of a put while a partition is filled: the samples of one step."""
 _UNIT_BYTES = 2 << 30
 _MIN_ROWS_OF_MEMORY = 50_000
-"""Smallest partition of which the growth of a process's memory says something."""
+"""Minimum rows of a partition for which memory per row is reported."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ PER_TOKEN = {
     "prev_logprobs": "torch.float32",
     "advantages": "torch.float32",
 }
-"""Field with a value per token to its dtype."""
+"""Dtype of each field with a value per token."""
 PER_SAMPLE = {
     "input_lengths": "torch.int64",
     "sample_mask": "torch.float32",
     "total_reward": "torch.float32",
 }
-"""Field with a value per sample to its dtype."""
+"""Dtype of each field with a value per sample."""
 BULK_ROWS, BULK_ROW_BYTES = 64, 512 << 10
 BULK_BYTES = BULK_ROWS * BULK_ROW_BYTES

@@ -112,7 +112,7 @@ def compare(job: Job, inspector: QueueInspector, samples: int) -> None:
         print(
             f"{samples} samples, {operation} of {ROWS}, p{share * 100:.0f}: "
             f"{Summary.of(without[operation, share]).value * 1000:.2f} ms without inspection; "
-            f"with it times {ratio.value:.2f} (IQR {ratio.spread:.2f}, {ROUNDS} rounds)",
+            f"with it {ratio.value:.2f} times that (IQR {ratio.spread:.2f}, {ROUNDS} rounds)",
             flush=True,
         )
 

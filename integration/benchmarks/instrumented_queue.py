@@ -85,7 +85,7 @@ def compare(job: Job, instrumentor: TransferQueueInstrumentor) -> None:
         ratio = Summary.of(values)
         print(
             f"{name} of {ROWS}: {Summary.of(without[name]).value * 1000:.2f} ms without the "
-            f"instrumentor; with it times {ratio.value:.2f} (IQR {ratio.spread:.2f}, "
+            f"instrumentor; with it {ratio.value:.2f} times that (IQR {ratio.spread:.2f}, "
             f"{ROUNDS} rounds)",
             flush=True,
         )

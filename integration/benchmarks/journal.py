@@ -3,7 +3,8 @@
 ``python -m integration.benchmarks.journal``: for each length of the responses, rounds put a group
 of 16 samples as a generator does, and record it in a `Journal` as a generator does: the columns of
 the rollout are read back from the store, and appended with the advantages to a file in the
-temporary folder. A put is that of the rollout's columns and that of the advantages.
+temporary folder. The duration of a put is the sum of two: of the rollout's columns, and of the
+advantages.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def run_sessions(parts: Parts, *, backend: str, full: bool) -> list[Session]:
     """Measure all sessions, and announce in ``parts`` what is measured and what is skipped.
 
     A session has one data plane, since a Ray cluster holds one at a time. The baselines run again
-    in each session, so that every ratio is of one session. The processes stay.
+    in each session, so that every ratio is of one session. Producer and consumer keep running.
     """
     prefix = "tq" if backend == _DEFAULT_BACKEND else f"tq_{backend}"
     cases = FULL_CASES if full else QUICK_CASES

@@ -47,8 +47,8 @@ class Side:
         return sum(row.nbytes for row in columns["bulk"])
 
 
-def main(address: str, here: str, there: str) -> None:
-    """Measure, and print the result as JSON."""
+def main(address: str, first: str, second: str) -> None:
+    """Measure with the machines that have the resources `first` and `second`; print JSON."""
     ray.init(address=address, namespace="crossing", logging_level="ERROR", log_to_driver=False)
     config: DataPlaneConfig = {
         "enabled": True,
@@ -59,12 +59,12 @@ def main(address: str, here: str, there: str) -> None:
         "claim_meta_poll_interval_s": 1.0,
         "global_segment_size": 2 * ROWS * WIDTH,
         "local_buffer_size": 0,
-        "unit_resources": {here: 1},
+        "unit_resources": {first: 1},
     }
     with build_data_plane_client(config, bootstrap=True) as client:
         client.register_partition(PARTITION, ["bulk"], ROWS, [])
-        writer = Side.options(resources={there: 1}).remote(config)
-        reader = Side.options(resources={here: 1}).remote(config)
+        writer = Side.options(resources={second: 1}).remote(config)
+        reader = Side.options(resources={first: 1}).remote(config)
         counts = [received()]
         ray.get(writer.put.remote(), timeout=180)
         counts.append(received())

@@ -29,7 +29,8 @@ class Answer:
 
     Attributes:
         tokens: token ids.
-        logprobs: of each token and the 20 most likely ones at its place, by ``token_id:<id>``.
+        logprobs: log-probability of each token and of the 20 most likely ones at its place, by
+            ``token_id:<id>``.
     """
 
     tokens: list[int]

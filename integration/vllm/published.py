@@ -23,7 +23,7 @@ MAX_TOKENS = 32
 
 
 class Trainer(ExitStack):
-    """A control plane and publishers; each publisher has uneven rows of every tensor.
+    """A control plane and publishers; they hold uneven parts of the rows of every tensor.
 
     Args:
         model: name of the model in the control plane.

@@ -110,7 +110,7 @@ def test_killed_rank_ends_the_server(rig, serving, phase):
     rig.assert_serve(1, version_id)
 
 
-def test_late_answers_are_not_mistaken_for_later_calls(rig, serving):
+def test_unread_answers_do_not_reach_later_calls(rig, serving):
     server = rig.servers[0]
     # vLLM raises the error of rank 0 and leaves the answers of rank 1 unread.
     for _ in range(2):

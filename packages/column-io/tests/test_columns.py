@@ -152,7 +152,9 @@ def test_a_read_follows_the_order_of_the_meta(client: DataPlaneClient) -> None:
     assert batch["input_ids"].tolist() == [[9, 10, 11, 12], [1, 2, 3, 0]]
 
 
-def test_a_read_pads_to_the_stamped_width_else_to_the_longest_row(client: DataPlaneClient) -> None:
+def test_a_read_pads_to_the_width_of_the_meta_else_to_the_longest_row(
+    client: DataPlaneClient,
+) -> None:
     meta = first_write(client).subset([0, 1])
     fields = ["input_ids", "sample_mask"]
     assert read_columns(client, meta, fields)["input_ids"].shape == (2, 3)
@@ -242,7 +244,7 @@ def test_a_write_refuses_other_types(client: DataPlaneClient) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2), (3, 3, 2)], ids=str)
-def test_a_per_sample_column_is_read_in_its_shape_at_a_stamped_width(
+def test_a_per_sample_column_keeps_its_shape_at_any_width(
     client: DataPlaneClient, shape: tuple[int, ...]
 ) -> None:
     values = torch.rand(shape)

@@ -247,7 +247,7 @@ def test_micro_batches_need_the_plan_of_one_global_batch(iterator: str) -> None:
         getattr(batch, iterator)()
 
 
-def test_operations_that_move_rows_leave_the_plan_behind() -> None:
+def test_operations_that_move_rows_drop_the_plan() -> None:
     (shard,), _ = batch_of([1, 2]).shard_by_batch_size(1, sequence_packing_args=PACKING)
     assert isinstance(shard, BatchedDataDict)
     assert shard.slice(0, 1).micro_batch_indices is None

@@ -49,7 +49,7 @@ def test_a_wrong_configuration_is_one_error_that_names_the_key(cfg, named):
     assert issubclass(ConfigError, ValueError)
 
 
-def test_a_store_says_which_of_its_keys_are_missing():
+def test_missing_keys_of_a_store_are_named():
     with pytest.raises(ConfigError, match=r"'transfer_queue' needs backend, .*local_buffer_size"):
         require_keys(validate_config(IN_MEMORY), REQUIRED_OF_STORES, impl="transfer_queue")
 

@@ -67,7 +67,7 @@ class TestInMemoryBackpressure(MakeInMemory, BackpressureContract):
     pass
 
 
-def until_somebody_waits(client):
+def wait_until_claim_is_blocked(client):
     deadline = time.monotonic() + 20
     while not client._store.changed._waiters:
         assert time.monotonic() < deadline, "no claim is blocked"
@@ -82,7 +82,7 @@ def test_blocked_claim_wakes_when_another_opens_assignments():
         client.claim_meta("p", "train", ["y"], 1, dp_rank=0, dp_world=2)
         where = [TagFilter("v", "<=", 2)]
         waiting = pool.submit(client.claim_meta, "p", "train", ["y"], 1, where=where, timeout_s=20)
-        until_somebody_waits(client)
+        wait_until_claim_is_blocked(client)
         # This claim opens the assignment of rank 1, and is then blocked: the sample lacks z.
         other = [TagFilter("v", "==", 2)]
         assert client.claim_meta("p", "train", ["z"], 1, where=other, timeout_s=5).sample_ids == []
@@ -96,7 +96,7 @@ def test_blocked_put_does_not_enter_a_newer_partition():
         client.register_partition("p", ["x"], 1, ["train"])
         client.put_samples(["a"], "p", fields)
         stale = pool.submit(client.put_samples, ["b"], "p", fields)
-        until_somebody_waits(client)
+        wait_until_claim_is_blocked(client)
         with client._store.changed:  # so that the put sees both at once
             client.clear_samples(None, "p")
             client.register_partition("p", ["x"], 1, ["train"])

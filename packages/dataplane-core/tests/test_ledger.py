@@ -52,14 +52,14 @@ def claim(ledger, size, *, task="a", required=("x",), blocking=False, now=0.0, *
 
 
 @pytest.fixture
-def looked(monkeypatch):
+def evaluated(monkeypatch):
     """Record the tags that filters evaluate."""
-    looked = []
+    evaluated = []
     matches = TagFilter.matches
     monkeypatch.setattr(
-        TagFilter, "matches", lambda self, tags: looked.append(tags) or matches(self, tags)
+        TagFilter, "matches", lambda self, tags: evaluated.append(tags) or matches(self, tags)
     )
-    return looked
+    return evaluated
 
 
 def test_group_is_claimed_completely_or_not_at_all():
@@ -126,15 +126,15 @@ def test_group_with_a_mismatched_sample_is_not_claimed():
     assert claim(ledger, 4, where=newer, blocking=True) == IDS[:2]
 
 
-def test_filter_is_evaluated_per_put_not_per_claim(looked):
+def test_filter_is_evaluated_per_put_not_per_claim(evaluated):
     ledger = new_ledger(num_samples=1000)
     put(ledger, [f"s{i}" for i in range(100)], tags=[{"v": i % 10} for i in range(100)])
     newer = (TagFilter("v", ">=", 9),)
     claim(ledger, 1, where=newer)
-    looked.clear()
+    evaluated.clear()
     for _ in range(5):
         assert claim(ledger, 20, where=newer, blocking=True) is None
-    assert looked == []
+    assert evaluated == []
 
 
 def test_list_filter_works_with_data_parallel_ranks():
@@ -151,7 +151,7 @@ def test_list_filter_works_with_data_parallel_ranks():
 @pytest.mark.parametrize(
     ("op", "value"), [("~", 1), ("in", 3), ("==", [1]), ("in", [[1]]), (">", object())]
 )
-def test_a_filter_that_means_nothing_is_refused(op, value):
+def test_invalid_filter_is_refused(op, value):
     with pytest.raises(InvalidRequestError, match="'v'"):
         TagFilter("v", op, value)
 
@@ -294,7 +294,7 @@ def test_each_lease_expires_at_its_last_deadline():
     assert ends == dict(zip(tokens, (5.0, 3.0, 1.5), strict=True))
 
 
-def test_two_puts_under_way_cannot_give_a_field_two_kinds():
+def test_concurrent_puts_cannot_give_a_field_two_kinds():
     ledger = new_ledger(num_samples=2)
     first = ledger.begin_put("p", ["a"], {"x": "torch.int64"})
     with pytest.raises(SchemaMismatchError):
@@ -339,36 +339,36 @@ def test_used_queue_is_kept_when_others_are_built():
 
 
 @pytest.mark.parametrize("stale", [0, 120], ids=["nothing waits", "some never match"])
-def test_changing_filter_does_not_slow_down_puts(stale, looked):
+def test_changing_filter_does_not_slow_down_puts(stale, evaluated):
     ledger = new_ledger()
     put(ledger, [f"stale {i}" for i in range(stale)], tags=[{"v": -9}] * stale)
     costs = []
     for step in range(40):
         ids = [f"s{step}_{i}" for i in range(10)]
-        looked.clear()
+        evaluated.clear()
         put(ledger, ids, tags=[{"v": step}] * 10)
-        costs.append(len(looked))
+        costs.append(len(evaluated))
         assert claim(ledger, 10, where=(TagFilter("v", ">=", step - 2),)) == ids
     # The queue of the last step, and the rows that others get before they count as idle.
     assert max(costs) <= 20 + stale // 4
     assert len(ledger.partition("p").tasks["a"].queues) <= 3 + stale // 40
 
 
-def test_constant_filter_is_evaluated_once_per_sample(looked):
+def test_constant_filter_is_evaluated_once_per_sample(evaluated):
     ledger = new_ledger()
     put(ledger, [f"stale {i}" for i in range(500)], tags=[{"v": -9}] * 500)
     filters = [(TagFilter("v", "==", value),) for value in range(3)]
     for where in filters:
         claim(ledger, 10, where=where)
-    looked.clear()
+    evaluated.clear()
     for step in range(200):
         put(ledger, [f"s{step}_{i}" for i in range(10)], tags=[{"v": 0}] * 10)
         for where in filters:
             claim(ledger, 10, where=where)
-    assert len(looked) == 200 * 3 * 10
+    assert len(evaluated) == 200 * 3 * 10
 
 
-def test_a_lease_that_has_run_out_is_ended_without_force():
+def test_expired_lease_is_ended_without_force():
     ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
     book = ledger.partition("p")
@@ -418,7 +418,7 @@ def test_field_with_unknown_bytes_leaves_others_known():
     assert (shown.nbytes, [field.nbytes for field in shown.fields]) == (7, [7, None])
 
 
-def test_a_search_goes_on_where_its_last_step_ended():
+def test_search_continues_where_its_last_step_ended():
     ledger = new_ledger(num_samples=0)
     count = 2 * SEARCH_WINDOW + 10
     for start in range(0, count, 10_000):
@@ -481,15 +481,15 @@ def test_queue_built_in_parts_equals_one_built_at_once(changes, group_size, wher
     assert [partition.rows.at(place).sample_id for place in taken] == at_once
 
 
-def test_prepared_claim_scans_few_samples_at_once(looked):
+def test_prepared_claim_scans_few_samples_at_once(evaluated):
     ledger = new_ledger()
     put(ledger, [f"s{i}" for i in range(1000)], tags=[{"v": 0}] * 1000)
     request = ClaimRequest("a", ("x",), 5, where=(TagFilter("v", "==", 0),))
     maximum, done = 0, False
     while not done:
-        looked.clear()
+        evaluated.clear()
         done = ledger.partition("p").prepare(request)
-        maximum = max(maximum, len(looked))
+        maximum = max(maximum, len(evaluated))
     assert 0 < maximum <= 128
     assert len(claim(ledger, 5, where=request.where)) == 5
 

@@ -73,7 +73,7 @@ def test_numpy_scalars_become_python_numbers():
     ids=[
         "an object",
         "an array of objects",
-        "half a surrogate pair",
+        "a lone surrogate",
         "a number type that Python lacks",
         "a record",
     ],

@@ -250,7 +250,7 @@ class Hopeless(StreamingDataset):
             yield batch, meta
 
 
-def test_a_loader_that_loses_every_batch_says_so():
+def test_loader_that_loses_every_batch_raises():
     client = store(4)
     with (
         loader(kind=Hopeless, timeout_s=0.1) as trained,

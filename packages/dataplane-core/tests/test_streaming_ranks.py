@@ -89,7 +89,7 @@ def test_fast_rank_ends_while_slow_ranks_are_live():
 
 
 @pytest.fixture
-def looks(monkeypatch):
+def live_checks(monkeypatch):
     """Return hooks that run before each check of live ranks, and after it with the result."""
     hooks = {"before": lambda: None, "after": lambda is_live: None}
     all_live = LeaseWatch.all_live
@@ -104,7 +104,7 @@ def looks(monkeypatch):
     return hooks
 
 
-def test_rank_waits_for_one_that_died_during_its_batch(looks):
+def test_rank_waits_for_one_that_died_during_its_batch(live_checks):
     client = store(6)
     dying, live = leased(3.0)(), leased(1000.0)()
     held = dying.claim_meta("p", "a", ["x"], 2)
@@ -116,11 +116,11 @@ def test_rank_waits_for_one_that_died_during_its_batch(looks):
 
     def after(is_live):
         if is_live:
-            looks["before"] = lambda: None
-            looks["after"] = lambda is_live: None
+            live_checks["before"] = lambda: None
+            live_checks["after"] = lambda is_live: None
             live.release(other)
 
-    looks.update(before=before, after=after)
+    live_checks.update(before=before, after=after)
     with loader(leased(1000.0)) as alive:
         batches = iter(alive)
         next(batches)
@@ -129,7 +129,7 @@ def test_rank_waits_for_one_that_died_during_its_batch(looks):
     assert counts(client) == (6, 0, 0)
 
 
-def test_rank_waits_for_one_that_died_during_its_wait(looks):
+def test_rank_waits_for_one_that_died_during_its_wait(live_checks):
     client = store(6)
     dying, silent = leased(3.0)(), leased(1000.0)()
     held = dying.claim_meta("p", "a", ["x"], 2)
@@ -145,14 +145,14 @@ def test_rank_waits_for_one_that_died_during_its_wait(looks):
         if len(answers) == 6:
             silent.acknowledge(other)
 
-    looks.update(before=before, after=after)
+    live_checks.update(before=before, after=after)
     with loader(leased(1000.0)) as alive:
         assert ids(alive) == ["s04", "s05", *held.sample_ids]
     assert answers[:6] == [False] * 6
     assert counts(client) == (4, 0, 2)
 
 
-def test_waiting_rank_notices_released_samples(looks):
+def test_waiting_rank_notices_released_samples(live_checks):
     client = store(4)
     silent, busy = leased(1000.0)(), leased(1000.0)()
     held = silent.claim_meta("p", "a", ["x"], 2)
@@ -166,7 +166,7 @@ def test_waiting_rank_notices_released_samples(looks):
         elif len(answers) == 4:
             silent.release(held)
 
-    looks["after"] = after
+    live_checks["after"] = after
     with loader(leased(1000.0), timeout_s=5.0) as alive:
         got = []
         for _, meta in alive:

@@ -124,9 +124,9 @@ def timed(name, operation, results):
     results[name] = (time.monotonic() - started, outcome)
 
 
-def silence(spoken):
+def silence(name):
     """Return duration and outcome of each operation during the silence ``backend/part/how``."""
-    backend, part, how = spoken.split("/")
+    backend, part, how = name.split("/")
     config = {**CONFIG, "backend": backend, "claim_lease_s": 60.0}
     if backend == "packed":
         config["packed_transport"] = "tcp"  # shared memory works without the unit
@@ -147,8 +147,8 @@ def silence(spoken):
             thread.start()
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-        for name in todo.keys() - results.keys():
-            results[name] = (TIMEOUT_S, "nothing")
+        for missing in todo.keys() - results.keys():
+            results[missing] = (TIMEOUT_S, "nothing")
         timed("close the owner", owner.close, results)
     return results
 

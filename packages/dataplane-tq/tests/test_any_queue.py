@@ -92,7 +92,7 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def patient_controller():
+def long_claim_timeout():
     """Let a controller wait longer than its 1 s for the samples of a claim."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TQ_CONTROLLER_GET_METADATA_TIMEOUT", str(int(START_S)))
@@ -100,7 +100,7 @@ def patient_controller():
 
 
 @pytest.fixture(scope="module")
-def address(patient_controller, cluster):
+def address(long_claim_timeout, cluster):
     return ray.get_runtime_context().gcs_address
 
 

@@ -28,7 +28,7 @@ LOOPS = {
     "quickstart": ("train", "train", ["advantages"]),
     "recipes/consumer-with-leases": ("train", "score", ["input_ids"]),
 }
-"""Page to partition, task and fields of its loop."""
+"""Partition, task and fields of the loop on each page."""
 
 
 def loop_of(page: str) -> str:

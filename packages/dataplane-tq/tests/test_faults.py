@@ -33,7 +33,7 @@ def batch(count):
 
 @pytest.fixture
 def config(config):
-    """One storage unit starts faster than two."""
+    """Return a configuration with one storage unit, which starts faster than two."""
     return {**config, "num_storage_units": 1}
 
 

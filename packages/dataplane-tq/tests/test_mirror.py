@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # each starts a worker that imports TransferQueue
 
 @pytest.fixture
 def config(config):
-    """One storage unit starts faster than two."""
+    """Return a configuration with one storage unit, which starts faster than two."""
     return {**config, "num_storage_units": 1}
 
 

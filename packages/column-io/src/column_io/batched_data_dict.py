@@ -355,12 +355,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
             start, stop = batch_idx * batch_size, (batch_idx + 1) * batch_size
             if batch_idx < 0 or stop > self.size:
                 raise IndexError(
-                    f"get_batch: rows {start} to {stop} of a batch of {self.size} rows"
+                    f"get_batch: rows {start} to {stop} are outside a batch of {self.size} rows"
                 )
             return self.slice(start, stop)
         if not 0 <= batch_idx < len(self.micro_batch_indices):
             raise IndexError(
-                f"get_batch: batch {batch_idx}; {len(self.micro_batch_indices)} are planned"
+                f"get_batch: no global batch {batch_idx}; "
+                f"{len(self.micro_batch_indices)} are planned"
             )
         self._check_planned("get_batch", self.micro_batch_indices)
         counts = [cuts[-1][1] for cuts in self.micro_batch_indices]
@@ -385,7 +386,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         if microbatch_size == 0 or size % microbatch_size:
             raise UnevenShardsError(
                 f"{where}: {size} rows in micro-batches of {microbatch_size}; "
-                "expected a divisor of the rows"
+                "expected a size that divides the number of rows"
             )
         return (
             self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size)
@@ -398,8 +399,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         cuts the columns that have the width of ``input_ids``; without ``input_ids``, all columns.
 
         Raises:
-            InvalidRequestError: (a ValueError) there is no plan, or not one for exactly one global
-                batch with this batch's number of rows; see `get_batch`.
+            InvalidRequestError: (a ValueError) there is no plan, or the plan has several global
+                batches (see `get_batch`) or another number of rows.
         """
         where = "make_microbatch_iterator_with_dynamic_shapes"
         sequence_dim = checked_int(where, "sequence_dim", sequence_dim)
@@ -425,8 +426,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         """Yield the planned micro-batches at full width; the consumer packs each into one sequence.
 
         Raises:
-            InvalidRequestError: (a ValueError) there is no plan, or not one for exactly one global
-                batch with this batch's number of rows; see `get_batch`.
+            InvalidRequestError: (a ValueError) there is no plan, or the plan has several global
+                batches (see `get_batch`) or another number of rows.
         """
         cuts, _ = self._single_plan("make_microbatch_iterator_for_packable_sequences")
         return (self.slice(start, stop) for start, stop in cuts)

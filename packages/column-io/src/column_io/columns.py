@@ -59,7 +59,7 @@ def read_columns(
     Args:
         dp_client: the client to read from; any object with the documented methods, see
             `dataplane_core.documented_client`.
-        meta: names the rows; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
+        meta: the rows to read; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
             ``global_forward_pad_seqlen``, columns that are per token are padded to that width;
             without it, to their longest row. See `DataPlaneClient.get_columns`. The batch gets the
             meta's plan of micro-batches, if that was made for these ids in this order.
@@ -118,8 +118,8 @@ def write_columns(
 
     Args:
         dp_client: the client to write to, as for `read_columns`.
-        meta: names the rows. Token columns are cut to its ``sequence_lengths``; without them every
-            column is stored at full width.
+        meta: the rows to write. Token columns are cut to its ``sequence_lengths``; without them
+            every column is stored at full width.
         fields: column name to a tensor or an object array with a row per sample. A token-aligned
             column (`TOKEN_ALIGNED_FIELDS`) must be at least as wide as the longest row;
             ``advantages`` and ``sample_mask`` may hold one value per sample, (n,).

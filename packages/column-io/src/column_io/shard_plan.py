@@ -27,7 +27,10 @@ class UnevenShardsError(InvalidRequestError, AssertionError):
 
 
 MicroBatchIndices = list[list[list[int]]]
-"""Per chunk (global batch) a list of [start, stop), relative to the rank's first row of it."""
+"""Micro-batches of each chunk (global batch), as [start, stop).
+
+Rows are counted from the rank's first row in the chunk.
+"""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def shown(value: object) -> str:
 
 
 def refused(where: str, argument: str, value: object, expected: str) -> InvalidTypeError:
-    """Return the error of an argument of a wrong type, with what was found and expected."""
+    """Return the error for an argument of a wrong type; it says what was found and expected."""
     return InvalidTypeError(f"{where}: {argument} is {shown(value)}; expected {expected}")
 
 
@@ -48,7 +48,7 @@ def checked_name(where: str, argument: str, value: object, *, empty: bool = Fals
     """Return ``value`` as a plain str that UTF-8 can encode; it may be empty only with ``empty``.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is something else.
+        InvalidRequestError: (a ValueError) ``value`` is no such str.
     """
     if not isinstance(value, str):
         raise refused(where, argument, value, "a str")
@@ -57,7 +57,7 @@ def checked_name(where: str, argument: str, value: object, *, empty: bool = Fals
         raise InvalidRequestError(f"{where}: {argument} is empty; expected a name")
     if not is_utf8(name):
         raise InvalidRequestError(
-            f"{where}: {argument} {name!r} has half a surrogate pair, which UTF-8 cannot hold"
+            f"{where}: {argument} {name!r} has a lone surrogate, which UTF-8 cannot encode"
         )
     return name
 
@@ -66,13 +66,14 @@ def checked_names(where: str, argument: str, value: object, *, empty: bool = Fal
     """Return ``value`` as a new list of names, each checked as by `checked_name`.
 
     Args:
-        where: names the call in the error.
-        argument: names the argument.
+        where: name of the call, for the error.
+        argument: name of the argument, for the error.
         value: a list, a tuple, another sequence, the keys of a dict, or an array of one dimension.
         empty: accept empty names too.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is a single str, is unordered, or has other items.
+        InvalidRequestError: (a ValueError) ``value`` is a single str, is unordered, or has an
+            item that is no name.
     """
     names: list[Any] = checked_items(where, argument, value, "a list of str")
     # The fast path checks all names at once: a put of many ids pays one pass, not a call per id.
@@ -107,7 +108,7 @@ def checked_int(
     Integers of numpy and torch are accepted; a bool, a float or a str is not.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is something else, or out of bounds.
+        InvalidRequestError: (a ValueError) ``value`` is not an integer, or is out of bounds.
     """
     expected = (
         f"an int of at least {minimum}"
@@ -133,13 +134,14 @@ def checked_ints(where: str, argument: str, value: object, *, minimum: int = 0) 
     """Return ``value`` as a new list of plain ints, each checked as by `checked_int`.
 
     Args:
-        where: names the call in the error.
-        argument: names the argument.
+        where: name of the call, for the error.
+        argument: name of the argument, for the error.
         value: a list, another sequence, or an array or tensor of one dimension.
         minimum: smallest value allowed.
 
     Raises:
-        InvalidRequestError: (a ValueError) an item is something else or smaller; names its index.
+        InvalidRequestError: (a ValueError) an item is not an int or is too small; the error
+            names its index.
     """
     numbers: list[Any] = checked_items(where, argument, value, "a list of ints")
     if set(map(type, numbers)) <= {int} and (
@@ -156,7 +158,7 @@ def checked_indices(where: str, value: object, rows: int) -> list[int]:
     """Return ``value`` as a new list of row indices; negative ones count from the end.
 
     Args:
-        where: names the call in the error.
+        where: name of the call, for the error.
         value: as for `checked_ints`, or a set or an iterator.
         rows: number of rows.
 
@@ -192,7 +194,7 @@ def checked_seconds(where: str, argument: str, value: object) -> float:
     """Return ``value`` as a duration in seconds, from 0 to `MAX_SECONDS`; NaN is refused.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is something else.
+        InvalidRequestError: (a ValueError) ``value`` is not a number, or is out of bounds.
     """
     number = scalar_of(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
@@ -251,7 +253,7 @@ def checked_mapping(where: str, argument: str, value: Any, expected: str) -> Map
     """Return ``value`` if it is a mapping; a TensorDict, which may unwrap its items, is refused.
 
     Raises:
-        InvalidTypeError: (a ValueError and a TypeError) it is something else.
+        InvalidTypeError: (a ValueError and a TypeError) ``value`` is not a mapping.
     """
     if isinstance(value, Mapping) and not hasattr(value, "batch_size"):
         return value

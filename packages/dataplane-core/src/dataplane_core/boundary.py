@@ -36,7 +36,7 @@ class PutRequest:
     """A checked put; see `DataPlaneClient.put_samples`.
 
     Attributes:
-        where: names the call in errors.
+        where: name of the call, for errors.
         sample_ids: distinct ids.
         partition_id: their partition.
         tags: one dict of primitives per id, or None.
@@ -63,7 +63,7 @@ class ReadRequest:
     """A checked read; see `DataPlaneClient.get_samples`.
 
     Attributes:
-        where: names the call in errors.
+        where: name of the call, for errors.
         sample_ids: ids, which may repeat.
         partition_id: their partition.
         fields: the fields to read, without repeats.
@@ -80,7 +80,7 @@ class ClaimCall:
     """A checked claim; see `DataPlaneClient.claim_meta`.
 
     Attributes:
-        where: names the call in errors.
+        where: name of the call, for errors.
         partition_id: the partition.
         request: the claim.
         timeout_s: how long to wait, in seconds; 0 for a claim that does not block.
@@ -97,7 +97,7 @@ class LeaseCall:
     """A checked `DataPlaneClient.acknowledge`, ``renew`` or ``release``.
 
     Attributes:
-        where: names the call in errors.
+        where: name of the call, for errors.
         sample_ids: samples of the claim to which the call applies.
         partition_id: their partition.
         task_name: the claiming task, or None.
@@ -177,7 +177,7 @@ def check_read(
 
 
 def fields_to_read(meta: Any, select_fields: object) -> Any:
-    """Return the fields that ``get_data`` reads: ``select_fields``, or without it ``meta.fields``.
+    """Return the fields that ``get_data`` reads: ``select_fields``, or ``meta.fields`` if None.
 
     Raises:
         InvalidRequestError: (a ValueError) ``meta`` is not a meta, or neither names the fields.
@@ -227,7 +227,7 @@ def check_claim(
     if ids is not None:
         if len(ids) != size:
             raise InvalidRequestError(
-                f"{call}: batch_size {size} with {len(ids)} sample_ids; expected their number"
+                f"{call}: batch_size {size} for {len(ids)} sample_ids; expected {len(ids)}"
             )
         if dp_world is not None or where or seed is not None:
             raise InvalidRequestError(

@@ -51,8 +51,8 @@ class TaskCounts:
     At every moment ``put == ready + not_ready + leased + acknowledged + cleared``.
 
     Attributes:
-        put: samples put since the latest registration, and those present then; without those
-            withdrawn.
+        put: samples put since the latest registration or present at it, minus the withdrawn
+            ones.
         ready: could be claimed now.
         not_ready: unclaimed, and lacking a required field.
         leased: claimed and not yet acknowledged, or assigned to a data-parallel rank.

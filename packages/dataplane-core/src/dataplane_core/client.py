@@ -146,7 +146,7 @@ class DataPlaneClient(OptionalMethods, ABC):
 
         Raises:
             PartitionNotFoundError: (KeyError, ValueError) the partition is not registered.
-            UnknownTaskError: (KeyError) the task is not declared; names those that are.
+            UnknownTaskError: (KeyError) the task is not declared; the error names those that are.
             InvalidRequestError: (a ValueError) ``batch_size`` is below 1, not a multiple of the
                 group size, or smaller than every remaining group; or ``dp_rank`` does not fit
                 ``dp_world``; or ``sample_ids`` names a sample twice, or one that the task has
@@ -196,7 +196,8 @@ class DataPlaneClient(OptionalMethods, ABC):
             origin: name of this put, a W3C traceparent for example. The store keeps it with the
                 values, for clients with ``capabilities.origins``.
             acknowledge: also `acknowledge`, in the same step, those of ``sample_ids`` that
-                ``claim`` holds. Else they can be claimed again if the caller dies after the put.
+                ``claim`` holds. If False, they can be claimed again if the caller dies after the
+                put.
 
         Returns:
             A meta of the ids, with ``fields`` = the names written (None if none) and the tags.
@@ -205,7 +206,7 @@ class DataPlaneClient(OptionalMethods, ABC):
             PartitionNotFoundError: the partition is not registered.
             DuplicateSampleError: (ValueError) an id is given twice.
             InvalidRequestError: (ValueError) a count differs from the number of ids, or a tag is
-                not a primitive; names sample and tag.
+                not a primitive; the error names sample and tag.
             SchemaMismatchError: (ValueError, TypeError) a field changes its dtype or kind.
             CapacityExceeded: (TimeoutError) the store stayed full until the deadline, or the put
                 has more new samples than the store can hold.
@@ -271,7 +272,7 @@ class DataPlaneClient(OptionalMethods, ABC):
         *,
         origins: dict[str, int] | None = None,
     ) -> TensorDict:
-        """Fetch ``select_fields``, or without them ``meta.fields``, of the rows of ``meta``.
+        """Fetch ``select_fields`` of the rows of ``meta``; None means ``meta.fields``.
 
         ``origins`` is as in `get_samples`.
 

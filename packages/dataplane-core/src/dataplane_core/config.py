@@ -126,8 +126,8 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
     """Check ``cfg`` against `DataPlaneConfig`.
 
     Raises:
-        ConfigError: (a ValueError) names every unknown key, missing key and value of a wrong type,
-            or else the first number that is out of range.
+        ConfigError: (a ValueError) the error names every unknown key, missing key and value of a
+            wrong type; without these, the first number that is out of range.
     """
     if cfg is None:
         raise ConfigError("data-plane config: found None; expected a mapping like DataPlaneConfig")

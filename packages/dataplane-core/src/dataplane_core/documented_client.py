@@ -30,7 +30,8 @@ def as_client(client: Any) -> DataPlaneClient:
         client: an object with the documented methods and their documented arguments.
 
     Raises:
-        InvalidTypeError: (a ValueError and a TypeError) it lacks a method; names it.
+        InvalidTypeError: (a ValueError and a TypeError) ``client`` lacks a method; the error names
+            the method.
     """
     if isinstance(client, DataPlaneClient):
         return client

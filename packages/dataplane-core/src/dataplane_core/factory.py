@@ -19,7 +19,7 @@ from dataplane_core.errors import ConfigError
 CLIENT_GROUP = "dataplane_core.clients"
 MIDDLEWARE_GROUP = "dataplane_core.middleware"
 _PROMISES = {"claim_lease_s": "leases", "claim_order": "claim_order"}
-"""Optional configuration key to the capability that a client needs to honor it."""
+"""Capability that a client needs to honor an optional configuration key, by key."""
 
 
 def build_data_plane_client(

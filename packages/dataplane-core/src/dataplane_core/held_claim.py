@@ -26,7 +26,7 @@ def held_claim(
     A claim without a lease is left as it is.
 
     Args:
-        client: renews, acknowledges and releases; thread-safe.
+        client: a thread-safe client, which renews, acknowledges and releases.
         claim: as `DataPlaneClient.claim_meta` returned it.
         renew_every_s: at most a third of ``claim_lease_s``, so that one late renewal loses nothing.
         acknowledge: False if the block acknowledges, by its last put for example.

@@ -139,8 +139,8 @@ class KVBatchMeta:
         if len(lengths) != self.size:
             raise InvalidRequestError(
                 f"{where}: {len(lengths)} sequence_lengths "
-                f"for {self.size} sample_ids; expected one per id, or None, before rows are "
-                "picked, moved or joined"
+                f"for {self.size} sample_ids; subset, slice, concat and drop need one per id, or "
+                "None"
             )
         return lengths
 

@@ -199,7 +199,7 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
     def inspector(self) -> StoreInspector:
         """The inspector of the store; for ``capabilities.inspection``.
 
-        The client has the same methods, so that it is itself a `DataPlaneInspector` and has
+        The client has the same methods: it is also a `DataPlaneInspector` and a
         `DataPlaneActions`.
 
         Raises:

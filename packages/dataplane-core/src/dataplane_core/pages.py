@@ -24,8 +24,8 @@ _HUGE_PAGE = 2 << 20
 _idle: dict[int, list[NDArray[np.uint8]]] = {}
 
 
-class _Lease:
-    """Owner of a buffer while arrays or tensors view it; numpy reads it as an array."""
+class _BufferOwner:
+    """Owner of a buffer while arrays or tensors view it; numpy can view it as an array."""
 
     __slots__ = ("__array_interface__", "_slab")
 
@@ -62,7 +62,7 @@ def empty(nbytes: int) -> NDArray[np.uint8]:
         slab = _idle[size].pop()
     except (KeyError, IndexError):
         slab = _fresh(size)
-    return np.asarray(_Lease(slab, nbytes))
+    return np.asarray(_BufferOwner(slab, nbytes))
 
 
 def copy_slices(

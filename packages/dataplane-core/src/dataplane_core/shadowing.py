@@ -25,7 +25,7 @@ def require_package(name: str, module: str) -> None:
     if not any((Path(folder) / module).exists() for folder in folders):
         origin = ", ".join(folders or [str(spec.origin)])
         raise ImportError(
-            f"package {name!r}: found {origin}, which is another one; expected the installed "
-            "package: rename what was found, or remove its folder's parent from sys.path",
+            f"package {name!r}: found {origin}, which is not the installed package; rename it, or "
+            "remove the folder that contains it from sys.path",
             name=name,
         )

@@ -22,7 +22,7 @@ def primitive(value: Any) -> str | int | float | None:
         value: str, int of 64 bits (from -2**63 to 2**64 - 1), float, bool or None.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is something else.
+        InvalidRequestError: (a ValueError) ``value`` is not a primitive.
     """
     scalar: Any = scalar_of(value)
     if scalar is None or isinstance(scalar, bool):
@@ -39,7 +39,7 @@ def primitive(value: Any) -> str | int | float | None:
         text = str.__str__(scalar)
         if is_utf8(text):
             return text
-        raise InvalidRequestError(f"{text!r} has half a surrogate pair, which UTF-8 cannot hold")
+        raise InvalidRequestError(f"{text!r} has a lone surrogate, which UTF-8 cannot encode")
     raise InvalidTypeError(f"{shown(scalar)}; expected str, int, float, bool or None")
 
 
@@ -47,7 +47,8 @@ def checked_column(where: str, name: str, values: Sequence[Any]) -> list[Any]:
     """Return the values of one tag as primitives, sample by sample.
 
     Raises:
-        InvalidRequestError: (a ValueError) names the tag and the first sample with a wrong value.
+        InvalidRequestError: (a ValueError) a value is not a primitive; the error names tag and
+            sample.
     """
     checked = []
     for index, value in enumerate(values):
@@ -62,12 +63,12 @@ def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
     """Return a sample's tags as primitives, in a new dict.
 
     Args:
-        where: names the call in the error.
-        sample_id: names the sample.
+        where: name of the call, for the error.
+        sample_id: id of the sample, for the error.
         tags: the caller's argument.
 
     Raises:
-        InvalidRequestError: (a ValueError) a tag is not a primitive; names it.
+        InvalidRequestError: (a ValueError) a tag is not a primitive; the error names it.
     """
     sample = f"{where}: sample {sample_id!r}"
     tags = checked_mapping(sample, "tags", tags, "a dict of primitives")

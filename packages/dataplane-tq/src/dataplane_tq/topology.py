@@ -103,8 +103,8 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     mirrored = cfg.get("transfer_queue_mirror", True)
     if not mirrored and (backend != "packed" or "sampler" in cfg):
         raise ConfigError(
-            "data-plane config: transfer_queue_mirror: found False; backend 'packed' works "
-            "without TransferQueue's controller, other backends and the key sampler do not"
+            "data-plane config: transfer_queue_mirror: found False; expected True: only backend "
+            "'packed' without the key sampler works without TransferQueue's controller"
         )
     sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
     load_order(cfg.get("claim_order"))  # fail here rather than in the directory's process
@@ -224,9 +224,9 @@ def _attach(timeout_s: float) -> Topology:
         if directory is not None:
             remaining = max(0.1, deadline - time.monotonic())
             try:
-                facts = ray.get(directory.facts.remote(), timeout=remaining)
-                if facts is not None:
-                    return _attached(*ray.get(facts[0], timeout=remaining))
+                published = ray.get(directory.connection_data.remote(), timeout=remaining)
+                if published is not None:
+                    return _attached(*ray.get(published[0], timeout=remaining))
             except GetTimeoutError:
                 pass
             except RayError as error:

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any  # Any: the manifest's content as JSON has it
+from typing import Any  # Any: the manifest, decoded from JSON
 
 from dataplane_core.errors import CheckpointError
 
@@ -101,7 +101,7 @@ class VerifiedFolder:
         """Return the content of one file, verified again because it may have changed since.
 
         Raises:
-            CheckpointError: the file is unknown, missing or changed; names it.
+            CheckpointError: the file is unknown, missing or changed; the error names it.
         """
         path = self.folder / name
         if name not in self.files:
@@ -116,7 +116,8 @@ def open_folder(folder: Path) -> VerifiedFolder:
     """Verify a checkpoint: its manifest, every file, and that there is no other file.
 
     Raises:
-        CheckpointError: a file is missing, changed, unexpected or malformed; names the first.
+        CheckpointError: a file is missing, changed, unexpected or malformed; the error names the
+            first one.
     """
     old = _sibling(folder, "old")
     if not folder.exists() and old.exists():  # its writer was killed between two renames

@@ -51,7 +51,8 @@ def pack(name: str, column: Column) -> tuple[StoredColumn, dict[str, torch.Tenso
     """Return a column as tensors that safetensors can store; the inverse of `unpack`.
 
     Raises:
-        InvalidRequestError: (a ValueError) a value cannot be stored; names the field and the type.
+        InvalidRequestError: (a ValueError) a value cannot be stored; the error names field and
+            type.
     """
     rows = column.rows
     if column.kind == OBJECT:

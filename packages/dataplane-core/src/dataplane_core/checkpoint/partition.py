@@ -93,10 +93,10 @@ def save_partition(
         The folder.
 
     Raises:
-        CheckpointError: it cannot be written, or the partition changed. Nothing of it remains, and
-            an older checkpoint is untouched.
+        CheckpointError: the checkpoint cannot be written, or the partition changed. No part of the
+            checkpoint remains, and an older one is untouched.
         InvalidRequestError: (a ValueError) there is no such partition, or a tag or object value
-            cannot be stored; names it.
+            cannot be stored; the error names it.
         UnsupportedError: the client cannot be inspected.
     """
     folder = Path(folder)
@@ -160,7 +160,7 @@ def restore_partition(
         The number of samples.
 
     Raises:
-        CheckpointError: a file is missing, changed, unexpected or malformed; names it.
+        CheckpointError: a file is missing, changed, unexpected or malformed; the error names it.
         InvalidRequestError: (a ValueError) the partition is registered already.
         UnsupportedError: the client cannot restore which samples were acknowledged.
         DataPlaneError: a put failed, for example because the store is full. After any error,

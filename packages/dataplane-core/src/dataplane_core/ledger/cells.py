@@ -1,14 +1,14 @@
 """`SharedCells`: cells that the samples of a put share, so that a sample costs few bytes.
 
-A store of columns knows each cell as a pair: the column, and the sample's number in it. Stored so
-for each sample and field, the pairs would take more memory than all else in the ledger. So samples
-share one mapping of field to column, and each sample has only its numbers, one per layer::
+A store of columns finds a cell by its column and the sample's number in that column. Such a pair
+for each sample and field would take more memory than all else in the ledger. Columns that
+number the samples alike form a layer. So samples share one mapping of field to column and layer,
+and each sample has only its place: its number in each layer::
 
-    put 1 writes a, b:      cells {a: (A, 0), b: (B, 0)}                places (0,) (1,) (2,)
-    put 2 writes b, c       cells {a: (A, 0), b: (B2, 1), c: (C, 1)}    places (1, 0) (2, 1)
-    of its samples 1, 2:
+    put 1: a, b of 3 samples      cells {a: (A, 0), b: (B, 0)}                places (0,) (1,) (2,)
+    put 2: b, c of the last two   cells {a: (A, 0), b: (B2, 1), c: (C, 1)}    places (1, 0) (2, 1)
 
-The cell of field c of the last sample is (C, 1): its place (2, 1) has the number 1 in layer 1.
+Field c of the last sample is number 1 of column C: the place (2, 1) has the number 1 in layer 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Place: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SharedCells:
-    """Cells of a put, shared by its samples. A store writes either all cells so, or none.
+    """Cells of a put, shared by its samples. A store shares the cells of all puts, or of none.
 
     Attributes:
         fields: the fields that it writes.

@@ -51,8 +51,8 @@ class Lease:
             return state is self
         if isinstance(state, str) and state:
             return state == self.token
-        # Absent, open or assigned: allowed unless this claim once held the sample. Claimed without
-        # a lease (""): refused.
+        # A sample that is absent, open or assigned may be written, unless this claim once held it.
+        # A sample claimed without a lease, whose state is "", may not.
         return sample_id not in self.claimed and state != ""
 
 

@@ -247,10 +247,10 @@ class Ledger:
             self._discard(replaced)
 
     def acknowledge_put(self, ticket: PutTicket) -> tuple[str, list[str]]:
-        """Acknowledge what the claim of a put that was just committed holds of its samples.
+        """Acknowledge the samples of a put just committed that its claim still holds.
 
         Returns:
-            The claim's task, and these samples.
+            The claim's task, and the acknowledged samples.
         """
         leases = ticket.partition.leases
         lease = leases[ticket.token or ""]

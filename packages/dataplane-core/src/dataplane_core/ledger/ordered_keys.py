@@ -28,8 +28,8 @@ class OrderedKeys(Generic[K]):
     One bisection of the bounds and one of a run find an entry. A bound remains when its entry is
     removed, here (3, 5). An empty run is removed; one that is too large is split in the middle.
 
-    If both are integers, an entry is the integer ``position << 64 | key``, which compares three
-    times as fast as a tuple.
+    If position and key are integers, an entry is the integer ``position << 64 | key``, which
+    compares three times as fast as a tuple.
     """
 
     __slots__ = ("_bounds", "_entries", "_runs")

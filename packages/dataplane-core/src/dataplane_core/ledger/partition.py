@@ -63,8 +63,8 @@ class Partition:
         self._retired: list[Queue] = []
         self.tasks = {name: self._new_task(name) for name in declaration.consumer_tasks}
         self.leases = Leases(declaration.partition_id)
-        # No lease or assignment expires before. A deadline only ever moves later, so this stays
-        # true when one is renewed or ends.
+        # No lease or assignment expires before this time. Deadlines only move later, so that stays
+        # true when a lease is renewed or ends.
         self._next_expiry = math.inf
         self.put_total = 0
         self.touch()
@@ -428,8 +428,8 @@ class Partition:
     def next_expiry(self) -> float | None:
         """Return when to call `expire` next, on the caller's clock; None if never.
 
-        Nothing expires before. Nothing may expire then either, because leases were renewed or
-        ended; that call finds the next moment.
+        Nothing expires earlier. If leases were renewed or ended, that call may find nothing to
+        expire; it then updates the time.
         """
         return None if self._next_expiry == math.inf else self._next_expiry
 

@@ -76,7 +76,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         """Yield the batches that ``client`` claims and fetches.
 
         Args:
-            client: claims and fetches.
+            client: the client that claims and fetches.
             claimed: called with each claim before its batch is fetched.
             wait_for_leased: as `DataPlaneClient.claim_meta`; False where batches are prefetched.
 

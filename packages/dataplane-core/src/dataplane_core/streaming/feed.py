@@ -137,7 +137,7 @@ class Feed(IterableDataset[Any]):
             InvalidRequestError(
                 f"StreamingDataLoader(partition={self._dataset.partition_id!r}, "
                 f"task={self._dataset.task_name!r}): {content} for {item.meta.size} samples, a "
-                f"{type(item.content).__name__}, cannot be pickled to leave a worker: {error}; "
+                f"{type(item.content).__name__}, cannot be pickled and sent by a worker: {error}; "
                 "use num_workers=0 or collate to tensors and plain values"
             )
         )

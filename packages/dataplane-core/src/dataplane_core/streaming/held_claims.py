@@ -10,15 +10,15 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, LeaseLostError, PartitionNotFoundError
 from dataplane_core.meta import LEASE, KVBatchMeta
 
-Left = tuple[KVBatchMeta | None, LeaseLostError | PartitionNotFoundError | None]
-"""The samples of a claim that were still held, None if none were, and the error for the others."""
+LeaseOutcome = tuple[KVBatchMeta | None, LeaseLostError | PartitionNotFoundError | None]
+"""Held samples of a claim (None if it holds none), and the error for those that it lost."""
 
 
 class HeldClaims:
     """Claims under leases, by token, without their acknowledged samples. Thread-safe.
 
     Args:
-        client: renews, acknowledges and releases them.
+        client: the client that renews, acknowledges and releases the claims.
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
@@ -56,7 +56,7 @@ class HeldClaims:
                 self._held[token] = rest
         return held.subset(forgotten) if forgotten else None
 
-    def acknowledge(self, meta: KVBatchMeta) -> Left:
+    def acknowledge(self, meta: KVBatchMeta) -> LeaseOutcome:
         """Acknowledge samples of a claim, as far as it still holds them.
 
         They are forgotten before the call, so that no renewal finds them lost meanwhile.
@@ -73,7 +73,7 @@ class HeldClaims:
                 self._hold_again(forgotten)
             raise
 
-    def renewed(self, meta: KVBatchMeta) -> Left:
+    def renewed(self, meta: KVBatchMeta) -> LeaseOutcome:
         """Renew samples of a claim; forget those that it no longer holds.
 
         Raises:
@@ -138,7 +138,7 @@ def release(client: DataPlaneClient, meta: KVBatchMeta) -> None:
             _as_far_as_held(client.release, meta)
 
 
-def _as_far_as_held(operation: Callable[[KVBatchMeta], None], meta: KVBatchMeta) -> Left:
+def _as_far_as_held(operation: Callable[[KVBatchMeta], None], meta: KVBatchMeta) -> LeaseOutcome:
     """Apply an all-or-nothing operation to the samples that the claim still holds.
 
     A sample that was withdrawn or cleared by force does not end the lease of the others. If the

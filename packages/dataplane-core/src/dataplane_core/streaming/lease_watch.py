@@ -31,7 +31,7 @@ class LeaseWatch:
         self._live: set[str] = set()
 
     def all_live(self) -> bool:
-        """Return whether each holder and each assigned rank was active after the first call.
+        """Return whether each holder and assigned rank was active since this was first called.
 
         A claim is live if it was renewed since this watch first saw it. A rank's claim is also live
         if it was made after the first call, because a rank that works through its assignments may

@@ -67,7 +67,7 @@ class StreamingDataLoader:
 
     With several ranks and ``"commit"``, a rank may die after others have left their loops. Once
     every live rank has committed, iterate again, until an iteration delivers nothing. On a resume,
-    each rank loads the union of the ``done`` of all ranks: it may claim what another had done.
+    each rank loads the union of all ranks' ``done``, because it may claim samples that another did.
     Without ``capabilities.inspection`` the loader cannot see whether a lease is renewed, and waits
     for every lease: commit each batch inside the loop.
 

@@ -67,7 +67,8 @@ def check_columns(
         The lengths as plain ints, and the names of ``ragged``.
 
     Raises:
-        InvalidRequestError: (a ValueError) names the column or the lengths that do not fit.
+        InvalidRequestError: (a ValueError) a column or the lengths do not fit; the error says
+            which.
     """
     checked_mapping(what, "columns", columns, "a dict of name to column")
     unordered = list(ragged) if isinstance(ragged, Set) else ragged
@@ -200,7 +201,7 @@ def check_width(name: str, form: Form | None, row: Sequence[int], width: int) ->
         width: width to pad to.
 
     Raises:
-        InvalidRequestError: (a ValueError) the field is ambiguous; names it.
+        InvalidRequestError: (a ValueError) the field is ambiguous; the error names it.
     """
     if name in PER_TOKEN_OR_SAMPLE_FIELDS and form is None and width > 1 and row[:1] == (1,):
         raise InvalidRequestError(
@@ -276,7 +277,7 @@ def object_column(name: str, leaf: Any, count: int) -> NDArray[np.object_]:
     """Return the Python values of a TensorDict's leaf as an object array (count,).
 
     Raises:
-        TypeError: the leaf or a row of it is something else.
+        TypeError: the leaf does not hold one Python value per row.
     """
     if isinstance(leaf, NonTensorData):
         # Not read from a store: the leaf holds the array itself, or one value for all rows.

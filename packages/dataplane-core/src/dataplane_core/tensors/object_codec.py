@@ -157,8 +157,8 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
         allow_pickle: pickle a value that cannot be stored otherwise; every reader must allow it.
 
     Raises:
-        InvalidTypeError: (a ValueError and a TypeError) names ``what`` and the type that cannot be
-            stored.
+        InvalidTypeError: (a ValueError and a TypeError) the value cannot be stored; the error names
+            ``what`` and the type.
     """
     try:
         return _encode(value, _pickling_encoder if allow_pickle else _encoder)
@@ -174,13 +174,13 @@ def decode_object(data: bytes, *, allow_pickle: bool = False) -> Any:
         allow_pickle: decode pickles, which runs code of whoever wrote ``data``.
 
     Raises:
-        ValueError: ``data`` is something else, or a pickle that is not allowed.
+        ValueError: ``data`` is not an encoded value, or is a pickle that is not allowed.
     """
     return (_pickling_decoder if allow_pickle else _decoder).decode(data)
 
 
 def decode_struct(data: bytes, struct: type[_T]) -> _T:
-    """Decode a msgspec struct of `encode_object`; raise ValueError if ``data`` is another."""
+    """Decode a msgspec struct of `encode_object`; raise ValueError if ``data`` is not one."""
     decoder = _struct_decoders.get(struct)
     if decoder is None:
         # msgspec crashes if two threads use a type for the first time at once.

@@ -71,7 +71,7 @@ def type_named(name: str) -> ObjectType:
     except KeyError:
         raise ValueError(
             f"stored value has the type {name!r}, which is not registered in this process: call "
-            "dataplane_core.tensors.object_types.register_object_type, or import what calls it"
+            "dataplane_core.tensors.object_types.register_object_type, or import a module that does"
         ) from None
 
 

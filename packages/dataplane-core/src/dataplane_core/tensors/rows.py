@@ -186,7 +186,7 @@ def storable_tensor(what: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` as stores need it: on the CPU, detached, conj and neg bits resolved.
 
     Args:
-        what: names the tensor in the error.
+        what: name of the tensor, for the error.
         tensor: dense or nested.
 
     Raises:
@@ -274,7 +274,7 @@ def jagged_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> tor
 def leaves_of_rows(
     column: Column,
 ) -> list[tuple[list[int], torch.Tensor | NonTensorStack]]:
-    """Return leaves with the indices of their rows; putting all restores ``column`` and its form.
+    """Return leaves, each with its row indices; a put of each restores ``column`` and its form.
 
     There is one leaf, unless the field has no form and its rows differ in shape. Then a put of all
     rows together would give the field a form.

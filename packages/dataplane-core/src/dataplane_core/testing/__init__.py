@@ -16,8 +16,7 @@ A subclass provides two fixtures and inherits every test::
 
 `LeaseContract`, `NamedClaimContract`, `BackpressureContract`, `OriginContract` and
 `InspectionContract` are for clients with those capabilities. `MinimalClient` is for tests of layers
-that use clients. Needs the extra
-``dataplane-core[testing]``.
+that use clients. Needs the extra ``dataplane-core[testing]``.
 """
 
 import pytest

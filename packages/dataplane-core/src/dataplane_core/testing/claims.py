@@ -102,7 +102,7 @@ class ClaimContract(StoreFixtures):
         assert meta.tags is not None
         assert [type(value) for value in meta.tags[0].values()] == [int, float, str]
 
-    def test_put_with_tags_replaces_them_and_without_keeps_them(
+    def test_put_replaces_tags_only_if_it_has_tags(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.put_samples(["a", "b"], partition, tags=[{"v": 1, "old": 1}, {"v": 2}])
@@ -307,7 +307,7 @@ class ClaimContract(StoreFixtures):
         assert not client.check_consumption_status(partition, ["train", "unknown"])
         assert not client.check_consumption_status("nowhere", ["train"])
 
-    def test_operations_outside_the_capabilities_say_so(
+    def test_operation_without_its_capability_is_refused(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a"])

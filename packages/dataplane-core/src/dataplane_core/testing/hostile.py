@@ -31,8 +31,8 @@ from dataplane_core import (
 )
 from dataplane_core.testing.storage import StoreFixtures, batch, same_bits
 
-HALF = "\ud800"
-"""Half a surrogate pair: a str that UTF-8 cannot encode."""
+LONE_SURROGATE = "\ud800"
+"""Lone surrogate: a str that UTF-8 cannot encode."""
 
 
 class Role(enum.StrEnum):
@@ -70,7 +70,7 @@ COMPLEX = torch.tensor([1 + 2j, 3 - 1j])
 # Factories of values, called anew for each use: iterators are consumed, others could be changed.
 VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
-    "half a surrogate": lambda: HALF,
+    "lone surrogate": lambda: LONE_SURROGATE,
     "empty": lambda: "",
     "str": lambda: "a",
     "np.str_": lambda: np.str_("a"),
@@ -103,7 +103,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "list": lambda: ["a"],
     "tuple": lambda: ("a", "b"),
     "repeats": lambda: ["a", "a"],
-    "list of half a surrogate": lambda: ["a", HALF],
+    "list of a lone surrogate": lambda: ["a", LONE_SURROGATE],
     "list of np.str_": lambda: [np.str_("a"), np.str_("b")],
     "array of str": lambda: np.array(["a", "b"]),
     "list of ints": lambda: [1, 2],
@@ -115,7 +115,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "dict with int keys": lambda: {1: "a"},
     "dict with tuple keys": lambda: {(1, 2): 3},
     "dict with a list inside a tuple key": lambda: {"x": {((1,), "b"): None}},
-    "list of dicts": lambda: [{"k": 1}, {"k": HALF}],
+    "list of dicts": lambda: [{"k": 1}, {"k": LONE_SURROGATE}],
     "keys": lambda: {"a": 1, "b": 2}.keys(),
     "deep": lambda: _deep(400),
     "too deep": lambda: _deep(100_000),
@@ -153,14 +153,16 @@ VALUES: dict[str, Callable[[], Any]] = {
     "TensorDict without batch size": lambda: TensorDict({"x": torch.ones(2)}, []),
     "TensorDict of another batch size": lambda: TensorDict({"x": torch.ones(3)}, [3]),
     "TensorDict of TensorDicts": lambda: TensorDict({"x": {"y": torch.ones(2)}}, [2]),
-    "TensorDict with half a surrogate": lambda: TensorDict({HALF: torch.ones(2)}, [2]),
+    "TensorDict with a lone surrogate": lambda: TensorDict({LONE_SURROGATE: torch.ones(2)}, [2]),
     "TensorDict with a scalar": lambda: TensorDict({"x": torch.tensor(1)}, []),
     "NonTensorStack": lambda: NonTensorStack("a", "b"),
     "NonTensorData": lambda: NonTensorData("a", batch_size=[2]),
     "meta": lambda: KVBatchMeta("p", "train", ["a"], ["x"]),
-    "meta of half a surrogate": lambda: KVBatchMeta("p", "train", [HALF], ["x"]),
+    "meta of a lone surrogate": lambda: KVBatchMeta("p", "train", [LONE_SURROGATE], ["x"]),
     "meta with other extra_info": lambda: KVBatchMeta("p", "t", ["a"], extra_info=_NO_DICT),
-    "meta with half a token": lambda: KVBatchMeta("p", "t", ["a"], extra_info={"lease": HALF}),
+    "meta with a token that is a lone surrogate": lambda: KVBatchMeta(
+        "p", "t", ["a"], extra_info={"lease": LONE_SURROGATE}
+    ),
 }
 GOOD: dict[str, dict[str, Callable[[], Any]]] = {
     "register_partition": {
@@ -215,7 +217,7 @@ GOOD: dict[str, dict[str, Callable[[], Any]]] = {
     "read_sample": {"sample_id": lambda: "a"},
     "find_samples": {"tag": lambda: "k", "value": lambda: 1, "limit": lambda: 3},
 }
-"""Method to factories of valid arguments, without ``partition_id``."""
+"""Factories of valid arguments by method, without ``partition_id``."""
 
 CALLS = [
     (method, name)

@@ -67,12 +67,12 @@ class InspectionContract(StateMachineContract):
         """Return whether the store reports the bytes of its fields."""
         return True
 
-    def test_the_client_is_an_inspector_and_says_so(self, client: DataPlaneClient) -> None:
+    def test_client_is_an_inspector_and_declares_inspection(self, client: DataPlaneClient) -> None:
         assert client.capabilities.inspection
         assert isinstance(client, DataPlaneInspector)
         assert isinstance(client.inspector, DataPlaneInspector)
 
-    def test_the_inspector_answers_as_the_client(
+    def test_inspector_and_client_return_the_same(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a", "b"])

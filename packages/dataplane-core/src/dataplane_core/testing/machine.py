@@ -64,13 +64,13 @@ class _Walk(RuleBasedStateMachine):
         self.cleared = 0
         self.serial = 0
 
-    @rule(who=st.integers(0, 1), declared=st.integers(0, len(IDS)))
-    def declare_again(self, who: int, declared: int) -> None:
-        self.clients[who].register_partition(self.partition, FIELDS, declared, TASKS)
+    @rule(caller=st.integers(0, 1), declared=st.integers(0, len(IDS)))
+    def declare_again(self, caller: int, declared: int) -> None:
+        self.clients[caller].register_partition(self.partition, FIELDS, declared, TASKS)
         self.declared, self.put_total, self.cleared = declared, len(self.rows), 0
 
-    @rule(who=st.integers(0, 1), ids=some_ids, fields=some_fields, data=st.data())
-    def put(self, who: int, ids: list[str], fields: list[str], data: Any) -> None:
+    @rule(caller=st.integers(0, 1), ids=some_ids, fields=some_fields, data=st.data())
+    def put(self, caller: int, ids: list[str], fields: list[str], data: Any) -> None:
         written: dict[str, Any] = {}
         self.put_total += len(set(ids) - self.rows.keys())
         for name in fields:
@@ -82,27 +82,27 @@ class _Walk(RuleBasedStateMachine):
             offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)])
             values = torch.tensor([value for row in rows for value in row], dtype=torch.int64)
             written[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
-        self.clients[who].put_samples(ids, self.partition, batch(len(ids), **written))
+        self.clients[caller].put_samples(ids, self.partition, batch(len(ids), **written))
 
-    @rule(who=st.integers(0, 1), ids=some_ids, fields=some_fields)
-    def get(self, who: int, ids: list[str], fields: list[str]) -> None:
+    @rule(caller=st.integers(0, 1), ids=some_ids, fields=some_fields)
+    def get(self, caller: int, ids: list[str], fields: list[str]) -> None:
         if not all(set(fields) <= self.rows.get(sample_id, {}).keys() for sample_id in ids):
             with pytest.raises(MissingDataError):
-                self.clients[who].get_samples(ids, self.partition, fields)
+                self.clients[caller].get_samples(ids, self.partition, fields)
             return
-        answer = self.clients[who].get_samples(ids, self.partition, fields)
+        answer = self.clients[caller].get_samples(ids, self.partition, fields)
         for name in fields:
             got = [row.tolist() for row in answer[name].unbind()]
             assert got == [self.rows[sample_id][name] for sample_id in ids]
 
     @rule(
-        who=st.integers(0, 1),
+        caller=st.integers(0, 1),
         task=st.sampled_from(TASKS),
         fields=st.lists(st.sampled_from(FIELDS), unique=True),
         size=st.integers(1, len(IDS)),
         blocking=st.booleans(),
     )
-    def claim(self, who: int, task: str, fields: list[str], size: int, blocking: bool) -> None:
+    def claim(self, caller: int, task: str, fields: list[str], size: int, blocking: bool) -> None:
         ready = {
             sample_id
             for sample_id, row in self.rows.items()
@@ -112,7 +112,7 @@ class _Walk(RuleBasedStateMachine):
         lacking = len(self.rows.keys() - self.claimed[task] - ready)
         leased = len(self.leased(task))
         complete = len(ready) >= size or not (unput or lacking or (leased and not ready))
-        client = self.clients[who]
+        client = self.clients[caller]
         if blocking and not complete:
             with pytest.raises(ClaimTimeoutError) as caught:
                 client.claim_meta(self.partition, task, fields, size, timeout_s=0.0)
@@ -141,16 +141,16 @@ class _Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: self.clients[0].capabilities.named_claims)
     @rule(
-        who=st.integers(0, 1),
+        caller=st.integers(0, 1),
         task=st.sampled_from(TASKS),
         ids=some_ids,
         fields=some_fields,
         blocking=st.booleans(),
     )
     def claim_named(
-        self, who: int, task: str, ids: list[str], fields: list[str], blocking: bool
+        self, caller: int, task: str, ids: list[str], fields: list[str], blocking: bool
     ) -> None:
-        client, leased = self.clients[who], self.leased(task)
+        client, leased = self.clients[caller], self.leased(task)
         ready = [
             each
             for each in ids
@@ -183,12 +183,12 @@ class _Walk(RuleBasedStateMachine):
         assert meta.sample_ids == ready
         self.hold(task, meta)
 
-    @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS))
-    def claim_until_empty(self, who: int, task: str) -> None:
+    @rule(caller=st.integers(0, 1), task=st.sampled_from(TASKS))
+    def claim_until_empty(self, caller: int, task: str) -> None:
         """Claim everything ready, so that a blocking claim waits for leases or ends."""
-        self.claim(who, task, [], len(IDS), blocking=False)
-        self.claim(who, task, [], 1, blocking=True)
-        self.check(who, [task])
+        self.claim(caller, task, [], len(IDS), blocking=False)
+        self.claim(caller, task, [], 1, blocking=True)
+        self.check(caller, [task])
 
     def claims(self) -> list[ClaimSummary]:
         return self.clients[0].list_claims(self.partition)
@@ -206,23 +206,23 @@ class _Walk(RuleBasedStateMachine):
             self.held.remove(held)
 
     @precondition(lambda self: self.held)
-    @rule(who=st.integers(0, 1), acknowledge=st.booleans(), part=st.booleans(), data=st.data())
-    def end_lease(self, who: int, acknowledge: bool, part: bool, data: Any) -> None:
+    @rule(caller=st.integers(0, 1), acknowledge=st.booleans(), part=st.booleans(), data=st.data())
+    def end_lease(self, caller: int, acknowledge: bool, part: bool, data: Any) -> None:
         held = data.draw(st.sampled_from(self.held))
         ids = sorted(held.ids)[:1] if part else sorted(held.ids)
         meta = held.meta.subset([held.meta.sample_ids.index(each) for each in ids])
         if acknowledge:
-            self.clients[who].acknowledge(meta)
+            self.clients[caller].acknowledge(meta)
             self.end(held, set(ids))
         else:
-            self.clients[who].release(meta)
+            self.clients[caller].release(meta)
             self.release(held, set(ids))
 
     @precondition(lambda self: self.held)
-    @rule(who=st.integers(0, 1), data=st.data())
-    def end_claim(self, who: int, data: Any) -> None:
+    @rule(caller=st.integers(0, 1), data=st.data())
+    def end_claim(self, caller: int, data: Any) -> None:
         held = data.draw(st.sampled_from(self.held))
-        client = self.clients[who]
+        client = self.clients[caller]
         with pytest.raises(SamplesLeasedError):
             client.end_claim(self.partition, held.name)
         ended = client.end_claim(self.partition, held.name, expired_only=False)
@@ -232,9 +232,9 @@ class _Walk(RuleBasedStateMachine):
             client.acknowledge(held.meta)
 
     @precondition(lambda self: self.clients[0].capabilities.inspection)
-    @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS), ids=some_ids)
-    def reset(self, who: int, task: str, ids: list[str]) -> None:
-        client = self.clients[who]
+    @rule(caller=st.integers(0, 1), task=st.sampled_from(TASKS), ids=some_ids)
+    def reset(self, caller: int, task: str, ids: list[str]) -> None:
+        client = self.clients[caller]
         if not self.leased(task).isdisjoint(ids):
             with pytest.raises(SamplesLeasedError):
                 client.reset_consumption(self.partition, task, ids)
@@ -243,20 +243,20 @@ class _Walk(RuleBasedStateMachine):
         assert client.reset_consumption(self.partition, task, ids) == len(consumed)
         self.claimed[task] -= consumed
 
-    @rule(who=st.integers(0, 1), ids=some_ids)
-    def clear(self, who: int, ids: list[str]) -> None:
+    @rule(caller=st.integers(0, 1), ids=some_ids)
+    def clear(self, caller: int, ids: list[str]) -> None:
         if any(not self.leased(task).isdisjoint(ids) for task in TASKS):
             with pytest.raises(SamplesLeasedError):
-                self.clients[who].clear_samples(ids, self.partition)
+                self.clients[caller].clear_samples(ids, self.partition)
             return
-        self.clients[who].clear_samples(ids, self.partition)
+        self.clients[caller].clear_samples(ids, self.partition)
         self.cleared += len(self.rows.keys() & set(ids))
         self.drop(ids)
 
     @precondition(lambda self: self.clients[0].capabilities.withdrawal)
-    @rule(who=st.integers(0, 1), ids=some_ids)
-    def withdraw(self, who: int, ids: list[str]) -> None:
-        self.clients[who].withdraw_samples(ids, self.partition)
+    @rule(caller=st.integers(0, 1), ids=some_ids)
+    def withdraw(self, caller: int, ids: list[str]) -> None:
+        self.clients[caller].withdraw_samples(ids, self.partition)
         self.put_total -= len(self.rows.keys() & set(ids))
         for held in list(self.held):
             self.end(held, held.ids & set(ids))
@@ -268,20 +268,20 @@ class _Walk(RuleBasedStateMachine):
             for claimed in self.claimed.values():
                 claimed.discard(sample_id)
 
-    @rule(who=st.integers(0, 1), tasks=st.lists(st.sampled_from(TASKS), min_size=1, unique=True))
-    def check(self, who: int, tasks: list[str]) -> None:
+    @rule(caller=st.integers(0, 1), tasks=st.lists(st.sampled_from(TASKS), min_size=1, unique=True))
+    def check(self, caller: int, tasks: list[str]) -> None:
         complete = bool(self.rows) and all(
             self.claimed[task] - self.leased(task) >= self.rows.keys() for task in tasks
         )
-        assert self.clients[who].check_consumption_status(self.partition, tasks) == complete
+        assert self.clients[caller].check_consumption_status(self.partition, tasks) == complete
 
     @precondition(lambda self: self.clients[0].capabilities.conservation)
-    @rule(who=st.integers(0, 1), task=st.sampled_from(TASKS), fields=some_fields)
-    def count(self, who: int, task: str, fields: list[str]) -> None:
+    @rule(caller=st.integers(0, 1), task=st.sampled_from(TASKS), fields=some_fields)
+    def count(self, caller: int, task: str, fields: list[str]) -> None:
         open_rows = [row for each, row in self.rows.items() if each not in self.claimed[task]]
         ready = sum(set(fields) <= row.keys() for row in open_rows)
         leased = len(self.leased(task))
-        assert self.clients[who].count_samples(self.partition, task, fields) == TaskCounts(
+        assert self.clients[caller].count_samples(self.partition, task, fields) == TaskCounts(
             put=self.put_total,
             ready=ready,
             not_ready=len(open_rows) - ready,
@@ -291,12 +291,12 @@ class _Walk(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.clients[0].capabilities.inspection)
-    @rule(who=st.integers(0, 1))
-    def inspect(self, who: int) -> None:
-        claims = self.clients[who].list_claims(self.partition)
+    @rule(caller=st.integers(0, 1))
+    def inspect(self, caller: int) -> None:
+        claims = self.clients[caller].list_claims(self.partition)
         expected = {held.name: (held.task, len(held.ids)) for held in self.held}
         assert {each.claim: (each.task, each.samples) for each in claims} == expected
-        page = self.clients[who].scan_states(self.partition)
+        page = self.clients[caller].scan_states(self.partition)
         assert page.total == len(self.rows)
         for index, task in enumerate(page.tasks):
             column = page.states[index :: len(page.tasks)]

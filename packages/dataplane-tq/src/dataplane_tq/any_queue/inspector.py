@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from itertools import compress
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn  # Any: answers as msgpack has them
+from typing import Any, NoReturn  # Any: decoded msgpack
 
 import msgspec
 import numpy as np
@@ -190,7 +190,7 @@ class QueueInspector:
         if task_name not in partition.tasks:
             raise UnknownTaskError(
                 f"{where}: partition {partition_id!r}: task {task_name!r} has not claimed; tasks "
-                f"that have: {', '.join(partition.tasks) or 'none'}"
+                f"that have claimed: {', '.join(partition.tasks) or 'none'}"
             )
         consumed = partition.consumed[:, partition.tasks.index(task_name)]
         ready = ~consumed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any  # Any: Ray handles, and answers as msgpack has them
+from typing import Any  # Any: Ray handles, and msgpack values
 
 import msgspec
 import ray

@@ -40,25 +40,25 @@ class DirectoryActor:
             capacity, units, host, load_order(claim_order), mirrored=mirrored
         )
         self._address = self._directory.start()
-        self._facts: list[Any] | None = None
+        self._connection: list[Any] | None = None
 
     def publish(
-        self, facts: list[Any], units: Sequence[UnitAddress] = (), token: bytes = b""
+        self, connection: list[Any], units: Sequence[UnitAddress] = (), token: bytes = b""
     ) -> None:
         """Store the connection data for clients, and start watching the packed backend's units.
 
         Args:
-            facts: one Ray reference to the connection data. It is never resolved here, because
+            connection: one Ray reference to the connection data. It is never resolved here, because
                 its types would import TransferQueue.
             units: units to watch. Other actors connect to the directory: see `bind_actor`.
             token: secret that opens the units.
         """
-        self._facts = facts
+        self._connection = connection
         self._directory.watch(units, token)
 
-    def facts(self) -> list[Any] | None:
+    def connection_data(self) -> list[Any] | None:
         """Return the published connection data; None before `publish`."""
-        return self._facts
+        return self._connection
 
     def address(self) -> Address:
         """Return the address on which the directory listens."""

@@ -15,7 +15,7 @@ from dataplane_core.ledger import Row
 from dataplane_tq.directory.protocol import Consumption, Orphans
 
 Fields = dict[str, tuple[str, ...]]
-"""Sample id to the fields that the sample has in TransferQueue."""
+"""Fields that each sample has in TransferQueue, by sample id."""
 
 
 class Backlog:

@@ -45,7 +45,7 @@ TRANSITIONS: dict[type[Any], dict[State, set[State]]] = {
     p.NextOrphans: {State.CLEARING: {State.CLEARING}},
     p.Dropped: {State.CLEARING: {State.IDLE}},
 }
-"""Request to the states in which it is allowed, each with the states that it may lead to.
+"""States in which each request is allowed, each with the states that the request may lead to.
 
 Other requests are allowed in every state and do not change it. A request that fails does not change
 it either, with two exceptions: a refused commit aborts the put, and a clear that fails while it

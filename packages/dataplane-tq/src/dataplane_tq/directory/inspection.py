@@ -120,4 +120,4 @@ INSPECTIONS: dict[type[Any], Callable[[StoreState, Any], Any]] = {
     p.ResetConsumption: _reset_consumption,
     p.EndClaim: _end_claim,
 }
-"""Request type to handler, for requests that belong to no put, read, claim or clear."""
+"""Handlers by request type, for requests that belong to no put, read, claim or clear."""

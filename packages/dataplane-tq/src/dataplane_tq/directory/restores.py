@@ -31,7 +31,7 @@ class Restoring(Operation):
         self._puts: list[tuple[PutTicket, dict[str, _Column]]] = []
 
     def reserve(self, saved: list[p.SavedBlock], node: str) -> list[Block]:
-        """Reserve capacity for the blocks; raise a `DataPlaneError` if it cannot be had now."""
+        """Reserve capacity for the blocks; raise a `DataPlaneError` if it is not free now."""
         catalogue = self._store.catalogue
         if catalogue is None:
             raise InvalidRequestError("restore: this store has no packed units")

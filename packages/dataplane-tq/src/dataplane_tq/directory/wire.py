@@ -112,7 +112,7 @@ class Link:
     def session(self, what: str) -> Iterator[Session]:
         """Open a session for one operation; ``what`` names it in errors.
 
-        After `Session.keep` the session outlives the block, until `end`.
+        After `Session.keep` the session outlives the ``with`` block, until `end`.
         """
         session = self._begin(what)
         try:
@@ -189,7 +189,7 @@ class Session:
 
     Attributes:
         connection: the socket.
-        kept: whether the operation outlives the block that began it.
+        kept: whether the operation outlives the ``with`` block that began it.
     """
 
     def __init__(self, connection: socket.socket, what: str, timeout_s: float) -> None:
@@ -253,7 +253,7 @@ class Session:
         return UnavailableError(f"{self._what}: the partition directory is gone: {error}")
 
     def keep(self) -> None:
-        """Let the session outlive its block; the caller then calls `Link.end` or `close`."""
+        """Let the session outlive its ``with`` block, until `Link.end` or `close`."""
         self.kept = True
 
     def close(self) -> None:

@@ -14,6 +14,6 @@ BACKENDS: dict[str, type[StorageBackend]] = {
     "simple": Simple,
     "yuanrong": Yuanrong,
 }
-"""Value of the configuration key ``backend`` to the class that starts the backend."""
+"""Class that starts each backend, by the value of the configuration key ``backend``."""
 
 __all__ = ["BACKENDS", "StorageBackend"]

@@ -176,7 +176,7 @@ def _live_blocks(link: Link, partition_id: str) -> list[_Live]:
 def _numbers(
     packed: bytes, dtype: type[np.signedinteger[Any]], count_rows: int, *, repeat: bool
 ) -> list[int]:
-    """Unpack `FieldParts.source` (``repeat``) or ``rows``; replace an empty one by its numbers.
+    """Unpack `FieldParts.source` (``repeat``) or ``rows``; expand an empty array.
 
     An empty ``source`` stands for block 0 in every row, empty ``rows`` for all rows in order.
     """

@@ -61,7 +61,7 @@ class RawConnection(RowsConnection, frozen=True):
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """Value without data in TransferQueue's configuration of a data plane.
+    """Marker without data in the TransferQueue configuration of a data plane.
 
     Unpickling it imports this module, as with `RawConnection`.
     """

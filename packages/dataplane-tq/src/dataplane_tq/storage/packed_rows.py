@@ -38,7 +38,7 @@ _PREFIX = "tq:"
 """Beginning of the directory's name for a partition of TransferQueue."""
 
 Cells = dict[str, Indices]
-"""Field to an array with the cell of each row."""
+"""Cells of each row as an array, by field."""
 
 
 class RowsConnection(msgspec.Struct, frozen=True):
