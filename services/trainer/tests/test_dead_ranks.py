@@ -1,6 +1,6 @@
 """A run continues without a rank that dies at any moment, and trains the same.
 
-That it ends by default is tested by ``integration/test_traced_step.py``.
+``integration/test_traced_step.py`` tests that it ends by default.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def test_an_asynchronous_run_trains_each_prompt_once_without_a_dead_rank(
     assert any(each.startswith("continuing without") for each in killer.notices)
     assert result.history[-1]["policy_ranks"] == RANKS - 1
     assert [record["samples"] for record in result.history] == [SAMPLES] * STEPS
-    # As many prompts were taken as were trained or dropped, and none is left: no one is missing,
-    # and none was trained twice.
+    # As many prompts were taken as were trained or dropped, and none is pending. So no prompt is
+    # missing, and none was trained twice.
     dropped = sum(record["stale_groups"] for record in result.history)
     state = load_state(result)
     assert state["pending_prompts"] == []
