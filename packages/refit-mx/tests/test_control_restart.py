@@ -228,7 +228,7 @@ class Walk(RuleBasedStateMachine):
                 assert self.state.ledger.missing_slots(version, self.now_ms)
 
     @invariant()
-    def what_left_ready_never_comes_back(self):
+    def a_version_that_left_ready_never_returns(self):
         for uid, version in self.state.ledger.versions.items():
             if version.state is READY:
                 self.was_ready.add(uid)

@@ -189,7 +189,7 @@ def test_model_without_logits_is_fenced_by_its_call():
     model(torch.ones(1, 2))
 
 
-# What a worker is given
+# Arguments of a worker
 
 
 @pytest.mark.parametrize(
