@@ -119,7 +119,7 @@ def test_loader_that_does_more_than_copy_is_refused(load, says):
 
 
 class Model(nn.Module):
-    """Counts what is computed."""
+    """Model that counts its computations."""
 
     def __init__(self):
         super().__init__()

@@ -96,9 +96,7 @@ def undisturbed(rank_config):
         pytest.param("train", 1, 0.1, marks=pytest.mark.long),
     ],
 )
-def test_a_run_without_a_dead_rank_trains_the_same(
-    rank_config, undisturbed, phase, number, delay_s
-):
+def test_a_run_that_lost_a_rank_trains_the_same(rank_config, undisturbed, phase, number, delay_s):
     killer = Killer(phase, number, delay_s)
     with Receiver() as receiver:
         tracing = {"tracing.enabled": True, "tracing.endpoint": receiver.endpoint}
@@ -126,9 +124,7 @@ def test_a_run_without_a_dead_rank_trains_the_same(
     ("phase", "delay_s"),
     [("refit", 0.0), pytest.param("train", 0.1, marks=pytest.mark.long)],
 )
-def test_an_asynchronous_run_trains_each_prompt_once_without_a_dead_rank(
-    rank_config, phase, delay_s
-):
+def test_an_asynchronous_run_that_lost_a_rank_trains_each_prompt_once(rank_config, phase, delay_s):
     changes = {
         "grpo.mode": "async",
         "grpo.asynchronous.prompts_per_rollout": 1,

@@ -101,7 +101,7 @@ words = st.text("abc1", min_size=1, max_size=5)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @given(script=st.lists(st.tuples(words, st.booleans()), min_size=2, max_size=4))
 def test_a_conversation_equals_the_rendered_template(template, script):
-    """Includes truncated responses, which the next turn completes."""
+    """Check truncated responses too, which the next turn completes."""
     answers = ["a" if i % 2 else said for i, (said, _) in enumerate(script)]
     tokenizer, ids, reward = play(template, answers, script)
     messages = []
