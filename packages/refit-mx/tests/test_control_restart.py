@@ -158,7 +158,7 @@ class Walk(RuleBasedStateMachine):
         ttl_s=st.sampled_from([1, 5, 60]),
         leased=st.booleans(),
     )
-    def publish_whole(self, uid, worker, slots, ttl_s, leased):
+    def publish_complete_version(self, uid, worker, slots, ttl_s, leased):
         # One combined rule, so that leases, dead workers and retention often occur together.
         self.register(worker, ttl_s)
         self.create_version(uid, slots)
