@@ -31,13 +31,13 @@ _VARIABLE = "CRASH_BENCHMARK_PLAYS"
 class RecordedGenerator(Generator):
     """Generator that records its plays; its process inherits the driver's environment."""
 
-    def _play_groups(self, claim: KVBatchMeta) -> list[str]:
+    def _generate_groups(self, claim: KVBatchMeta) -> list[str]:
         play = {
             "id": uuid.uuid4().hex,
             "positions": sorted({position_of(each) for each in claim.sample_ids}),
         }
         _append("begin", play)
-        filtered = super()._play_groups(claim)
+        filtered = super()._generate_groups(claim)
         _append("end", play)
         return filtered
 

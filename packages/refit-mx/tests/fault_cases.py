@@ -89,7 +89,7 @@ def zeros(phase: str = "") -> dict[str, torch.Tensor]:
     return fp8(live) if phase == "compile" else live
 
 
-def of(seed: int, phase: str = "") -> dict[str, torch.Tensor]:
+def live_after(seed: int, phase: str = "") -> dict[str, torch.Tensor]:
     """Return the live weights expected after a refit to a seed."""
     live = slice_of(weights(seed, SHAPES), **COLUMNS)
     return fp8(live) if phase == "compile" else live

@@ -28,24 +28,24 @@ def token_file(tmp_path):
     return str(file)
 
 
-def assert_let_in(access, server):
+def assert_accepted(access, server):
     with access.connect(server.address) as client, pytest.raises(VersionNotFoundError):
         client.get_version("x")
 
 
 def test_token_comes_from_a_file(server, token_file):
-    assert_let_in(ControlAccess(token_file=token_file), server)
+    assert_accepted(ControlAccess(token_file=token_file), server)
 
 
 def test_token_comes_from_an_environment_variable(server, monkeypatch):
     monkeypatch.setenv("OF_A_TEST", TOKEN)
-    assert_let_in(ControlAccess(token_env="OF_A_TEST"), server)
+    assert_accepted(ControlAccess(token_env="OF_A_TEST"), server)
 
 
 @pytest.mark.parametrize("name", ["REFIT_MX_CONTROL_TOKEN", "REFIT_MX_CONTROL_TOKEN_FILE"])
 def test_environment_sets_the_token(server, token_file, monkeypatch, name):
     monkeypatch.setenv(name, token_file if name.endswith("FILE") else TOKEN)
-    assert_let_in(ControlAccess.from_environment(), server)
+    assert_accepted(ControlAccess.from_environment(), server)
 
 
 def test_environment_sets_the_trusted_authority(monkeypatch):
@@ -149,7 +149,7 @@ def test_proxy_variables_are_ignored(server, token_file, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert_let_in(ControlAccess(token_file=token_file), server)
+    assert_accepted(ControlAccess(token_file=token_file), server)
 
 
 def test_representations_do_not_have_the_token(server, token_file):

@@ -101,7 +101,7 @@ def worker_of(state):
 # The plane, and real processes
 
 
-@pytest.mark.parametrize("first", ["a call", "a look at the time", "the sweep"])
+@pytest.mark.parametrize("first", ["a call", "a reading of the clock", "the sweep"])
 def test_clock_jump_expires_nothing(first):
     clock = Clock()
     plane = ControlPlane(clock=clock, restart_grace_s=GRACE_S)
@@ -112,7 +112,7 @@ def test_clock_jump_expires_nothing(first):
     clock.now_ms += 10 * SILENT_AFTER_MS
     if first == "a call":
         assert plane.counts().workers == {"trainer": 1}
-    elif first == "a look at the time":
+    elif first == "a reading of the clock":
         assert plane.now_ms() == clock.now_ms
     else:
         until(lambda: worker_of(plane._state).expires_at_ms > clock.now_ms)

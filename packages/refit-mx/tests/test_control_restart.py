@@ -158,7 +158,7 @@ class Walk(RuleBasedStateMachine):
         ttl_s=st.sampled_from([1, 5, 60]),
         leased=st.booleans(),
     )
-    def publish_whole(self, uid, worker, slots, ttl_s, leased):
+    def publish_complete_version(self, uid, worker, slots, ttl_s, leased):
         # One combined rule, so that leases, dead workers and retention often occur together.
         self.register(worker, ttl_s)
         self.create_version(uid, slots)
@@ -228,7 +228,7 @@ class Walk(RuleBasedStateMachine):
                 assert self.state.ledger.missing_slots(version, self.now_ms)
 
     @invariant()
-    def what_left_ready_never_comes_back(self):
+    def a_version_that_left_ready_never_returns(self):
         for uid, version in self.state.ledger.versions.items():
             if version.state is READY:
                 self.was_ready.add(uid)

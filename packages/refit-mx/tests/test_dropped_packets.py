@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import msgspec
 import pytest
-from fault_cases import RECOVERY_S, a_publisher, a_receiver, attempt, of
+from fault_cases import RECOVERY_S, a_publisher, a_receiver, attempt, live_after
 from fault_cases import zeros as sliced_zeros
 from own_network import drop, drop_name_service, in_own_network, listening_ports, restore
 from refit_fixtures import (
@@ -121,7 +121,7 @@ def test_refit_installs_or_raises_if_its_publisher_falls_silent(transport):
             live = sliced_zeros()
             error = attempt(receiver, "v1", live)
             assert error is None or error.retryable, error
-            assert error is not None or same(live, of(1))
+            assert error is not None or same(live, live_after(1))
             started = time.monotonic()
             receiver.close()
             assert time.monotonic() - started < SLACK_S
@@ -130,7 +130,7 @@ def test_refit_installs_or_raises_if_its_publisher_falls_silent(transport):
         receiver, _ = a_receiver(stack, world.server.address, transport)
         live = sliced_zeros()
         assert attempt(receiver, "v1", live, deadline_s=RECOVERY_S) is None
-        assert same(live, of(1))
+        assert same(live, live_after(1))
 
 
 @in_own_network

@@ -119,7 +119,7 @@ def test_loader_that_does_more_than_copy_is_refused(load, says):
 
 
 class Model(nn.Module):
-    """Counts what is computed."""
+    """Model that counts its computations."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ def test_model_without_logits_is_fenced_by_its_call():
     model(torch.ones(1, 2))
 
 
-# What a worker is given
+# Arguments of a worker
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def refit(*servers, **options):
 
 
 def assert_only_asked(*servers):
-    """Nothing was called that changes a server."""
+    """Check that nothing was called that changes a server."""
     for server in servers:
         paths = {path for _, path in server.requests}
         assert paths <= {"/version", "/collective_rpc", "/get_world_size"}

@@ -151,7 +151,7 @@ def test_nixl_transport_does_not_fall_back(world):
 
 
 @pytest.fixture
-def well_again(monkeypatch):
+def lost_without_reads(monkeypatch):
     """Report a source as lost over NIXL without pending reads, so that NIXL can be tried again."""
 
     def lost(self: nixl_lane.Lane, *_: object, **__: object) -> None:
@@ -166,7 +166,9 @@ def well_again(monkeypatch):
 
 
 @pytest.mark.parametrize(("later_s", "transport"), [(60.0, "tcp"), (600.0, "nixl")])
-def test_nixl_is_tried_again_after_a_while(world, well_again, monkeypatch, later_s, transport):
+def test_nixl_is_tried_again_after_a_while(
+    world, lost_without_reads, monkeypatch, later_s, transport
+):
     published(world)
     receiver = world.receiver(transport="auto")
     monkeypatch.setattr(Failing, "call", "")

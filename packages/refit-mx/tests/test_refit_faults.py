@@ -19,8 +19,8 @@ from fault_cases import (
     a_publisher,
     a_receiver,
     attempt,
+    live_after,
     matrix,
-    of,
     zeros,
 )
 from ports import held_port
@@ -61,7 +61,7 @@ def test_refit_installs_or_raises_if_its_publisher_fails(
     if phase in ("compile", "install"):
         assert error is None
     if error is None:
-        assert same(live, of(1, phase))
+        assert same(live, live_after(1, phase))
     else:
         assert error.retryable
 
@@ -71,7 +71,7 @@ def test_refit_installs_or_raises_if_its_publisher_fails(
         world.publisher(transports=[transport]).publish("v1", weights(1, SHAPES))
     again = attempt(receiver, "v1", live, phase, deadline_s=RECOVERY_S)
     assert again is None, again
-    assert same(live, of(1, phase))
+    assert same(live, live_after(1, phase))
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -92,7 +92,7 @@ def test_replica_replaces_a_failed_source_in_the_same_call(
     live = zeros()
     error = attempt(receiver, "v1", live)
     assert error is None, error
-    assert same(live, of(1))
+    assert same(live, live_after(1))
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -119,7 +119,7 @@ def test_failed_publish_makes_no_version_ready(stack, transport, phase, number):
     else:
         world.publisher(transports=[transport]).publish("v1", weights(1, SHAPES))
     assert attempt(receiver, "v1", live, deadline_s=RECOVERY_S) is None
-    assert same(live, of(1))
+    assert same(live, live_after(1))
 
 
 # Receivers
@@ -163,7 +163,7 @@ def test_killed_receiver_blocks_a_version_only_for_its_lease(stack, transport, p
     receiver, _ = a_receiver(stack, world.server.address, transport)
     live = zeros()
     assert attempt(receiver, "v2", live, deadline_s=RECOVERY_S) is None
-    assert same(live, of(2))
+    assert same(live, live_after(2))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_refit_installs_or_raises_if_the_control_plane_fails(
     control.wait_ready("v1", Deadline(20, "the control plane to be back"))
     again = attempt(receiver, "v1", live, phase, deadline_s=RECOVERY_S)
     assert again is None, again
-    assert same(live, of(1, phase))
+    assert same(live, live_after(1, phase))
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -278,4 +278,4 @@ def test_publish_can_be_retried_after_a_control_plane_failure(
     receiver, _ = a_receiver(stack, server.address, transport)
     live = zeros()
     assert attempt(receiver, "v1", live, deadline_s=RECOVERY_S) is None
-    assert same(live, of(1))
+    assert same(live, live_after(1))

@@ -185,9 +185,9 @@ def test_garbage_is_no_structure(data):
 
 
 def test_forged_table_digest_does_not_mix_tables(structures, world):
-    everybody = [world.publisher(f"fsdp-{rank}") for rank in range(3)]
-    world.publish(everybody, "v1", 1)
-    publishers = everybody[1:]  # the first one has one more tensor
+    all_publishers = [world.publisher(f"fsdp-{rank}") for rank in range(3)]
+    world.publish(all_publishers, "v1", 1)
+    publishers = all_publishers[1:]  # the first one has one more tensor
     cache = SourceCache()
     brief = [publisher._held["v1"].manifest.brief() for publisher in publishers]
     first, second = (cache._completed(manifest, soon()) for manifest in brief)

@@ -244,7 +244,7 @@ def test_unmappable_source_is_refused():
     transport.close()
 
 
-# Letting go of memory
+# Release of memory
 
 
 def test_memory_of_a_lost_source_is_released():
@@ -260,7 +260,7 @@ def test_memory_of_a_lost_source_is_released():
 
 
 def test_unused_memory_is_unmapped():
-    """An arena that was given up for a larger one would stay for as long as it is mapped."""
+    """Otherwise the arena that a larger one replaced would use memory as long as it is mapped."""
     transport = ShmTransport()
     with SourceProcess(NBYTES, shm=True) as old, SourceProcess(NBYTES, shm=True) as new:
         fetch(transport, old.manifest)

@@ -288,7 +288,7 @@ def _missing(sources: VllmSources, node: ast.AST) -> Iterator[str]:
 
 
 def _method_problems(sources: VllmSources) -> Iterator[str]:
-    """Each quantization method that the engine knows by name is a class of this version."""
+    """Describe each quantization method of the engine that is no class of this version."""
     known: set[str] = set()
     for path in sorted((PACKAGE / "engine").rglob("*.py")):
         for node in ast.parse(path.read_text()).body:

@@ -45,8 +45,8 @@ class Adder:
     """Answers the last ``a+b=`` of each prompt; what it does depends on the prompt alone.
 
     Args:
-        max_new_tokens: responses are cut there, and then marked truncated.
-        events: calls are appended here, by name.
+        max_new_tokens: maximum tokens of a response; a longer one is cut and marked truncated.
+        events: list to which it appends the name of each call.
     """
 
     def __init__(self, *, max_new_tokens=20, events=None):

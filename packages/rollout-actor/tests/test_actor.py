@@ -76,7 +76,7 @@ def test_snapshots_are_taken_in_the_first_iteration_only(actor_of):
     assert "snapshot" not in generator.events
 
 
-def test_a_back_end_without_snapshots_is_fine(actor_of):
+def test_a_backend_without_snapshots_is_fine(actor_of):
     _, carry, _, metrics = actor_of(PlainAdder()).rollout_to_tq(
         batch_of(["1+2="]), partition_id="train"
     )
@@ -331,7 +331,7 @@ def test_routed_experts_are_not_put_without_router_replay(actor_of):
     assert "routed_experts" not in meta.fields
 
 
-def test_router_replay_needs_a_back_end_that_routes(actor_of, store):
+def test_router_replay_needs_a_backend_that_routes(actor_of, store):
     actor = actor_of(policy={"router_replay": {"enabled": True}})
     with pytest.raises(MissingDataError, match="router_replay"):
         actor.rollout_to_tq(batch_of(["1+2="]), partition_id="train")

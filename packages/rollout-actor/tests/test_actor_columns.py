@@ -111,7 +111,7 @@ def test_weight_versions_are_put_and_carried(actor_of, store):
     assert metrics["mixed_weight_version_rate"] == 1
 
 
-def test_back_end_without_weight_versions_has_no_column(actor_of, store):
+def test_backend_without_weight_versions_has_no_column(actor_of, store):
     _, carry, metrics, _ = actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     assert "weight_versions" not in carry
     assert "mixed_weight_version_rate" not in metrics

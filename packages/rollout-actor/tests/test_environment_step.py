@@ -1,4 +1,4 @@
-"""Environments of this process: when steps start, how long they may take, what they may return.
+"""Steps of environments in this process: their start, their deadline, and checks of their results.
 
 Imports internals: the batch of a rollout does not show when a step is awaited.
 """

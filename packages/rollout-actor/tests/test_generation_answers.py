@@ -129,7 +129,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_answer_is_refused_by_back_end_and_row(form, fault):
+def test_a_wrong_answer_is_refused_by_backend_and_row(form, fault):
     alter, message = FAULTS[fault]
     wrong = "11+3="
 

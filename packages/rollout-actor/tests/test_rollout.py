@@ -24,7 +24,7 @@ from rollout_actor import run_async_multi_turn_rollout, run_multi_turn_rollout
 
 @pytest.fixture(params=["sync", "async"])
 def play(request):
-    """Play a batch; the backend is at ``play.generator`` afterwards."""
+    """Return a function that runs a rollout; its attribute ``generator`` is the last backend."""
     run = run_multi_turn_rollout if request.param == "sync" else run_async_multi_turn_rollout
 
     def played(batch, env, *, max_new_tokens=20, max_seq_len=200, max_rollout_turns=4, **options):

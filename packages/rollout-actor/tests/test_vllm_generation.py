@@ -124,27 +124,27 @@ def test_unused_backend_starts_no_thread():
 @pytest.mark.parametrize("failure", [None, (429, {}), (500, {}), (503, {}), (200, None)])
 def test_unanswered_requests_are_sent_again(failure):
     aborted = answer_of(finish_reason="abort")
-    with serving(aborted if failure == (200, None) else failure, answer_of(7)) as (back_end, sent):
-        output = back_end.generate(BATCH, greedy=True)
-        assert back_end.get_logger_metrics()["retries"] == 1
+    with serving(aborted if failure == (200, None) else failure, answer_of(7)) as (backend, sent):
+        output = backend.generate(BATCH, greedy=True)
+        assert backend.get_logger_metrics()["retries"] == 1
     assert output["output_ids"].tolist() == [[1, 2, 3, 7], [4, 5, 7, 0]]
     assert len(sent) == 3
     assert sent[0] in sent[1:]
 
 
 def test_server_that_keeps_failing_is_named_with_its_message():
-    with serving((500, {"error": {"message": "out of blocks"}})) as (back_end, sent):
+    with serving((500, {"error": {"message": "out of blocks"}})) as (backend, sent):
         with pytest.raises(UnavailableError, match=r"failed row . 4 times.*500 out of blocks"):
-            back_end.generate(BATCH, greedy=True)
+            backend.generate(BATCH, greedy=True)
         assert len(sent) <= 8
 
 
 def test_missing_route_names_the_server_option():
     with (
-        serving((404, {"detail": "Not Found"})) as (back_end, _),
+        serving((404, {"detail": "Not Found"})) as (backend, _),
         pytest.raises(ConfigError, match="--enable-scale-out"),
     ):
-        back_end.generate(BATCH, greedy=True)
+        backend.generate(BATCH, greedy=True)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ def test_missing_route_names_the_server_option():
     ],
 )
 def test_answers_that_training_cannot_use_are_refused(answer, message):
-    with serving(answer) as (back_end, _), pytest.raises(InvalidRequestError, match=message):
-        back_end.generate(BATCH, greedy=True)
+    with serving(answer) as (backend, _), pytest.raises(InvalidRequestError, match=message):
+        backend.generate(BATCH, greedy=True)
 
 
 def test_server_that_reports_no_weight_versions_gives_no_column():
     spans = [{"version": "a", "start": 0, "end": 1}]
-    with serving(answer_of(7, weight_versions=spans), answer_of(8)) as (back_end, _):
-        assert "weight_versions" not in back_end.generate(BATCH, greedy=True)
-    with serving(answer_of(7, weight_versions=spans)) as (back_end, _):
-        assert back_end.generate(BATCH, greedy=True)["weight_versions"] == [spans, spans]
+    with serving(answer_of(7, weight_versions=spans), answer_of(8)) as (backend, _):
+        assert "weight_versions" not in backend.generate(BATCH, greedy=True)
+    with serving(answer_of(7, weight_versions=spans)) as (backend, _):
+        assert backend.generate(BATCH, greedy=True)["weight_versions"] == [spans, spans]

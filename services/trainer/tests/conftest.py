@@ -170,7 +170,7 @@ def local_ray():
     shutil.rmtree(folder)
 
 
-class Begins(RunDisplay):
+class Interrupting(RunDisplay):
     """Display that interrupts a run at a notice; "starting Ray" comes after all input checks."""
 
     def __init__(self, at):
@@ -190,7 +190,7 @@ def accepted():
     """
 
     def begin(start, at="starting Ray"):
-        display = Begins(at)
+        display = Interrupting(at)
         with pytest.raises(KeyboardInterrupt):
             start(display)
         return display.lines

@@ -1,4 +1,4 @@
-"""Parts of an asynchronous run whose promises a run cannot show: weights that change in time."""
+"""Parts of an asynchronous run whose promises no complete run shows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_weights_in_use_are_not_replaced_after_the_deadline():
         message = r"still in use after 0\.05 s: 1 responses"
         with pytest.raises(WorkerError, match=message), gate.replacing(0.05):
             raise AssertionError("replaced weights in use")
-        assert not gate.step_aside()  # the failed replacement blocks no user
+        assert not gate.step_aside()  # after the failed replacement, no user is blocked
     with gate.replacing(WAIT_S):
         pass
 
@@ -184,7 +184,7 @@ def test_simulated_latency_is_spread_over_the_tokens(monkeypatch):
 
 
 class Worker:
-    """Actor calls of a generation worker, which names the positions that it gets."""
+    """Stand-in for the actor calls of a generation worker; its answer has the positions sent."""
 
     def call(self, name, method, data, **options):
         return {

@@ -80,7 +80,7 @@ def test_no_trained_sample_is_too_stale(run):
         assert record["samples"] == PROMPTS * GROUP
 
 
-def test_a_killed_generator_is_replaced_and_its_prompts_are_played(run):
+def test_a_killed_generator_is_replaced_and_its_prompts_are_generated(run):
     result, display, _ = run
     assert [each for each in display.notices if each.startswith("continuing without")]
     assert 1 in [record["generators"] for record in result.history[1:]]
@@ -109,7 +109,7 @@ def test_every_taken_prompt_is_trained_dropped_or_pending(run):
     assert done | pending <= set(range(state["prompts_position"]))
 
 
-def test_a_resume_plays_pending_prompts_again(run):
+def test_a_resume_generates_pending_prompts_again(run):
     result, _, _ = run
     folder = result.folder
     # The last checkpoint is that of the last step; go back to the one before.
@@ -150,7 +150,7 @@ def test_a_step_that_finds_only_equal_rewards_ends(async_config, tmp_path, when_
         return
     history = grpo_trainer.train(config).history
     assert [record["samples"] for record in history] == [PROMPTS * GROUP] * 2
-    # The second step tries again, instead of training on what filled the first.
+    # The second step generates new groups, instead of training on the filler of the first.
     assert all(record["filtered_groups"] > 0 for record in history)
     assert all(record["masked_groups"] > 0 for record in history)
     assert [record["tokens"] for record in history] == [0, 0]

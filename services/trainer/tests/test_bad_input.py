@@ -1,6 +1,6 @@
 """Each kind of bad input ends the program at once, in one error that names the thing.
 
-Nothing is started and nothing is written before all input was read.
+Nothing is started or written before all input has been read.
 """
 
 from __future__ import annotations

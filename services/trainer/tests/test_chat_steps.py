@@ -30,7 +30,7 @@ FIRST, SECOND = "1+1=", "2+2="
 RANKS, SAMPLES, ROWS_PER_STEP = 2, 16, 4
 
 
-class Played(grpo_trainer.RunDisplay):
+class ObservedRun(grpo_trainer.RunDisplay):
     """Run with its conversations, the shards that it trained on, and its outcome."""
 
     def __init__(self, config):
@@ -89,14 +89,14 @@ def chat_model(model_folder, tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def played(local_ray, configure, chat_model, tmp_path_factory):
+def run(local_ray, configure, chat_model, tmp_path_factory):
     data = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     data.write_text(
         f'{{"prompt": "{FIRST}", "answer": "2", '
         f'"follow_ups": [{{"prompt": "{SECOND}", "answer": "4"}}]}}'
     )
     model = {"kind": "pretrained", "name": str(chat_model.folder), "use_chat_template": True}
-    return Played(
+    return ObservedRun(
         configure(
             {
                 "run.output": str(tmp_path_factory.mktemp("runs")),
@@ -115,10 +115,10 @@ def played(local_ray, configure, chat_model, tmp_path_factory):
     )
 
 
-def test_a_conversation_equals_the_rendered_template(played, tokenizer):
+def test_a_conversation_equals_the_rendered_template(run, tokenizer):
     ended = 0
-    assert len(played.texts) == 2 * SAMPLES
-    for ids, mask in played.texts:
+    assert len(run.texts) == 2 * SAMPLES
+    for ids, mask in run.texts:
         pairs = itertools.groupby(
             zip(ids.tolist(), mask.tolist(), strict=True), key=lambda pair: pair[1]
         )
@@ -136,22 +136,20 @@ def test_a_conversation_equals_the_rendered_template(played, tokenizer):
     assert 0 < ended < 2 * SAMPLES
 
 
-def test_all_ranks_see_a_nan_gradient_of_one_rank(played):
-    assert played.message.startswith("step 2: the gradient's norm is nan; ")
-    assert [path.name for path in (played.folder / "checkpoints").iterdir()] == ["step-000001"]
+def test_all_ranks_see_a_nan_gradient_of_one_rank(run):
+    assert run.message.startswith("step 2: the gradient's norm is nan; ")
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000001"]
 
 
-def test_only_samples_of_completed_steps_are_recorded_as_trained(played):
-    expected = [
-        ids if step == 0 else ids[:ROWS_PER_STEP] for (step, _), ids in played.shards.items()
-    ]
+def test_only_samples_of_completed_steps_are_recorded_as_trained(run):
+    expected = [ids if step == 0 else ids[:ROWS_PER_STEP] for (step, _), ids in run.shards.items()]
     assert len(expected) == 2 * RANKS
-    assert sorted(map(sorted, played.recorded)) == sorted(map(sorted, expected))
+    assert sorted(map(sorted, run.recorded)) == sorted(map(sorted, expected))
 
 
-def test_a_resume_accepts_the_same_template_on_another_day(played, chat_model, accepted):
-    accepted(lambda display: grpo_trainer.resume(played.folder, display=display))
+def test_a_resume_accepts_the_same_template_on_another_day(run, chat_model, accepted):
+    accepted(lambda display: grpo_trainer.resume(run.folder, display=display))
     chat_model(TEMPLATE.replace("})=", "})?"))
     named = rf"^policy.model: {chat_model.folder}: found a tokenizer and chat template of digest "
     with pytest.raises(ConfigurationError, match=named):
-        grpo_trainer.resume(played.folder)
+        grpo_trainer.resume(run.folder)

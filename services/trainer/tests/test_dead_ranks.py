@@ -1,6 +1,6 @@
 """A run continues without a rank that dies at any moment, and trains the same.
 
-That it ends by default is tested by ``integration/test_traced_step.py``.
+``integration/test_traced_step.py`` tests that it ends by default.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def undisturbed(rank_config):
         pytest.param("train", 1, 0.1, marks=pytest.mark.long),
     ],
 )
-def test_a_run_without_a_dead_rank_trains_the_same(
-    rank_config, undisturbed, phase, number, delay_s
-):
+def test_a_run_that_lost_a_rank_trains_the_same(rank_config, undisturbed, phase, number, delay_s):
     killer = Killer(phase, number, delay_s)
     with Receiver() as receiver:
         tracing = {"tracing.enabled": True, "tracing.endpoint": receiver.endpoint}
@@ -126,9 +124,7 @@ def test_a_run_without_a_dead_rank_trains_the_same(
     ("phase", "delay_s"),
     [("refit", 0.0), pytest.param("train", 0.1, marks=pytest.mark.long)],
 )
-def test_an_asynchronous_run_trains_each_prompt_once_without_a_dead_rank(
-    rank_config, phase, delay_s
-):
+def test_an_asynchronous_run_that_lost_a_rank_trains_each_prompt_once(rank_config, phase, delay_s):
     changes = {
         "grpo.mode": "async",
         "grpo.asynchronous.prompts_per_rollout": 1,
@@ -139,8 +135,8 @@ def test_an_asynchronous_run_trains_each_prompt_once_without_a_dead_rank(
     assert any(each.startswith("continuing without") for each in killer.notices)
     assert result.history[-1]["policy_ranks"] == RANKS - 1
     assert [record["samples"] for record in result.history] == [SAMPLES] * STEPS
-    # As many prompts were taken as were trained or dropped, and none is left: no one is missing,
-    # and none was trained twice.
+    # As many prompts were taken as were trained or dropped, and none is pending. So no prompt is
+    # missing, and none was trained twice.
     dropped = sum(record["stale_groups"] for record in result.history)
     state = load_state(result)
     assert state["pending_prompts"] == []

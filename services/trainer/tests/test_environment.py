@@ -1,6 +1,6 @@
 """The environment scores responses and asks follow-ups as a chat template renders them.
 
-A real model says what it likes; here a script decides what is said, and whether it was cut.
+A script takes the model's place: it sets each response, and whether the response is truncated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEMPLATES = {
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789[]:/;- \n"
 
 
-class Says:
+class ScriptedBackend:
     """Generation backend with scripted responses: text, and whether it ends."""
 
     def __init__(self, tokenizer, script):
@@ -56,7 +56,7 @@ class Says:
         }
 
 
-class Near:
+class Local:
     """Environment that is called in this process."""
 
     def __init__(self, environment):
@@ -65,7 +65,7 @@ class Near:
 
 
 def play(template, answers, script):
-    """Return the rows of a finished conversation, and its metrics."""
+    """Return the tokenizer, and the token ids and the reward of a finished conversation."""
     tokenizer = build_character_tokenizer(CHARACTERS)
     tokenizer.chat_template = template
     turn = chat_turn(tokenizer, MODEL)
@@ -84,10 +84,10 @@ def play(template, answers, script):
         "extra_env_info": [{"questions": questions, "answers": answers, "turn": 0}],
     }
     played, _ = run_multi_turn_rollout(
-        Says(tokenizer, script),
+        ScriptedBackend(tokenizer, script),
         batch,
         EndKeepingTokenizer(tokenizer),
-        {"t": Near(environment)},
+        {"t": Local(environment)},
         max_seq_len=10_000,
         max_rollout_turns=len(answers),
     )
@@ -101,7 +101,7 @@ words = st.text("abc1", min_size=1, max_size=5)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @given(script=st.lists(st.tuples(words, st.booleans()), min_size=2, max_size=4))
 def test_a_conversation_equals_the_rendered_template(template, script):
-    """Includes truncated responses, which the next turn completes."""
+    """Check truncated responses too, which the next turn completes."""
     answers = ["a" if i % 2 else said for i, (said, _) in enumerate(script)]
     tokenizer, ids, reward = play(template, answers, script)
     messages = []

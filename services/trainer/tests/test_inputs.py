@@ -50,7 +50,7 @@ def config(configure, tmp_path):
 
 
 @pytest.fixture
-def taken(accepted, tmp_path):
+def begin_run(accepted, tmp_path):
     """Function that begins a run and returns the folder of its initial model."""
 
     def begin(config):
@@ -105,19 +105,19 @@ def test_a_data_set_that_is_no_text_is_named(config):
     assert refusal(config).startswith(f"data set {config.data.train}: cannot be read: ")
 
 
-def test_only_a_newline_ends_a_line(config, taken):
+def test_only_a_newline_ends_a_line(config, begin_run):
     text = "a\u2028\u0085\x1c\u00e9"
     line = json.dumps({"prompt": text, "answer": f" {text} "}, ensure_ascii=False)
-    taken(config({"policy.model.characters": f"1=;okn{text}"}, [line, "", "  "]))
+    begin_run(config({"policy.model.characters": f"1=;okn{text}"}, [line, "", "  "]))
 
 
 ALPHABET = string.ascii_letters + string.digits + "+-=(),;? \n\t\u00e9\u20ac"
 
 
-def test_a_random_model_is_a_function_of_the_seed(config, taken):
+def test_a_random_model_is_a_function_of_the_seed(config, begin_run):
     changes = {"policy.model.characters": ALPHABET + ALPHABET}
     torch.manual_seed(4)
-    folders = [taken(config({**changes, "run.seed": seed})) for seed in (1, 1, 2)]
+    folders = [begin_run(config({**changes, "run.seed": seed})) for seed in (1, 1, 2)]
     drawn = torch.rand(3)
     torch.manual_seed(4)
     assert torch.equal(drawn, torch.rand(3))  # the global randomness is as it was
@@ -134,12 +134,14 @@ def pretrained(name, *, chat=False):
     return {"policy.model": {"kind": "pretrained", "name": str(name), "use_chat_template": chat}}
 
 
-def test_a_model_folder_is_found_from_anywhere(config, taken, model_folder, tmp_path, monkeypatch):
+def test_a_model_folder_is_found_from_anywhere(
+    config, begin_run, model_folder, tmp_path, monkeypatch
+):
     (tmp_path / "mine").symlink_to(model_folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("mine", "~/mine"):
-        taken(config(pretrained(name)))
+        begin_run(config(pretrained(name)))
 
 
 @pytest.mark.timeout(20)
@@ -168,13 +170,13 @@ def test_a_broken_tokenizer_is_refused(config, model_copy, content):
     assert message.startswith(f"policy.model.name: tokenizer of '{model_copy}': ")
 
 
-def test_a_tokenizer_needs_an_end_token_and_gets_padding(config, taken, model_copy):
+def test_a_tokenizer_needs_an_end_token_and_gets_padding(config, begin_run, model_copy):
     file = model_copy / "tokenizer_config.json"
     original = json.loads(file.read_text())
     file.write_text(json.dumps({k: v for k, v in original.items() if k != "eos_token"}))
     assert refusal(config(pretrained(model_copy))).endswith("has no end token")
     file.write_text(json.dumps({k: v for k, v in original.items() if k != "pad_token"}))
-    taken(config(pretrained(model_copy)))
+    begin_run(config(pretrained(model_copy)))
 
 
 def test_a_missing_chat_template_is_refused(config, model_folder):
@@ -200,7 +202,7 @@ UNFIT = {
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
 @pytest.mark.parametrize(("template", "reason"), UNFIT.items(), ids=range(len(UNFIT)))
 def test_follow_ups_the_chat_template_cannot_ask_are_refused(
-    config, taken, tokenizer, model_copy, template, reason, key
+    config, begin_run, tokenizer, model_copy, template, reason, key
 ):
     tokenizer.chat_template = template
     tokenizer.save_pretrained(model_copy)
@@ -213,25 +215,25 @@ def test_follow_ups_the_chat_template_cannot_ask_are_refused(
         f"{getattr(unfit.data, key.removeprefix('data.'))} cannot be asked; expected data without "
         "them"
     )
-    taken(config(chat))
-    taken(config(pretrained(model_copy), lines, key))
+    begin_run(config(chat))
+    begin_run(config(pretrained(model_copy), lines, key))
 
 
 @pytest.mark.parametrize("key", ["env.correct", "env.wrong"])
-def test_environment_texts_use_the_random_model_s_characters(config, taken, key):
+def test_environment_texts_use_the_random_model_s_characters(config, begin_run, key):
     more = [json.dumps(PLAIN), json.dumps(WITH_MORE)]
     message = refusal(config({key: "ok!Z"}, more))
     assert message == f"{key}: '!Z' not in policy.model.characters"
-    taken(config({key: "ok!Z"}))  # not used without follow-ups
-    taken(config({key: ""}, more))
+    begin_run(config({key: "ok!Z"}))  # not used without follow-ups
+    begin_run(config({key: ""}, more))
 
 
 GRACE = "grpo_trainer.refit.settings.CONTROL_GRACE_S"
 
 
-def test_a_refit_server_that_does_not_answer_is_named(config, taken, monkeypatch):
+def test_a_refit_server_that_does_not_answer_is_named(config, begin_run, monkeypatch):
     with EmbeddedControlServer() as server:
-        taken(config({"refit.control": server.address}))
+        begin_run(config({"refit.control": server.address}))
     shutil.rmtree(config().run.output)
     monkeypatch.setattr(GRACE, 0.3)
     with socket.socket() as held:
@@ -248,7 +250,7 @@ def test_a_missing_refit_server_token_is_reported_at_once(config, monkeypatch):
     assert "a valid bearer token is required" in message
 
 
-def test_a_refit_server_that_starts_late_is_retried(config, taken, monkeypatch):
+def test_a_refit_server_that_starts_late_is_retried(config, begin_run, monkeypatch):
     with EmbeddedControlServer() as first:
         address = first.address
     servers = []
@@ -262,7 +264,7 @@ def test_a_refit_server_that_starts_late_is_retried(config, taken, monkeypatch):
     monkeypatch.setattr("grpo_trainer.refit.settings.connect", lambda where, access: Late(where))
     monkeypatch.setattr(GRACE, 60)
     try:
-        taken(config({"refit.control": address}))
+        begin_run(config({"refit.control": address}))
         assert len(servers) == 1
     finally:
         for server in servers:

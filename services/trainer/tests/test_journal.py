@@ -134,7 +134,7 @@ def keys(count, position=5, stop_strings=None):
 
 
 def begun(journal, row_keys, installed=INSTALLED):
-    return [journal.begun(key, installed=installed) for key in row_keys]
+    return [journal.find(key, installed=installed) for key in row_keys]
 
 
 def drawn(seed, length):
@@ -254,7 +254,7 @@ def test_a_response_belongs_to_its_prompt_input_and_stop_strings(tmp_path):
     assert [begun(after, each)[-1] for each in others] == [None] * 3
     assert begun(after, keys(1, stop_strings=[["."]])) != [None]
     [other_input] = response_keys({"positions": [5]}, [torch.tensor([1, 2, 3])])
-    assert after.begun(other_input, installed=INSTALLED) is None
+    assert after.find(other_input, installed=INSTALLED) is None
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_response_belongs_to_its_prompt_input_and_stop_strings(tmp_path):
         ("", "", ""),
     ],
 )
-def test_lost_weights_are_named_like_those_that_replace_them(recorded, installed, name):
+def test_no_token_has_a_newer_version_than_the_installed_one(recorded, installed, name):
     assert named_version(recorded, installed) == name
 
 

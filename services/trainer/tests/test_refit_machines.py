@@ -167,7 +167,7 @@ def test_each_worker_advertises_its_machine_s_address(calls, options):
         sync.close()
 
 
-class Forgets:
+class ForgetfulControlPlane:
     """Control plane that restarts without its state after a number of workers' answers.
 
     Args:
@@ -196,16 +196,16 @@ class Forgets:
 
 
 @pytest.fixture
-def forgets(machines, request):
-    plane = Forgets(request.param)
+def forgetful(machines, request):
+    plane = ForgetfulControlPlane(request.param)
     yield plane
     plane.server.close()
 
 
 @pytest.fixture
-def calls_here(forgets):
+def calls_here(forgetful):
     """Calls to two sources and a target on the driver's machine."""
-    calls = ActorCalls(timeout_s=60, observer=forgets)
+    calls = ActorCalls(timeout_s=60, observer=forgetful)
     for name, arguments in (("source 0", (0, 2)), ("source 1", (1, 2)), ("target", (None, 2))):
         actor = ray.remote(Worker).options(num_cpus=0.1, resources={"driver": 0.1})
         calls.add(name, actor.remote(*arguments))
@@ -214,7 +214,7 @@ def calls_here(forgets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forgets", [1], indirect=True)
+@pytest.mark.parametrize("forgetful", [1], indirect=True)
 @pytest.mark.parametrize(
     "answers",
     [
@@ -222,13 +222,13 @@ def calls_here(forgets):
         pytest.param(2, id="after both", marks=pytest.mark.long),
     ],
 )
-def test_a_version_is_published_again_after_the_state_is_lost(calls_here, forgets, answers):
-    sync = sync_of(calls_here, control=forgets.address)
+def test_a_version_is_published_again_after_the_state_is_lost(calls_here, forgetful, answers):
+    sync = sync_of(calls_here, control=forgetful.address)
     try:
         sync.sync(1)
-        forgets.arm(answers)
+        forgetful.arm(answers)
         sync.refit(2)
-        assert forgets.left == 0
+        assert forgetful.left == 0
         assert torch.equal(calls_here.call("target", "state"), weights(2))
         sync.refit(3)
         assert torch.equal(calls_here.call("target", "state"), weights(3))
@@ -237,14 +237,14 @@ def test_a_version_is_published_again_after_the_state_is_lost(calls_here, forget
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forgets", [2], indirect=True)
-def test_a_control_plane_that_always_loses_its_state_ends_the_run(calls_here, forgets):
-    sync = sync_of(calls_here, control=forgets.address)
+@pytest.mark.parametrize("forgetful", [2], indirect=True)
+def test_a_control_plane_that_always_loses_its_state_ends_the_run(calls_here, forgetful):
+    sync = sync_of(calls_here, control=forgetful.address)
     try:
-        forgets.arm(2)
+        forgetful.arm(2)
         with pytest.raises(WorkerError, match="target: install_weights failed"):
             sync.sync(1)
-        assert forgets.left == 0
+        assert forgetful.left == 0
     finally:
         sync.close()
 

@@ -202,7 +202,7 @@ def test_a_resume_may_change_sizes_and_refit_server(resumes):
     )
 
 
-def test_a_run_may_go_to_other_vllm_servers(folder, resumes):
+def test_a_resumed_run_may_use_other_vllm_servers(folder, resumes):
     vllm = yaml.safe_load(DEMO_CONFIG.with_name("demo-vllm.yaml").read_text())
 
     def edit(body):

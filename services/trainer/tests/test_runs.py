@@ -117,7 +117,7 @@ def test_a_checkpoint_has_a_model_and_a_tokenizer_and_nothing_pickled(finished, 
 
 
 def test_a_finished_run_is_resumed_without_doing_anything(finished):
-    (finished.folder / ".lock").unlink()  # storage that cannot be written has none
+    (finished.folder / ".lock").unlink()  # read-only storage has no lock
     before = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")}
     assert grpo_trainer.resume(finished.folder) == finished
     assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
@@ -151,8 +151,8 @@ def kill_generation_worker(folder):
         process.kill()
 
 
-def is_held(folder):
-    """A second process is refused."""
+def check_lock(folder):
+    """Check that the run's lock refuses a second process."""
     with (folder / ".lock").open("ab") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if (folder / "checkpoints").exists():
@@ -166,8 +166,8 @@ def fill_disks(folder):
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
 
 
-def holds_no_file(folder):
-    """NFS cannot remove a mapped file."""
+def check_no_mapped_file(folder):
+    """Check that no policy worker maps a checkpoint's file, which NFS could not remove."""
     for process in actors("ray::PolicyWorker"):
         assert str(folder / "checkpoints") not in Path(f"/proc/{process.pid}/maps").read_text()
 
@@ -175,7 +175,7 @@ def holds_no_file(folder):
 @pytest.fixture(scope="module")
 def failed(whole_run):
     """Folder of a run without disk space for its second checkpoint."""
-    display = Acts({1: is_held, 4: fill_disks})
+    display = Acts({1: check_lock, 4: fill_disks})
     named = "^policy worker 0: checkpoint file .*step-000004.*/model: cannot be written: "
     with pytest.raises(WorkerError, match=named):
         grpo_trainer.train(whole_run(), display=display)
@@ -200,7 +200,7 @@ def test_a_death_is_named_and_written_files_stay(failed):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(failed, finished):
-    display = Acts({"start": holds_no_file, 3: is_held})
+    display = Acts({"start": check_no_mapped_file, 3: check_lock})
     resumed = grpo_trainer.resume(failed, ["cluster.call_timeout_s=900"], display=display)
     assert call_timeout_of(failed) == 900
     assert lasting(resumed.history) == lasting(finished.history)

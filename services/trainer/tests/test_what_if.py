@@ -13,7 +13,7 @@ from observability.records import Event, Process, Records, Span
 
 ROLLOUT_S, REFIT_S, TRAIN_S = 5.0, 1.0, 3.0
 WHOLE = Durations([ROLLOUT_S], [REFIT_S], [TRAIN_S], groups_per_step=8, groups_per_rollout=8)
-"""A rollout plays the groups of a step."""
+"""Durations of a run with one rollout per step."""
 
 
 def step_s(durations, generators=1, concurrent=1, staleness=0):
@@ -37,7 +37,7 @@ def test_with_large_staleness_the_slower_side_determines_the_step():
 
 
 def test_generators_share_a_step():
-    # Two of them play the rollouts of two steps at the same time.
+    # Two of them generate the rollouts of two steps at the same time.
     assert step_s(replace(WHOLE, rollouts_s=[12.0]), generators=2, staleness=4) == 6.0
 
 
@@ -140,7 +140,7 @@ def test_an_asynchronous_run_is_read_from_its_telemetry():
     assert (durations.groups_per_step, durations.groups_per_rollout) == (2, 1)
     assert (durations.kept, durations.fills_batch) == (1.0, False)
     assert recording.max_groups == 6
-    # Both rollouts play until 19 of the 20 s.
+    # Two rollouts run at a time, until one second before the run's end.
     shares = recording.shares
     assert (shares.step_s, shares.trainer_idle) == (10.0, 0.4)
     assert shares.generators_idle == pytest.approx(0.1)

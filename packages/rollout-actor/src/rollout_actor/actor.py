@@ -52,7 +52,7 @@ from rollout_actor.step_columns import (
 
 
 class SyncRolloutActor(RayClass):
-    """Actor that runs rollouts of synchronous GRPO and writes their bulk data to the data plane.
+    """Actor that runs rollouts and writes their bulk data to the data plane.
 
     ``SyncRolloutActor(...)`` works in the caller's process; ``SyncRolloutActor.remote(...)`` and
     ``SyncRolloutActor.options(...).remote(...)`` start it as a Ray actor.
@@ -127,8 +127,8 @@ class SyncRolloutActor(RayClass):
             partition_id: a registered partition to put into.
             group_size: rollouts per prompt. A prompt gets one uuid, its rows the suffixes ``_g0``,
                 ``_g1`` and so on.
-            first_iter: this is the first rollout of a step; call ``snapshot_step_metrics`` if the
-                backend has it.
+            first_iter: whether this is the first rollout of a step, for which
+                ``snapshot_step_metrics`` is called if the backend has it.
             finish_generation: let the backend release its inference state at the end.
             task_to_env_override: environments for this call, instead of ``task_to_env``.
             carry_keys: names of the columns for the driver; None is all but `OPT_IN_CARRY_KEYS`.

@@ -1,6 +1,6 @@
-"""`Conversation`: one row of a rollout while it is played.
+"""`Conversation`: one row of a rollout in progress.
 
-The synchronous and the asynchronous rollout share it: it adds responses and observations to a row.
+The synchronous and the asynchronous rollout use it to add responses and observations to a row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Conversation:
         terminated: whether the environment ended the row.
         full: whether the row ended because an observation left no space for a response.
         rewards: reward component to its sum over the turns.
-        history: one record per turn played.
+        history: one record per finished turn.
         weight_versions: spans over the row's generated tokens; None once a response has none.
     """
 

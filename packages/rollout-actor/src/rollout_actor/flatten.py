@@ -49,8 +49,8 @@ def flatten_rollout_message_log(
         make_sequence_length_divisible_by: alignment of the width, in tokens.
         routed_experts: also flatten ``routed_experts`` of the turns, (length, layers, experts per
             token); 0 for turns after the last response, which are not trained on.
-        media: media known from elsewhere, such as earlier batches; a row gets zero items of media
-            that it lacks.
+        media: further media, such as those of earlier batches; a row gets zero items of media that
+            it lacks.
 
     Returns:
         A tuple of three:

@@ -79,7 +79,7 @@ MediaForms = dict[str, torch.Tensor]
 
 
 def held_media(client: DataPlaneClient, partition: PartitionSummary) -> MediaForms:
-    """Return the media of a partition's samples, put by any process.
+    """Return the media of a partition's samples, whichever process put them.
 
     The store records a field's dtype and form only; the dimensions are read from one sample.
     """

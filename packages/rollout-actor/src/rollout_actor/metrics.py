@@ -32,7 +32,7 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
         - ``max_turns_reached_rate``: fraction of rows that the maximum number of turns ended.
         - ``mixed_weight_version_rate``: fraction of rows that more than one version generated, if
             the backend reported weight versions for every row.
-        - Per turn n from 1, over the rows that played it: ``turn_<n>/active_samples``,
+        - Per turn n from 1, over the rows that had this turn: ``turn_<n>/active_samples``,
             ``turn_<n>/mean_gen_tokens``, ``turn_<n>/mean_env_tokens``, ``turn_<n>/mean_reward``.
     """
     turns = [len(row.history) for row in rows]

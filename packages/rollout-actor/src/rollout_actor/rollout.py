@@ -1,6 +1,6 @@
 """The multi-turn rollout: generate, step the environments, append their observations, repeat.
 
-The synchronous form plays each turn for all active rows together; in the asynchronous form each row
+The synchronous form runs each turn for all active rows together; in the asynchronous form each row
 proceeds at its own pace. Both return the same batch for a backend with the same responses.
 """
 
@@ -55,7 +55,7 @@ def run_multi_turn_rollout(
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     media_group_size: int = 1,
 ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
-    """Play every row until its environment ends it, its sequence is full, or no turns remain.
+    """Continue every row until its environment ends it, its sequence is full, or no turns remain.
 
     Each turn generates for all active rows in one call, then steps them in their environments, with
     one concurrent call per task.
@@ -131,7 +131,7 @@ def run_async_multi_turn_rollout(
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     media_group_size: int = 1,
 ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
-    """Play every row as `run_multi_turn_rollout`, with ``generate_async``, at its own pace.
+    """Do the same as `run_multi_turn_rollout` with ``generate_async``, each row at its own pace.
 
     It is not a coroutine: it starts an event loop, in a separate thread if the caller's thread runs
     one (a notebook), and returns when every row is finished. ``generate_async`` and ``step`` get

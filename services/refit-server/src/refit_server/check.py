@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 _DIRECT = (("grpc.enable_http_proxy", 0),)
-"""Options of every client of the server: ignore proxies from the environment."""
+"""Options of the channel: ignore proxies from the environment."""
 
 
 class CheckError(Exception):

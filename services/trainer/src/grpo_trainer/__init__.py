@@ -1,4 +1,4 @@
-"""Synchronous GRPO on Ray, built from the data-plane packages."""
+"""GRPO on Ray, built from the data-plane packages."""
 
 from dataplane_core.shadowing import require_package
 from grpo_trainer.config.loading import DEMO_CONFIG, TrainerConfig, check_config, load_config

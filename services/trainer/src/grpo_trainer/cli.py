@@ -29,7 +29,7 @@ from grpo_trainer.run.runs import RunResult, resume, train
 from grpo_trainer.run.signals import GracefulStop
 
 app = typer.Typer(
-    help="Train a language model with synchronous GRPO on Ray, through a data plane.",
+    help="Train a language model with GRPO on Ray, through a data plane.",
     epilog="Example: grpo-trainer train --set grpo.num_steps=10 --output runs",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -42,7 +42,7 @@ TRACES = Path("runs") / "traces"
 
 class _TraceGroup(OptionsGroup):
     def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
-        yield from _wrong_places(given)
+        yield from _output_problems(given)
         try:
             load_config(given["config"], _overrides(given))
         except ConfigurationError as error:
@@ -58,7 +58,7 @@ class _WhatIfCommand(OptionsCommand):
 
 class _ShowCommand(OptionsCommand):
     def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
-        return _wrong_places(given)
+        return _output_problems(given)
 
 
 app = typer.Typer(
@@ -152,8 +152,8 @@ def _refuse_options(context: typer.Context) -> None:
             )
 
 
-def _wrong_places(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of output paths that would otherwise appear only after a run."""
+def _output_problems(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield problems of output options that would otherwise appear only after a run."""
     for option in ("html", "perfetto"):
         path = given.get(option)
         if path is not None and path.is_dir():

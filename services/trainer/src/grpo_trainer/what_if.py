@@ -1,9 +1,9 @@
 """Prediction of a run's step time with other generators or another staleness, from its trace.
 
-The durations of a traced run are replayed in a discrete-event model. Generators play rollouts while
-the store has space for their samples. The trainer refits, trains on groups of samples as they
-become ready, and frees their space after the next refit. Durations are resampled and otherwise as
-recorded: in the model, processes do not share processors, and a loaded engine is not slower.
+A discrete-event model replays a traced run. Generators start rollouts while the store has space for
+their samples. The trainer refits, trains on groups of samples as they become ready, and frees their
+space after the next refit. Durations are drawn from the recorded ones: in the model, processes do
+not share processors, and an engine with more requests is not slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SEED = 20_262
 _REPETITIONS = 20
-"""Simulated runs that a prediction is the mean of."""
+"""Number of simulated runs; a prediction is their mean."""
 
 _LONG_RUN = 50
 """Steps of a simulated run of which the predicted step time is the mean."""
@@ -59,9 +59,9 @@ class Durations:
         fixed_s: duration of each step without training and waiting; mostly its refit.
         train_s: duration of each step's training without waiting.
         groups_per_step: groups that a step trains on.
-        groups_per_rollout: maximum number of groups that a rollout plays.
+        groups_per_rollout: maximum number of groups of a rollout.
         kept: fraction of the groups that are not filtered, those with unequal rewards.
-        fills_batch: whether each rollout plays that maximum and the surplus is dropped, as in a
+        fills_batch: whether each rollout has that maximum and the surplus is dropped, as in a
             synchronous run.
     """
 
@@ -88,8 +88,8 @@ class Recording:
     """Recorded run.
 
     Attributes:
-        setting: as its telemetry shows it: the most concurrent rollouts, and the most samples in
-            the store.
+        setting: setting derived from its telemetry, from the maximum of concurrent rollouts and of
+            samples in the store.
         durations: durations of its steps.
         shares: measured shares of the steps after the first.
         rescoring_s: mean duration of the pass that scores the batch with the policy, which an
@@ -150,9 +150,9 @@ class _Simulation:
         self._version = -1
         self._started = self._stored = self._stale = 0
         self._free = setting.rollouts
-        self._playing: list[tuple[float, int, int, int]] = []  # heap: end, order, version, groups
+        self._running: list[tuple[float, int, int, int]] = []  # heap: end, order, version, groups
         self._ready: list[tuple[int, int]] = []  # heap of groups: order, version
-        self._played: list[tuple[float, float]] = []
+        self._intervals: list[tuple[float, float]] = []
 
     def run(self, steps: int, skipped: int) -> Shares:
         began, waited_s = 0.0, 0.0
@@ -161,11 +161,11 @@ class _Simulation:
                 began, waited_s = self._now, 0.0
             waited_s += self._step()
         elapsed = self._now - began
-        idle = 1 - _overlap(self._played, began, self._now) / (self._setting.rollouts * elapsed)
+        idle = 1 - _overlap(self._intervals, began, self._now) / (self._setting.rollouts * elapsed)
         return Shares(elapsed / (steps - skipped), waited_s / elapsed, idle)
 
     def _step(self) -> float:
-        """Play one step; return the seconds in which the trainer waited for groups."""
+        """Simulate one step; return the seconds in which the trainer waited for groups."""
         self._advance(self._now + self._random.choice(self._durations.fixed_s))
         self._version += 1
         if self._version:
@@ -178,10 +178,10 @@ class _Simulation:
         waited_s = 0.0
         for _ in range(self._durations.groups_per_step):
             while not self._ready:
-                if not self._playing:
+                if not self._running:
                     return waited_s  # the last groups of a recorded run were dropped
-                waited_s += self._playing[0][0] - self._now
-                self._advance(self._playing[0][0])
+                waited_s += self._running[0][0] - self._now
+                self._advance(self._running[0][0])
             heapq.heappop(self._ready)
             self._advance(self._now + group_s)
         return waited_s
@@ -190,9 +190,9 @@ class _Simulation:
         return version >= self._version - self._setting.staleness
 
     def _advance(self, until: float) -> None:
-        """Let rollouts finish and start until then."""
-        while self._playing and self._playing[0][0] <= until:
-            self._now, order, version, groups = heapq.heappop(self._playing)
+        """Let rollouts finish and start until the time ``until``."""
+        while self._running and self._running[0][0] <= until:
+            self._now, order, version, groups = heapq.heappop(self._running)
             kept = sum(self._random.random() < self._durations.kept for _ in range(groups))
             self._drop(groups - kept)
             if self._is_fresh(version):
@@ -217,8 +217,8 @@ class _Simulation:
             if not durations.fills_batch:
                 groups = int(min(groups, bound - self._stored, self._limit - self._started))
             end = self._now + self._random.choice(durations.rollouts_s)
-            heapq.heappush(self._playing, (end, self._started, self._version, groups))
-            self._played.append((self._now, end))
+            heapq.heappush(self._running, (end, self._started, self._version, groups))
+            self._intervals.append((self._now, end))
             self._started += groups
             self._stored += groups
             self._free -= 1
@@ -238,18 +238,18 @@ def recording_of(records: Records) -> Recording:
         raise ConfigurationError("the newest run has no finished rollout, or no trained sample")
     groups_per_step = ceil(median(filter(None, trained)))
     if run.is_async:
-        waits_and_trains = [run.stream_seconds(step) for step in run.steps]
+        waits_and_trains = [run.async_seconds(step) for step in run.steps]
         setting = run.setting(groups_per_step)
     else:
-        waits_and_trains = [run.turn_seconds(step) for step in run.steps]
+        waits_and_trains = [run.sync_seconds(step) for step in run.steps]
         setting = Setting(1, 1, 0)
     waits, trains = zip(*waits_and_trains, strict=True)
     ends = [*(step.start_ns for step in run.steps[1:]), run.steps[-1].end_ns]
     periods = [(end - step.start_ns) / 1e9 for step, end in zip(run.steps, ends, strict=True)]
     first = min(1, len(periods) - 1)
     began, elapsed = run.steps[first].start_ns / 1e9, sum(periods[first:])
-    played = [(span.start_ns / 1e9, span.end_ns / 1e9) for span in rollouts]
-    busy = _overlap(played, began, began + elapsed) / (setting.rollouts * elapsed)
+    intervals = [(span.start_ns / 1e9, span.end_ns / 1e9) for span in rollouts]
+    busy = _overlap(intervals, began, began + elapsed) / (setting.rollouts * elapsed)
     dropped = run.groups("dropped")
     filtered = run.groups("dropped", reasons=("filtered", "equal_rewards"))
     return Recording(
@@ -306,12 +306,12 @@ class _Run:
         """Return the seconds of one of the driver's phases."""
         return sum(span.seconds for span in self._phases(step, name))
 
-    def turn_seconds(self, step: Span) -> tuple[float, float]:
+    def sync_seconds(self, step: Span) -> tuple[float, float]:
         """Return the seconds of a synchronous step in which the policy waits, and works."""
         wait_s = self.phase_s(step, "rollout")
         return wait_s, step.seconds - wait_s - self.phase_s(step, "refit")
 
-    def stream_seconds(self, step: Span) -> tuple[float, float]:
+    def async_seconds(self, step: Span) -> tuple[float, float]:
         """Return the seconds of an asynchronous step in which the policy waits, and works.
 
         Ranks wait for each other too: the one with the least work shows how long it takes.
@@ -348,11 +348,11 @@ class _Run:
             for span in self.rollouts
             for time_ns, change in ((span.start_ns, 1), (span.end_ns, -1))
         )
-        playing: Counter[Process] = Counter()
-        max_playing = 1
+        running: Counter[Process] = Counter()
+        max_running = 1
         for _, change, process in ends:
-            playing[process] += change
-            max_playing = max(max_playing, playing[process])
+            running[process] += change
+            max_running = max(max_running, running[process])
         stored: set[str] = set()
         max_stored = 0
         for event in self._events:
@@ -362,7 +362,7 @@ class _Run:
                 stored -= _groups_of(event)
             max_stored = max(max_stored, len(stored))
         ahead = max(0, ceil(max_stored / groups_per_step) - 1)
-        return Setting(len(playing), max_playing, ahead)
+        return Setting(len(running), max_running, ahead)
 
 
 def _groups_of(event: Event) -> set[str]:

@@ -49,10 +49,10 @@ class Expiry:
         for version in list(ledger.versions.values()):
             for lease in ledger.leases.get(version.uid, {}).values():
                 ledger.at(lease.expires_at_ms, "lease", version.uid, lease.worker_id)
-            self.started(version)
+            self.start_limit(version)
             if version.state is VersionState.RELEASING:
                 ledger.at(version.released_at_ms + self._forget_after_ms, "version", version.uid)
-            self.covering_changed(version, now_ms)
+            self.live_shards_changed(version, now_ms)
         self.expire_until(now_ms)
 
     def extend_grace(self, since_ms: int, now_ms: int, *, grace_s: float) -> None:
@@ -101,12 +101,12 @@ class Expiry:
                 self._abandon(version, now_ms)
                 self._forget_old(version, now_ms)
 
-    def started(self, version: Version) -> None:
+    def start_limit(self, version: Version) -> None:
         """Start the time limit of a STAGING version."""
         if version.state is VersionState.STAGING:
             self._ledger.at(version.created_at_ms + self._abandon_after_ms, "version", version.uid)
 
-    def covering_changed(self, version: Version, now_ms: int) -> None:
+    def live_shards_changed(self, version: Version, now_ms: int) -> None:
         """Make a version READY, release it or clean it up, after its live shards changed."""
         slots = version.body.expected_source_slots
         if version.state is VersionState.RELEASING:
@@ -149,14 +149,14 @@ class Expiry:
             self._ledger.put(worker)
         self._ledger.at(worker.expires_at_ms + self._forget_after_ms, "forget", worker.worker_id)
         for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
-            self.covering_changed(self._ledger.versions[uid], now_ms)
+            self.live_shards_changed(self._ledger.versions[uid], now_ms)
 
     def worker_registered(self, worker: Worker, now_ms: int, *, returned: bool) -> None:
         """Apply a registration; the shards of a worker that had expired count again."""
         self._ledger.at(worker.expires_at_ms, "worker", worker.worker_id)
         if returned:
             for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
-                self.covering_changed(self._ledger.versions[uid], now_ms)
+                self.live_shards_changed(self._ledger.versions[uid], now_ms)
 
     def end_lease(self, lease: Lease, now_ms: int) -> None:
         """End a lease that expired or was released."""

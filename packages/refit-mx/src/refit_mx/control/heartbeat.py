@@ -3,8 +3,8 @@
 The worker becomes STALE on close, at interpreter exit and on SIGTERM. A signal handler may
 interrupt the main thread anywhere, so it must not take a lock that other code takes. It writes a
 byte to a socket, the heartbeat's thread makes the call, and the handler waits for a bounded time.
-The heartbeat also has a separate connection: the main thread may hold the lock of any other, and
-continues only after the handler has returned.
+The heartbeat has a separate connection, because the interrupted main thread may hold the lock of
+any other connection, and releases it only after the handler has returned.
 """
 
 from __future__ import annotations

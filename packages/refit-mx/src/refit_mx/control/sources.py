@@ -107,7 +107,7 @@ class SourceTable:
             return True
 
     def extend_grace(self, since_ms: int, now_ms: int) -> None:
-        """Discount a pause of the server, in which no source could send an update."""
+        """Extend live sources by a pause of the server, in which none could send an update."""
         with self._lock:
             for source in self._sources.values():
                 if source.status_at(since_ms) != STALE:

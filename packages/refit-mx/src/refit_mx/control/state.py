@@ -95,7 +95,7 @@ class ControlState:
             created_at_ms=now_ms,
         )
         self.ledger.put(version)
-        self._expiry.started(version)
+        self._expiry.start_limit(version)
         return version
 
     def get_version(self, uid: str, *, now_ms: int) -> Version:
@@ -246,7 +246,7 @@ class ControlState:
                 "the limit",
             )
         self.ledger.put(shard)
-        self._expiry.covering_changed(version, now_ms)
+        self._expiry.live_shards_changed(version, now_ms)
         return shard, version
 
     def list_shards(self, version_id: str, *, now_ms: int) -> list[Shard]:

@@ -76,7 +76,7 @@ class TracedParameter:
     Attributes:
         copies: name and view of each source, and the view of the parameter.
         zeros: views of the parameter that are filled with 0, such as padding rows of a vocabulary.
-        obstacle: why the copies are not copies of boxes; None if they are.
+        obstacle: what its loader does besides copying boxes; None if it only copies boxes.
     """
 
     copies: list[tuple[str, View, View]] = field(default_factory=list)

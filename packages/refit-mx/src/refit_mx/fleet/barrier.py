@@ -110,7 +110,7 @@ class PhaseBarrier:
         self._bounded(lambda: self._meet(number, point, deadline), deadline, _LIST_MISSING_S)
 
     def fail(self, point: Point, why: str, *, timeout_s: float = _REPORT_S) -> None:
-        """Report a failure of this rank at a point and all later ones: no rank then waits for it.
+        """Report a failure of this rank at a point and all later ones, so no rank waits there.
 
         Args:
             point: next point that this rank would have reached.

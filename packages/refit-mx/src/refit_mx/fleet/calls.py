@@ -23,7 +23,7 @@ class ServerCallError(Exception):
     """A failed call to one server, which becomes part of a `FleetError`.
 
     Attributes:
-        status: HTTP status; None without a complete answer, when the effect is unknown.
+        status: HTTP status; None without a complete answer, so that the effect is unknown.
         disconnected: whether the server closed the connection instead of answering.
     """
 
@@ -50,7 +50,7 @@ class Calls:
 
     # Any: JSON objects, whose fields the callers check.
     async def get(self, address: str, path: str) -> dict[str, Any]:
-        """Send a query and return the answer's JSON object, retrying as `post` does.
+        """Send a query and return the answer's JSON object; retry if the connection is closed.
 
         Raises:
             ServerCallError: as in `post`; or no answer within ``max_answer_s``.

@@ -77,9 +77,9 @@ class RefitFleet:
     `refit_mx.engine.status.RefitStatus`. If a server lacks one, the error of `refit` names the
     option that it needs.
 
-    It calls only the given addresses; redirects and proxies from the environment are not used. One
-    refit at a time. `refit` and `resume` block; `refit_async` and `resume_async` are their
-    asynchronous forms.
+    It calls only the given addresses; redirects and proxies from the environment are not used. It
+    allows one refit or resume at a time. `refit`, `check` and `resume` block; `refit_async`,
+    `check_async` and `resume_async` are their asynchronous forms.
 
     Args:
         addresses: ``http[s]://host[:port]`` of every server, each once.
@@ -93,8 +93,8 @@ class RefitFleet:
             finish; ``abort`` ends them.
         clear_cache: whether servers drop the cached keys and values of the old weights.
         world_size: number of workers of all servers, if known; another number is refused.
-        cleanup_timeout_s: time after a failure, beyond ``timeout_s``, for making servers drop the
-            fetched version and reporting to the other ranks of a barrier.
+        cleanup_timeout_s: further time after a failure, in which servers drop the fetched version
+            or are paused again, and the other ranks of a barrier get a report.
         headers: headers of every request, such as authorization. Never part of an error.
 
     Raises:
@@ -185,7 +185,8 @@ class RefitFleet:
         """Resume all servers after a failed refit, if all their workers hold one version.
 
         Raises:
-            FleetError: they do not, or a server failed; then all are paused again.
+            FleetError: the workers hold different versions, or a server failed. Servers that were
+                resumed are paused again.
         """
         _run(self.resume_async)
 

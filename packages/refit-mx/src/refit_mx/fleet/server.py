@@ -272,7 +272,7 @@ class Server:
 
         Args:
             calls: calls of the operation.
-            wrong: version that vLLM reports because a failed refit named it.
+            wrong: version of the failed refit, which vLLM may report although it was not installed.
         """
         if self.held_version in (wrong, self.UNKNOWN):
             return

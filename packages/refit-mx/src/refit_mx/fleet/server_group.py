@@ -25,7 +25,7 @@ class ServerGroup:
         servers: servers, each once.
         pause_mode: mode of `Server.pause`.
         clear_cache: option of `Server.pause`.
-        cleanup_timeout_s: time limit of the repair after a failure.
+        cleanup_timeout_s: time limit of the cleanup after a failure.
     """
 
     def __init__(

@@ -36,11 +36,11 @@ from refit_mx.transports.source_client import is_gone
 IN_FLIGHT = 2
 """Concurrent transfers per source and lane, so that the source never waits for this side."""
 DRAIN_S = 0.5
-"""Time for the reads from other sources to end after one has failed."""
+"""Time in which the reads from other sources may end after one source has failed."""
 GONE_PROBE_S = 0.2
 MAX_ABANDONED_CONNECTS = 8
-"""Limit for this process, at most one per peer, each with a thread and an agent. Beyond it no
-further peer is connected."""
+"""Limit of abandoned attempts in this process: at most one per peer, each with a thread and an
+agent. Beyond the limit no further peer is connected."""
 
 
 # Abandoned attempts to connect, by name of the remote agent. All lanes share them: an agent that is

@@ -33,9 +33,9 @@ class VllmGeneration:
 
     Each row goes to the server with the fewest requests of this backend. A server is lost if a
     health check or its first check gets no answer or an error; its rows move to other servers. A
-    lost server is tried again only after the next `clear_logger_metrics`, at the start of a
-    rollout, because a server that restarted has its initial weights until the next refit. If every
-    server is lost, or one was refused, the next call tries all lost servers again.
+    lost server may have restarted with its initial weights. So it is tried again only after the
+    next `clear_logger_metrics`, which a rollout calls at its start. If every server is lost, or one
+    was refused, the next call tries all lost servers again.
 
     Args:
         addresses: ``http[s]://host[:port]`` of each server. From vLLM 0.30 on they must be started

@@ -133,10 +133,7 @@ def _remove_old(folder: Path, keep_last: int, notice: Callable[[str], None]) -> 
 
 
 def written_files(folder: Path) -> dict[str, int]:
-    """Return sizes in bytes by relative name, with slashes, of the files in ``folder``.
-
-    All of them are flushed to disk.
-    """
+    """Flush the files in ``folder`` to disk; return their sizes in bytes by relative name."""
     _sync_tree(folder)
     return {name: path.stat().st_size for name, path in _files(folder).items()}
 

@@ -58,7 +58,7 @@ class TrainerConfig(Section):
 
     @property
     def max_samples_in_store(self) -> int:
-        """Samples of an asynchronous run that are generated, wait, or train at the same time."""
+        """Maximum samples of an asynchronous run in generation, ready, or in training at a time."""
         own = self.grpo.asynchronous
         ahead = own.max_samples_ahead
         if ahead is None:

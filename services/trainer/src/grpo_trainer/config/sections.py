@@ -122,7 +122,7 @@ class PretrainedModel(Section):
 
 
 class LatencySection(Section):
-    """Log-normal time that each response takes at least, to simulate a slower generator.
+    """Log-normal minimum duration of a response, to simulate a slower generator.
 
     Attributes:
         median_s: median of the times, in seconds.
@@ -250,21 +250,22 @@ class DynamicSamplingSection(Section):
 class AsyncSection(Section):
     """Asynchronous GRPO, for ``grpo.mode: async``; see docs/trainer.md.
 
-    The staleness of a sample is the number of the weights that it trains minus that of the weights
-    that drew the oldest token of its group.
+    The staleness of a sample is the weight version that it trains minus the version that generated
+    the oldest token of its group.
 
     Attributes:
         max_staleness: maximum staleness of a trained sample. Older groups are cleared and replaced.
-        max_samples_ahead: samples that may be in generation or wait, besides those of the current
-            step; null is ``max_staleness`` times the samples of a step, so that few are too old.
+        max_samples_ahead: maximum samples in generation or ready, in addition to those of a step;
+            null is ``max_staleness`` times the samples of a step, so that few become too stale.
         generators: generation workers, each with a rollout actor.
         min_generators: the run ends if fewer are left.
         replace_lost: start a generator in place of one that died or failed.
-        prompts_per_rollout: prompts that a generator plays together.
+        prompts_per_rollout: maximum prompts of one rollout, whose responses start together.
         concurrent_rollouts: rollouts of one generator at the same time.
         prompts_per_claim: prompts whose groups a policy rank claims, and trains on, at once.
-        partial_rollouts: install new weights between two tokens of a response, which continues;
-            else between responses. vLLM always continues.
+        partial_rollouts: install new weights between two tokens of a response, which continues
+            with them. If false, install them only between responses. With vLLM, responses always
+            continue.
         max_importance_ratio: bound of the importance ratio of a token; see `grpo_loss`.
     """
 
@@ -287,7 +288,7 @@ class GRPOSection(Section):
     Yu et al. 2025, arXiv:2503.14476.
 
     Attributes:
-        mode: "sync" generates and trains by turns; in "async" generators run ahead of training.
+        mode: "sync" alternates generation and training; with "async" generators run ahead.
         num_steps: steps of the run.
         num_prompts_per_step: prompts of a batch.
         num_generations_per_prompt: group size.
@@ -457,10 +458,10 @@ class CheckpointSection(Section):
 
     Attributes:
         every_steps: steps between two checkpoints; 0 writes none.
-        keep_last: newest checkpoints that stay.
-        journal: store the responses of an asynchronous run until a checkpoint contains them, so
-            that a resume after a crash does not generate finished groups again, and continues
-            responses in progress; the latter not with vLLM or without ``partial_rollouts``.
+        keep_last: number of newest checkpoints to retain.
+        journal: store the responses of an asynchronous run until a checkpoint has trained them. A
+            resume after a crash then uses the finished groups. It continues responses in progress,
+            unless vLLM generates or ``partial_rollouts`` is false.
     """
 
     every_steps: NonNegativeInt

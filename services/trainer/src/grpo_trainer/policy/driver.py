@@ -62,7 +62,7 @@ def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 class Policy:
     """The ranks that share the policy's work.
 
-    With ``when_rank_dies: proceed``, each method continues without a rank that dies in it.
+    With ``when_rank_dies: proceed``, each method continues without a rank that dies during it.
     """
 
     def __init__(self, calls: ActorCalls, ranks: PolicyRanks, config: PolicySection) -> None:
@@ -85,9 +85,10 @@ class Policy:
         return len(self._ranks.names)
 
     def drop_dead(self, error: WorkerError) -> None:
-        """Continue without the ranks that died; raise ``error`` if none has, or none may.
+        """Continue without the ranks that died, after ``error`` of a call outside of this class.
 
-        For a call other than those of this object.
+        Raises:
+            WorkerError: ``error``, if no rank died or the run must not continue without one.
         """
         self._ranks.drop_dead(error)
 
@@ -178,7 +179,8 @@ class Policy:
     ) -> StreamedStep:
         """Let the ranks claim and train on the next ``samples``.
 
-        ``meanwhile`` is called several times a second until then. ``grad_norm`` is as in `train`.
+        ``meanwhile`` is called several times a second until then. If ``grad_norm`` is not finite,
+        an optimizer step was skipped, and none was made after it.
         """
         batch_size = self._config.global_batch_size
         arguments = {

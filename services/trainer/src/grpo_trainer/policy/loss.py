@@ -64,8 +64,8 @@ def grpo_loss(
     arXiv:2505.24298). ``prev_logprobs`` are those of the proximal policy, to which the update is
     clipped. Each token is weighted by the ratio of the proximal policy's probability to that with
     which it was drawn, truncated at ``max_importance_ratio`` (Espeholt et al. 2018,
-    arXiv:1802.01561). The ratio is per token, so a response whose tokens several versions of the
-    weights drew is corrected as well.
+    arXiv:1802.01561). The ratio is per token, so it also corrects a response that has tokens of
+    several versions of the weights.
 
     Args:
         logprobs: float (rows, width), of the policy in training.
@@ -76,8 +76,8 @@ def grpo_loss(
         clip_low: the probability ratio is clipped below ``1 - clip_low``.
         clip_high: the probability ratio is clipped above ``1 + clip_high``.
         reference_logprobs: float (rows, width), of the reference policy.
-        behavior_logprobs: float (rows, width), with which each token was drawn; None if
-            ``prev_logprobs`` are these.
+        behavior_logprobs: float (rows, width), those with which each token was drawn; None if these
+            are ``prev_logprobs``.
         max_importance_ratio: upper bound of the importance ratio.
         kl_coefficient: weight of the KL term, estimated per token as ``exp(d) - d - 1`` with
             ``d = reference - logprobs`` (Schulman 2020, the estimator that is never negative).

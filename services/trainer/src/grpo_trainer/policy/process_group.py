@@ -45,7 +45,7 @@ def join_process_group(
 
 
 def leave_process_group() -> None:
-    """Leave the group, if this process is in one; operations that wait for it then fail."""
+    """Leave the group, if this process is in one; other ranks' operations with it then fail."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

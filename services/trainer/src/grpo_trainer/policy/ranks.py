@@ -1,9 +1,9 @@
-"""`PolicyRanks`: the ranks of the policy that live; a run can continue without one that died.
+"""`PolicyRanks`: the live ranks of the policy; a run can continue without one that died.
 
 All ranks hold the same weights and the same state of the optimizer. When one dies, the others leave
-their collective operations, and the one with the most completed optimizer steps becomes rank 0 of a
-smaller process group and copies its state to the others. What no completed step has trained is
-divided among them.
+their collective operations and form a smaller process group. Its rank 0 is the one with the most
+completed optimizer steps, which copies its state to the others. They divide the samples that no
+completed step has trained.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class PolicyRanks:
 
         Args:
             error: raised if no rank has died, or the run does not continue without one.
-            progress: method of the ranks that returns what they completed, the longer the more.
+            progress: method of the ranks; the length of its result is their completed steps.
 
         Returns:
-            What ``progress`` returned, by new rank: the first has completed the most.
+            What ``progress`` returned, by new rank. Rank 0 has completed the most steps.
 
         Raises:
             WorkerError: ``error``; or another rank died meanwhile.
@@ -105,9 +105,9 @@ class PolicyRanks:
         return [reports[name] for name in self.names]
 
     def release_assigned(self, where: list[TagFilter]) -> None:
-        """Release the samples that are assigned to ranks and not claimed, with this filter.
+        """Release the samples that match ``where`` and are assigned to ranks but not claimed.
 
-        Call it when no rank works any more. Else they would be free after the length of a lease.
+        Call it when no rank works any more. Otherwise, they stay assigned as long as a lease.
         """
         claims = [
             self._client.claim_meta(
@@ -128,7 +128,7 @@ class PolicyRanks:
                 self._client.release(claim)
 
     def acknowledge_trained(self, sample_ids: Sequence[str]) -> None:
-        """Acknowledge the samples of completed optimizer steps whose rank died before it did."""
+        """Acknowledge samples of completed steps that a rank had not acknowledged when it died."""
         states = [self._client.read_sample(TRAIN, each) for each in sample_ids]
         held = [
             state.sample_id

@@ -153,7 +153,7 @@ class StreamingPolicyWorker(PolicyWorker):
     ) -> KVBatchMeta:
         """Claim up to ``missing`` samples of the next groups.
 
-        If the ranks need equal numbers of samples, each drawn batch is shared by all.
+        If the ranks need equal numbers of samples, the claims of all ranks share each batch.
         """
         own = self._grpo["asynchronous"]
         started = time.perf_counter()
@@ -172,7 +172,7 @@ class StreamingPolicyWorker(PolicyWorker):
         return meta
 
     def _accumulate(self, meta: KVBatchMeta, part: StreamedPart) -> torch.Tensor:
-        """Add the gradient of the summed loss of a claim; return its sums, and those of tokens."""
+        """Add the gradient of a claim's summed loss; return the sums of `_MEANS` and the tokens."""
         batch = read_columns(self._client, meta, STREAM_FIELDS, pad_value_dict=self._pad)
         totals = torch.zeros(len(_MEANS) + 1, device=self._device, dtype=torch.float64)
         scores = []

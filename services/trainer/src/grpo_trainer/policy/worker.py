@@ -336,7 +336,7 @@ class PolicyWorker(RunActor):
             yield batch.slice(start, min(start + size, batch.size)).to(self._device)
 
     def join_refit(self, settings: RefitSettings) -> None:
-        """Prepare to publish weights, also again, with another rank."""
+        """Prepare to publish weights as the current rank; call it again after a rank has died."""
         if self._refit is not None:
             self._refit.close()
         bind_to_node_interface()

@@ -21,7 +21,7 @@ from grpo_trainer.config.resumed import leaves
 from grpo_trainer.errors import ConfigurationError
 
 Status = Literal["finished", "stopped", "failed"]
-"""The end of a run; a stopped run can be resumed."""
+"""Outcome of a run; a stopped run can be resumed."""
 
 
 class MetricSink(Protocol):
@@ -107,14 +107,14 @@ class MlflowSink:
         return str(run.info.run_id)
 
 
-_MAX_PARAMETERS, _MAX_VALUE = 100, 6000  # of a request to MLflow, and of a parameter
+_MAX_PARAMETERS, _MAX_VALUE = 100, 6000  # MLflow's limits: parameters a request, characters of one
 
 
 def _text(value: Any) -> str:
     return (value if isinstance(value, str) else json.dumps(value))[:_MAX_VALUE]
 
 
-_WANDB_INIT_S = 60  # the process cannot exit before
+_WANDB_INIT_S = 60  # the process cannot exit earlier if the server does not answer
 
 
 class WandbSink:

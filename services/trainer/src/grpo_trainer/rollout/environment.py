@@ -1,8 +1,8 @@
-"""Environment that compares responses with answers by program, and asks the follow-ups.
+"""Environment that compares responses with answers, and asks the follow-ups.
 
-A response that equals the answer scores 1. Otherwise it scores the part of the answer before its
-first mistake. The end counts as one more character, because the model must learn to stop. All turns
-have the same share of the conversation's reward.
+A response that equals the answer scores 1. Otherwise its score is the fraction of the answer that
+it has before its first mistake. The answer's end counts as one more character, because the model
+must learn to stop. All turns have the same share of the conversation's reward.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class VerifierEnvironment(RunActor):
         }
 
     def _read(self, content: str) -> tuple[str, bool]:
-        """Return a response without its end token, and whether it had one."""
+        """Return a response without its end token, and whether it is complete."""
         if self._chat_turn is None:
             return content, True
         end = self._chat_turn.end

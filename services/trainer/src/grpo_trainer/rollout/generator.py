@@ -1,10 +1,10 @@
 """Generator of an asynchronous run: it claims prompts and fills their samples until it is stopped.
 
 A prompt is put as the samples of one group, which have only the field `PROMPT`. A generator claims
-complete groups under a lease, plays them, and puts all columns under that lease. The put that makes
-a sample ready for training also acknowledges it. If a generator dies before, its lease expires, and
-another one claims the groups. If it is late, its put is refused. So each sample is filled once,
-whatever happens.
+complete groups under a lease, generates their responses, and puts all columns under that lease. The
+put that makes a sample ready for training also acknowledges it. If a generator dies before that
+put, its lease expires, and another one claims the groups. If a generator is late, its put is
+refused. So each sample is filled exactly once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from rollout_actor import SyncRolloutActor, WeightVersionSpan
 _SHAPED = ("advantages", "sample_mask")
 """Columns that make a sample ready for training."""
 
-_OF_ROLLOUT = [
+_ROLLOUT_FIELDS = [
     name for name in DP_TRAIN_FIELDS if name not in (PREV_LOGPROBS, REFERENCE_LOGPROBS, *_SHAPED)
 ]
 """Columns of a rollout that training needs."""
@@ -79,13 +79,13 @@ class GeneratorReport:
     """Work of a generator since its last report.
 
     Attributes:
-        rollouts: samples, metrics of the rollout, and generated tokens and seconds, per rollout.
+        rollouts: for each rollout its number of samples, its metrics, and tokens and seconds.
         rewards: reward of every generated sample.
         filtered: samples of groups whose rewards are all equal, which were cleared.
-        masked: such samples that were put for a short step, excluded from the loss.
-        restored: samples that were finished before a crash, from the journal.
+        masked: samples of such groups that were put to fill a step, excluded from the loss.
+        restored: samples that the journal had, from before a crash.
         lost: samples whose lease ended before they were put; another generator claims them.
-        continued_tokens: tokens of responses that were in progress before a crash.
+        continued_tokens: tokens that the journal had, of responses in progress before a crash.
         idle_s: seconds without a prompt, summed over the concurrent rollouts.
         journal_s: seconds spent on the journal.
         error: why the generator stopped; None while it works.
@@ -140,15 +140,15 @@ class Generator(RolloutActor):
         journal: str | None = None,
         record_responses: bool = False,
     ) -> str:
-        """Start to claim prompts; return the name of this process, as the owner of claims.
+        """Start to claim prompts; return this process's name, which its claims have as owner.
 
         Args:
-            grpo: that section of the configuration.
+            grpo: section ``grpo`` of the configuration.
             run_id: the run's id.
             lease_s: length of a claim's lease, in seconds.
             verbose: record details in the trace.
-            journal: folder of the run's `Journal`; None keeps none.
-            record_responses: the generation worker has an open `ResponseJournal`.
+            journal: folder of the run's `Journal`; None for no journal.
+            record_responses: record responses in the worker's `ResponseJournal`, which is open.
         """
         self._grpo = GRPOSection.model_validate(grpo)
         self._run_id, self._lease_s, self._verbose = run_id, lease_s, verbose
@@ -163,9 +163,9 @@ class Generator(RolloutActor):
         return process_name()
 
     def stop_generating(self, timeout_s: float) -> None:
-        """Claim no more prompts; wait up to ``timeout_s`` for the rollouts that are being played.
+        """Claim no more prompts; wait up to ``timeout_s`` for the rollouts in progress.
 
-        What is not finished then stays leased until this process ends.
+        The samples of unfinished ones stay leased until this process ends.
         """
         self._stopping.set()
         deadline = time.monotonic() + timeout_s
@@ -173,7 +173,7 @@ class Generator(RolloutActor):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def fill_short_step(self, filling: bool) -> None:
-        """Put groups of equal rewards too from now on, excluded from the loss; or clear them."""
+        """Put groups of equal rewards, excluded from the loss, if ``filling``; else clear them."""
         self._fills_short_step = filling
 
     def rotate_journal(self) -> str:
@@ -198,16 +198,16 @@ class Generator(RolloutActor):
                     with self._lock:
                         self._report.idle_s += time.perf_counter() - started
                     if claim is not None:
-                        # The weights may be newer now.
+                        # A new context, as the weights may be newer after the wait.
                         with self._context(), span("grpo.rollout"):
-                            self._play(claim)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the driver must learn it
+                            self._fill(claim)
+        except Exception as error:  # noqa: BLE001  # the driver gets any error with the report
             with self._lock:
                 self._report.error = f"{type(error).__name__}: {first_line(error)}"
             self._stopping.set()
 
     def _claim(self) -> KVBatchMeta | None:
-        """Claim the groups that are ready, or the next one; None if there is none for a while."""
+        """Claim the ready groups, else the next one; return None after `_CLAIM_S` without any."""
         size = self._grpo.num_generations_per_prompt
         count = self._grpo.asynchronous.prompts_per_rollout * size
         task = TRAIN, GENERATE_TASK, [PROMPT]
@@ -225,18 +225,18 @@ class Generator(RolloutActor):
             version = version_number(self._generation.weight_version())
         return step_context(self._run_id, None, weight_version=version, verbose=self._verbose)
 
-    def _play(self, claim: KVBatchMeta) -> None:
+    def _fill(self, claim: KVBatchMeta) -> None:
         """Fill the samples of a claim, or clear them."""
         size = self._grpo.num_generations_per_prompt
         missing: list[int] = []
         for start in range(0, claim.size, size):
-            group = self._finished_before(claim.sample_ids[start])
+            group = self._find_finished(claim.sample_ids[start])
             if group is None:
                 missing += range(start, start + size)
             else:
                 self._hold(claim.subset(range(start, start + size)), partial(self._restore, group))
         if missing:
-            self._hold(claim.subset(missing), self._play_groups)
+            self._hold(claim.subset(missing), self._generate_groups)
 
     def _hold(self, claim: KVBatchMeta, fill: Callable[[KVBatchMeta], list[str]]) -> None:
         """Call ``fill``, which puts and acknowledges samples of a claim; clear those it returns."""
@@ -255,8 +255,8 @@ class Generator(RolloutActor):
                 emit("dropped", TRAIN, filtered, reason="equal_rewards")
                 self._dp_client.clear_samples(filtered, TRAIN)
 
-    def _finished_before(self, sample_id: str) -> FinishedGroup | None:
-        """Return the group of a sample, if it was finished before a crash."""
+    def _find_finished(self, sample_id: str) -> FinishedGroup | None:
+        """Return a sample's group from the journal; None if it was not finished before a crash."""
         if self._journal is None:
             return None
         with self._journal_lock:
@@ -268,7 +268,8 @@ class Generator(RolloutActor):
             self._report.restored += claim.size
         if not group.columns:
             return claim.sample_ids
-        # Weights that were lost in the crash are named like those that replace them.
+        # If the crash lost these weights, the run trains their number again: no sample may have a
+        # higher number than the installed weights.
         version = min(group.weight_version, version_number(self._generation.weight_version()))
         lengths = group.columns["input_lengths"].tolist()
         tags = [
@@ -282,14 +283,14 @@ class Generator(RolloutActor):
                 group.columns,
                 tags,
                 lengths=lengths,
-                ragged=[name for name in _OF_ROLLOUT if name in TOKEN_ALIGNED_FIELDS],
+                ragged=[name for name in _ROLLOUT_FIELDS if name in TOKEN_ALIGNED_FIELDS],
                 claim=claim,
                 acknowledge=True,
             )
         return []
 
-    def _play_groups(self, claim: KVBatchMeta) -> list[str]:
-        """Generate the samples of a claim and put their columns; return those without a signal."""
+    def _generate_groups(self, claim: KVBatchMeta) -> list[str]:
+        """Generate a claim's samples and put their columns; return those of filtered groups."""
         started = time.perf_counter()
         size = self._grpo.num_generations_per_prompt
         stored = self._dp_client.get_data(claim.subset(range(0, claim.size, size)))
@@ -348,10 +349,9 @@ class Generator(RolloutActor):
     ) -> None:
         """Append the finished groups of a claim to the journal.
 
-        A group that only fills a short step is recorded like a cleared one: after a crash, the step
-        tries other prompts first.
-
-        Call it before the put that makes them ready: policy workers may train and clear them soon.
+        Call it before the put that makes them ready: policy workers may soon train and clear them.
+        A group that only fills a short step is recorded like a cleared one, so that after a crash
+        the step tries other prompts first.
         """
         if self._journal is None:
             return
@@ -362,7 +362,7 @@ class Generator(RolloutActor):
             columns: dict[str, Any] = {}
             if keep[start] and not tags[start][IS_FILLER]:
                 columns = {
-                    **self._dp_client.get_columns(claim.sample_ids[rows], TRAIN, _OF_ROLLOUT),
+                    **self._dp_client.get_columns(claim.sample_ids[rows], TRAIN, _ROLLOUT_FIELDS),
                     "advantages": shaped.advantages[rows].clone(),
                     "sample_mask": shaped.sample_mask[rows].clone(),
                 }
@@ -388,7 +388,7 @@ class Generator(RolloutActor):
     ) -> None:
         """Put the columns that make the rows of ``keep``, bool (n,), ready for training."""
         size = self._grpo.num_generations_per_prompt
-        current = version_number(self._generation.weight_version())  # of a row without tokens
+        current = version_number(self._generation.weight_version())  # for a row without tokens
         oldest = [
             min((version_number(each["version"]) for each in spans), default=current)
             for spans in versions
@@ -399,7 +399,7 @@ class Generator(RolloutActor):
             {
                 "input_lengths": lengths[row],
                 "reward": rewards[row],
-                # The tag of its group: a claim takes the complete group or nothing of it.
+                # All samples of a group have one tag, so that a filter selects all or none of them.
                 WEIGHT_VERSION: min(oldest[row // size * size : (row // size + 1) * size]),
                 IS_FILLER: bool(self._grpo.dynamic_sampling.enabled and not informative[row]),
             }

@@ -1,7 +1,7 @@
-"""`Journal`: the finished groups of an asynchronous run, on disk until they are in a checkpoint.
+"""`Journal`: finished groups of an asynchronous run, on disk until a checkpoint has trained them.
 
 After a crash the run continues from its last checkpoint, and the store of the crashed run is gone.
-The prompts since that checkpoint are drawn again in the same order. A generator that claims one of
+The prompts since that checkpoint are put again in the same order. A generator that claims one of
 them finds its finished group in the journal, and puts it instead of generating it again. Responses
 that were in progress are in the `ResponseJournal`. So a crash costs the training since the
 checkpoint, and the tokens of about a second.
@@ -37,7 +37,7 @@ class FinishedGroup:
 
 
 class Journal:
-    """Journal below ``folder``; this object appends to a separate file, and reads all.
+    """Journal below ``folder``; this object appends to a separate file, and reads all files.
 
     Not thread-safe.
     """
@@ -59,7 +59,7 @@ class Journal:
         return self._file.append(Record(group.position, facts, group.columns))
 
     def find(self, position: int) -> FinishedGroup | None:
-        """Return the group that an earlier part of the run finished; None without an intact one."""
+        """Return the group that an earlier part of the run finished, None if no file has it."""
         place = self._places.get(position)
         record = None if place is None else read(place)
         if record is None:

@@ -1,9 +1,9 @@
 """`JournalFile`: records that survive a crash, appended to a file per process.
 
-A record is complete, or ignored: it has a length and a checksum, and a crash can only cut the last
-one. Its payload is a safetensors file of columns, whose metadata holds facts as JSON; nothing is
-pickled. Records are handed to the operating system when they are appended: they survive the death
-of every process, not that of the machine.
+An incomplete or damaged record is ignored: each has a length and a checksum, and a crash can cut
+only the last one. Its payload is a safetensors file of columns, whose metadata holds facts as JSON;
+nothing is pickled. An appended record is in the operating system's cache: it survives the death of
+every process, not that of the machine.
 
 ::
 
@@ -58,7 +58,7 @@ class Record:
 class Place:
     """Place of a record, whose payload is at ``start`` of ``path``.
 
-    Position and facts are those of the file, without a check: `read` returns intact ones.
+    Position and facts are as found in the file; only `read` verifies the checksum.
     """
 
     path: Path
@@ -111,7 +111,7 @@ class JournalFile:
 
 
 def places(folder: Path, kind: str) -> Iterator[Place]:
-    """Yield the places of the complete records of a kind; those of the oldest file first."""
+    """Yield the places of the complete records of a kind, oldest file first."""
     for path in _files(folder, f".{kind}"):
         yield from _places(path)
 
@@ -152,7 +152,7 @@ def prune(folder: Path, *, open_files: Collection[str], untrained: Collection[in
 
 
 def _files(folder: Path, kind: str = "") -> list[Path]:
-    """Return the files in ``folder``, that which was written last at the end."""
+    """Return the files in ``folder``, ordered by their last write."""
     ages: dict[Path, tuple[int, str]] = {}
     for path in folder.glob(f"*{kind}{_SUFFIX}"):
         with suppress(FileNotFoundError):  # pruned meanwhile

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SimulatedLatency:
-    """Log-normal time that each response takes at least, while the processor is idle.
+    """Log-normal minimum duration of a response; the processor is idle for the added time.
 
     Attributes:
         median_s: median of the times, in seconds.
@@ -32,7 +32,7 @@ class SimulatedLatency:
         Args:
             seed: seed of the call.
             budgets: maximum tokens of each response.
-            begun: number of tokens of each that exist already; they take no time.
+            begun: number of tokens that each response has already; they take no time.
         """
         tokens = max(budget - n for budget, n in zip(budgets, begun, strict=True))
         longest_s = self.longest_s(seed, len(budgets))
@@ -47,6 +47,6 @@ class Pace:
         self._seconds, self._tokens = seconds, tokens
 
     def ahead_s(self, drawn: int | None = None) -> float:
-        """Return how long a response of ``drawn`` tokens is early; None for a finished one."""
+        """Return by how many seconds a response of ``drawn`` tokens, None for all, is early."""
         share = 1.0 if drawn is None else drawn / max(1, self._tokens)
         return max(0.0, self._began_s + self._seconds * share - time.perf_counter())

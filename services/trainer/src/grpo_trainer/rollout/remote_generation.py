@@ -23,7 +23,7 @@ POSITIONS = "positions"
 """Key of a call whose responses are recorded: position of each row's prompt, None if unknown."""
 
 JOURNAL = "journal"
-"""Key of such a call's output, a `JournalUse` as a dict."""
+"""Key of the output of a call with `POSITIONS`: its `JournalUse` as a dict."""
 
 
 @dataclass
@@ -129,10 +129,10 @@ class StreamingGeneration(RayGeneration):
 
 
 def _position(row: Sequence[int], prompts: Mapping[int, Sequence[int]]) -> int | None:
-    """Return the position of the prompt that begins a row.
+    """Return the position of the only prompt that begins a row; None if none or several do.
 
-    None if there are several: a response must not be continued for another prompt of the rollout,
-    whose group may be trained already.
+    With several, a response could be continued for another prompt, whose group may be trained
+    already.
     """
     matching = [each for each, ids in prompts.items() if list(row[: len(ids)]) == list(ids)]
     return matching[0] if len(matching) == 1 else None

@@ -2,19 +2,19 @@
 
 While a generation worker draws tokens, it appends those since its last record, about once a second
 and at the end of a call. After a crash, a worker that gets the same input for the same prompt
-returns the recorded tokens, and draws those that are missing. An input that follows a response,
-in a conversation, contains its tokens; so the turns before are continued as they were.
+returns the recorded tokens, and draws only the missing ones. In a conversation, the input of a
+later turn contains the earlier responses, which were returned unchanged, so it is the same too.
 
-Rows with equal input are numbered in the order of the call. Which of them continues which response
-does not matter, because their responses have the same distribution.
+Rows with equal input are numbered in the order of the call. Any of them may continue any of their
+responses, because these have the same distribution.
 
 Each file is complete in itself: the first record of a response in a file holds all its tokens, and
 each later one begins where the one before ended. A damaged or missing record ends the response.
 
-A token takes 8 bytes, a record about 300 and 130 for each of its rows. A file is removed at a
-checkpoint that has all its prompts trained or dropped. So the files hold the responses that were
-generated since the last checkpoint, and the files of those to prompts that were pending then. A
-response that was in progress at n checkpoints and crashes is there up to n + 1 times.
+A token takes 8 bytes; a record takes about 300, and 130 for each of its rows. A checkpoint removes
+the files whose prompts are all trained or dropped. What remains are the responses generated since
+the checkpoint, and each file with a prompt that was pending then. A response that was in progress
+at n checkpoints and crashes is stored up to n + 1 times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from grpo_trainer.rollout.sampling import Drawn, SoFar
 KIND = "response"
 
 RECORD_EVERY_S = 1.0
-"""Minimum time between two records of a call, but for that at its end."""
+"""Minimum seconds between two records of a call; the one at its end may come earlier."""
 
 _TOKENS, _LOGPROBS, _ROWS = "token_ids", "logprobs", "rows"
 
@@ -52,7 +52,7 @@ class ResponseKey:
     Attributes:
         position: position of its prompt in the stream.
         digest: XXH3-64 of its input and its stop strings.
-        number: number of rows before it in the call with this position and digest.
+        number: number of earlier rows of the call with the same position and digest.
     """
 
     position: int
@@ -62,7 +62,7 @@ class ResponseKey:
 
 @dataclass(frozen=True)
 class BegunResponse(Drawn):
-    """Response of an earlier part of the run; ``versions`` has the weight version of each token."""
+    """Tokens that an earlier part of the run recorded, with the weight version of each."""
 
     versions: list[str]
 
@@ -91,9 +91,10 @@ def response_keys(
 
 
 def named_version(recorded: str, installed: str) -> str:
-    """Return the name of the version that drew a token before a crash.
+    """Return the version to report for a token that was drawn before a crash.
 
-    Weights that were lost in the crash are named like those that replace them.
+    It is the recorded one, or the installed one if the crash lost the recorded weights: the run
+    trains their number again.
     """
     if recorded == installed or version_number(recorded) > version_number(installed):
         return installed
@@ -116,10 +117,10 @@ class ResponseJournal:
         self._file = JournalFile(folder, KIND)
         self._attempts = itertools.count()
 
-    def begun(self, key: ResponseKey, *, installed: str) -> BegunResponse | None:
+    def find(self, key: ResponseKey, *, installed: str) -> BegunResponse | None:
         """Return the intact beginning of a response; None if nothing of it was recorded.
 
-        ``installed`` names the installed weights.
+        ``installed`` is the version of the installed weights.
         """
         with self._lock:
             self._begun |= _begun_responses(key.position, self._unread.pop(key.position, []))
@@ -143,7 +144,7 @@ class ResponseJournal:
             rows: rows of the call with their tokens so far.
             versions: weight version of each token that the call drew.
         """
-        with self._lock:  # also against a rotation between two rows
+        with self._lock:  # so that no rotation comes between two rows
             file = self._file.path.name
             facts: list[dict[str, Any]] = []
             parts: list[Drawn] = []
@@ -184,8 +185,8 @@ class CallRecorder:
 
     Args:
         journal: the journal; None records and continues nothing.
-        keys: key of each row; one without is neither recorded nor continued.
-        installed: name of the installed weights.
+        keys: key of each row; a row with None is neither recorded nor continued.
+        installed: version of the installed weights.
 
     Attributes:
         begun: recorded beginning of each row's response, None for those without.
@@ -203,7 +204,7 @@ class CallRecorder:
             self._attempt = journal.next_attempt()
             for number, key in enumerate(keys):
                 if key is not None:
-                    begun = self.begun[number] = journal.begun(key, installed=installed)
+                    begun = self.begun[number] = journal.find(key, installed=installed)
                     self._rows[number] = _Row(key, [] if begun is None else begun.versions)
         self._due_s = time.monotonic() + RECORD_EVERY_S
         self.seconds = time.perf_counter() - began
@@ -219,7 +220,7 @@ class CallRecorder:
         return f" after {tokens}" if any(tokens) else ""
 
     def continued_tokens(self, responses: Sequence[Drawn]) -> int:
-        """Return how many tokens of the call's responses are older than the call."""
+        """Return how many tokens of the call's responses were recorded before the call."""
         return sum(
             min(len(begun.token_ids), len(response.token_ids))
             for begun, response in zip(self.begun, responses, strict=True)
@@ -227,7 +228,7 @@ class CallRecorder:
         )
 
     def record_if_due(self, so_far: SoFar, versions: list[str]) -> None:
-        """Append the tokens that are new, unless the last record is recent; see `record`."""
+        """Append new tokens, if `RECORD_EVERY_S` have passed since the last record."""
         if self._rows and time.monotonic() >= self._due_s:
             self.record(so_far(), versions)
 
@@ -258,22 +259,22 @@ class _Row:
 
     Attributes:
         key: its identity.
-        begun: weight version of each token that an earlier part of the run drew.
+        begun_versions: weight version of each token that an earlier part of the run drew.
         file: name of the file that has its first ``recorded`` tokens.
     """
 
     key: ResponseKey
-    begun: list[str]
+    begun_versions: list[str]
     file: str = ""
     recorded: int = 0
 
     def __post_init__(self) -> None:
-        self.recorded = len(self.begun)  # in a file of an earlier part of the run
+        self.recorded = len(self.begun_versions)  # in a file of an earlier part of the run
 
     def versions(self, start: int, end: int, drawn: list[str]) -> list[str]:
-        """Return the versions of tokens ``start`` to ``end``; ``drawn`` follow those begun."""
-        before = len(self.begun)
-        return self.begun[start:end] + drawn[max(0, start - before) : max(0, end - before)]
+        """Return the versions of tokens ``start`` to ``end``: the begun ones, then ``drawn``."""
+        before = len(self.begun_versions)
+        return self.begun_versions[start:end] + drawn[max(0, start - before) : max(0, end - before)]
 
 
 @dataclass(frozen=True)

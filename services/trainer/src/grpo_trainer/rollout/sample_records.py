@@ -40,9 +40,9 @@ def record_generated(
     *,
     group_size: int,
 ) -> None:
-    """Record facts of samples whose groups are adjacent; a group is named like its samples.
+    """Record facts of samples whose groups are adjacent; their ids begin with the group's name.
 
-    Without ``weight_versions``, the current step's weights generated all.
+    If ``carry`` has no ``weight_versions``, the current step's weights generated all samples.
     """
     numbers = [
         [_current_version()]
@@ -79,8 +79,8 @@ def record_texts(
         client: client of the data plane.
         sample_ids: samples of the partition "train".
         tokenizer: the model's tokenizer.
-        fields: which of "prev_logprobs" and "weight_versions" the samples have. Without the second,
-            the current step's weights generated all.
+        fields: which of "prev_logprobs" and "weight_versions" the samples have. Without
+            "weight_versions", the current step's weights generated all samples.
     """
     for each, row in _rows(client, sample_ids, [*_FIELDS, *fields]):
         length = int(row["input_lengths"])

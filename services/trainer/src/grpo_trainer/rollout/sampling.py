@@ -115,7 +115,7 @@ def sample_responses(
     def so_far() -> list[Drawn]:
         if not drawn:
             return list(starts)
-        # The next call concatenates few tensors.
+        # Keep the result, so that the next call concatenates few tensors.
         drawn[:], drawn_logprobs[:] = [torch.cat(drawn, 1)], [torch.cat(drawn_logprobs, 1)]
         all_tokens, all_logprobs = drawn[0].cpu(), drawn_logprobs[0].cpu()
         return [

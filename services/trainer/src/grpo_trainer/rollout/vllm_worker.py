@@ -41,8 +41,8 @@ class VllmWorker(RunActor):
         self._generation: VllmGeneration | None = None
         self._fleet: RefitFleet | None = None
         self._version: str | None = None
-        # Of an asynchronous run: responses in progress have tokens of earlier versions, and, while
-        # a refit runs, of the next.
+        # Versions of an asynchronous run: a response in progress has tokens of earlier ones and,
+        # during a refit, of the next one.
         self._installed: set[str] | None = set() if asynchronous else None
 
     def ready(self) -> None:

@@ -45,7 +45,7 @@ class WeightGate:
     def pause(self, seconds: float) -> bool:
         """Let replacements proceed for some time; return whether there was one.
 
-        For a thread as in `step_aside`.
+        For a thread inside `using`, at a point where the weights may change.
         """
         before = self._replacements
         self._leave()

@@ -1,9 +1,9 @@
 """Generation worker: a Ray actor that holds a model.
 
-A refit installs its weights, also while responses are generated: see `WeightGate`. In a synchronous
-step, randomness follows from the run's seed, the name of the driver's
-current stream, and the number of the call in that stream. So a resumed run draws the same tokens,
-with or without a validation in between.
+A refit replaces the model's weights, even while responses are generated: see `WeightGate`. In a
+synchronous step, random numbers depend only on the run's seed, the name of the driver's current
+stream, and the number of the call in that stream. So a resumed run draws the same tokens, with or
+without a validation in between.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GenerationWorker(RunActor):
         asynchronous: report which version of the weights generated which tokens.
         partial_rollouts: install new weights between two tokens of a response; else between
             responses.
-        latency: how long each response takes at least; None adds nothing.
+        latency: minimum duration of a response, for benchmarks; None for no minimum.
         telemetry: the run's telemetry.
     """
 
@@ -170,7 +170,7 @@ class GenerationWorker(RunActor):
             if not self._partial_rollouts:  # the weights stay until the response is finished
                 _await(pace)
         recorder.record(responses, versions)
-        if versions or not any(begun):  # else all responses had ended before
+        if versions or not any(begun):  # not if all responses were finished before the call
             _await(pace)
         totals = [
             length + len(response.token_ids)
@@ -204,10 +204,10 @@ class GenerationWorker(RunActor):
         return output
 
     def open_journal(self, folder: str) -> None:
-        """Record the responses of calls that name positions, and continue those recorded before.
+        """Record the responses of calls with `POSITIONS`, and continue those of a crashed run.
 
-        For an asynchronous run with partial rollouts: a continued response has tokens of several
-        versions of the weights.
+        Only for an asynchronous run with partial rollouts: a continued response has tokens of
+        several versions of the weights.
         """
         self._journal = ResponseJournal(Path(folder))
 

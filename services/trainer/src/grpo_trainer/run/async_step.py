@@ -3,8 +3,8 @@
 The driver puts prompts, generators claim and fill them, and policy ranks claim complete groups as
 they become ready. The number of samples in the store bounds how far generators run ahead: a prompt
 is put only when its samples, trained in the order of the prompts, are at most ``max_staleness``
-versions old. The samples of a step are therefore cleared after the step, not while it lasts. A
-group that is older nevertheless, because its responses took long, is not claimed.
+versions old. The samples of a step are therefore cleared after the step, not while it lasts. Slow
+responses can still make a group older; such a group is not claimed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from observability import emit
 
 _DROP_EVERY_S = 1.0
 _STALE_CONTENTS = 2
-"""A step fails if more than this many times the samples of the full store were too stale."""
+"""A step fails if more samples were too stale than this multiple of ``max_samples_in_store``."""
 
 
 class AsyncGRPOStep(GRPOStep):
@@ -50,7 +50,7 @@ class AsyncGRPOStep(GRPOStep):
     Args:
         actors: the run's processes, whose generators may change.
         pending: positions of prompts that an earlier part of the run took and did not train.
-        journal: folder of the run's journal; None keeps none.
+        journal: folder of the run's journal; None for no journal.
         notice: called with a line when a generator leaves or joins.
     """
 
@@ -85,12 +85,12 @@ class AsyncGRPOStep(GRPOStep):
         """Return the positions of the prompts that the run has taken and not trained."""
         return self._feed.untrained()
 
-    def saved(self, state: RunState) -> None:
-        """Remove from the journal what the checkpoint of ``state`` contains."""
+    def on_checkpoint(self, state: RunState) -> None:
+        """Remove the journal's files that the checkpoint of ``state`` makes superfluous."""
         self._fleet.prune_journal(state.pending_prompts)
 
     def stop(self) -> None:
-        """Let the generators finish what they play, and start nothing else."""
+        """Let the generators finish their rollouts, and start no others."""
         self._fleet.stop()
 
     def _run(self, step: int, report: StepReport) -> None:
@@ -114,7 +114,7 @@ class AsyncGRPOStep(GRPOStep):
                 grpo,
                 samples=self._config.samples_per_step,
                 learning_rate=rate,
-                meanwhile=self._tend,
+                meanwhile=self._supply_generators,
             )
         self._record_texts(trained.sample_ids, (PREV_LOGPROBS, WEIGHT_VERSIONS))
         with report.phase("clear", "overhead"):
@@ -151,8 +151,8 @@ class AsyncGRPOStep(GRPOStep):
         self._fleet.start()
         self._is_started = True
 
-    def _tend(self) -> None:
-        """Keep the generators supplied, and collect what they report."""
+    def _supply_generators(self) -> None:
+        """Put further prompts, and collect the generators' reports."""
         if time.monotonic() > self._dropped_at + _DROP_EVERY_S:
             # Slow responses become stale when they are finished. They would take the space of
             # prompts that the ranks wait for.
@@ -164,8 +164,8 @@ class AsyncGRPOStep(GRPOStep):
     def _check_filtered(self) -> None:
         """Fill the step with groups of equal rewards if too many were filtered, or raise.
 
-        A step may replace the content of the store ``max_batches - 1`` times. What fills the step
-        then is excluded from the loss.
+        A step may replace the content of the store ``max_batches - 1`` times. Groups that fill the
+        step after that are excluded from the loss.
         """
         sampling = self._config.grpo.dynamic_sampling
         allowed = (sampling.max_batches - 1) * self._config.max_samples_in_store
@@ -221,7 +221,7 @@ class AsyncGRPOStep(GRPOStep):
         return dropped.size
 
     def _metrics(self, trained: StreamedStep) -> dict[str, float]:
-        """Return the metrics of what the ranks trained on."""
+        """Return the metrics of the samples that the ranks trained."""
         parts = trained.parts
         staleness = [each for part in parts for each in part.staleness]
         reward, std = mean_and_std(torch.tensor([each for part in parts for each in part.rewards]))

@@ -43,7 +43,7 @@ class GeneratorFleet:
         policy: the ranks that publish the weights.
         config: the run's configuration.
         run_id: the run's id.
-        journal: folder of the run's journal; None keeps none.
+        journal: folder of the run's journal; None for no journal.
         notice: called with a line when a generator leaves or joins.
     """
 
@@ -79,13 +79,13 @@ class GeneratorFleet:
         self._clear_counts()
 
     def start(self) -> None:
-        """Let all generators claim prompts; the weights are installed."""
+        """Let all generators claim prompts. Their weights must be installed."""
         for names in self._actors.generators:
             self._start(names)
         self._is_started = True
 
     def stop(self) -> None:
-        """Let the generators finish what they play, and claim nothing else."""
+        """Let the generators finish their rollouts, and claim no further prompts."""
         if self._is_started:
             names = [each.rollout for each in self._actors.generators]
             self._calls.each("stop_generating", dict.fromkeys(names, ((_STOP_S,), {})))
@@ -118,7 +118,7 @@ class GeneratorFleet:
         return self._filtered
 
     def fill_short_step(self, filling: bool) -> None:
-        """Let generators put groups of equal rewards too, excluded from the loss; or clear them.
+        """Call `Generator.fill_short_step` on all generators.
 
         Raises:
             WorkerError: as `collect`.
@@ -130,7 +130,7 @@ class GeneratorFleet:
                 self._lose(names, error)
 
     def prune_journal(self, untrained: list[int]) -> None:
-        """Remove what a new checkpoint contains; ``untrained`` are its pending prompts."""
+        """Remove the files that a checkpoint with pending prompts ``untrained`` does not need."""
         if self._journal is None or not self._is_started:
             return
         open_files = set()
@@ -162,9 +162,9 @@ class GeneratorFleet:
                 return
 
     def replace_lost(self, version: int) -> None:
-        """Admit a generator that has started, and start one if one is missing.
+        """Admit a generator that has started, and start another if one is missing.
 
-        For the time between two steps.
+        Call it between two steps.
 
         Raises:
             WorkerError: as `sync`.
@@ -236,7 +236,7 @@ class GeneratorFleet:
         self._idle_s = self._journal_s = 0.0
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of what was generated since the last call."""
+        """Return the metrics of generation since the last call."""
         size = self._config.grpo.num_generations_per_prompt
         rewards = torch.tensor(self._rewards or [math.nan])
         metrics = {

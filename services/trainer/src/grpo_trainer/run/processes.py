@@ -94,7 +94,7 @@ class RunActors:
     Attributes:
         calls: the actors by name.
         policy_workers: names of the policy workers that were started, by rank.
-        policy_ranks: those that live, as a process group.
+        policy_ranks: process group of the live policy workers.
         generators: the generators that take part; a synchronous run has one.
         data_plane: the driver's client, which owns the data plane.
         weight_sync: transfer of the policy's weights to the generation worker.
@@ -199,7 +199,7 @@ class RunActors:
             self.generators.append(self.start_generator())
 
     def start_generator(self) -> GeneratorActors:
-        """Start a generation worker and its rollout actor; they load the model meanwhile."""
+        """Start a generation worker and its rollout actor, without waiting until they are ready."""
         config = self._config
         names = GeneratorActors(
             _numbered(ROLLOUT, self._started_generators),

@@ -38,7 +38,7 @@ from grpo_trainer.samples.tasks import PREV_LOGPROBS, stage_tasks
 from observability import emit
 
 _PASSED = 1 - 1e-6
-"""Reward above which every answer of a conversation is correct; a sum of shares may miss 1."""
+"""Reward above which all answers of a conversation are correct; rounding may keep it below 1."""
 
 
 @dataclass
@@ -150,14 +150,14 @@ class GRPOStep:
             self._run(step, report)
 
     def untrained_prompts(self) -> list[int]:
-        """Return the positions of prompts that are taken and not trained: none between steps."""
+        """Return the positions of prompts that are taken and not trained: none if synchronous."""
         return []
 
-    def saved(self, state: RunState) -> None:
-        """Forget what only a resume without the checkpoint of ``state`` needs: nothing."""
+    def on_checkpoint(self, state: RunState) -> None:
+        """Remove what the checkpoint of ``state`` makes superfluous: nothing if synchronous."""
 
     def stop(self) -> None:
-        """End what runs between steps: nothing."""
+        """Stop what runs between steps: nothing if synchronous."""
 
     def _context(self, step: int) -> AbstractContextManager[None]:
         # The version of the weights is the number of completed steps.
@@ -334,7 +334,7 @@ class GRPOStep:
         return batch.subset((~dropped).nonzero()[:, 0].tolist())
 
     def validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> None:
-        """Play one conversation per prompt, in a separate partition, and report their rewards."""
+        """Generate one conversation per prompt, in a separate partition, and report the rewards."""
         with self._context(step), span("grpo.validation"):
             self._validate(step, prompts, report)
 

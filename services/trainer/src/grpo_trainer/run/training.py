@@ -128,7 +128,7 @@ def run_steps(
                 keep_last=config.checkpointing.keep_last,
                 notice=display.notice,
             )
-            stepper.saved(reached)
+            stepper.on_checkpoint(reached)
 
         write_config(folder, config)
         write_history(folder, history)
