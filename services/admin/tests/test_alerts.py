@@ -284,7 +284,7 @@ def test_an_evaluation_that_fails_is_counted_and_repeated(alerted, otlp, monkeyp
         ("rules: [{name: a, kind: no_step, bound: -1}]", "rules.0.bound: found '-1'"),
         ("rules: [{name: a, kind: no_step, bound: '9'}]", "rules.0.bound: found '9'"),
         ("rules: [{name: a, kind: no_step}]", "rules.0.bound: missing"),
-        ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a share below 1"),
+        ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a fraction below 1"),
         ("rules: [{name: a, kind: staleness, bound: 1, rums: b}]", "rules.0.rums: unknown key"),
         (
             "rules: [{name: a, kind: staleness, bound: 1}, {name: a, kind: staleness, bound: 2}]",
