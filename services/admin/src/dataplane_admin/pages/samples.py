@@ -52,7 +52,7 @@ _VERSION_COLORS = 6
 
 @dataclass(frozen=True)
 class SampleList:
-    """Content of the list: facts, the filters as in the address, and links."""
+    """Content of the list; ``query`` has the filters as in the address."""
 
     samples: Sequence[models.SampleFacts]
     query: dict[str, str]
@@ -64,7 +64,7 @@ class SampleList:
 
 @dataclass(frozen=True)
 class TokenOnPage:
-    """A token with the class of its color and its numbers in words."""
+    """A token with the CSS class of its color; ``facts`` is its tooltip."""
 
     text: str
     color: str
@@ -181,7 +181,7 @@ def content_page(content: models.SampleContent, color: str) -> ContentPage:
 
 
 def _level(value: float | None, bounds: Sequence[float]) -> str:
-    """Return the class of a size: ``c0`` is the smallest."""
+    """Return the CSS class of a size: ``c0`` is the smallest."""
     return "c0" if value is None else f"c{sum(abs(value) > bound for bound in bounds)}"
 
 

@@ -68,7 +68,7 @@ def _divergence(
         beyond=len(beyond),
         compared=len(differences),
         causes=[
-            _tokenisation(tokens, place, differences, beyond),
+            _tokenization(tokens, place, differences, beyond),
             _version(tokens, place, trainer_version),
             _experts(beyond, differences),
             _precision(difference, rest),
@@ -76,7 +76,7 @@ def _divergence(
     )
 
 
-def _tokenisation(
+def _tokenization(
     tokens: Sequence[models.Token],
     place: int,
     differences: Sequence[tuple[int, float]],
@@ -88,8 +88,8 @@ def _tokenisation(
     if place and tokens[place - 1].mask == 0:
         reasons.append("it follows text that the model did not generate")
     if after > 1 and share > _MANY:
-        reasons.append(f"{share:.0%} of the tokens from it on diverge, as after a shift")
-    against = f"it is within a response, and only {share:.0%} of the tokens from it on diverge"
+        reasons.append(f"{share:.0%} of the tokens from there on diverge, as if shifted")
+    against = f"it is within a response, and only {share:.0%} of the tokens from there on diverge"
     return models.Cause(
         name="Tokenization", likely=bool(reasons), evidence="; ".join(reasons) or against
     )
@@ -121,17 +121,19 @@ def _experts(
         name="Routed experts",
         likely=isolated,
         evidence=f"{len(beyond)} of {len(differences)} tokens diverge"
-        + (", isolated as when single tokens take other experts" if isolated else ""),
+        + ("; isolated tokens diverge if they are routed to other experts" if isolated else ""),
     )
 
 
 def _precision(difference: float, rest: Sequence[float]) -> models.Cause:
     mean = sum(rest) / len(rest) if rest else None
-    known = "no other token is below" if mean is None else f"the others differ by {mean:.2g} nats"
+    known = "all tokens diverge"
+    if mean is not None:
+        known = f"the other tokens differ by {mean:.2g} nats on average"
     large = abs(difference) > _PRECISION
     return models.Cause(
         name="Precision",
         likely=not large and mean is not None and mean > 1e-3,
-        evidence=f"{known} on average; {abs(difference):.2g} nats"
+        evidence=f"{known}; {abs(difference):.2g} nats"
         + (" is more than rounding explains" if large else " may be rounding"),
     )
