@@ -130,7 +130,7 @@ class Handle:
         return "reference"
 
 
-def test_a_traced_handle_sends_the_carrier_of_whoever_calls():
+def test_a_traced_handle_sends_the_carrier_of_its_caller():
     handle = Handle()
     with span("caller"):
         assert TracedHandle(handle).step.remote(1, b=2) == "reference"

@@ -130,7 +130,7 @@ def test_trl_error_ends_the_step_as_failed(receiver: Receiver, body: str, failed
     assert not any("sample" in reason for reason in step.incomplete)
 
 
-def test_trl_step_that_training_stopped_in_ends(receiver: Receiver) -> None:
+def test_trl_step_ends_if_training_stops_within_it(receiver: Receiver) -> None:
     steps = traced(
         receiver, 'begin(0); block("compute_loss"); begin(0); block("x"); event("on_train_end")'
     )

@@ -161,7 +161,7 @@ def test_invalid_content_length_is_refused(
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/tra", b"POST /v1/traces HTTP/1.1\r\nHost: lo"])
-def test_a_client_that_goes_silent_is_hung_up_on(
+def test_a_silent_client_is_disconnected(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(f"{BOUNDED}.BoundedHandler.headers_s", 0.1)
@@ -185,7 +185,7 @@ def test_a_client_that_trickles_has_one_deadline_for_its_headers(
         assert time.monotonic() < ends
 
 
-def test_silent_clients_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_clients_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("observability.receiver.http.MAX_CONNECTIONS", 8)
     monkeypatch.setattr(f"{BOUNDED}._SILENT_S", 0.0)
     with Receiver() as receiver, capture_logs() as logged, ExitStack() as stack:
@@ -197,7 +197,7 @@ def test_silent_clients_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert "the-secret" not in str(logged)
 
 
-def test_an_exporter_over_grpc_is_refused_by_one_line_of_the_log() -> None:
+def test_a_grpc_exporter_is_refused_with_one_log_line() -> None:
     with Receiver() as receiver, capture_logs() as logged:
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as peer:
@@ -300,7 +300,7 @@ def test_ipv6_loopback_is_listened_on_where_there_is_one() -> None:
         assert receiver.endpoint == f"http://[::1]:{receiver.port}"
 
 
-def test_requests_are_passed_on_as_they_came() -> None:
+def test_requests_are_forwarded_unchanged() -> None:
     with Receiver() as collector:
         with Receiver(forward=collector.endpoint) as receiver:
             post(receiver, body=gzip.compress(traces("a")), Content_Encoding="gzip")
@@ -337,7 +337,7 @@ def test_a_slow_collector_delays_neither_answers_nor_the_end(
     assert [each["reason"] for each in logged] == ["the queue is full"]
 
 
-def test_close_answers_what_is_under_way_and_hangs_up_on_the_rest() -> None:
+def test_close_hangs_up_on_idle_connections_and_is_idempotent() -> None:
     receiver = Receiver()
     idle = socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S)
     post(receiver, body=traces("a"))
@@ -350,7 +350,7 @@ def test_close_answers_what_is_under_way_and_hangs_up_on_the_rest() -> None:
     assert len(receiver.snapshot().spans) == 1
 
 
-def test_a_client_that_hangs_up_makes_no_noise(
+def test_a_client_that_hangs_up_is_not_logged(
     receiver: Receiver, capfd: pytest.CaptureFixture[str]
 ) -> None:
     head = b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\n"

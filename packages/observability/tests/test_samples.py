@@ -20,7 +20,7 @@ def recorded(sdk: Any) -> list[tuple[str | None, dict[str, Any], Any]]:
     ]
 
 
-def test_facts_belong_to_the_step_and_a_number_that_is_not_finite_is_unknown(sdk: Any) -> None:
+def test_facts_have_the_step_and_no_nonfinite_numbers(sdk: Any) -> None:
     with step_context("run", 3, weight_version=2):
         record_samples(["a", "b"], {"reward": [0.5, float("nan")], "group": ["g", "g"]})
     [(name, attributes, body)] = recorded(sdk)

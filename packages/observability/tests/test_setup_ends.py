@@ -14,7 +14,7 @@ from observability.receiver import Receiver
 from observability.views import why
 
 
-def test_what_is_made_after_shutdown_is_counted_as_dropped(receiver: Receiver) -> None:
+def test_items_recorded_after_shutdown_count_as_dropped(receiver: Receiver) -> None:
     ran = run(
         """
 telemetry = setup("svc", endpoint=ENDPOINT)
@@ -58,7 +58,7 @@ def operate():
     ],
     ids=["at exit", "by an exception", "on SIGTERM", "at shutdown", "at a flush"],
 )
-def test_what_is_queued_is_sent_before_the_end(receiver: Receiver, end: str, code: int) -> None:
+def test_queued_items_are_sent_before_the_end(receiver: Receiver, end: str, code: int) -> None:
     process = started(
         f"{OPERATION}\n"
         "telemetry = setup('svc', endpoint=ENDPOINT, export_interval_s=3600)\n"
@@ -98,7 +98,7 @@ def test_sigterm_ends_a_process_in_time_though_the_collector_hangs() -> None:
     assert ran.warnings[-1]["event"] == "telemetry_dropped"
 
 
-def test_sigterm_during_shutdown_waits_for_what_is_on_its_way() -> None:
+def test_sigterm_during_shutdown_waits_for_exports_in_flight() -> None:
     request, go_on = threading.Event(), threading.Event()
 
     def answer(handler: BaseHTTPRequestHandler) -> None:

@@ -32,7 +32,7 @@ def connect(sent=b""):
 """
 
 
-def test_silent_peers_keep_no_scrape_out_and_are_hung_up_on() -> None:
+def test_silent_peers_block_no_scrape_and_are_disconnected() -> None:
     ran = run(
         f"{SCRAPE}\n"
         """

@@ -103,7 +103,7 @@ def test_a_malformed_endpoint_costs_one_warning_per_signal() -> None:
         OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED="true",
     )
     assert ran.report == [{"ok": True}]
-    assert ran.troubles == ["invalid endpoint", "exporter not made: ValueError"]
+    assert ran.troubles == ["invalid endpoint", "exporter not created: ValueError"]
 
 
 def test_items_beyond_the_queue_are_counted_and_reported_once() -> None:
@@ -144,13 +144,13 @@ def test_flush_and_shutdown_keep_to_their_time_from_many_threads() -> None:
 telemetry = setup("svc", endpoint=ENDPOINT)
 spans(600)
 answers = []
-def impatient():
+def time_out():
     begin = time.monotonic()
     flushed = telemetry.flush(0.3)
     middle = time.monotonic()
     telemetry.shutdown(0.3)
     answers.append((flushed, middle - begin, time.monotonic() - middle))
-threads = [threading.Thread(target=impatient) for _ in range(8)]
+threads = [threading.Thread(target=time_out) for _ in range(8)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 telemetry.shutdown()
@@ -163,10 +163,10 @@ report(answers=answers, flushed=telemetry.flush(0.0), counts=telemetry.counts())
         for flushed, first, second in ran.report[0]["answers"]
     )
     assert balanced(ran.report[0]["counts"])
-    assert not ran.report[0]["flushed"]  # some was given up
+    assert not ran.report[0]["flushed"]  # some items were dropped
 
 
-def test_impatient_flushes_do_not_pile_up_threads() -> None:
+def test_flushes_that_time_out_do_not_pile_up_threads() -> None:
     with hanging() as result:
         ran = run(
             """
@@ -182,7 +182,7 @@ report(flushed=any(flushed), more=threading.active_count() - before)
     assert ran.report[0]["more"] <= 3  # one per signal
 
 
-def test_what_is_lost_is_a_metric_by_signal_and_reason() -> None:
+def test_lost_items_are_a_metric_by_signal_and_reason() -> None:
     with collector(status(400)) as result:
         ran = run(
             """
@@ -229,7 +229,7 @@ span.end()
     [(bytes([0x0A, 0x02, 0x08, 3]), 3), (b"\xff" * 1000, 0)],
     ids=["partial_success { rejected_spans: 3 }", "garbage"],
 )
-def test_what_a_collector_rejects_of_a_batch_is_dropped(answer: bytes, rejected: int) -> None:
+def test_items_that_a_collector_rejects_are_dropped(answer: bytes, rejected: int) -> None:
     with collector(status(200, answer)) as result:
         ran = run(
             """
@@ -271,7 +271,7 @@ def received(result: Collector) -> list[str]:
     ]
 
 
-PATIENT = """
+RESTART = """
 import urllib.request
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
 def named(*names):
@@ -288,15 +288,15 @@ def until_sent():
 """
 
 
-def patient(script: str, **variables: str) -> tuple[Ran, list[str]]:
+def run_with_restart(script: str, **variables: str) -> tuple[Ran, list[str]]:
     """Run a script with a collector that is unavailable until it calls ``opened``."""
     with collector(restarting()) as result:
-        ran = run(PATIENT + script, result.endpoint, **SPANS_ALONE, **variables)
+        ran = run(RESTART + script, result.endpoint, **SPANS_ALONE, **variables)
         return ran, received(result) if "opened()" in script else []
 
 
 def test_a_restarted_collector_gets_everything_once() -> None:
-    ran, names = patient("""
+    ran, names = run_with_restart("""
 named("a", "b")
 kept = telemetry.flush(20), counts()
 named("c")
@@ -327,13 +327,11 @@ report(kept=kept, sent=(telemetry.flush(20), counts()))
     ],
     ids=["without more spans", "as large as the queue", "no time for an attempt"],
 )
-def test_a_batch_that_is_retained_is_sent_later(
-    spans: int, script: str, variables: dict[str, str]
-) -> None:
+def test_a_retained_batch_is_sent_later(spans: int, script: str, variables: dict[str, str]) -> None:
     script = f"named(*range({spans})); telemetry.flush(20); report(**counts())\n{script}"
     if "OTEL_BSP_SCHEDULE_DELAY" in variables:
         script = f"telemetry.shutdown(); telemetry = setup('svc', endpoint=ENDPOINT)\n{script}"
-    ran, names = patient(f"{script}\nreport(**counts())", **variables)
+    ran, names = run_with_restart(f"{script}\nreport(**counts())", **variables)
     kept, sent = ran.report
     assert (kept["pending"], kept["dropped"]) == (spans, 0)
     assert (sent["exported"], sent["dropped"]) == (spans, 0)
@@ -341,7 +339,7 @@ def test_a_batch_that_is_retained_is_sent_later(
 
 
 def test_the_newest_half_of_the_queue_is_retained_without_collector() -> None:
-    ran, names = patient(
+    ran, names = run_with_restart(
         """
 for number in range(10):
     named(*range(4 * number, 4 * number + 4))
@@ -361,8 +359,8 @@ report(**counts())
     assert names == [str(number) for number in range(32, 40)]
 
 
-def test_what_is_retained_is_given_up_in_time_when_the_process_ends() -> None:
-    ran, _ = patient("""
+def test_retained_batches_are_dropped_in_time_at_process_end() -> None:
+    ran, _ = run_with_restart("""
 named("a")
 telemetry.flush(20)
 began = time.monotonic()

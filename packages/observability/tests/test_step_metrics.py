@@ -65,7 +65,7 @@ report(growth=counts[-1] - counts[1], counts=telemetry.counts())
     assert facts["counts"]["steps"]["exported"] == 20
 
 
-def test_metrics_of_steps_outlive_a_collector_that_is_away(tmp_path: Path) -> None:
+def test_step_metrics_survive_a_collector_outage(tmp_path: Path) -> None:
     back = tmp_path / "back"
     script = f"""{IMPORTS}
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)

@@ -128,7 +128,7 @@ def test_an_error_is_recorded_by_its_class_and_raised_as_it_is(client, spans):
     assert failed.status.status_code is StatusCode.ERROR
     assert failed.attributes["error.type"] == "PartitionNotFoundError"
     assert failed.attributes["rl.bucket"] == "wasted"
-    assert not failed.events  # no text, which could hold what samples say
+    assert not failed.events  # no text, which could quote samples
 
 
 @pytest.mark.parametrize("store", [InMemoryDataPlaneClient, PublishedOnly])

@@ -116,7 +116,7 @@ def nested(depth):
 
 @pytest.mark.usefixtures("sdk")
 @pytest.mark.parametrize("hostile", [Nameless(), nested(900), None, b"p"], ids=lambda _: "")
-def test_no_observer_fails_at_what_the_client_refuses(hostile):
+def test_no_observer_fails_on_refused_arguments(hostile):
     with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as client:
         client.register_partition("p", ["x"], 1, ["t"])
         for call in (
@@ -185,7 +185,7 @@ MOVES_NONE = [
 
 
 @pytest.mark.parametrize(("name", "args"), [*MOVES_DATA, *MOVES_NONE])
-def test_a_call_is_passed_on_as_it_is_and_an_event_if_it_moves_data(name, args):
+def test_a_call_is_forwarded_and_is_an_event_if_it_moves_data(name, args):
     events = []
     client = MetricsDataPlaneClient(Echo(), events.append)
     moves_data = (name, args) in MOVES_DATA
@@ -196,7 +196,7 @@ def test_a_call_is_passed_on_as_it_is_and_an_event_if_it_moves_data(name, args):
     assert [event["status"] for event in events] == ["error"] * moves_data
 
 
-def test_every_method_of_the_contract_is_passed_on():
+def test_every_method_of_the_contract_is_forwarded():
     methods = {name for name, _ in inspect.getmembers(DataPlaneClient, inspect.isfunction)}
     public = {name for name in methods if not name.startswith("_")}
     inspected = {name for name in public if hasattr(StoreInspector, name)}

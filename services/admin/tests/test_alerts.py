@@ -78,7 +78,7 @@ def test_the_end_of_a_run_clears_its_alerts(alerted, otlp, later, now_s):
     assert job.all("audit", "entries")[0]["outcome"] == "cleared: the run ended"
 
 
-def test_a_slow_run_gets_three_times_its_longest_step(alerted, otlp, later, now_s):
+def test_a_slow_run_is_late_after_three_of_its_longest_steps(alerted, otlp, later, now_s):
     job = alerted(rule("no_step", 600))
     start_run(job, otlp, now_s)
     job.send(otlp.trace(step=0, seconds=1_000))
@@ -284,7 +284,7 @@ def test_an_evaluation_that_fails_is_counted_and_repeated(alerted, otlp, monkeyp
         ("rules: [{name: a, kind: no_step, bound: -1}]", "rules.0.bound: found '-1'"),
         ("rules: [{name: a, kind: no_step, bound: '9'}]", "rules.0.bound: found '9'"),
         ("rules: [{name: a, kind: no_step}]", "rules.0.bound: missing"),
-        ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a share below 1"),
+        ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a fraction below 1"),
         ("rules: [{name: a, kind: staleness, bound: 1, rums: b}]", "rules.0.rums: unknown key"),
         (
             "rules: [{name: a, kind: staleness, bound: 1}, {name: a, kind: staleness, bound: 2}]",

@@ -72,7 +72,7 @@ def watched(plane):
 
 
 @pytest.fixture
-def look(job_of, watched):
+def start_polling(job_of, watched):
     """Start a service that polls the data plane every 20 ms."""
 
     def start(**settings):
@@ -96,9 +96,9 @@ def present(job):
     }
 
 
-def test_the_revision_grows_with_visible_changes(plane, look):
+def test_the_revision_grows_with_visible_changes(plane, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
-    job = look()
+    job = start_polling()
     until(lambda: present(job) == {"train": 0})
     before = live(job)["revision"]
     put(plane, ["s0"], "a")
@@ -106,22 +106,22 @@ def test_the_revision_grows_with_visible_changes(plane, look):
     assert live(job)["revision"] > before
 
 
-def test_growing_ages_do_not_change_the_revision(plane, watched, look):
+def test_growing_ages_do_not_change_the_revision(plane, watched, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
     put(plane, ["s0", "s1"], "a")
     plane.claim_meta("train", "t", ["a"], 1, blocking=False)
-    job = look(stuck_after_s=0.05)
+    job = start_polling(stuck_after_s=0.05)
     until(lambda: job.get("why"))
     before, polls = live(job)["revision"], len(watched.calls)
     until(lambda: len(watched.calls) > polls + 100)
     assert live(job)["revision"] <= before + 2  # every five seconds ages are updated
 
 
-def test_only_changed_partitions_are_scanned_again(plane, watched, look):
+def test_only_changed_partitions_are_scanned_again(plane, watched, start_polling):
     for name in ("idle", "busy"):
         plane.register_partition(name, ["a"], 8, ["t"])
         put(plane, ["s0"], "a", partition=name)
-    job = look()
+    job = start_polling()
 
     def scanned(name):
         return job.get("partition/matrix", id=name)["scanned"]
@@ -132,9 +132,9 @@ def test_only_changed_partitions_are_scanned_again(plane, watched, look):
     assert [call[1] for call in watched.calls if call[0] == "scan_states"].count("idle") == 1
 
 
-def test_the_last_snapshot_survives_a_lost_store(plane, watched, look):
+def test_the_last_snapshot_survives_a_lost_store(plane, watched, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
-    job = look()
+    job = start_polling()
     until(lambda: present(job))
     seen_ns = live(job)["at_ns"]
     watched.is_away = True
@@ -148,9 +148,9 @@ def test_the_last_snapshot_survives_a_lost_store(plane, watched, look):
     until(lambda: live(job)["attached"])
 
 
-def test_queries_have_a_deadline_and_a_maximum(plane, watched, look):
+def test_queries_have_a_deadline_and_a_maximum(plane, watched, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
-    job = look(ask_s=0.1)
+    job = start_polling(ask_s=0.1)
     until(lambda: present(job))
     watched.free.clear()
     try:
@@ -164,12 +164,12 @@ def test_queries_have_a_deadline_and_a_maximum(plane, watched, look):
     assert "4 queries are running already; retry" in answers[4].json()["detail"]
 
 
-def test_idle_tasks_and_old_claims_are_listed_with_ids(plane, look, otlp):
+def test_idle_tasks_and_old_claims_are_listed_with_ids(plane, start_polling, otlp):
     plane.register_partition("train", ["a", "b"], 8, ["idle", "slow"])
     put(plane, [f"s{i}" for i in range(4)], "a")
     put(plane, ["s0"], "b")
     plane.claim_meta("train", "slow", ["a"], 3, blocking=False)
-    job = look(stuck_after_s=0.05)
+    job = start_polling(stuck_after_s=0.05)
     job.send(otlp.log("claimed", ["x"], task="idle"))
     waits = until(lambda: len(rows := job.get("why")) == 3 and rows)
     [idle] = [wait for wait in waits if wait["task"] == "idle"]
@@ -180,7 +180,7 @@ def test_idle_tasks_and_old_claims_are_listed_with_ids(plane, look, otlp):
     assert held["process"].partition(":")[2].isdecimal()
 
 
-def test_waiting_claim_comes_first_with_its_fields(plane, watched, look, monkeypatch):
+def test_waiting_claim_comes_first_with_its_fields(plane, watched, start_polling, monkeypatch):
     plane.register_partition("train", ["a", "b"], 8, ["idle", "waiting"])
     put(plane, [f"s{i}" for i in range(4)], "a")
     put(plane, ["s0"], "c")
@@ -193,7 +193,7 @@ def test_waiting_claim_comes_first_with_its_fields(plane, watched, look, monkeyp
         return [replace(summary, tasks=(idle, replace(waiting, waiting_for=("a", "c"))))]
 
     monkeypatch.setattr(watched, "list_partitions", list_partitions, raising=False)
-    job = look(stuck_after_s=0.05)
+    job = start_polling(stuck_after_s=0.05)
     waits = until(lambda: len(rows := job.get("why")) >= 2 and rows)
     first = next(wait for wait in waits if wait["kind"] == "backlog")
     assert first["task"] == "waiting"
@@ -204,11 +204,11 @@ def test_waiting_claim_comes_first_with_its_fields(plane, watched, look, monkeyp
     assert (tasks["waiting"]["needs"], tasks["waiting"]["ready"]) == (["a", "c"], 0)
 
 
-def test_samples_assigned_to_an_idle_rank_are_a_backlog(plane, look, otlp):
+def test_samples_assigned_to_an_idle_rank_are_a_backlog(plane, start_polling, otlp):
     plane.register_partition("train", ["a"], 4, ["t"])
     put(plane, ["s0", "s1", "s2", "s3"], "a")
     plane.acknowledge(plane.claim_meta("train", "t", ["a"], 2, dp_rank=0, dp_world=2))
-    job = look(stuck_after_s=0.05)
+    job = start_polling(stuck_after_s=0.05)
     job.send(otlp.log("claimed", ["s0"], task="t", fields=["a"]))
     [wait] = until(lambda: job.get("why"))
     assert (wait["task"], wait["claim"]) == ("t", "")
@@ -218,10 +218,10 @@ def test_samples_assigned_to_an_idle_rank_are_a_backlog(plane, look, otlp):
     assert counts == [0, 2, 2, 0]
 
 
-def test_a_progressing_task_is_not_blocked(plane, look):
+def test_a_progressing_task_is_not_blocked(plane, start_polling):
     plane.register_partition("train", ["a"], 20_000, ["t"])
     put(plane, [f"s{i}" for i in range(20_000)], "a")
-    job = look(stuck_after_s=0.3)
+    job = start_polling(stuck_after_s=0.3)
     until(lambda: present(job))
     ended = threading.Event()
 
@@ -241,10 +241,10 @@ def test_a_progressing_task_is_not_blocked(plane, look):
         consumer.join()
 
 
-def test_only_a_task_that_claims_has_a_backlog(plane, look):
+def test_only_a_task_that_claims_has_a_backlog(plane, start_polling):
     tasks = ["by_key", "claims"]
     plane.register_partition("train", ["a"], 8, tasks)
-    job = look(stuck_after_s=0.1)
+    job = start_polling(stuck_after_s=0.1)
     put(plane, ["s0"], "a")
     plane.claim_meta("train", "claims", ["a"], 1, blocking=False)
     until(lambda: present(job) and job.get("partition", id="train")["tasks"][1]["leased"])
@@ -257,12 +257,12 @@ def test_only_a_task_that_claims_has_a_backlog(plane, look):
     assert {(wait["task"], wait["claim"]) for wait in job.get("why")} == {("claims", "")}
 
 
-def test_the_number_of_signs_is_bounded(plane, look):
+def test_the_number_of_signs_is_bounded(plane, start_polling):
     for number in range(MAX_SIGNS + 10):
         plane.register_partition(f"p{number}", ["a"], 8, ["by_key", "t"])
         put(plane, ["s0"], "a", partition=f"p{number}")
         plane.claim_meta(f"p{number}", "t", ["a"], 1, blocking=False)
-    job = look(stuck_after_s=0.05)
+    job = start_polling(stuck_after_s=0.05)
     until(lambda: len(job.get("why")) == MAX_SIGNS)
 
 
@@ -272,9 +272,9 @@ def test_closing_ends_the_thread(job_class, make_app, plane):
     assert "dataplane-admin-live" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_query_during_the_shutdown_learns_the_reason(plane, look):
+def test_a_query_during_the_shutdown_learns_the_reason(plane, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
-    job = look()
+    job = start_polling()
     until(lambda: "train" in present(job))
     job.app.state.live.close()
     answer = job.client.get("/api/v1/partition/samples", params={"id": "train"})
@@ -376,10 +376,10 @@ def test_history_covers_an_hour():
     assert trend.put[-1] >= 2 * 3600 - 30
 
 
-def test_history_is_answered_by_partition(plane, look):
+def test_history_is_answered_by_partition(plane, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
     put(plane, ["s0", "s1"], "a")
-    job = look()
+    job = start_polling()
     until(lambda: present(job) == {"train": 2})
     answer = job.get("partition/history", id="train")
     assert (answer["put"], len(answer["times_ns"])) == ([2], 1)

@@ -111,7 +111,7 @@ def test_too_many_subscribers_are_refused_and_pages_work(service, many):
             assert answer.status == 200
         for writer in kept:
             writer.close()
-        # Subscribers that leave make room for others.
+        # Subscribers that leave free capacity for others.
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             head, _, writer = await subscribe(service.port)

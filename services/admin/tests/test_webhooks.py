@@ -111,7 +111,7 @@ def test_a_dead_receiver_delays_neither_alerts_nor_others(alerted, otlp, receive
             assert status(job, "dead")["pending"] == 2
 
 
-def test_a_notification_is_given_up_after_an_hour(alerted, otlp, receiver, later):
+def test_a_notification_is_dropped_after_an_hour(alerted, otlp, receiver, later):
     receiver.statuses = [500] * 100
     job = alerted(chat=receiver.url)
     job.send(otlp.run("started"))

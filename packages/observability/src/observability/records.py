@@ -396,7 +396,7 @@ def _pid(value: object) -> int:
 
 
 def process_and_run(resource: Resource) -> tuple[Process, Any]:
-    """Return the process and the run id of a resource; records without a run id use that one."""
+    """Return the process of a resource, and its run id for records that have none."""
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)
 

@@ -1,7 +1,7 @@
 """Steps of RL-Insight: its spans, each sent as a separate trace, joined into a trace per step.
 
-RL-Insight 0.3.0 adds ``project`` and ``experiment_name`` of its `init` to each span. The step is an
-attribute of sessions of agents, ``global_steps``, and of spans that a program labels with it.
+RL-Insight 0.3.0 adds ``project`` and ``experiment_name`` of its `init` to each span. The step is
+the attribute ``global_steps`` of agent sessions, and of spans to which a program adds it.
 """
 
 from __future__ import annotations

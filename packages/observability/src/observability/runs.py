@@ -45,8 +45,9 @@ def record_run(
 ) -> Iterator[RunRecord]:
     """Record the start and the end of a run; use it inside of `setup`, which exports the end.
 
-    An error that leaves the block makes the run fail, with class and first line of the message. An
-    interrupt or `SystemExit` makes it stop. Without an SDK in this process, nothing is recorded.
+    If an error leaves the block, the run counts as failed; class and first line of the message are
+    recorded. After an interrupt or `SystemExit` it counts as stopped. Without an SDK in this
+    process, nothing is recorded.
 
     Args:
         config: the run's configuration, possibly nested. It must have no secrets.

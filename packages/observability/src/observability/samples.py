@@ -1,7 +1,7 @@
 """Facts of samples, such as reward and advantage, and their text, as OpenTelemetry log records.
 
 docs/telemetry.md lists them. The body of a record is JSON: columns of facts of up to 4,096 samples,
-or the turns and tokens of one sample. Services drop the text unless they are configured to keep it.
+or the turns and tokens of one sample. Services drop the text unless configured to store it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def record_samples(
 ) -> None:
     """Record facts of samples; without an SDK in this process, do nothing.
 
-    Facts that are recorded again replace earlier ones; facts that are not keep theirs.
+    A fact that is recorded again replaces the earlier value; all others keep theirs.
 
     Args:
         sample_ids: ids of the samples.
@@ -48,7 +48,7 @@ def record_samples(
         step: number of the step; None for that of the context.
 
     Raises:
-        ValueError: a column has another number of values than there are samples.
+        ValueError: a column does not have one value per sample.
     """
     for name, column in columns.items():
         if len(column) != len(sample_ids):

@@ -43,7 +43,7 @@ def clocks_of(*spans):
 
 @settings(max_examples=50)
 @given(st.fixed_dictionaries(dict.fromkeys(HOSTS, st.integers(-(10**12), 10**12))))
-def test_every_call_lies_within_its_caller_whatever_the_clocks_said(ahead):
+def test_every_call_is_within_its_caller_whatever_the_clocks(ahead):
     step = step_of(skewed(grpo_step(), ahead))
     for span in step.spans:
         for called in step.children(span.span_id):

@@ -45,7 +45,7 @@ def test_segments_tile_the_root_in_any_order_of_arrival(records):
             [("root", 0, 1), ("a", 1, 4), ("root", 4, 6), ("b", 6, 9), ("root", 9, 10)],
         ),
         ([("fast", 0, 6), ("slow", 0, 10)], [("slow", 0, 10)]),
-        (  # a child still running at that moment is passed over
+        (  # a child still running at that moment is skipped
             [("early", 0, 3), ("overlapping", 2, 7), ("last", 5, 10)],
             [("early", 0, 3), ("root", 3, 5), ("last", 5, 10)],
         ),

@@ -68,7 +68,7 @@ def test_every_span_is_a_bar_and_every_process_a_lane():
     )
 
 
-def test_bars_lie_within_the_drawing_and_not_over_each_other():
+def test_bars_are_within_the_drawing_and_do_not_overlap():
     # A bar is a group: its tooltip, then an SVG whose x and width are the position.
     elements = page(run_of(1)).elements
     bars = [
@@ -84,7 +84,7 @@ def test_bars_lie_within_the_drawing_and_not_over_each_other():
         rows.setdefault(bar["y"], []).append((left, left + width))
     for row in rows.values():
         row.sort()
-        # Nothing here is so short that it is drawn wider than it is.
+        # No bar here is so short that it has the minimum width.
         assert all(item[1] <= two[0] + 1e-3 for item, two in pairwise(row))
 
 
@@ -96,7 +96,7 @@ def test_critical_path_is_drawn_from_end_to_end():
     assert widths == pytest.approx(100, abs=1)
 
 
-def test_the_figures_stand_in_tables():
+def test_the_figures_are_in_tables():
     text = page_of(steps_of(grpo_step()))
     for version in (
         "<h3>Processes</h3>",
@@ -137,7 +137,7 @@ def test_page_loads_no_external_resource():
     assert "@import" not in text
 
 
-def test_the_policy_lets_in_only_the_style_and_the_script_of_the_page():
+def test_the_policy_allows_only_the_pages_style_and_script():
     result = page(run_of(2))
     (policy,) = [attrs["content"] for attrs in result.all("meta") if "http-equiv" in attrs]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -191,11 +191,11 @@ def test_hostile_names_are_escaped(hostile):
 
 
 @given(trees())
-def test_any_tree_is_a_sound_page(records):
+def test_any_tree_makes_a_valid_page(records):
     assert page(records).all("g", "bar")
 
 
-def test_beyond_many_bars_the_shortest_are_left_out_and_it_says_so():
+def test_beyond_max_bars_the_shortest_are_omitted_with_a_note():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, MAX_BARS)
     for place in range(MAX_BARS + 4):

@@ -40,7 +40,7 @@ def test_each_hop_says_where_when_and_during_what():
     assert hops[6].weight_version == 1
 
 
-def test_a_clear_of_the_whole_partition_ends_its_samples_once():
+def test_a_clear_of_the_partition_ends_its_samples_once():
     records = grpo_step()
     kept, dropped = sample_ids()[0], sample_ids()[-1]
     later = TraceMaker(step=1)
@@ -103,7 +103,7 @@ def test_an_unknown_sample_is_named_in_printable_text(hostile):
     assert life_of(hostile + "a", maker.records)[0].name == "put"
 
 
-def test_attributes_of_another_type_do_no_harm():
+def test_attributes_of_another_type_are_ignored():
     maker = TraceMaker()
     event = maker.event("put", ROLLOUT, 1, ["a"])
     event.attributes.update(

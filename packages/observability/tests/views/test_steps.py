@@ -60,7 +60,7 @@ def test_a_trace_without_a_step_is_none():
     assert steps_of(Records()) == []
 
 
-def test_what_was_sent_twice_counts_once():
+def test_records_sent_twice_count_once():
     records = grpo_step()
     once = only(records)
     records.add(grpo_step())
@@ -187,7 +187,7 @@ def steps_with_the_same_ids(*, skew=0.0, clear=("a", "b")):
 
 @pytest.mark.parametrize("clear", [("a", "b"), ()])
 @pytest.mark.parametrize("skew", [0.0, 5.0, -11.5])
-def test_reused_ids_are_as_fresh_as_new_ones(clear, skew):
+def test_reused_ids_have_the_staleness_of_new_ones(clear, skew):
     steps = steps_of(steps_with_the_same_ids(skew=skew, clear=clear))
     assert [step.staleness for step in steps] == [Staleness(0, 0.0, 0, 2, 0)] * 5
 
@@ -308,7 +308,7 @@ def test_a_single_step_has_no_waste_and_no_staleness():
     assert (step.number, step.staleness, waste(step).seconds) == (7, None, 0.0)
 
 
-def test_events_without_a_trace_belong_to_their_step_attribute():
+def test_events_without_a_trace_belong_to_the_step_they_name():
     maker = TraceMaker()
     maker.span("grpo.step", DRIVER, 0, 10)
     maker.event("dropped", DRIVER, 5, ["a"], None, reason="surplus")

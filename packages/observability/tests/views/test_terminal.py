@@ -129,7 +129,7 @@ def test_a_terminal_of_ascii_only_gets_ascii():
     assert shown(lineage_view("ü", []), encoding="ascii")
 
 
-def test_many_equal_siblings_share_a_line_that_says_so():
+def test_many_equal_siblings_share_a_line_with_their_number():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, 100)
     train = maker.span("train", POLICIES[0], 0, 100, root)

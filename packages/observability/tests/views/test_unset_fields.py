@@ -71,7 +71,7 @@ def test_an_open_root_ends_with_its_last_span():
     assert result.incomplete == ["no end was reported for 'grpo.step' of unknown"]
 
 
-def test_a_child_without_times_stands_where_its_parent_begins():
+def test_a_child_without_times_starts_with_its_parent():
     result = step(request((b"r", b"", BEGIN, END), (b"c", b"r", 0, 0), (b"d", b"c", 0, 0)))
     assert (result.start_ns, result.end_ns) == (BEGIN, END)
     assert {span.start_ns for span in result.spans} == {BEGIN}
@@ -193,6 +193,6 @@ def test_labels_differ_even_without_any_difference_to_show():
     assert distinct_labels([replace(two[0], pid=7), two[1]])[two[1]] != "a"
 
 
-def test_a_page_of_open_spans_says_so():
+def test_a_page_shows_the_duration_of_an_open_span_as_unknown():
     result = step(request((b"r", b"", BEGIN, END), (b"c", b"r", BEGIN, 0)))
     assert "n/a, starts at 0 s" in page_of([result])

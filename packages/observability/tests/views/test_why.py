@@ -177,7 +177,7 @@ def test_silence_threshold_is_an_argument(after_s, silent_s):
     assert wait.silent_s == 0.0
 
 
-def test_a_call_that_waits_says_what_it_is_to_write():
+def test_a_blocked_call_names_what_it_will_write():
     maker = stuck(put=4)
     maker.event(
         "waiting",
@@ -254,7 +254,7 @@ def test_live_holders_of_leases_win_over_folded_ones():
     assert "it is blocked on 3 leased samples: 3 held by host:7" in str(wait)
 
 
-def test_a_partition_that_was_cleared_is_not_there():
+def test_a_cleared_partition_does_not_exist():
     maker = stuck()
     maker.event("cleared", DRIVER, 7, [])
     (wait,) = why(maker.records, ns(9))
@@ -337,7 +337,7 @@ def test_a_sentence_is_printable_whatever_the_names(hostile):
 
 
 @pytest.mark.parametrize("ahead_s", [0, 60, 86_400, -86_400])
-def test_a_wait_lasts_since_it_was_received_whatever_its_clock(ahead_s):
+def test_the_duration_of_a_wait_ignores_its_hosts_clock(ahead_s):
     ahead, second = ahead_s * 10**9, 10**9
     received = 1_790_000_000 * second
     options = {"dataplane.wait": "w", "dataplane.report_every_s": 30}

@@ -47,7 +47,7 @@ class Settings:
         alerts: rules and webhooks of alerts.
         alerts_every_s: seconds between evaluations of the rules.
         keep_sample_text: whether text of samples, and attributes that quote it, are stored.
-        redact: patterns whose matches are replaced in kept text.
+        redact: patterns whose matches are replaced in stored text.
 
     Raises:
         ValueError: an allowed host or origin, the root path, or a link URL is invalid.

@@ -51,7 +51,7 @@ def test_metrics_are_text_without_scripts(client, run):
 
 def test_a_run_without_metrics_says_how_to_send_them(client, bare_client):
     for page in (client.get("/run?run=yesterday").text, bare_client.get("/run").text):
-        assert "No metrics of steps" in page
+        assert "No step metrics" in page
         assert "record_step_metrics(step" in page
 
 

@@ -96,7 +96,7 @@ def test_a_page_has_valid_html_without_inline_code(client, path):
         assert not [name for name in held if name.startswith("on")]
         assert tag != "script" or held.get("src", "").startswith("/static/")
     ids = [held["id"] for _, held in page.elements if "id" in held]
-    assert len(ids) == len(set(ids)), "an id stands there twice"
+    assert len(ids) == len(set(ids)), "an id is used twice"
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -66,7 +66,7 @@ def test_another_service_takes_over_from_a_killed_one(services, otlp, later, mon
     _, start = services
     first = start()
     evaluate(first)
-    # A killed service does not release the alerts.
+    # A killed service does not release the lease.
     watch = first.app.state.service.watch
     monkeypatch.setattr(watch, "_hold", lambda _seconds: False)
     second = start()

@@ -39,7 +39,7 @@ DEEPEST = 9
 HERE = "http://localhost"
 
 
-def whole(bits, *, signed):
+def integers(bits, *, signed):
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
     special = {low, low + 1, -1, 0, 1, 7, (1 << 31) - 1, (1 << 63) - 1, (1 << 63), high - 1, high}
     return st.sampled_from(sorted(number for number in special if low <= number <= high))
@@ -55,15 +55,15 @@ VALUES = {
     Field.TYPE_BYTES: st.sampled_from(
         [b"", bytes(8), bytes(16), b"\xff" * 8, b"t" * 16, b"x" * 99]
     ),
-    Field.TYPE_ENUM: whole(32, signed=True),
+    Field.TYPE_ENUM: integers(32, signed=True),
     **dict.fromkeys(
-        [Field.TYPE_INT32, Field.TYPE_SINT32, Field.TYPE_SFIXED32], whole(32, signed=True)
+        [Field.TYPE_INT32, Field.TYPE_SINT32, Field.TYPE_SFIXED32], integers(32, signed=True)
     ),
-    **dict.fromkeys([Field.TYPE_UINT32, Field.TYPE_FIXED32], whole(32, signed=False)),
+    **dict.fromkeys([Field.TYPE_UINT32, Field.TYPE_FIXED32], integers(32, signed=False)),
     **dict.fromkeys(
-        [Field.TYPE_INT64, Field.TYPE_SINT64, Field.TYPE_SFIXED64], whole(64, signed=True)
+        [Field.TYPE_INT64, Field.TYPE_SINT64, Field.TYPE_SFIXED64], integers(64, signed=True)
     ),
-    **dict.fromkeys([Field.TYPE_UINT64, Field.TYPE_FIXED64], whole(64, signed=False)),
+    **dict.fromkeys([Field.TYPE_UINT64, Field.TYPE_FIXED64], integers(64, signed=False)),
 }
 
 

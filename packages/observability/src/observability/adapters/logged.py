@@ -16,9 +16,10 @@ def record_logged(
     run_id: str,
     components: Mapping[str, object] | None = None,
 ) -> None:
-    """Record what a trainer logs after ``completed`` steps; other names are recorded as they are.
+    """Record what a trainer logs after ``completed`` steps; names that are not in ``names`` stay.
 
-    Metrics of a validation belong to the weights of the next step, all others to the last step.
+    Metrics of a validation get the number of the next step, whose weights it validates; all others
+    get the number of the last completed step.
 
     Args:
         completed: number of completed steps.

@@ -1,9 +1,8 @@
 """Adapter for trainers of TRL: one trace per optimizer step, with TRL's profiled blocks as spans.
 
-What TRL logs is recorded as metrics of the step.
-
 TRL times its blocks with a `ProfilingContext`; `trace_steps` makes each of them a span. Loading
 data, logging, evaluation and checkpoints are outside of the optimizer steps, so they have no spans.
+What TRL logs is recorded as metrics of the step.
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ class Meters(Observer):
     """An observer that records metrics.
 
     At each export of metrics, the store is queried for outstanding bytes, and for the ready and
-    consumed samples of the tasks that claim through this client. For a store that does not report
-    its bytes, the puts and clears of this client are counted. The values of all open clients of a
-    process are summed.
+    acknowledged samples of the tasks that claim through this client. For a store that does not
+    report its bytes, the puts and clears of this client are counted. The values of all open clients
+    of a process are summed.
 
     Args:
         client: the client to query.

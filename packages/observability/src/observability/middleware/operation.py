@@ -46,7 +46,8 @@ class Operation:
         extra: extra keywords of a put or a read; observers may add to them.
         wall_s: duration in seconds; 0 during the call.
         error: the exception that was raised; None if there was none.
-        started_ns: start in nanoseconds since 1970, if it is reported only later; else None.
+        started_ns: start in nanoseconds since 1970, if the operation is reported after its end;
+            else None.
     """
 
     op: Op

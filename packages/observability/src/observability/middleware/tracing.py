@@ -96,7 +96,7 @@ class Tracing(Observer):
             return _Begun(form, span, token)
         try:
             if call.op == "put":
-                _leave_origin(call)
+                _attach_origin(call)
             elif call.op in _READS:
                 call.request_origins()
         except BaseException:  # even a KeyboardInterrupt must leave no span attached
@@ -131,7 +131,7 @@ def _without_traceparent(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: tag[key] for key in tag if key != TRACEPARENT_TAG} for tag in tags]
 
 
-def _leave_origin(call: Operation) -> None:
+def _attach_origin(call: Operation) -> None:
     origin = Origin.current()
     if origin is None:
         return

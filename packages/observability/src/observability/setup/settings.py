@@ -26,7 +26,7 @@ _INTERVAL_S: dict[Signal, float] = {"spans": 5.0, "events": 5.0, "metrics": 60.0
 # An event names up to 4,096 samples, so a batch stays far below the 64 MiB limit of a request.
 _BATCH: dict[Signal, int] = {"spans": 512, "events": 128, "metrics": 1}
 _QUEUE = 2048
-# Half of the exports are retained while the collector is unreachable: ten minutes.
+# While the collector is unreachable, half of the queue is retained: exports of ten minutes.
 _STEPS_INTERVAL_S, _STEPS_QUEUE = 5.0, 240
 
 AttributeValue: TypeAlias = str | bool | int | float

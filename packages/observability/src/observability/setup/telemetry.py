@@ -239,7 +239,7 @@ class Telemetry:
                     steps = self._stepped(resource, Delivery("steps", of_steps, self._troubles))
             except Exception as error:  # noqa: BLE001  # a bad environment must not end a run
                 self._troubles.warn(
-                    f"exporter not made: {type(error).__name__}",
+                    f"exporter not created: {type(error).__name__}",
                     signal=name,
                     endpoint=redacted(otlp.endpoint),
                     reason=str(error),
@@ -252,7 +252,7 @@ class Telemetry:
                 DROPPED,
                 [self._observe_dropped],
                 unit="{item}",
-                description="Spans and events that this process could not export.",
+                description="Spans, events and exports of step metrics that this process lost.",
             )
         providers.use(
             tracers=tracers, loggers=loggers, meters=meters, steps=steps, troubles=self._troubles

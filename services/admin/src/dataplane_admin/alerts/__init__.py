@@ -1,6 +1,6 @@
 """Alerts: rules, their evaluation, and webhooks.
 
-The facts come from the service; this package reads nothing but alerts and notifications.
+The service provides the facts. From the store, this package reads only alerts and notifications.
 """
 
 from dataplane_admin.alerts.evaluate import GAP, STALENESS, TELEMETRY, Facts, RunFacts

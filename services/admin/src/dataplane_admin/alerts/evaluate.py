@@ -1,8 +1,8 @@
 """Evaluation of the rules: which alerts to raise and to clear at one moment.
 
-A value above the bound raises an alert once it has lasted for `Rule.for_s`. The alert is cleared
-once the value was at most `_CLEAR` of the bound for as long, so that a value near the bound does
-not raise it again and again. An alert of a run that ended is cleared at once.
+A value that has been above the bound for `Rule.for_s` raises an alert. The alert is cleared once
+the value has been at most `_CLEAR` times the bound for that duration, so that a value near the
+bound does not raise it repeatedly. An alert of a run that ended is cleared at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from observability.views.quantities import duration
 
 STALENESS, GAP = "rl.staleness.mean", "rl.logprob_gap.mean"
 TELEMETRY = "telemetry"
-"""Subject of the database of this service, among storage units."""
+"""Subject of an alert about this service's database; other subjects are storage units."""
 
 _CLEAR = 0.9
 _WINDOW = 10
 """Number of steps over which rewards are averaged."""
 _NOISE = 3.0
 """A reward has collapsed only if it lost this multiple of the standard deviation between steps."""
-_SINCE_TELEMETRY = frozenset({"no_step", "telemetry_lost"})
+_AGE_KINDS = frozenset({"no_step", "telemetry_lost"})
+"""Kinds whose value is an age."""
 
 Key: TypeAlias = tuple[str, str, str]
 """Rule, run and subject: what identifies a raised alert."""
@@ -42,7 +43,7 @@ class RunFacts:
         run_id: id of the run.
         seen_s: seconds since its last record.
         step_s: seconds since its last finished step, or its start.
-        late_after_s: seconds after which it, or a blocked task of it, is late by its own pace.
+        late_after_s: seconds without a step, or with a blocked task, after which it is late.
         reports_end: whether its end would be reported.
         last: values of metrics at its newest step.
         rewards: mean reward of its steps, in order.
@@ -103,7 +104,7 @@ class Decision:
         raised: new alerts.
         cleared: alerts that end, each with the reason.
         kept: alerts that stay raised, with their newest values.
-        since: since when each condition that is not decided yet lasts, nanoseconds since 1970.
+        since: start of each condition that has not lasted long enough yet, nanoseconds since 1970.
     """
 
     raised: Sequence[Measure]
@@ -124,7 +125,7 @@ def decide(
         rules: the rules.
         facts: the facts.
         alerts: raised alerts.
-        since: `Decision.since` of the evaluation before; empty after a start.
+        since: `Decision.since` of the previous evaluation; empty after a start.
     """
     measures = {measure.key: measure for rule in rules for measure in measure_all(rule, facts)}
     by_key = {(alert.name, alert.run_id, alert.subject): alert for alert in alerts}
@@ -139,8 +140,8 @@ def decide(
     for key, measure in measures.items():
         alert = by_key.get(key)
         if alert is None:
-            # Ages include the time in which this service did not run.
-            known = measure.rule.kind not in _SINCE_TELEMETRY or facts.uptime_s > measure.bound
+            # An age includes the time in which this service did not run.
+            known = measure.rule.kind not in _AGE_KINDS or facts.uptime_s > measure.bound
             if known and measure.value > measure.bound and lasts(measure):
                 raised.append(measure)
         elif measure.value <= _CLEAR * measure.bound and lasts(measure):
@@ -161,7 +162,7 @@ def decide(
 
 
 def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
-    """Yield the value of each run or store that a rule is about."""
+    """Yield a measure for each run or store that a rule applies to."""
     if rule.kind == "store_full":
         for name, share in facts.full.items():
             what = "the telemetry store" if name == TELEMETRY else f"storage unit {printable(name)}"

@@ -20,7 +20,7 @@ _MAX_RULES = 100
 _MAX_WEBHOOKS = 10
 _MIN_SECRET_BYTES = 24
 SHARES = frozenset({"store_full"})
-"""Kinds whose bound is a share of 1."""
+"""Kinds whose bound is a fraction below 1."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
@@ -32,19 +32,19 @@ class _Section(BaseModel):
 
 
 class Rule(_Section):
-    """A condition; it is raised for each run, or store, of which the value is above the bound."""
+    """A condition that raises an alert for each run or store whose value is above the bound."""
 
     name: Name
     """Name of the alert, unique."""
     kind: AlertKind
     """Kind of the value that is compared with the bound."""
     bound: Annotated[float, Field(strict=True, ge=0)]
-    """Largest value that raises nothing. Seconds for ``no_step``, ``blocked`` and
-    ``telemetry_lost``; a share of 1 for ``store_full``; the share of the best reward that is lost
-    for ``reward_collapsed``; weight versions for ``staleness``; nats for ``logprob_gap``."""
+    """Maximum value without an alert. Seconds for ``no_step``, ``blocked`` and
+    ``telemetry_lost``; a fraction for ``store_full``; the lost fraction of the best reward for
+    ``reward_collapsed``; weight versions for ``staleness``; nats for ``logprob_gap``."""
     for_s: Annotated[float, Field(strict=True, ge=0, le=86_400)] = 0.0
-    """Seconds for which the value must be above the bound to raise the alert, and below it to
-    clear it."""
+    """Seconds for which the value must be above the bound to raise the alert, and at most 90 % of
+    the bound to clear it."""
     severity: AlertSeverity = "warning"
     runs: Annotated[str, Field(min_length=1, max_length=500)] = "*"
     """Pattern of run ids with ``*``, ``?`` and ``[...]``."""
@@ -52,7 +52,7 @@ class Rule(_Section):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
         if self.kind in SHARES and self.bound >= 1:
-            raise ValueError(f"bound: found {self.bound:g}; expected a share below 1")
+            raise ValueError(f"bound: found {self.bound:g}; expected a fraction below 1")
         if self.kind == "store_full" and self.runs != "*":
             raise ValueError(f"runs: found {self.runs!r}; a store belongs to no run, expected '*'")
         return self
@@ -70,7 +70,7 @@ class Webhook(_Section):
     secret_env: str | None = None
     """Environment variable with the secret, instead of the file."""
     min_severity: AlertSeverity = "warning"
-    """Least severity that is sent."""
+    """Minimum severity of the alerts that are sent."""
 
     @field_validator("url")
     @classmethod
@@ -121,7 +121,7 @@ class Webhook(_Section):
 
 
 class AlertRules(_Section):
-    """The file of ``--alert-rules``; without ``rules``, it has those that are on by default."""
+    """Content of the file of ``--alert-rules``; without ``rules``, the shipped rules apply."""
 
     rules: Annotated[tuple[Rule, ...], Field(max_length=_MAX_RULES)]
     webhooks: Annotated[tuple[Webhook, ...], Field(max_length=_MAX_WEBHOOKS)] = ()
@@ -143,7 +143,7 @@ def load_rules(path: Path | None = None) -> AlertRules:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: naming the file and everything that is invalid in it.
+        ValueError: the file is invalid; the message names it and each problem.
     """
     raw = _read(path or _DEFAULT)
     raw.setdefault("rules", _read(_DEFAULT)["rules"])

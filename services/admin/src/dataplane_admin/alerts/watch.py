@@ -1,7 +1,7 @@
 """`Watch`: a thread that evaluates the rules, stores the alerts and queues notifications.
 
-Of several services on one database, the one that holds the alerts evaluates. It holds them until it
-stops, or until it has not renewed that for a while.
+Of several services on one database, the holder of a lease evaluates. It renews the lease at each
+evaluation and releases it when it stops.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataplane_admin.alerts.evaluate import Decision, Facts, Key, Measure, decid
 from dataplane_admin.alerts.rules import AlertRules
 from dataplane_admin.alerts.webhooks import Sender
 from dataplane_admin.store import Batch, Store, StoreError
-from dataplane_admin.store.apply_alerts import StoredAlert, apply_alerts, hold_alerts, is_holder
+from dataplane_admin.store.apply_alerts import StoredAlert, apply_alerts, hold_lease, is_holder
 from dataplane_admin.store.work import Work
 
-_MIN_HOLD_S = 30.0
+_MIN_LEASE_S = 30.0
 _STOP_S = 5.0
 
 logger = structlog.get_logger("dataplane_admin")
@@ -60,7 +60,7 @@ class Watch:
             sender.start()
 
     def close(self) -> None:
-        """Stop; wait a few seconds for what runs."""
+        """Stop; wait a few seconds for a running evaluation and running attempts."""
         self._ending.set()
         for sender in self.senders:
             sender.close()
@@ -85,20 +85,20 @@ class Watch:
             # Another service, or this one after a restart, continues at once.
             self._hold(0.0)
         except StoreError:
-            logger.warning("alerts_not_released")
+            logger.warning("alert_lease_not_released")
 
     def _hold(self, seconds: float) -> bool:
         held = []
 
         def hold(work: Work) -> bool:
-            held.append(hold_alerts(work, self._holder, work.now_ns + int(seconds * 1e9)))
+            held.append(hold_lease(work, self._holder, work.now_ns + int(seconds * 1e9)))
             return False
 
         self._store.write(Batch(changes=(hold,)))
         return held[-1]
 
     def _evaluate(self) -> None:
-        if not self._hold(max(_MIN_HOLD_S, 3 * self._every_s)):
+        if not self._hold(max(_MIN_LEASE_S, 3 * self._every_s)):
             self._since = {}
             return
         facts = self._facts()
@@ -124,7 +124,7 @@ class Watch:
             logger.warning("notifications_dropped", count=dropped[-1])
 
     def _notifications(self, alert_id: int, alert: StoredAlert) -> Sequence[tuple[str, str, str]]:
-        """Return webhook, message and body of what to send about an alert."""
+        """Return webhook, message id and body of each notification about an alert."""
         event = "raised" if alert.cleared_ns is None else "cleared"
         facts = {
             "id": alert_id,
@@ -141,7 +141,7 @@ class Watch:
             "reason": alert.reason,
         }
         body = json.dumps({"type": f"alert.{event}", "data": facts})
-        # Numbers of alerts restart with a new database, times do not.
+        # Alert ids start over in a new database; times do not.
         message = f"alert-{alert_id}-{alert.raised_ns}-{event}"
         return [
             (webhook.name, message, body)

@@ -1,4 +1,4 @@
-"""Webhooks: a thread for each that sends stored notifications, signed, until one is accepted.
+"""Webhooks: a thread for each sends signed notifications in order, and retries until accepted.
 
 The headers and the signature are those of Standard Webhooks (https://www.standardwebhooks.com), so
 receivers can verify them with its libraries.

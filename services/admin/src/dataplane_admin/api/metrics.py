@@ -73,8 +73,8 @@ def _of_service(status: models.Status) -> Iterator[Metric]:
     yield ingested
     for name, text, count in (
         ("repeated", "Spans and events already stored", status.telemetry.repeated),
-        ("refused", "Records rejected by limits", status.telemetry.refused),
-        ("ignored", "Log records other than lifecycle events", status.telemetry.ignored),
+        ("refused", "Rejected records", status.telemetry.refused),
+        ("ignored", "Log records that are not stored", status.telemetry.ignored),
     ):
         yield CounterMetricFamily(f"dataplane_admin_{name}", text, value=count)
     for name, text, value in (
@@ -112,13 +112,13 @@ def _of_alerts(alerts: models.Alerts) -> Iterator[Metric]:
         value=alerts.failed_evaluations,
     )
     failed = CounterMetricFamily(
-        "dataplane_admin_webhook_failures", "Failed attempts", labels=["webhook"]
+        "dataplane_admin_webhook_failures", "Failed delivery attempts", labels=["webhook"]
     )
     delivered = CounterMetricFamily(
         "dataplane_admin_webhook_delivered", "Delivered notifications", labels=["webhook"]
     )
     dropped = CounterMetricFamily(
-        "dataplane_admin_webhook_dropped", "Notifications given up", labels=["webhook"]
+        "dataplane_admin_webhook_dropped", "Dropped notifications", labels=["webhook"]
     )
     for webhook in alerts.webhooks:
         failed.add_metric([webhook.name], webhook.failed)
@@ -132,7 +132,7 @@ def _of_partitions(partitions: list[models.Partition]) -> Iterator[Metric]:
         "dataplane_partition_samples", "Samples present", labels=["partition"]
     )
     nbytes = GaugeMetricFamily(
-        "dataplane_partition_bytes", "Bytes in the store", labels=["partition"]
+        "dataplane_partition_bytes", "Bytes in the data plane", labels=["partition"]
     )
     tasks = GaugeMetricFamily(
         "dataplane_task_samples",

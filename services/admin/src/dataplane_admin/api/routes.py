@@ -423,7 +423,7 @@ def _history(service: AdminService) -> APIRouter:
 
     @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
     def list_audit_entries(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
-        """List manual changes, newest first."""
+        """List manual changes and alerts, newest first."""
         return conditional_reply(
             request, service.revisions, lambda: service.audit(cursor=cursor, limit=limit)
         )

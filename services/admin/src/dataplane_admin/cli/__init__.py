@@ -92,7 +92,7 @@ def _check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -157,7 +157,7 @@ def serve(
     db: Annotated[
         str,
         typer.Option(
-            help="Database for telemetry: a SQLite file or a postgresql+psycopg URL",
+            help="Database for telemetry: a SQLite file or a postgresql+psycopg URL.",
             envvar="DATAPLANE_ADMIN_DB",
             callback=checked(_check_db),
         ),
@@ -187,7 +187,10 @@ def serve(
         ),
     ] = 300.0,
     allow_actions: Annotated[
-        bool, typer.Option("--allow-actions", help="Allow manual changes to the data plane.")
+        bool,
+        typer.Option(
+            "--allow-actions", help="Allow changes to the data plane and to tags of runs."
+        ),
     ] = False,
     retention_days: Annotated[
         float,
@@ -222,7 +225,7 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Regular expression whose matches are replaced in kept text. Repeatable.",
+            help="Regular expression whose matches are replaced in stored text. Can be repeated.",
             callback=checked(_check_pattern),
         ),
     ] = None,

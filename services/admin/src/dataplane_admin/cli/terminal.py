@@ -152,7 +152,7 @@ def _sample(body: str, _width: int) -> RenderableType:
         fields = ", ".join(answer.live.fields) or "none"
         parts.append(
             Text(
-                f"In the store: partition {printable(answer.live.partition)}; "
+                f"In the data plane: partition {printable(answer.live.partition)}; "
                 f"fields {printable(fields)}; {printable(tasks) or 'no tasks'}"
             )
         )

@@ -1,4 +1,4 @@
-"""Decoding of lifecycle events from export requests of logs.
+"""Decoding of lifecycle events, and of facts and text of samples, from export requests of logs.
 
 Other log records are accepted and dropped, since they may quote samples. The body of a lifecycle
 event has the sample ids, which are removed from the record. An event with an unreadable body is
@@ -61,7 +61,7 @@ class _Refused(Exception):
 def batch_of_logs(
     request: LogsData, limits: Limits, now_ns: int, *, redaction: Redaction | None = None
 ) -> Batch:
-    """Return the lifecycle events of a request as a batch.
+    """Return the lifecycle events, and facts and text of samples, of a request as a batch.
 
     Args:
         request: the decoded request; it is changed.

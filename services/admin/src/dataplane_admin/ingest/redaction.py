@@ -1,4 +1,4 @@
-"""Redaction: patterns whose matches are replaced before any kept text of samples is stored."""
+"""Redaction: replacement of matches of patterns before text of samples is stored."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ REDACTED = "[redacted]"
 
 
 class Redaction:
-    """Replacement of what ``patterns`` match, in order."""
+    """Replacement of all matches of ``patterns``, one pattern after the other."""
 
     def __init__(self, patterns: Sequence[re.Pattern[str]] = ()) -> None:
         self._patterns = tuple(patterns)
 
     def text(self, text: str) -> str:
-        """Return a text without the matches."""
+        """Return a text with its matches replaced."""
         for pattern in self._patterns:
             text = pattern.sub(REDACTED, text)
         return text
 
     def tokens(self, texts: list[str]) -> list[str]:
-        """Return the texts of consecutive tokens, each that overlaps a match replaced."""
+        """Return the texts of consecutive tokens; those that overlap a match are replaced."""
         joined = "".join(texts)
         ends = list(accumulate(map(len, texts)))
         redacted = list(texts)

@@ -43,7 +43,7 @@ _DECODERS = 2
 _COMMIT_S = 10.0
 _SUMMARY: dict[Kind, str] = {
     "traces": "Receive spans",
-    "logs": "Receive lifecycle events",
+    "logs": "Receive lifecycle events, facts and text of samples",
     "metrics": "Receive metrics",
 }
 
@@ -54,7 +54,8 @@ def router(store: Store, limits: Limits, *, redaction: Redaction | None = None) 
     Args:
         store: store for the records.
         limits: limits of a request.
-        redaction: applied to kept text of samples; None keeps none, see `sample_text`.
+        redaction: applied to text of samples before it is stored; None stores none, see
+            `sample_text`.
     """
     routes = APIRouter(tags=["otlp"])
     receiver = _Receiver(store, limits, redaction=redaction)

@@ -69,7 +69,7 @@ def samples_of(
     columns = {name: column for name, column in body.items() if name != "ids"}
     for column in columns.values():
         if not isinstance(column, list) or len(column) != len(ids):
-            raise InvalidSamples("a column has another number of values than there are samples")
+            raise InvalidSamples("a column does not have one value per sample")
     rows = []
     for place, sample in enumerate(ids):
         facts = {name: column[place] for name, column in columns.items()}
@@ -94,7 +94,7 @@ def samples_of(
 
 def _ids(given: object, limits: Limits) -> list[bytes]:
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
-        raise InvalidSamples("the ids are not a list of texts")
+        raise InvalidSamples("the ids are not a list of strings")
     if len(given) > limits.ids:
         raise InvalidSamples(f"the record has more than {limits.ids} samples")
     ids = [bytes_of_id(each) for each in given]

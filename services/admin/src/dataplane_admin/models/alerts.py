@@ -31,7 +31,7 @@ class Alert(Model):
     subject: Text
     """Name of a store, such as a storage unit; else empty."""
     value: float
-    """Newest value while raised; the last one above the bound after that."""
+    """Newest value above the bound."""
     bound: float
     """Bound that the value exceeds, in the unit of the kind."""
     sentence: Text
@@ -41,7 +41,7 @@ class Alert(Model):
 
 
 class WebhookStatus(Model):
-    """Notifications of one webhook; counters since the service started, by this service."""
+    """Notifications of one webhook. Counters are those of this service since its start."""
 
     name: Text
     pending: int
@@ -50,9 +50,9 @@ class WebhookStatus(Model):
     """Why the newest attempt of the oldest pending notification failed; empty if none did."""
     delivered: int
     failed: int
-    """Failed attempts."""
+    """Failed delivery attempts."""
     dropped: int
-    """Notifications given up: not delivered in time, or beyond the maximum that is stored."""
+    """Dropped notifications: not delivered in time, or beyond the maximum that is stored."""
 
 
 class Alerts(Model):

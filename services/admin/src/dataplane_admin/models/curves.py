@@ -6,7 +6,7 @@ from dataplane_admin.models.base import Model, Text, Values
 
 
 class CurveFacts(Model):
-    """A metric of a run over its steps, for one set of attributes, in numbers."""
+    """Summary of a curve: a metric of a run over its steps, for one set of attributes."""
 
     name: Text
     unit: Text

@@ -54,7 +54,7 @@ class PartitionField(Model):
     written: int
     """Present samples that have it."""
     nbytes: int | None
-    """Bytes in the store; None if unknown."""
+    """Bytes in the data plane; None if unknown."""
 
 
 class PartitionTask(Model):
@@ -111,7 +111,7 @@ class Partition(Model):
     group_size: int | None
     """Samples per prompt that are claimed together; None without groups."""
     nbytes: int | None
-    """Bytes in the store; None if unknown."""
+    """Bytes in the data plane; None if unknown."""
     revision: int
     """Number that grows with every change of the partition."""
     fields: list[PartitionField]

@@ -22,8 +22,8 @@ class Run(Model):
 
     run_id: Text
     state: RunState
-    """``silent``: its end is not reported, and neither was anything else for a while. ``stopped``:
-    it ended on request before its last step."""
+    """``silent``: it reported no end, and nothing else for a while. ``stopped``: it ended on
+    request before its last step."""
     first_ns: int
     """Time of its first record. ``last_ns`` likewise."""
     last_ns: int
@@ -76,7 +76,7 @@ class TaggedRun(Model):
 
 
 class ConfigDifference(Model):
-    """A key of which compared runs have different values."""
+    """A key with different values in the compared runs."""
 
     key: Text
     values: list[Text | None]

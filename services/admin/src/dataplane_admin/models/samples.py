@@ -10,7 +10,7 @@ SampleSort = Literal["newest", "step", "reward", "advantage", "length"]
 
 
 class SampleFacts(Model):
-    """Facts of a sample; None and empty are unknown."""
+    """Facts of a sample; None or empty if unknown."""
 
     sample_id: Text
     run_id: Text
@@ -43,7 +43,7 @@ class SampleFactsPage(Model):
 
 
 class SampleGroup(Model):
-    """The samples of one prompt, in the order of their numbers."""
+    """The samples of one prompt, by length of the id, then by id."""
 
     run_id: Text
     group: Text
@@ -60,7 +60,7 @@ class Turn(Model):
 
 
 class Token(Model):
-    """A token; None is unknown."""
+    """A token; None if unknown."""
 
     text: Text
     generator: float | None
@@ -93,7 +93,7 @@ class Divergence(Model):
     """The first token at which trainer and generator differ by more than a threshold."""
 
     place: int
-    """Its index."""
+    """Index of the token."""
     difference: float
     beyond: int
     """Number of tokens beyond the threshold."""

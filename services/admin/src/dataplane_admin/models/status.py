@@ -59,7 +59,7 @@ class TelemetryStatus(Model):
     refused: int
     """Rejected spans, log records and data points; senders were notified."""
     ignored: int
-    """Log records that are not lifecycle events."""
+    """Log records of other kinds, which are not stored."""
 
 
 class Status(Model):

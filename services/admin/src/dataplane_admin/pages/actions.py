@@ -90,7 +90,7 @@ def _confirm_clear(service: AdminService, params: Params, partition: str) -> Con
     if facts and not ids:
         numbers.append(f"{words.plural(facts.present, 'sample')} present")
         if facts.nbytes is not None:
-            numbers.append(f"{words.size(facts.nbytes)} in the store")
+            numbers.append(f"{words.size(facts.nbytes)} in the data plane")
         leased = sum(task.leased for task in facts.tasks)
         if leased:
             numbers.append(f"{words.count(leased)} leased by tasks")

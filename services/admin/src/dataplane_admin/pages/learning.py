@@ -18,7 +18,7 @@ from dataplane_admin.store.read_curves import SAMPLES, TIME
 
 _TITLES: Mapping[str, str] = {
     "rl.reward.mean": "Reward",
-    "rl.reward.std": "Reward spread",
+    "rl.reward.std": "Reward std",
     "rl.reward.component": "Reward components",
     "rl.validation.pass_rate": "Validation pass rate",
     "rl.validation.reward": "Validation reward",
@@ -43,7 +43,7 @@ _TITLES: Mapping[str, str] = {
 REWARD = "rl.reward.mean"
 _SPARK_POINTS = 60
 _MAX_CURVES = 8
-"""Maximum number of curves of a panel, by the colors that can be distinguished."""
+"""Maximum number of curves of a panel: the number of distinguishable colors."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Line:
 class Panel:
     """A metric; ``omitted`` counts the curves that are not drawn.
 
-    In a comparison a panel has the curves with the same ``attributes``, as JSON; else it is empty.
+    ``attributes`` is JSON: in a comparison, the attributes of all its curves; else empty.
     """
 
     name: str

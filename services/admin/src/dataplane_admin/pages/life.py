@@ -60,8 +60,8 @@ class LifePage:
 def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = None) -> LifePage:
     """Return the page of a sample.
 
-    ``generated_by`` is the version of the weights that generated it, from its facts; without facts,
-    that of the first put with a version.
+    ``generated_by`` is the weight version that generated the sample. If it is unknown, the page
+    shows that of the first put with a version.
     """
     hops = life.hops
     lifetime_s = hops[-1].seconds if hops else 0.0

@@ -62,7 +62,7 @@ def _lines(history: models.PartitionHistory) -> list[Line]:
 
 
 def is_streaming(facts: models.Partition) -> bool:
-    """Return whether samples were cleared while others come, as in an asynchronous run.
+    """Return whether samples are cleared while others arrive, as in an asynchronous run.
 
     Then the declared number says nothing about the present samples.
     """

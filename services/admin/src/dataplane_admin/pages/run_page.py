@@ -14,8 +14,8 @@ _COLUMNS = 120
 _ROWS = 10
 _HEIGHT = 180
 _CUT = 1.25
-"""Columns are truncated above this multiple of the height that 95 % of them do not exceed: one step
-of ten minutes would flatten all others."""
+"""Columns are truncated above this multiple of the 95th percentile of their heights. Otherwise one
+very slow step would flatten all others."""
 _NOTABLE = 0.1
 _ENOUGH = 20
 """Minimum number of steps for a comparison of the last range with the first."""

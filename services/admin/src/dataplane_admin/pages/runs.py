@@ -39,10 +39,10 @@ class ComparedRuns:
     Attributes:
         compared: the runs, and differences of their configurations.
         learning: the curves.
-        axis: what is along the horizontal axis.
+        axis: quantity on the horizontal axis.
         axes: name and address of each axis.
         without: address of the comparison without each run.
-        without_axis: runs that do not report what is along the axis.
+        without_axis: runs that do not report this quantity.
         without_config: runs that report no configuration.
     """
 

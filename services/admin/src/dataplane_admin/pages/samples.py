@@ -43,8 +43,18 @@ COLORS = {
     "version": "Weight version",
 }
 _LEGENDS = {
-    "logprob": (("c0", "above -0.1"), ("c1", "to -1"), ("c2", "to -3"), ("c3", "below -3")),
-    "difference": (("c0", "below 0.05"), ("c1", "to 0.2"), ("c2", "to 0.5"), ("c3", "above 0.5")),
+    "logprob": (
+        ("c0", "above -0.1"),
+        ("c1", "-0.1 to -1"),
+        ("c2", "-1 to -3"),
+        ("c3", "below -3"),
+    ),
+    "difference": (
+        ("c0", "below 0.05"),
+        ("c1", "0.05 to 0.2"),
+        ("c2", "0.2 to 0.5"),
+        ("c3", "above 0.5"),
+    ),
     "mask": (("v1", "trained on"), ("c0", "not trained on")),
 }
 _VERSION_COLORS = 6
@@ -52,7 +62,7 @@ _VERSION_COLORS = 6
 
 @dataclass(frozen=True)
 class SampleList:
-    """Content of the list: facts, the filters as in the address, and links."""
+    """Content of the list; ``query`` has the filters as in the address."""
 
     samples: Sequence[models.SampleFacts]
     query: dict[str, str]
@@ -64,7 +74,7 @@ class SampleList:
 
 @dataclass(frozen=True)
 class TokenOnPage:
-    """A token with the class of its color and its numbers in words."""
+    """A token with the CSS class of its color; ``facts`` is its tooltip."""
 
     text: str
     color: str
@@ -159,7 +169,7 @@ def content_page(content: models.SampleContent, color: str) -> ContentPage:
         "mask": lambda each: "v1" if each.mask else "c0",
         "version": lambda each: "c0" if each.version is None else named[each.version],
     }
-    by_version = [(named[version], f"weights {version}") for version in versions]
+    by_version = [(named[version], f"version {version}") for version in versions]
     return ContentPage(
         content=content,
         tokens=[
@@ -181,7 +191,7 @@ def content_page(content: models.SampleContent, color: str) -> ContentPage:
 
 
 def _level(value: float | None, bounds: Sequence[float]) -> str:
-    """Return the class of a size: ``c0`` is the smallest."""
+    """Return the CSS class of a size: ``c0`` is the smallest."""
     return "c0" if value is None else f"c{sum(abs(value) > bound for bound in bounds)}"
 
 
@@ -197,7 +207,7 @@ def _words(place: int, token: models.Token) -> str:
     if token.mask is not None:
         parts.append("trained on" if token.mask else "not trained on")
     if token.version is not None:
-        parts.append(f"weights {token.version}")
+        parts.append(f"weight version {token.version}")
     return ", ".join(parts)
 
 

@@ -112,7 +112,7 @@ def _full(store: Store, live: Live | None, max_bytes: int | None) -> dict[str, f
     free = store.free_bytes()
     if free is not None:
         used = store.totals().nbytes
-        # The oldest telemetry is removed at the limit; so the disk fills only if that is higher.
+        # Retention keeps the database below `max_bytes`. If that fits, the disk does not fill.
         fits = max_bytes is not None and used + free >= max_bytes
         full[TELEMETRY] = 0.0 if fits else used / max(1, used + free)
     return full

@@ -24,7 +24,7 @@ def life(
 ) -> models.SampleLife:
     """Return the lifecycle and the current state of a sample.
 
-    Raises NotFound without events and state, and, if no partition is given, without facts.
+    Raises NotFound if the sample has neither events nor state. Without a partition, facts suffice.
     """
     records = store.sample_records(sample_id, partition)
     try:

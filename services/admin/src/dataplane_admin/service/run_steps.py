@@ -12,12 +12,12 @@ MAX_COUNTED = 10_000
 """Maximum number of steps; of a longer run, the newest are counted."""
 
 
-def run_steps(store: Store, run_id: str, *ranges: int) -> list[models.RunSteps]:
-    """Return the steps of a run in ranges: one result for each maximum number in ``ranges``."""
+def run_steps(store: Store, run_id: str, *max_ranges: int) -> list[models.RunSteps]:
+    """Return the steps of a run, divided into ranges once for each maximum number of ranges."""
     rows, older = store.run_steps(run_id, MAX_COUNTED)
     return [
         models.RunSteps(run_id=run_id, steps=len(rows), older=older, ranges=_cut(rows, maximum))
-        for maximum in ranges
+        for maximum in max_ranges
     ]
 
 

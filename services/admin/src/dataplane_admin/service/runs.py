@@ -38,7 +38,7 @@ def choose(
     ascending: bool,
     limit: int,
 ) -> models.Runs:
-    """Return the runs that match all filters, sorted; those without the sorted number come last."""
+    """Return the runs that match all filters, sorted; runs without a value to sort by come last."""
     wanted = (q or "").casefold()
     chosen = [
         run
@@ -93,12 +93,12 @@ def compare_curves(
     last: float | None,
     max_points: int,
 ) -> models.ComparedCurves:
-    """Return curves of runs over an axis, each with about ``max_points`` points at most.
+    """Return curves of runs over an axis, each down-sampled to about ``max_points`` points.
 
     Args:
         store: the store.
         runs: the runs.
-        axis: what is along the axis.
+        axis: quantity on the axis.
         names: metrics; None for all.
         first: smallest place on the axis; None for the smallest known. ``last`` likewise.
         last: largest place on the axis.

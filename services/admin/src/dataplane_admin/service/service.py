@@ -238,7 +238,7 @@ class AdminService:
         limit: int = 50,
         **chosen: Any,
     ) -> models.SampleFactsPage:
-        """Return a page of facts of samples; ``chosen`` are those of `SampleFilter`."""
+        """Return a page of facts of samples; ``chosen`` are the attributes of `SampleFilter`."""
         _check("limit", limit, 1, MAX_PAGE)
         page, after = self._store.sample_facts(
             SampleFilter(**chosen),
@@ -306,13 +306,15 @@ class AdminService:
         """
         return self.run_steps_by_ranges(ranges, run=run)[0]
 
-    def run_steps_by_ranges(self, *ranges: int, run: str | None = None) -> list[models.RunSteps]:
-        """Return one `run_steps` for each maximum in ``ranges``, all from one read."""
-        for maximum in ranges:
+    def run_steps_by_ranges(
+        self, *max_ranges: int, run: str | None = None
+    ) -> list[models.RunSteps]:
+        """Return one `run_steps` for each maximum number of ranges, all from one read."""
+        for maximum in max_ranges:
             _check("ranges", maximum, 1, MAX_RANGES)
         if run is None:
             run = self._store.run_with_steps()
-        return run_steps.run_steps(self._store, self._run_or_newest(run), *ranges)
+        return run_steps.run_steps(self._store, self._run_or_newest(run), *max_ranges)
 
     def runs(
         self,
@@ -344,7 +346,7 @@ class AdminService:
         return runs.run(self._store, run, self._settings.silent_after_s)
 
     def find_run(self, run: str) -> models.RunDetail | None:
-        """Return as `run`, None if the run is not stored."""
+        """Return one run with its configuration, None if it is not stored."""
         return self._store.run(run[:MAX_ID], silent_after_s=self._settings.silent_after_s)
 
     def compare_runs(self, run_ids: Sequence[str]) -> models.RunComparison:
@@ -371,7 +373,7 @@ class AdminService:
         return self._actions.tag_run(change, actor)
 
     def curves(self, run: str, name: str, max_points: int) -> list[models.Curve]:
-        """Return the curves of a metric of a run, each with about ``max_points`` points at most."""
+        """Return the curves of a metric of a run, each with about ``max_points`` points."""
         return self._store.curves(run, names=[name], max_points=max_points, limit=MAX_CURVES)
 
     def run_with_curves(self) -> str:

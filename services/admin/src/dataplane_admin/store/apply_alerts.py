@@ -1,7 +1,8 @@
 """Storage of alerts and of notifications, shared by all services on one database.
 
-One service at a time holds the alerts, evaluates the rules, and stores what they raise together
-with the notifications. Any service may send one: it first moves the time of the next attempt.
+The service that holds the lease evaluates the rules, and stores alerts together with their
+notifications. Any service may send a notification: it first claims it, by moving the time of the
+next attempt.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataplane_admin.store.work import Work
 MAX_NOTIFICATIONS = 1_000
 """Maximum number of stored notifications of all webhooks."""
 MAX_AGE_S = 3_600.0
-"""Seconds after which a notification is given up."""
+"""Seconds after which a notification is dropped."""
 _MAX_CLEARED = 1_000
 _HOLDER = 1
 
@@ -46,7 +47,7 @@ class StoredAlert:
 
 @dataclass(frozen=True)
 class Notification:
-    """A notification for one webhook; ``message`` identifies it to the receiver."""
+    """A notification for one webhook; ``message`` is its id for the receiver."""
 
     id: int
     message: str
@@ -54,8 +55,8 @@ class Notification:
     attempts: int
 
 
-def hold_alerts(work: Work, holder: str, until_ns: int) -> bool:
-    """Become or stay the holder until a time; return False while another service is."""
+def hold_lease(work: Work, holder: str, until_ns: int) -> bool:
+    """Acquire or renew the lease until a time; return False while another service holds it."""
     row = work.connection.execute(select(AlertHolderModel.__table__)).first()
     if row is None:
         values = {"id": _HOLDER, "holder": holder, "until_ns": until_ns}
@@ -69,7 +70,7 @@ def hold_alerts(work: Work, holder: str, until_ns: int) -> bool:
 
 
 def is_holder(work: Work, holder: str) -> bool:
-    """Return whether this service still holds the alerts."""
+    """Return whether this service still holds the lease."""
     query = select(AlertHolderModel.holder)
     return work.connection.execute(query).scalar() == holder
 
@@ -79,12 +80,12 @@ def apply_alerts(
     alerts: Sequence[StoredAlert],
     notify: Callable[[int, StoredAlert], Sequence[tuple[str, str, str]]],
 ) -> int:
-    """Store new, changed and cleared alerts, and what to send; return how many are dropped.
+    """Store alerts and their notifications; return the number of dropped notifications.
 
     Args:
         work: the transaction of the holder.
         alerts: the alerts.
-        notify: returns webhook, message and body of each notification about the alert with an id.
+        notify: returns webhook, message id and body of each notification about an alert, by its id.
     """
     notifications: list[tuple[str, str, str]] = []
     for alert in alerts:
@@ -133,7 +134,7 @@ def finish_notification(work: Work, notification_id: int) -> bool:
 
 
 def retry_notification(work: Work, notification_id: int, error: str, next_ns: int) -> bool:
-    """Store why an attempt failed and when the next one is; True."""
+    """Store the error of an attempt and the time of the next one; return True."""
     chosen = update(NotificationModel).where(NotificationModel.id == notification_id)
     work.connection.execute(chosen.values(error=storable(error), next_ns=next_ns))
     return True

@@ -18,17 +18,17 @@ _TIMES = select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns).where(
 )
 
 
-def apply_runs(work: Work, spans: Iterable[tuple[str, int, int]]) -> None:
+def apply_runs(work: Work, times: Iterable[tuple[str, int, int]]) -> None:
     """Extend the time range of each run.
 
-    ``spans`` has run ids with first and last time in nanoseconds since 1970; 0 if not reported.
+    ``times`` has run ids with first and last time in nanoseconds since 1970; 0 if not reported.
     """
     reported: dict[str, tuple[int, int]] = {}
-    for run_id, first_ns, last_ns in spans:
+    for run_id, first_ns, last_ns in times:
         if run_id:
-            times = first_ns or work.now_ns, last_ns or work.now_ns
-            before = reported.get(run_id, times)
-            reported[run_id] = min(before[0], times[0]), max(before[1], times[1])
+            known = first_ns or work.now_ns, last_ns or work.now_ns
+            before = reported.get(run_id, known)
+            reported[run_id] = min(before[0], known[0]), max(before[1], known[1])
     if not reported:
         return
     stored = {

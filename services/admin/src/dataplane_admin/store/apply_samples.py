@@ -1,4 +1,4 @@
-"""Storage of facts and text of samples; of two facts the later one counts."""
+"""Storage of facts and text of samples; later facts replace earlier ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FACT_BYTES = 300
 """Approximate bytes of the facts of a sample."""
 
 _STATES = ("trained", "dropped")
-"""Lifecycle events that are facts of their samples."""
+"""Lifecycle events that set the state of their samples."""
 _MERGED = (
     "step",
     "reward",
@@ -101,7 +101,7 @@ def _merged(
 ) -> dict[str, Any]:
     """Return the row of a sample: stored facts, then the new ones in the order of their times.
 
-    The state has a separate time, since other processes report it than the other facts.
+    The state has a separate time, since another process may report it.
     """
     first = facts[0]
     row = before or {

@@ -90,7 +90,7 @@ class LifecycleEvent:
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """Facts of a sample; None and empty are unknown.
+    """Facts of a sample; None or empty if unknown.
 
     Attributes:
         run_id: ``rl.run_id``, empty if unknown.
@@ -187,7 +187,7 @@ class Batch:
             whether a page shows the change. Each may be called again if a commit fails.
         refused: digests of rejected spans, log records and data points; a resent record has the
             same digest.
-        ignored: digests of log records that are not lifecycle events.
+        ignored: digests of log records of other kinds, which are not stored.
         reasons: why records were rejected.
     """
 

@@ -41,12 +41,12 @@ def read_lives(
     Args:
         connection: connection to read from.
         place_id: the samples' partition, a `PlaceModel`.
-        wanted: two times by sample key, in nanoseconds since 1970: that of its first event, and
-            the given time, to read back to.
+        wanted: by sample key, the time of its first event and the time to read back to, in
+            nanoseconds since 1970.
         until_ns: time after which events are ignored.
 
     Returns:
-        Sample key to lives, newest first. If none began by the given time, these are all lives.
+        Sample key to lives, newest first; all lives if none began by the given time.
     """
     lives: dict[int, list[Life]] = {key: [] for key in wanted}
     if not wanted:

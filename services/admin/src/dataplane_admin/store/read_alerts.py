@@ -137,7 +137,7 @@ def read_cleared_alerts(reader: Reader, limit: int) -> list[Alert]:
 
 
 def read_pending(reader: Reader) -> dict[str, tuple[int, str, int]]:
-    """Return by webhook the number of notifications, and of the oldest the error and next time."""
+    """Return, by webhook, the number of notifications, and error and next attempt of the oldest."""
     oldest = (
         select(func.min(NotificationModel.id), func.count())
         .group_by(NotificationModel.webhook)

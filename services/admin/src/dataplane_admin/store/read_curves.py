@@ -82,7 +82,7 @@ def read_curves(
     max_points: int,
     limit: int,
 ) -> list[Curve]:
-    """Return curves of a run, each with about ``max_points`` points at most.
+    """Return curves of a run, each down-sampled to about ``max_points`` points.
 
     A longer curve is divided into buckets of equally many steps.
 
@@ -91,7 +91,7 @@ def read_curves(
         run_id: the run.
         names: metrics; None for all.
         first_step: first step; None for the first of the curves.
-        last_step: last step, as ``first_step``.
+        last_step: last step; None for the last of the curves.
         max_points: maximum number of buckets.
         limit: maximum number of curves.
     """

@@ -33,7 +33,7 @@ _CURVES = (
     .group_by(CurveModel.run_id)
     .subquery()
 )
-# As `read_run_steps` counts, with unfinished ones.
+# Counts steps as `read_run_steps` does, and unfinished ones as well.
 _NAMED = case((TraceModel.name == ROOT, TraceModel.step))
 _TRACED = (
     select(

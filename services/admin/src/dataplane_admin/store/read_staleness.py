@@ -143,7 +143,7 @@ def _count(connection: Connection, trained: _Trained) -> tuple[Mapping[int, int]
         elif sample is not None:
             earlier[sample.place_id].append((sample, time_ns))
     for place_id, moments in earlier.items():
-        generated_by |= _born_before(connection, place_id, moments)
+        generated_by |= _versions_of_earlier_lives(connection, place_id, moments)
     counts: Counter[int] = Counter()
     unknown = 0
     for (_, key, version), time_ns in trained.items():
@@ -155,7 +155,7 @@ def _count(connection: Connection, trained: _Trained) -> tuple[Mapping[int, int]
     return counts, unknown
 
 
-def _born_before(
+def _versions_of_earlier_lives(
     connection: Connection, place_id: int, moments: Iterable[tuple[Any, int]]
 ) -> dict[tuple[int, int], int | None]:
     """Return the generation version, by (key, time), of samples trained before their newest life.

@@ -1,7 +1,7 @@
 """Retention: deletes the oldest records by age and size, in small steps.
 
-Age counts from the receive time, since senders' clocks are not trusted. A trace is deleted entirely
-once it has received nothing for that long, and so is a curve.
+Age counts from the receive time, since senders' clocks are not trusted. A trace or a curve is
+deleted entirely once it has received nothing for that long.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Retention:
         max_bytes: maximum size, beyond which the oldest records are deleted; None for no limit. It
             counts the used part of the SQLite file and its write-ahead log; in PostgreSQL the
             written records without the overhead of tables.
-        max_text_age_s: as ``max_age_s``, of turns and tokens of samples.
+        max_text_age_s: maximum age of turns and tokens of samples, as ``max_age_s``.
     """
 
     max_age_s: float | None = 7 * 86_400.0
@@ -118,7 +118,7 @@ class Sweeper:
 def _oldest_ns(work: Work) -> int | None:
     """Return the newest receive time of the records that one step deletes.
 
-    Traces, events and curves of the same age are deleted together.
+    Traces, events, curves and facts of the same age are deleted together.
     """
     traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
     events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
@@ -130,7 +130,7 @@ def _oldest_ns(work: Work) -> int | None:
 
 
 def _drop_oldest(work: Work, before_ns: int) -> int:
-    """Delete some traces, events and curves received before a time; return how many."""
+    """Delete some traces, events, curves and facts received before a time; return how many."""
     traces = work.connection.execute(
         select(TraceModel.trace_id, TraceModel.arrival, TraceModel.spans, TraceModel.nbytes)
         .where(TraceModel.updated_ns < before_ns)

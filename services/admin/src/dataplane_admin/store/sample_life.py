@@ -30,7 +30,7 @@ class SampleLife:
         first_ns: time of its first event.
         last_ns: time of its last event.
         is_new: whether it has no row yet.
-        torn: whether `look_up_lives` must look up which put began the newest life.
+        needs_lookup: whether `look_up_lives` must look up which put began the newest life.
     """
 
     key: int
@@ -42,7 +42,7 @@ class SampleLife:
     first_ns: int
     last_ns: int
     is_new: bool = False
-    torn: bool = False
+    needs_lookup: bool = False
 
     def apply(self, event: LifecycleEvent, cleared_ns: int) -> None:
         """Apply an event of the sample.
@@ -73,35 +73,35 @@ class SampleLife:
             self.weight_version = event.weight_version
         elif not continues:
             # An earlier clear may be between the two puts; the row has only the last one.
-            self.torn = True
+            self.needs_lookup = True
 
     def _clear(self, time_ns: int) -> None:
         # Without a later put, the clear ends the newest life and does not split it.
         latest_put_ns = self.live_ns or self.gone_ns
-        self.torn |= 0 < self.put_ns <= time_ns < latest_put_ns
+        self.needs_lookup |= 0 < self.put_ns <= time_ns < latest_put_ns
         self.gone_ns = max(self.gone_ns, time_ns)
         if self.live_ns <= self.gone_ns:
             self.live_ns = 0
 
     def clear_partition(self, cleared_ns: int) -> None:
         """Apply a clear of the entire partition to a sample that was put again after a clear."""
-        self.torn |= 0 < self.put_ns <= cleared_ns
+        self.needs_lookup |= 0 < self.put_ns <= cleared_ns
 
 
 def look_up_lives(work: Work, samples: Iterable[SampleLife]) -> None:
-    """Look up in the stored events which put began the newest life of each torn sample."""
-    torn: dict[int, dict[int, SampleLife]] = defaultdict(dict)
+    """Look up the put that began the newest life of each ambiguous sample in the stored events."""
+    ambiguous: dict[int, dict[int, SampleLife]] = defaultdict(dict)
     for sample in samples:
-        if sample.torn:
-            torn[sample.place_id][sample.key] = sample
-    for place_id, samples_of_place in torn.items():
+        if sample.needs_lookup:
+            ambiguous[sample.place_id][sample.key] = sample
+    for place_id, samples_of_place in ambiguous.items():
         wanted = {
             key: (sample.first_ns, sample.last_ns) for key, sample in samples_of_place.items()
         }
         until_ns = max(last_ns for _, last_ns in wanted.values())
         lives = read_lives(work.connection, place_id, wanted, until_ns=until_ns)
         for key, sample in samples_of_place.items():
-            sample.torn = False
+            sample.needs_lookup = False
             if lives[key]:
                 newest = lives[key][0]
                 sample.put_ns, sample.weight_version = newest.began_ns, newest.weight_version

@@ -241,7 +241,7 @@ class EventSampleModel(Base):
 
 
 class SampleFactModel(Base):
-    """Facts of a sample, see `batch.SampleFacts`; ``digest`` is one of run and sample id.
+    """Facts of a sample, see `batch.SampleFacts`; ``digest`` is that of run and sample id.
 
     ``time_ns`` is the time of the newest facts, ``state_ns`` that of the state; ``id`` grows with
     the first arrival.
@@ -327,7 +327,7 @@ class SeriesModel(Base):
 class CurveModel(Base):
     """A metric of a run over its steps, for one set of attributes, which are JSON.
 
-    ``digest`` is one of run, name and attributes; ``points`` the number of `CurvePointModel`.
+    ``digest`` is that of run, name and attributes; ``points`` the number of `CurvePointModel`.
     ``last_value`` is the value at ``last_step``, None if it is not finite.
     """
 
@@ -403,7 +403,7 @@ class AlertModel(Base):
 
 
 class NotificationModel(Base):
-    """A notification that a webhook has not received; deleted once delivered or given up.
+    """A notification that a webhook has not received; deleted once delivered or dropped.
 
     ``next_ns`` is the time of the next attempt. Before an attempt a service moves it beyond the
     attempt's deadline, so that no other service sends it at the same time.
@@ -423,7 +423,7 @@ class NotificationModel(Base):
 
 
 class AlertHolderModel(Base):
-    """The single row that names the service that evaluates the rules, until ``until_ns``."""
+    """The single row: the lease of the service that evaluates the rules, until ``until_ns``."""
 
     __tablename__ = "alert_holder"
 

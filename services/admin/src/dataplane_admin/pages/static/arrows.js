@@ -10,7 +10,7 @@ export function moveByArrows() {
     const stop = event.target.closest?.("[data-stop]");
     const group = stop?.closest("[data-arrows]");
     if (!group) return;
-    for (const one of stops(group)) one.setAttribute("tabindex", one === stop ? "0" : "-1");
+    for (const link of stops(group)) link.setAttribute("tabindex", link === stop ? "0" : "-1");
     read(group, stop);
   });
   document.addEventListener("pointerover", (event) => {
@@ -36,11 +36,11 @@ export function moveByArrows() {
 function resetGroup(group) {
   const all = stops(group);
   const current =
-    all.find((one) => one === document.activeElement) ||
-    all.find((one) => one.hasAttribute("aria-current")) ||
-    all.find((one) => one.getAttribute("tabindex") === "0") ||
+    all.find((link) => link === document.activeElement) ||
+    all.find((link) => link.hasAttribute("aria-current")) ||
+    all.find((link) => link.getAttribute("tabindex") === "0") ||
     all[0];
-  for (const one of all) one.setAttribute("tabindex", one === current ? "0" : "-1");
+  for (const link of all) link.setAttribute("tabindex", link === current ? "0" : "-1");
 }
 
 function stops(group) {
@@ -66,14 +66,14 @@ function inLanes(key, stop, all) {
   if (key === "Home") return all[0];
   if (key === "End") return all[all.length - 1];
   if (key === "ArrowLeft" || key === "ArrowRight") {
-    const lane = all.filter((one) => one.dataset.lane === stop.dataset.lane);
+    const lane = all.filter((link) => link.dataset.lane === stop.dataset.lane);
     return lane[lane.indexOf(stop) + (key === "ArrowLeft" ? -1 : 1)] || stop;
   }
   if (key !== "ArrowUp" && key !== "ArrowDown") return null;
   const down = key === "ArrowDown" ? 1 : -1;
-  const rows = all.map(placeOf).filter((one) => (one.row - here.row) * down > 0);
-  const nearest = rows.reduce((least, one) => Math.min(least, (one.row - here.row) * down), Infinity);
-  const row = rows.filter((one) => (one.row - here.row) * down === nearest);
+  const rows = all.map(placeOf).filter((place) => (place.row - here.row) * down > 0);
+  const nearest = rows.reduce((minimum, place) => Math.min(minimum, (place.row - here.row) * down), Infinity);
+  const row = rows.filter((place) => (place.row - here.row) * down === nearest);
   const best = row.reduce((near, next) => (!near || distance(next, here) < distance(near, here) ? next : near), null);
   return best ? best.stop : stop;
 }

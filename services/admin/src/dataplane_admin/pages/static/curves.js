@@ -5,7 +5,7 @@ const POINTS_PER_PIXEL = 0.5;
 const FETCH_DELAY_MS = 50;
 const X_AXIS = 22;
 const Y_AXIS = 46;
-const SMOOTHED_DISTANCES = 1000; // of the shown steps, as in Weights & Biases
+const SMOOTHED_POINTS = 1000; // the shown range counts as this many points, as in Weights & Biases
 
 export function drawCurves() {
   const section = document.getElementById("learning");
@@ -48,7 +48,7 @@ export function drawCurves() {
       if (!response.ok) return;
       answer = await response.json();
     } catch {
-      return; // the sign of the live updates shows that the service does not respond
+      return; // the live indicator shows that the service does not respond
     }
     const first = range.first ?? Math.min(...answer.curves.map((curve) => Math.min(...curve.x)));
     const last = range.last ?? Math.max(...answer.curves.map((curve) => Math.max(...curve.x, axis.end(curve))));
@@ -254,9 +254,9 @@ function dataOf(curves, smoothing) {
   }));
 }
 
-// Exponential moving average without a bias to the first value. A value weighs by its distance from
-// the one before, as a share of the shown steps: so reduced, sparse and zoomed curves are alike, over
-// any axis.
+// Exponential moving average without a bias to the first value. A value's weight grows with its distance
+// from the previous one, relative to the shown steps. So down-sampled, sparse and zoomed curves look alike,
+// over any axis.
 function average({ steps, values }, smoothing) {
   const range = Math.max(1, steps[steps.length - 1] - steps[0]);
   const base = Math.sqrt(smoothing);
@@ -264,7 +264,7 @@ function average({ steps, values }, smoothing) {
   let weight = 0;
   return values.map((value, place) => {
     if (value === null) return null;
-    const keep = base ** ((SMOOTHED_DISTANCES * (steps[place] - (steps[place - 1] ?? steps[0]))) / range || 1);
+    const keep = base ** ((SMOOTHED_POINTS * (steps[place] - (steps[place - 1] ?? steps[0]))) / range || 1);
     sum = keep * sum + (1 - keep) * value;
     weight = keep * weight + (1 - keep);
     return sum / weight;

@@ -4,7 +4,7 @@ import { morph } from "./morph.js";
 let current = null;
 
 // Swaps the parts with these ids, then emits `swapped` on the document. Only one fetch runs at a time:
-// a quiet one returns false if another runs; any other aborts the running one.
+// a quiet fetch returns false if another one runs; any other fetch aborts the running one.
 export async function visit(url, ids, { quietly = false } = {}) {
   if (quietly && current) return false;
   if (current) current.abort();

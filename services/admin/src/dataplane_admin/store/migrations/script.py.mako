@@ -12,5 +12,5 @@ depends_on = ${repr(depends_on)}
 
 
 def upgrade() -> None:
-    """Bring the tables to this version."""
+    """Upgrade the tables to this version."""
     ${upgrades if upgrades else "pass"}

@@ -1,4 +1,4 @@
-"""Alerts, their notifications, and which service evaluates the rules."""
+"""Alerts, their notifications, and the lease of the service that evaluates the rules."""
 
 from __future__ import annotations
 
