@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from dataplane_tq import start_local_ray
 __all__ = ["lean_ray"]
 
 FOLDER = Path(__file__).parent
-# Ray's workers get this process's paths.
-sys.path[:0] = [
+PATHS = [
     str(FOLDER / "standin"),
     str(FOLDER.parents[1] / "packages" / "rollout-actor" / "tests"),
 ]
+sys.path[:0] = PATHS
+# Ray's workers are forked from a server that the first Ray of the session starts.
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="module")
