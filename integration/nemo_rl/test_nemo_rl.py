@@ -152,7 +152,7 @@ def test_columns_of_a_step_go_through_the_client(client: Any, partition: str) ->
 def test_rollout_actor_elsewhere_puts_through_the_client(
     client: Any, cfg: dict[str, Any], partition: str
 ) -> None:
-    # NeMo-RL's name of its own client is that of another client here.
+    # NeMo-RL's impl transfer_queue names another client here.
     attach = cfg if cfg["impl"] == "rl_dataplane" else {**cfg, "impl": "nemo_rl"}
     environment = ray.remote(Arithmetic).remote()
     actor = SyncRolloutActor.remote(

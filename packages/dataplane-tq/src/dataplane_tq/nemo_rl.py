@@ -6,7 +6,7 @@ the repository has the branch for the factory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any  # Any: NeMo-RL has no static types here
 
@@ -14,6 +14,25 @@ from nemo_rl.data_plane import interfaces
 
 from dataplane_core import KVBatchMeta
 from dataplane_tq.client import TQDataPlaneClient
+
+
+def _returning_nemo_rl_metas(method: Callable[..., KVBatchMeta]) -> Any:
+    """Return ``method`` with its result converted; both classes of metas have the same fields."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        meta = method(*args, **kwargs)
+        return interfaces.KVBatchMeta(
+            partition_id=meta.partition_id,
+            task_name=meta.task_name,
+            sample_ids=meta.sample_ids,
+            fields=meta.fields,
+            sequence_lengths=meta.sequence_lengths,
+            extra_info=meta.extra_info,
+            tags=meta.tags,
+        )
+
+    return call
 
 
 class NeMoRLClient(TQDataPlaneClient):
@@ -37,30 +56,9 @@ class NeMoRLClient(TQDataPlaneClient):
             own.setdefault("transfer_queue_mirror", False)
         super().__init__(own, bootstrap=bootstrap)
 
-    @wraps(TQDataPlaneClient.claim_meta)
-    def claim_meta(self, *args: Any, **kwargs: Any) -> Any:
-        return _nemo_rl_meta(super().claim_meta(*args, **kwargs))
-
-    @wraps(TQDataPlaneClient.put_samples)
-    def put_samples(self, *args: Any, **kwargs: Any) -> Any:
-        return _nemo_rl_meta(super().put_samples(*args, **kwargs))
-
-    @wraps(TQDataPlaneClient.put_columns)
-    def put_columns(self, *args: Any, **kwargs: Any) -> Any:
-        return _nemo_rl_meta(super().put_columns(*args, **kwargs))
+    claim_meta = _returning_nemo_rl_metas(TQDataPlaneClient.claim_meta)
+    put_samples = _returning_nemo_rl_metas(TQDataPlaneClient.put_samples)
+    put_columns = _returning_nemo_rl_metas(TQDataPlaneClient.put_columns)
 
 
 interfaces.DataPlaneClient.register(NeMoRLClient)
-
-
-def _nemo_rl_meta(meta: KVBatchMeta) -> Any:
-    """Return NeMo-RL's form of a meta; both classes have the same fields."""
-    return interfaces.KVBatchMeta(
-        partition_id=meta.partition_id,
-        task_name=meta.task_name,
-        sample_ids=meta.sample_ids,
-        fields=meta.fields,
-        sequence_lengths=meta.sequence_lengths,
-        extra_info=meta.extra_info,
-        tags=meta.tags,
-    )
