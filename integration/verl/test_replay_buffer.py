@@ -253,11 +253,14 @@ def test_admin_service_lists_partitions_tasks_and_units(config: Any, admin: Admi
     roll_out(["u1"])
     tq.get_client().get_meta(["responses"], 1, "train", task_name="update_actor")
 
+    packed = config.transfer_queue.backend.storage_backend == "PackedStorage"
+
     def read() -> Any:
-        # The service still shows the previous queue until it has noticed its end.
+        # The service shows the previous queue until it has noticed its end.
         answer = admin.ask("partitions")
-        (partition,) = answer["partitions"] or [{"tasks": []}]
-        return answer if partition["tasks"] and answer["storage"] else None
+        limits = {unit["capacity"] for unit in answer["storage"]}
+        tasks = [task for partition in answer["partitions"] for task in partition["tasks"]]
+        return answer if tasks and limits == {64 << 20 if packed else None} else None
 
     answer = admin.until(read)
     (partition,) = answer["partitions"]
