@@ -135,7 +135,8 @@ verl: $(UV) ## Install verl, and the packages that it uses, into .venv-verl; fet
 	@test -d $(VERL) || echo "Installing verl into $(VERL); the first time takes a minute"
 	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VERL)
 	@$(UV) pip install --quiet --python $(VERL)/bin/python -r integration/verl/requirements.txt \
-		-e packages/dataplane-core -e packages/dataplane-tq -e "packages/observability[verl,views]"
+		-e packages/dataplane-core -e packages/dataplane-tq -e "packages/observability[verl,views]" \
+		-e "services/admin[ray]"
 
 .PHONY: test-verl
 test-verl: verl ## Run verl's replay buffer and resume on the packed backend, and trace its loop

@@ -59,6 +59,7 @@ ELSEWHERE = {
     "rollout-actor": "integration/vllm/test_generation_page.py",
     "trainer": "services/trainer/tests/test_readme.py",
     "recipes/alerts": "services/admin/tests/test_webhooks.py",
+    "recipes/nemo-rl": "integration/nemo_rl/test_nemo_rl.py",
     "recipes/trace-skyrl": "integration/test_recipes.py",
     "recipes/trace-torchrun": "integration/test_recipes.py",
     "recipes/trace-trl": "integration/test_recipes.py",

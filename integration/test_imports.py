@@ -50,6 +50,7 @@ WITH_EXTRA = {
     ("dataplane_core", "safetensors"),
     ("dataplane_core", "tensordict"),
     ("dataplane_core", "torch"),
+    ("dataplane_tq", "nemo_rl"),  # in the environment of NeMo-RL
     ("observability", "google"),  # protobuf, a dependency of opentelemetry-proto
     ("observability", "jinja2"),
     ("observability", "typer"),
@@ -70,6 +71,7 @@ WITH_EXTRA = {
     ("grpo_trainer", "wandb"),
     ("refit_mx", "httpx"),
     ("rollout_actor", "httpx"),
+    ("rollout_actor", "nemo_rl"),  # in the environment of NeMo-RL
     ("refit_mx", "vllm"),  # the engine that loads refit-mx, in a separate environment
 }
 

@@ -1,5 +1,7 @@
 """verl's replay buffer and resume on TransferQueue's own storage and on the packed backend.
 
+The admin service inspects the queue that verl's configuration started.
+
 verl's wheel has no tests, so these use its public classes: the Hydra configuration, the output of
 an agent loop, the replay buffer, and what the trainer does with the queue on a resume.
 """
@@ -19,6 +21,7 @@ import torch
 import transfer_queue as tq
 import verl
 from hydra import compose, initialize_config_module
+from integration.admin_service import Admin, admin
 from integration.lean_ray import lean_ray
 from PIL import Image
 from tensordict import TensorDict
@@ -31,7 +34,7 @@ from verl.utils.tensordict_utils import get_tensordict
 
 from dataplane_tq import start_local_ray
 
-__all__ = ["lean_ray"]
+__all__ = ["admin", "lean_ray"]
 
 BACKENDS = {
     "SimpleStorage": ["transfer_queue.backend.SimpleStorage.num_data_storage_units=2"],
@@ -242,3 +245,30 @@ def test_resume_restores_finished_samples_and_reissues_the_others(
     batch, _ = replay_buffer(config, ReplayBufferAsync, "separate_async").sample(4, "train", 3)
     assert sorted({key.partition("_")[0] for key in batch.keys}) == ["u1", "u2", "u3"]
     assert len(batch.keys) == 6
+
+
+@pytest.mark.parametrize("started", list(BACKENDS), indirect=True)
+def test_admin_service_lists_partitions_tasks_and_units(config: Any, admin: Admin) -> None:
+    dispatch(["u1", "u2"])
+    roll_out(["u1"])
+    tq.get_client().get_meta(["responses"], 1, "train", task_name="update_actor")
+
+    packed = config.transfer_queue.backend.storage_backend == "PackedStorage"
+
+    def read() -> Any:
+        # The service shows the previous queue until it has noticed its end.
+        answer = admin.ask("partitions")
+        limits = {unit["capacity"] for unit in answer["storage"]}
+        tasks = [task for partition in answer["partitions"] for task in partition["tasks"]]
+        return answer if tasks and limits == {64 << 20 if packed else None} else None
+
+    answer = admin.until(read)
+    (partition,) = answer["partitions"]
+    assert (partition["id"], partition["present"]) == ("train", 4)  # two prompts, two responses
+    written = {field["name"]: field["written"] for field in partition["fields"]}
+    assert (written["raw_prompt"], written["responses"]) == (4, 2)
+    (task,) = partition["tasks"]
+    assert (task["name"], task["acknowledged"], task["unclaimed"]) == ("update_actor", 1, 3)
+    units = answer["storage"]
+    assert len(units) == 2
+    assert all(unit["used"] > 0 for unit in units)

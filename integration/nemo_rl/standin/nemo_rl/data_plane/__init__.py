@@ -1,0 +1,1 @@
+"""Data plane with the names and signatures of NeMo-RL's public reference."""
