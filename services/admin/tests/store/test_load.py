@@ -140,7 +140,7 @@ def test_a_long_period_is_reduced(job):
         job.send(*(engine(start + first + s, running=s % 2, tokens=s + first) for s in range(500)))
     shown = of(job, max_points=100)["node-1:8000"]
     assert 60 <= len(shown["running",]) <= 101
-    assert all(abs(value - 0.5) < 0.05 for value in shown["running",])
+    assert all(abs(value - 0.5) < 0.05 for value in shown["running",][1:-1])
     assert set(shown["generation_tokens",]) == {1.0}
 
 

@@ -439,7 +439,7 @@ def _history(service: AdminService) -> APIRouter:
         """
         # Without an end the answer changes with the time, not only with the store.
         end = time.time_ns() if end_ns is None else end_ns
-        start = max(0, end - _HOUR_NS) if start_ns is None else start_ns
+        start = max(0, end - _HOUR_NS) if start_ns is None else min(start_ns, end)
         return conditional_reply(
             request,
             service.revisions,

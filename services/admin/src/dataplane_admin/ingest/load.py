@@ -25,6 +25,7 @@ from observability.records import Process
 
 _MAX_NAME = 200
 _MAX_DEVICE = 64
+_MAX_RUN = 4_096
 _MAX_NUMBER = 1e18
 _AHEAD_NS = 3_600 * 10**9
 _DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
@@ -78,7 +79,7 @@ class LoadPoints:
             metric=source.metric,
             grows=source.grows,
             device=device,
-            run_id=run_id,
+            run_id=run_id[:_MAX_RUN],
             second=time_ns // 10**9,
             value=(before.value if before else 0.0) + used * source.value * number,
             total=(before.total if before else 0.0) + source.total * number + source.count,

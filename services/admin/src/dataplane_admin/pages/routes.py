@@ -401,10 +401,7 @@ def _load(service: AdminService, trace: models.Trace) -> models.Load | None:
     """Return the load of engines and nodes during a trace; None if its time is unknown."""
     if trace.start_ns is None or trace.end_ns is None:
         return None
-    try:
-        return service.load(trace.start_ns, trace.end_ns, run=trace.run_id or None)
-    except Refused:  # the trace is longer than a period of load
-        return None
+    return service.load(trace.start_ns, trace.end_ns, run=trace.run_id or None)
 
 
 def _percent_of(part: float, total: float) -> float:

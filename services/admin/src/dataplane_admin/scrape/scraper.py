@@ -143,7 +143,9 @@ def engine_name(url: str, host: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
         parsed = httpx.URL("")
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
+    if parsed.userinfo:
+        raise ValueError("found a URL with a user or password; expected one without a user")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"found {url!r}; expected a URL such as http://127.0.0.1:8000/metrics")
     name = parsed.host
     try:
