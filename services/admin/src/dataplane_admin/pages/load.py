@@ -1,4 +1,4 @@
-"""Lanes of the load of engines and nodes, below a waterfall or on a page of their own.
+"""Lanes of the load of engines and nodes, below a waterfall or on a separate page.
 
 Horizontal positions are percent of the period, as in `observability.views.drawing`; vertical ones
 are pixels. A lane has its name, and a strip per metric:
@@ -31,7 +31,7 @@ _STRIP = 20
 _PLOT = 16
 _FOOT = 6
 _MIN_REACH_S = 1.0
-_SILENT_S = 60.0
+_SILENT_S = 120.0
 # Strips of a lane: title and metrics, stacked from the base up.
 _STRIPS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
     "engine": (
@@ -140,14 +140,14 @@ def draw_load(load: models.Load, top: int, *, newest: bool = False) -> LoadDrawi
     scales: dict[str, float] = {}
     for subject, values in shown:
         for title, metrics in _STRIPS[subject.kind]:
-            most = max((held for held in _stacked(values, metrics)[-1] if held), default=0.0)
+            lines = [held for _, held in _stacked(values, metrics)]
+            largest = max((value for held in lines for value in held if value), default=0.0)
             is_share = METRICS[metrics[0]].is_ratio
-            scales[title] = 1.0 if is_share else max(most, scales.get(title, 0.0))
+            scales[title] = 1.0 if is_share else max(largest, scales.get(title, 0.0))
     lanes: list[LoadLane] = []
     y = top
     for subject, values in shown[:MAX_LANES]:
-        summary = _newest(subject, seconds) if newest else _means(values)
-        lane = _lane(subject, values, scales, y, seconds, summary)
+        lane = _lane(subject, values, scales, y, seconds, newest=newest)
         lanes.append(lane)
         y += lane.height
     if not lanes:
@@ -161,25 +161,26 @@ def _lane(
     scales: Mapping[str, float],
     top: int,
     seconds: float,
-    summary: str,
+    *,
+    newest: bool,
 ) -> LoadLane:
     strips: list[Strip] = []
     for title, metrics in _STRIPS[subject.kind]:
         stacked = _stacked(values, metrics)
-        known = [value for value in stacked[-1] if value is not None]
+        known = [value for _, held in stacked for value in held if value is not None]
         if not known:
             continue
         areas = [
             Area("waiting" if metric == "waiting" else "busy", _path(held, scales[title]))
-            for metric, held in reversed(list(zip(metrics, stacked, strict=True)))
+            for metric, held in reversed(stacked)
         ]
-        most = _figure(metrics[0], max(known)).removesuffix(" running").removesuffix(" tokens/s")
-        strips.append(Strip(f"{title}, max {most}", top + _NAME + len(strips) * _STRIP, areas))
+        maximum = _figure(metrics[0], max(known)).removesuffix(" running").removesuffix(" tokens/s")
+        strips.append(Strip(f"{title}, max {maximum}", top + _NAME + len(strips) * _STRIP, areas))
     width = 100 / COLUMNS
     place = f"{subject.kind} {subject.name}"
     return LoadLane(
         name=subject.name,
-        summary=summary,
+        summary=_newest(subject, seconds) if newest else _means(values),
         top=top,
         height=_NAME + len(strips) * _STRIP + _FOOT,
         strips=strips,
@@ -187,12 +188,18 @@ def _lane(
             Column(
                 round(width * number, 4),
                 round(width, 4),
-                f"{place}, at {duration(seconds * (number + 0.5) / COLUMNS)}: {text}",
+                f"{place}, {_moment(seconds, number, newest=newest)}: {text}",
             )
             for number in range(COLUMNS)
             if (text := _words(values, number))
         ],
     )
+
+
+def _moment(seconds: float, number: int, *, newest: bool) -> str:
+    """Return the middle of a column: how long ago, or how long after the start."""
+    at_s = seconds * (number + 0.5) / COLUMNS
+    return f"{ago(seconds - at_s)} ago" if newest else f"at {duration(at_s)}"
 
 
 def _newest(subject: models.LoadSubject, seconds: float) -> str:
@@ -219,8 +226,9 @@ def _means(values: _ByMetric) -> str:
         if known:
             label = "" if METRICS[metric].kind == "engine" else f"{METRICS[metric].label} "
             parts.append(f"{label}{_figure(metric, fmean(known))}")
-            if metric == "running" and (idle := sum(not value for value in known)):
-                parts.append(f"idle {percent(idle, len(known))}")
+    running = [value for value in _mean(values, "running") if value is not None]
+    if idle := sum(not value for value in running):
+        parts.append(f"idle {percent(idle, len(running))}")
     return f"mean {', '.join(parts)}" if parts else ""
 
 
@@ -263,17 +271,17 @@ def _mean(values: _ByMetric, metric: str) -> _Values:
     return means
 
 
-def _stacked(values: _ByMetric, metrics: Sequence[str]) -> Sequence[_Values]:
-    """Return the upper line of each metric, each on top of those before it."""
-    lines: list[_Values] = []
+def _stacked(values: _ByMetric, metrics: Sequence[str]) -> Sequence[tuple[str, _Values]]:
+    """Return the upper line of each reported metric, each on top of those before it."""
+    lines: list[tuple[str, _Values]] = []
     below: _Values = [0.0] * COLUMNS
     for metric in metrics:
-        own = _mean(values, metric) or [None] * COLUMNS
-        below = [
-            None if base is None or value is None else base + value
-            for base, value in zip(below, own, strict=True)
-        ]
-        lines.append(below)
+        if own := _mean(values, metric):
+            below = [
+                None if base is None or value is None else base + value
+                for base, value in zip(below, own, strict=True)
+            ]
+            lines.append((metric, below))
     return lines
 
 

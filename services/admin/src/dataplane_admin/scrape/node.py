@@ -44,7 +44,7 @@ class Node:
         """Return its metrics."""
         times = psutil.cpu_times()._asdict()
         memory = psutil.virtual_memory()
-        # What the kernel gives back on demand, such as its cache, is available.
+        # The kernel's cache is available: it is released on demand.
         states = {"used": memory.total - memory.available, "free": memory.available}
         return [
             *(

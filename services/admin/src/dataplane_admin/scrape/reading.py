@@ -1,4 +1,4 @@
-"""What a scraped engine or node reports."""
+"""Numbers that a scraped engine or node reports."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _MAX_TIMEOUT_S = 5.0
 
 @dataclass
 class _Health:
-    """Whether something works; a change is logged, and a failure that continues is not."""
+    """State of a target or receiver. Its changes are logged; a failure that continues is not."""
 
     event: str
     facts: Mapping[str, str]

@@ -66,8 +66,8 @@ def read_load(
         }
         for group in in_groups(series):
             rows = connection.execute(_POINTS, {"wanted": group, **limits})
-            for number, _, second, value, most, total, most_total in rows:
+            for number, _, second, value, maximum, total, maximum_total in rows:
                 held = series[number]
-                point = (second, most, most_total) if held.grows else (second, value, total)
+                point = (second, maximum, maximum_total) if held.grows else (second, value, total)
                 held.points.append(point)
     return [held for held in series.values() if held.points]
