@@ -26,6 +26,9 @@ MAX_LANES = 16
 COLUMNS = 60
 """Number of columns of a lane, each with a text of all values."""
 
+LOAD_POINTS = 4 * COLUMNS
+"""Maximum number of points of a series that the lanes need."""
+
 _NAME = 24
 _STRIP = 20
 _PLOT = 16
@@ -83,6 +86,7 @@ class Column:
 class LoadLane:
     """The lane of an engine or node."""
 
+    kind: str
     name: str
     summary: str
     top: int
@@ -179,6 +183,7 @@ def _lane(
     width = 100 / COLUMNS
     place = f"{subject.kind} {subject.name}"
     return LoadLane(
+        kind=subject.kind,
         name=subject.name,
         summary=_newest(subject, seconds) if newest else _means(values),
         top=top,

@@ -17,7 +17,7 @@ from dataplane_admin.pages.histogram import histogram
 from dataplane_admin.pages.learning import learning
 from dataplane_admin.pages.life import life_page
 from dataplane_admin.pages.links import to
-from dataplane_admin.pages.load import engines_page
+from dataplane_admin.pages.load import LOAD_POINTS, engines_page
 from dataplane_admin.pages.overview import Buckets, overview
 from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
@@ -324,7 +324,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
     @routes.get("/engines")
     def engines(request: Request) -> Response:
         now_ns = time.time_ns()
-        load = service.load(now_ns - _LOAD_S * 10**9, now_ns)
+        load = service.load(now_ns - _LOAD_S * 10**9, now_ns, max_points=LOAD_POINTS)
         return shell.page(request, "engines.html.j2", view=engines_page(load), now_ns=now_ns)
 
     @routes.get("/compare")
@@ -401,7 +401,8 @@ def _load(service: AdminService, trace: models.Trace) -> models.Load | None:
     """Return the load of engines and nodes during a trace; None if its time is unknown."""
     if trace.start_ns is None or trace.end_ns is None:
         return None
-    return service.load(trace.start_ns, trace.end_ns, run=trace.run_id or None)
+    run = trace.run_id or None
+    return service.load(trace.start_ns, trace.end_ns, run=run, max_points=LOAD_POINTS)
 
 
 def _percent_of(part: float, total: float) -> float:
