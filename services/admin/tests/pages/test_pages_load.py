@@ -52,8 +52,7 @@ def newest(job):
 
 def test_a_step_shows_the_load_of_its_time(client, trace_id):
     page = client.get(f"/trace?id={trace_id}").text
-    assert "running, 3" in page
-    assert "waiting, idle 4" in page
+    assert "mean 10.4 running, 2.6 waiting, idle 56.7 %" in page
     assert "node-1:8000" in page
     assert "requests, max 30" in page
     assert "GPU 0 90.0 %, GPU 1 90.0 %" in page

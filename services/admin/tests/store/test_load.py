@@ -40,6 +40,10 @@ def test_levels_are_values_and_counters_are_rates(job):
     assert shown["waiting",] == [2.0] * 4
     assert shown["kv_cache",] == [0.25] * 4
     assert shown["generation_tokens",] == [200.0] * 3
+    [subject] = job.get("load", start_ns=start * NS, end_ns=(start + 20) * NS)["subjects"]
+    times = {series["metric"]: series["times_s"] for series in subject["series"]}
+    assert times["running"] == [0, 5, 10, 15]
+    assert times["generation_tokens"] == [2.5, 7.5, 12.5]
 
 
 def test_hit_rate_is_the_share_of_queries_since_the_last_point(job):

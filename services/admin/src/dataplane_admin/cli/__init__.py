@@ -498,7 +498,7 @@ def scrape(
     try:
         from dataplane_admin.scrape import scrape as run
     except ModuleNotFoundError as error:
-        _refuse(f"{error.name} is not installed: pip install 'dataplane-admin[scrape]'")
+        _refuse(f"{error.name} is not installed; install dataplane-admin with its extra 'scrape'")
     token = None if token_file is None else read_token(token_file)
     run(engine or [], node=node, to=to, token=token, run_id=run_id, interval_s=interval_s)
 

@@ -81,11 +81,12 @@ def _values(row: LoadRows, silence_s: float) -> Iterator[tuple[float, float | No
             yield second, _share(value, total) if is_ratio else value
         elif before is not None:
             growth, elapsed = value - before[1], float(second - before[0])
+            middle = second - elapsed / 2
             if growth < 0:  # the counter has restarted
-                yield second, None
+                yield middle, None
             else:
                 whole = total - before[2] if is_ratio else elapsed
-                yield second, _share(growth, whole) if is_ratio else growth / whole
+                yield middle, _share(growth, whole) if is_ratio else growth / whole
         before = second, value, total
 
 
