@@ -145,7 +145,8 @@ def engine_name(url: str, host: str) -> str:
         parsed = httpx.URL("")
     if parsed.userinfo:
         raise ValueError("found a URL with a user or password; expected one without a user")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    is_http = parsed.scheme in ("http", "https")
+    if not is_http or not parsed.host or not 0 < (parsed.port or 80) <= 65_535:
         raise ValueError(f"found {url!r}; expected a URL such as http://127.0.0.1:8000/metrics")
     name = parsed.host
     try:
