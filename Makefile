@@ -52,7 +52,7 @@ SYNC = $(UV) sync --check --quiet --python $(PYTHON) $(2) 2>/dev/null || { \
 .PHONY: sync
 sync: $(UV) ## Install the workspace and its development tools into .venv
 	@$(call SYNC,the workspace and its tools (3 GB),--all-packages --extra mooncake --extra yuanrong --extra transfer-queue \
-		--extra mlflow --extra tensorboard --extra wandb)
+		--extra mlflow --extra tensorboard --extra wandb --extra scrape)
 
 # Inexact: installed packages stay, so that the demo does not remove the tools of the tests.
 .PHONY: sync-demo
@@ -62,7 +62,8 @@ sync-demo: $(UV)
 # vLLM is in a separate environment, which the run's configuration names.
 .PHONY: sync-demo-vllm
 sync-demo-vllm: $(UV) vllm
-	@$(call SYNC,what the demo needs (2 GB),--inexact --no-dev --package grpo-trainer --extra vllm)
+	@$(call SYNC,what the demo needs (2 GB),--inexact --no-dev --package grpo-trainer --package dataplane-admin \
+		--extra vllm --extra scrape)
 
 .PHONY: system-packages
 system-packages: python ## Install the Debian packages of the tests as root, else print how to

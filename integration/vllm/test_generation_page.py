@@ -1,14 +1,20 @@
-"""The program of docs/rollout-actor.md runs against a real vLLM."""
+"""Programs next to a real vLLM: that of docs/rollout-actor.md, and the scraper of its metrics."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import time
 from pathlib import Path
 
+import httpx
 import pytest
+from integration.vllm.prompts import completions, random_prompts
 from integration.vllm.server import VllmServer
 
-PAGE = Path(__file__).parents[2] / "docs" / "rollout-actor.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "rollout-actor.md"
+ADMIN = ROOT / ".venv/bin/dataplane-admin"
 
 
 def test_program_of_the_page_runs(
@@ -26,3 +32,42 @@ def test_program_of_the_page_runs(
     *responses, rate = capsys.readouterr().out.splitlines()
     assert responses
     assert float(rate) > 0
+
+
+def test_scraped_server_shows_every_metric_of_load(vllm_server: VllmServer, tmp_path: Path) -> None:
+    metrics = f"{vllm_server.address}/metrics"
+    serve = [ADMIN, "serve", "--port", "0", "--db", str(tmp_path / "admin.sqlite")]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None
+        url = service.stdout.readline().strip()
+        scrape = [ADMIN, "scrape", "--engine", metrics, "--to", url, "--interval-s", "1"]
+        with subprocess.Popen(scrape) as scraper:
+            try:
+                _await_rates(url, vllm_server.address)
+            finally:
+                scraper.terminate()
+                service.terminate()
+    assert (scraper.returncode, service.returncode) == (0, 0)
+
+
+def _await_rates(url: str, address: str) -> None:
+    """Generate until each metric is shown, and the rates are those of the generation."""
+    prompts = random_prompts((40, 40))
+    deadline = time.monotonic() + 240
+    while True:
+        completions(address, prompts, max_tokens=24, temperature=0)
+        subjects = httpx.get(f"{url}/api/v1/load", timeout=60).json()["subjects"]
+        shown = {
+            series["metric"]: [value for value in series["values"] if value is not None]
+            for subject in subjects
+            for series in subject["series"]
+        }
+        rates = ("generation_tokens", "prompt_tokens")
+        if {*shown} >= {"running", "waiting", "kv_cache", "preemptions", "prefix_hits"} and all(
+            max(shown.get(name) or [0]) > 0 for name in rates
+        ):
+            assert all(
+                0 <= value <= 1 for name in ("kv_cache", "prefix_hits") for value in shown[name]
+            )
+            return
+        assert time.monotonic() < deadline, shown

@@ -37,6 +37,7 @@ def test_every_command_has_an_example_within_80_columns():
         ("runs",),
         ("tag",),
         ("alerts",),
+        ("scrape",),
     ):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
         assert "Example: dataplane-admin" in done.stdout

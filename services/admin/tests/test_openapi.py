@@ -116,6 +116,7 @@ def test_operation_ids_are_stable(app_of):
         ("get", "/api/v1/trace"): "get_trace",
         ("get", "/api/v1/trace/compare"): "compare_traces",
         ("get", "/api/v1/alerts"): "list_alerts",
+        ("get", "/api/v1/load"): "get_load",
         ("get", "/api/v1/audit"): "list_audit_entries",
         ("get", "/api/v1/series"): "list_series",
         ("get", "/api/v1/live"): "stream_changes",

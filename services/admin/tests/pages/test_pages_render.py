@@ -42,6 +42,7 @@ PAGES = [
     f"/trace?id={TORN}",
     f"/compare?a={HOSTILE_TRACE}&b={LAST}",
     "/compare",
+    "/engines",
     "/staleness",
     "/alerts",
     "/audit",

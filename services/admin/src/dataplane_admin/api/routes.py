@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any  # Any: FastAPI's description of responses
 
 from fastapi import APIRouter, Query, Request
@@ -46,6 +47,8 @@ Runs = Annotated[
 ]
 Place = Annotated[float | None, Query(ge=0, le=1e15, allow_inf_nan=False)]
 Seconds = Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)]
+
+_HOUR_NS = 3_600 * 10**9
 
 _KEPT: dict[int | str, dict[str, Any]] = {304: {"description": "Not modified"}}
 _ALWAYS = problems(400, 401, 403, 422, 503)
@@ -420,6 +423,29 @@ def _history(service: AdminService) -> APIRouter:
     def compare_traces(request: Request, a: TraceId, b: TraceId) -> Response:
         """Compare two traces."""
         return conditional_reply(request, service.revisions, lambda: service.trace_compare(a, b))
+
+    @routes.get("/load", response_model=models.Load, responses=_KEPT)
+    def get_load(
+        request: Request,
+        start_ns: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
+        end_ns: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
+        run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
+        max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 1_000,
+    ) -> Response:
+        """Return the load of inference engines and nodes, by default in the last hour.
+
+        `run` leaves out those that report another run. A series with more than `max_points` points
+        has means of equally long intervals. At most 64 engines and nodes are returned.
+        """
+        # Without an end the answer changes with the time, not only with the store.
+        end = time.time_ns() if end_ns is None else end_ns
+        start = max(0, end - _HOUR_NS) if start_ns is None else min(start_ns, end)
+        return conditional_reply(
+            request,
+            service.revisions,
+            lambda: service.load(start, end, run=run, max_points=max_points),
+            ages=end_ns is None,
+        )
 
     @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
     def list_audit_entries(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:

@@ -215,6 +215,14 @@ def serve(
             min=0, max=_MAX_DAYS, help="Days to retain turns and tokens of samples; 0 for no limit."
         ),
     ] = 1.0,
+    load_days: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=_MAX_DAYS,
+            help="Days to retain the load of engines and nodes; 0 for no limit.",
+        ),
+    ] = 2.0,
     keep_sample_text: Annotated[
         bool,
         typer.Option(
@@ -282,6 +290,7 @@ def serve(
                 max_age_s=retention_days * _DAY_S or None,
                 max_bytes=retention_bytes or None,
                 max_text_age_s=sample_text_days * _DAY_S or None,
+                max_load_age_s=load_days * _DAY_S or None,
             ),
             ray_address=ray_address,
             poll_s=poll_s,
@@ -450,6 +459,51 @@ def tag(
     """Replace the tags of a run; needs a service with --allow-actions."""
     change = {"run": run_id, "tags": tags or []}
     _show("/api/v1/actions/tag-run", {}, url, token_file, as_json=as_json, body=change)
+
+
+def _check_engine(url: str) -> None:
+    from dataplane_admin.scrape import engine_name
+
+    engine_name(url, "")
+
+
+@app.command(
+    cls=OptionsCommand,
+    epilog="Example: dataplane-admin scrape --engine http://127.0.0.1:8000/metrics --node",
+)
+def scrape(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of the metrics of vLLM or SGLang. Can be repeated.",
+            callback=checked(_check_engine),
+        ),
+    ] = None,
+    node: Annotated[
+        bool, typer.Option("--node", help="Also report processors, memory and GPUs of this node.")
+    ] = False,
+    to: Annotated[
+        str, typer.Option(help="URL of the service.", envvar="DATAPLANE_ADMIN_URL")
+    ] = DEFAULT_URL,
+    token_file: TokenFile = None,
+    run_id: Annotated[
+        str, typer.Option("--run", help="Run that they belong to; without it, any run.")
+    ] = "",
+    interval_s: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds between two scrapes.")
+    ] = 5.0,
+) -> None:
+    """Send the load of engines and of this node to the service. Runs until SIGTERM or SIGINT."""
+    exit_cleanly_on_signals()
+    _log_to_standard_error()
+    if not engine and not node:
+        _refuse("nothing to scrape; expected --engine, --node or both")
+    try:
+        from dataplane_admin.scrape import scrape as run
+    except ModuleNotFoundError as error:
+        _refuse(f"{error.name} is not installed; install dataplane-admin with its extra 'scrape'")
+    token = None if token_file is None else read_token(token_file)
+    run(engine or [], node=node, to=to, token=token, run_id=run_id, interval_s=interval_s)
 
 
 def _show(

@@ -1,7 +1,8 @@
 """Decoding of data points from export requests of metrics.
 
 A series belongs to one resource, one scope, one metric and one set of attributes. A number with the
-attribute ``rl.step`` is also a point of a curve; its series has the other attributes.
+attribute ``rl.step`` is also a point of a curve; its series has the other attributes. Metrics of
+`load_metrics` become points of load, not series: there may be one per processor of each node.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 
 from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.load import LoadPoints
 from dataplane_admin.ingest.values import digest_of
 from dataplane_admin.store import Batch, SeriesPoint
 from dataplane_admin.store.chunk import MAX_INT, RUN_ID, STEP, run_and_step
@@ -46,9 +48,10 @@ class _Source:
     identity: bytes
 
 
-def batch_of_metrics(request: MetricsData, limits: Limits) -> Batch:
-    """Return the data points of a request as a batch."""
+def batch_of_metrics(request: MetricsData, limits: Limits, now_ns: int) -> Batch:
+    """Return the data points of a request, received at ``now_ns``, as a batch."""
     series: list[SeriesPoint] = []
+    load, taken = LoadPoints(now_ns), 0
     refused: list[bytes] = []
     reasons: Counter[str] = Counter()
     for resource_metrics in request.resource_metrics:
@@ -60,14 +63,20 @@ def batch_of_metrics(request: MetricsData, limits: Limits) -> Batch:
             source = _Source(process, run_id, scope.name[: limits.attribute_length], identity)
             for metric in scope_metrics.metrics:
                 for point in _points(metric):
-                    reason = _reason_against(metric, point, len(series), limits)
+                    reason = _reason_against(metric, point, taken, limits)
                     if reason is None:
-                        series.append(_point(source, metric, point, limits))
+                        shown = load.add(process, run_id, metric, point)
+                        if shown is None:
+                            series.append(_point(source, metric, point, limits))
+                        reason = shown or None
+                    if reason is None:
+                        taken += 1
                     else:
                         refused.append(digest_of(point))
                         reasons[reason] += 1
     return Batch(
         series=tuple(series),
+        load=load.points(),
         refused=tuple(refused),
         reasons=tuple(f"{count} data points: {reason}" for reason, count in reasons.items()),
     )

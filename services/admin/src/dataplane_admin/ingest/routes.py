@@ -148,7 +148,7 @@ class _Receiver:
                 remove_sample_text(metrics)
             else:
                 redaction.attributes(metrics)
-            return batch_of_metrics(metrics, self._limits)
+            return batch_of_metrics(metrics, self._limits, time.time_ns())
         except (DecodeError, NotOtlp) as error:
             raise Refusal(
                 HTTPStatus.BAD_REQUEST, f"the body is not an OTLP request of {kind}: {error}"

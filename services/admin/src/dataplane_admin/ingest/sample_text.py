@@ -90,6 +90,7 @@ _KEYS = frozenset(
         "mlflow.traceRequestId",
         "openinference.span.kind",
         "output.mime_type",
+        "system.memory.state",
         "tool.id",
         "tool.name",
         "traceloop.entity.name",

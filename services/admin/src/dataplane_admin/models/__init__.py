@@ -11,6 +11,7 @@ from dataplane_admin.models.alerts import *  # noqa: F403
 from dataplane_admin.models.base import *  # noqa: F403
 from dataplane_admin.models.curves import *  # noqa: F403
 from dataplane_admin.models.lineage import *  # noqa: F403
+from dataplane_admin.models.load import *  # noqa: F403
 from dataplane_admin.models.partitions import *  # noqa: F403
 from dataplane_admin.models.records import *  # noqa: F403
 from dataplane_admin.models.runs import *  # noqa: F403

@@ -17,6 +17,7 @@ from dataplane_admin.pages.histogram import histogram
 from dataplane_admin.pages.learning import learning
 from dataplane_admin.pages.life import life_page
 from dataplane_admin.pages.links import to
+from dataplane_admin.pages.load import LOAD_POINTS, engines_page
 from dataplane_admin.pages.overview import Buckets, overview
 from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
@@ -36,6 +37,7 @@ _LOGIN_PROBLEMS = {
     "often": "Too many wrong tokens from your address. Try again in a moment.",
 }
 _MAX_STEPS = 10_000
+_LOAD_S = 3_600
 _MAX_SMOOTHING = 0.99
 
 
@@ -310,7 +312,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
             return shell.page(
                 request,
                 "trace.html.j2",
-                view=trace_page(facts, span_id=params.maybe("span")),
+                view=trace_page(facts, _load(service, facts), span_id=params.maybe("span")),
                 previous=_step(service, facts, -1),
                 following=_step(service, facts, 1),
                 now_ns=time.time_ns(),
@@ -318,6 +320,12 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
             )
 
         return shell.answer(request, make)
+
+    @routes.get("/engines")
+    def engines(request: Request) -> Response:
+        now_ns = time.time_ns()
+        load = service.load(now_ns - _LOAD_S * 10**9, now_ns, max_points=LOAD_POINTS)
+        return shell.page(request, "engines.html.j2", view=engines_page(load), now_ns=now_ns)
 
     @routes.get("/compare")
     def compare(request: Request) -> Response:
@@ -387,6 +395,14 @@ def _step(service: AdminService, trace: models.Trace, away: int) -> models.Trace
     except Refused:
         return None
     return traces[0] if traces else None
+
+
+def _load(service: AdminService, trace: models.Trace) -> models.Load | None:
+    """Return the load of engines and nodes during a trace; None if its time is unknown."""
+    if trace.start_ns is None or trace.end_ns is None:
+        return None
+    run = trace.run_id or None
+    return service.load(trace.start_ns, trace.end_ns, run=run, max_points=LOAD_POINTS)
 
 
 def _percent_of(part: float, total: float) -> float:

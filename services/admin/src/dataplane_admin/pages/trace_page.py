@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any  # Any: attribute values
 
 from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import outward, to
+from dataplane_admin.pages.load import LoadDrawing, draw_load
 from observability.views.drawing import Drawing, draw, kind_of, place
 
 _PATH = 10
@@ -89,6 +90,8 @@ class TracePage:
     facts: models.Trace
     title: str
     drawing: Drawing
+    load: LoadDrawing | None
+    """Engines and nodes below the spans; None without any."""
     detail: SpanDetail | None
     missing: str
     """Id of the requested span if it is not in the trace; else empty."""
@@ -100,15 +103,23 @@ class TracePage:
     external: Sequence[models.ExternalLink]
 
 
-def trace_page(trace: models.Trace, *, span_id: str | None) -> TracePage:
-    """Return the page of a trace, with the details of ``span_id`` if it is one of its spans."""
+def trace_page(trace: models.Trace, load: models.Load | None, *, span_id: str | None) -> TracePage:
+    """Return the page of a trace, with the details of ``span_id`` if it is one of its spans.
+
+    ``load`` is that of engines and nodes during the trace; None if its time is unknown.
+    """
     spans = {span.span_id: span for span in trace.rows}
     chosen = spans.get(span_id or "")
     path, rest = _path(trace, spans)
+    drawing = draw(trace.seconds, trace.rows, trace.process_times, trace.critical_path)
+    lanes = None if load is None else draw_load(load, drawing.height)
+    if lanes is not None:
+        drawing = replace(drawing, height=drawing.height + lanes.height)
     return TracePage(
         facts=trace,
         title=title_of(trace),
-        drawing=draw(trace.seconds, trace.rows, trace.process_times, trace.critical_path),
+        drawing=drawing,
+        load=lanes,
         detail=_detail(trace, spans, chosen) if chosen else None,
         missing=span_id if span_id and chosen is None else "",
         path=path,

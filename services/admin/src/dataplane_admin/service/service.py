@@ -27,6 +27,7 @@ from dataplane_admin.service.cursors import (
 )
 from dataplane_admin.service.errors import NotFound, Refused, Unavailable
 from dataplane_admin.service.health import Health
+from dataplane_admin.service.load import load
 from dataplane_admin.service.pace import Pace, paces
 from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
 from dataplane_admin.service.samples import THRESHOLD, content, last_response
@@ -445,6 +446,23 @@ class AdminService:
         if name is not None:
             _check_id("name", name)
         return self._store.series(name)
+
+    def load(
+        self,
+        start_ns: int,
+        end_ns: int,
+        *,
+        run: str | None = None,
+        max_points: int = MAX_POINTS,
+    ) -> models.Load:
+        """Return the load of engines and nodes in a period.
+
+        With ``run``, those that report another run are left out.
+        """
+        if run is not None:
+            _check_id("run", run)
+        _check("max_points", max_points, 2, MAX_POINTS)
+        return load(self._store, start_ns, end_ns, run=run, max_points=max_points)
 
     def clear(self, change: models.ClearSamples, *, actor: str) -> models.ActionResult:
         """Clear samples or a partition. Raises any subclass of ServiceError."""

@@ -1,12 +1,13 @@
 """Store of telemetry and of the audit log, in SQLite or PostgreSQL."""
 
-from dataplane_admin.store.batch import Batch, LifecycleEvent, SeriesPoint, WriteResult
+from dataplane_admin.store.batch import Batch, LifecycleEvent, LoadPoint, SeriesPoint, WriteResult
 from dataplane_admin.store.chunk import Chunk
 from dataplane_admin.store.errors import QueueFull, StoreError, StoreUnavailable, WriteRefused
 from dataplane_admin.store.read_samples import SampleFilter
 from dataplane_admin.store.retention import Retention
 from dataplane_admin.store.rows import (
     ClaimRow,
+    LoadRows,
     SampleCursor,
     StepRow,
     StoreTotals,
@@ -21,6 +22,8 @@ __all__ = [
     "Chunk",
     "ClaimRow",
     "LifecycleEvent",
+    "LoadPoint",
+    "LoadRows",
     "QueueFull",
     "Retention",
     "SampleCursor",

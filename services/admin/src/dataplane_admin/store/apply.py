@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataplane_admin.models import AuditEntry
 from dataplane_admin.store.apply_curves import apply_curves
 from dataplane_admin.store.apply_events import apply_events
+from dataplane_admin.store.apply_load import apply_load
 from dataplane_admin.store.apply_runs import apply_tags, mark_seen
 from dataplane_admin.store.apply_samples import apply_samples
 from dataplane_admin.store.apply_series import apply_series
@@ -28,6 +29,7 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     apply_samples(work, batches)
     series = apply_series(work, (point for batch in batches for point in batch.series))
     apply_curves(work, (point for batch in batches for point in batch.series))
+    apply_load(work, (point for batch in batches for point in batch.load))
     mark_seen(work, (point.run_id for batch in batches for point in batch.series))
     apply_tags(work, (tags for batch in batches for tags in batch.tags))
     apply_audit(work, (entry for batch in batches for entry in batch.audit))

@@ -172,6 +172,35 @@ class SeriesPoint:
     step: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """The load of an engine or node in one second, by one metric of `load_metrics`.
+
+    Attributes:
+        digest: digest of all attributes but the last three.
+        kind: ``engine`` or ``node``.
+        subject: name of the engine or node.
+        metric: name of the metric.
+        grows: whether value and total are counters.
+        device: the GPU, empty if the metric has none.
+        run_id: ``rl.run_id``, empty if unknown.
+        second: seconds since 1970.
+        value: value in that second.
+        total: total of a ratio.
+    """
+
+    digest: bytes
+    kind: Literal["engine", "node"]
+    subject: str
+    metric: str
+    grows: bool
+    device: str
+    run_id: str
+    second: int
+    value: float
+    total: float
+
+
 @dataclass(frozen=True)
 class Batch:
     """The records of one request.
@@ -180,6 +209,7 @@ class Batch:
         chunks: spans.
         events: lifecycle events.
         series: points of metrics.
+        load: load of engines and nodes.
         samples: facts and text of samples.
         audit: entries of the audit log.
         tags: run ids with the tags that replace those of the run.
@@ -194,6 +224,7 @@ class Batch:
     chunks: tuple[Chunk, ...] = ()
     events: tuple[LifecycleEvent, ...] = ()
     series: tuple[SeriesPoint, ...] = ()
+    load: tuple[LoadPoint, ...] = ()
     samples: tuple[SampleFacts | SampleText, ...] = ()
     audit: tuple[AuditEntry, ...] = ()
     tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -205,8 +236,8 @@ class Batch:
     @property
     def is_empty(self) -> bool:
         """True if the batch has nothing to store."""
-        held = (self.chunks, self.events, self.series, self.samples, self.audit, self.tags)
-        return not any(held)
+        held = (self.chunks, self.events, self.series, self.load, self.samples, self.audit)
+        return not any(held) and not self.tags
 
     @property
     def nbytes(self) -> int:
@@ -218,6 +249,7 @@ class Batch:
                 for event in self.events
             )
             + 500 * len(self.series)
+            + 300 * len(self.load)
             + sum(
                 500 + (len(each.text) if isinstance(each, SampleText) else 0)
                 for each in self.samples

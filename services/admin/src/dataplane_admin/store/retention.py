@@ -1,7 +1,8 @@
 """Retention: deletes the oldest records by age and size, in small steps.
 
 Age counts from the receive time, since senders' clocks are not trusted. A trace or a curve is
-deleted entirely once it has received nothing for that long.
+deleted entirely once it has received nothing for that long. Points of load count from their own
+time, which ingest limits to the next hour.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import delete, exists, select
+from sqlalchemy import delete, exists, func, select
 
 from dataplane_admin.store.apply_curves import drop_curves
 from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
+from dataplane_admin.store.apply_load import drop_load
 from dataplane_admin.store.apply_samples import drop_samples, drop_texts
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.packed import unpack_keys
@@ -22,6 +24,7 @@ from dataplane_admin.store.tables import (
     EventModel,
     EventSampleModel,
     LinkModel,
+    LoadSeriesModel,
     OpenWaitModel,
     PlaceModel,
     RunModel,
@@ -39,6 +42,7 @@ _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
 _FACTS_A_STEP = 512
 _CURVES_A_STEP = 1
+_LOAD_S_A_STEP = 600
 _PAGES_A_STEP = 512
 _RUNS_A_STEP = 16
 # A log below 1/64 of the limit is left to SQLite to truncate.
@@ -55,11 +59,13 @@ class Retention:
             counts the used part of the SQLite file and its write-ahead log; in PostgreSQL the
             written records without the overhead of tables.
         max_text_age_s: maximum age of turns and tokens of samples, as ``max_age_s``.
+        max_load_age_s: maximum age of the load of engines and nodes, as ``max_age_s``.
     """
 
     max_age_s: float | None = 7 * 86_400.0
     max_bytes: int | None = 2 << 30
     max_text_age_s: float | None = 86_400.0
+    max_load_age_s: float | None = 2 * 86_400.0
 
     def __post_init__(self) -> None:
         """Check the limits.
@@ -67,7 +73,7 @@ class Retention:
         Raises:
             ValueError: a limit is not above 0.
         """
-        for name in ("max_age_s", "max_bytes", "max_text_age_s"):
+        for name in ("max_age_s", "max_bytes", "max_text_age_s", "max_load_age_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: expected more than 0, or None for no limit")
@@ -89,6 +95,7 @@ class Sweeper:
             work = Work.begin(connection, is_sqlite=self._database.is_sqlite)
             before_ns = self._too_old(work, log_bytes)
             gone = bool(_drop_texts(work, self._retention.max_text_age_s))
+            gone |= drop_load(work, _before_s(before_ns, self._retention.max_load_age_s))
             gone |= bool(_drop_oldest(work, before_ns)) or _drop_rest(work, before_ns)
             if gone:
                 work.state.save(connection, changed=True)
@@ -126,7 +133,17 @@ def _oldest_ns(work: Work) -> int | None:
     facts = select(SampleFactModel.received_ns).order_by(SampleFactModel.id).limit(_FACTS_A_STEP)
     queries = (traces, events, curves, facts)
     columns = [work.connection.execute(query).scalars().all() for query in queries]
-    return min((max(query) for query in columns if query), default=None)
+    newest = [max(query) for query in columns if query]
+    oldest_load_s = work.connection.scalar(select(func.min(LoadSeriesModel.first_s)))
+    if oldest_load_s is not None:
+        newest.append((oldest_load_s + _LOAD_S_A_STEP) * 10**9)
+    return min(newest, default=None)
+
+
+def _before_s(before_ns: int, max_age_s: float | None) -> int:
+    """Return the time, in seconds since 1970, before which points of load are deleted."""
+    before_s = before_ns // 10**9
+    return before_s if max_age_s is None else max(before_s, int(time.time_ns() / 1e9 - max_age_s))
 
 
 def _drop_oldest(work: Work, before_ns: int) -> int:

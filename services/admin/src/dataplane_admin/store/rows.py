@@ -51,6 +51,19 @@ class TraceFilter:
 
 
 @dataclass
+class LoadRows:
+    """Points of a metric of an engine or node: second, value and total, in order of time."""
+
+    kind: str
+    subject: str
+    metric: str
+    grows: bool
+    device: str
+    run_id: str
+    points: list[tuple[int, float, float]]
+
+
+@dataclass
 class WaitRecords(Records):
     """Open waits, and the events that determine their partitions.
 

@@ -36,6 +36,7 @@ from dataplane_admin.store.read_events import (
     read_sample_records,
     read_samples,
 )
+from dataplane_admin.store.read_load import read_load
 from dataplane_admin.store.read_runs import read_run, read_runs
 from dataplane_admin.store.read_samples import (
     read_group,
@@ -189,6 +190,7 @@ class Store:
     run_with_curves = _bound(read_run_with_curves)
     curve_facts = _bound(read_curve_facts)
     curves = _bound(read_curves)
+    load = _bound(read_load)
     series = _bound(read_series)
     dropped_spans = _bound(read_dropped_spans)
     audit = _bound(read_audit)

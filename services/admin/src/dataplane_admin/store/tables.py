@@ -383,6 +383,40 @@ BLOCK = 16
 """Number of consecutive steps of a `CurveBlockModel`."""
 
 
+class LoadSeriesModel(Base):
+    """A metric of an engine or node over time, see `batch.LoadPoint`.
+
+    No point is before ``first_s`` or after ``last_s``, in seconds since 1970.
+    """
+
+    __tablename__ = "load_series"
+    __table_args__ = (Index(None, "digest", unique=True),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    digest: Mapped[bytes]
+    kind: Mapped[str]
+    subject: Mapped[str]
+    metric: Mapped[str]
+    grows: Mapped[bool]
+    device: Mapped[str]
+    run_id: Mapped[str]
+    first_s: Mapped[int]
+    last_s: Mapped[int]
+    updated_ns: Mapped[int]
+
+
+class LoadPointModel(Base):
+    """Value and total of a `LoadSeriesModel` in one second."""
+
+    __tablename__ = "load_points"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    series: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    second: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[float]
+    total: Mapped[float]
+
+
 class AlertModel(Base):
     """An alert; ``cleared_ns`` is None while it is raised."""
 

@@ -1,0 +1,119 @@
+"""Storage of the load of engines and nodes: one point per series and second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any  # Any: values of rows
+
+from sqlalchemy import bindparam, delete, func, select
+
+from dataplane_admin.store.batch import LoadPoint
+from dataplane_admin.store.tables import LoadPointModel, LoadSeriesModel
+from dataplane_admin.store.texts import storable
+from dataplane_admin.store.work import WANTED, Work, in_groups
+
+MAX_LOAD_SERIES = 2_000
+"""Maximum number of series; beyond it, those reported longest ago are deleted."""
+POINT_BYTES = 40
+"""Approximate bytes of a stored point."""
+_SECONDS_A_STEP = 7_200
+
+_STORED = select(LoadSeriesModel.__table__).where(LoadSeriesModel.digest.in_(WANTED))
+_KNOWN = select(LoadPointModel.series, LoadPointModel.second).where(
+    LoadPointModel.series.in_(WANTED),
+    LoadPointModel.second.between(bindparam("first"), bindparam("last")),
+)
+
+
+def apply_load(work: Work, points: Iterable[LoadPoint]) -> None:
+    """Store points; one that is sent again replaces the equal one."""
+    by_series: dict[bytes, dict[int, LoadPoint]] = {}
+    for point in points:
+        by_series.setdefault(point.digest, {})[point.second] = point
+    if not by_series:
+        return
+    stored = {
+        row.digest: row
+        for group in in_groups(by_series)
+        for row in work.connection.execute(_STORED, {"wanted": group})
+    }
+    rows: list[dict[str, Any]] = []
+    for digest, seconds in by_series.items():
+        before, point = stored.get(digest), next(iter(seconds.values()))
+        rows.append(
+            {
+                "id": work.state.next_id() if before is None else before.id,
+                "digest": digest,
+                "kind": point.kind,
+                "subject": storable(point.subject),
+                "metric": point.metric,
+                "grows": point.grows,
+                "device": storable(point.device),
+                "run_id": storable(point.run_id),
+                "first_s": min(seconds) if before is None else min(*seconds, before.first_s),
+                "last_s": max(seconds) if before is None else max(*seconds, before.last_s),
+                "updated_ns": work.now_ns,
+            }
+        )
+    work.change(LoadSeriesModel, "digest", [row for row in rows if row["digest"] in stored])
+    work.add(LoadSeriesModel, [row for row in rows if row["digest"] not in stored])
+    ids: dict[bytes, int] = {row["digest"]: row["id"] for row in rows}
+    placed: list[tuple[float | None, ...]] = [
+        (ids[digest], second, point.value, point.total)
+        for digest, seconds in by_series.items()
+        for second, point in seconds.items()
+    ]
+    sent = [second for seconds in by_series.values() for second in seconds]
+    limits = {"first": min(sent), "last": max(sent)}
+    known = {
+        (series, second)
+        for group in in_groups(row.id for row in stored.values())
+        for series, second in work.connection.execute(_KNOWN, {"wanted": group, **limits})
+    }
+    new = sum((series, second) not in known for series, second, *_ in placed)
+    work.state.nbytes += POINT_BYTES * new
+    work.put(LoadPointModel, placed)
+    if len(stored) < len(by_series):
+        newest = select(LoadSeriesModel.id).order_by(
+            LoadSeriesModel.updated_ns.desc(), LoadSeriesModel.id
+        )
+        _drop_series(work, work.connection.scalars(newest.offset(MAX_LOAD_SERIES)).all())
+
+
+def drop_load(work: Work, before_s: int) -> bool:
+    """Delete some points before a time, in seconds since 1970; return whether there were any."""
+    oldest = (
+        select(LoadSeriesModel.id, LoadSeriesModel.first_s, LoadSeriesModel.last_s)
+        .where(LoadSeriesModel.first_s < before_s)
+        .order_by(LoadSeriesModel.first_s)
+        .limit(1)
+    )
+    row = work.connection.execute(oldest).first()
+    if row is None:
+        return False
+    limit_s = min(before_s, row.first_s + _SECONDS_A_STEP)
+    if row.last_s < limit_s:
+        _drop_series(work, [row.id])
+        return True
+    # Points may be rare: the next step starts with the first point that is left.
+    after = select(func.min(LoadPointModel.second)).where(
+        LoadPointModel.series == row.id, LoadPointModel.second >= limit_s
+    )
+    first_s = work.connection.scalar(after)
+    gone = work.connection.execute(
+        delete(LoadPointModel).where(
+            LoadPointModel.series == row.id, LoadPointModel.second < first_s
+        )
+    )
+    work.state.nbytes -= POINT_BYTES * gone.rowcount
+    work.change(LoadSeriesModel, "id", [{"id": row.id, "first_s": first_s}])
+    return True
+
+
+def _drop_series(work: Work, ids: Sequence[int]) -> None:
+    for group in in_groups(ids):
+        gone = work.connection.execute(
+            delete(LoadPointModel).where(LoadPointModel.series.in_(group))
+        )
+        work.state.nbytes -= POINT_BYTES * gone.rowcount
+        work.connection.execute(delete(LoadSeriesModel).where(LoadSeriesModel.id.in_(group)))

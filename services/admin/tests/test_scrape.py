@@ -1,0 +1,232 @@
+"""`dataplane-admin scrape`: engines and this node, gaps where one fails, and a clean end."""
+
+import os
+import signal
+import subprocess
+import sysconfig
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from dataplane_admin.cli import app
+
+COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
+PATIENCE_S = 60.0
+START_S = 240.0
+TEXT = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a \\"b\\"\\n<script>"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} NaN
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{engine="0",model_name="tiny"} 48.0
+vllm:generation_tokens_created{engine="0",model_name="tiny"} 1.79e+09
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="tiny"} 0.0
+process_cpu_seconds_total 4.5
+"""
+GPUS = """
+class NVMLError(Exception): pass
+class Use: gpu = 37
+class Memory: used, total = 2**30, 4 * 2**30
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 2
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetMemoryInfo(device): return Memory
+def nvmlDeviceGetUtilizationRates(device):
+    if device: raise NVMLError("Not Supported")
+    return Use
+"""
+
+
+class Engine:
+    """A server whose answers a test sets; ``answer`` may block."""
+
+    def __init__(self):
+        self.answer = lambda handler: self.write(handler, TEXT.encode())
+        self.requests = 0
+        self.closed = threading.Event()
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                engine.requests += 1
+                engine.answer(self)
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}/metrics"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @staticmethod
+    def write(handler, body, status=200):
+        with suppress(OSError):  # the scraper is gone
+            handler.send_response(status)
+            handler.end_headers()
+            handler.wfile.write(body)
+
+    def end(self):
+        self.closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def engine():
+    engine = Engine()
+    yield engine
+    engine.end()
+
+
+@pytest.fixture
+def scraping(start, tmp_path):
+    """Start a service and a scraper that sends to it; return both."""
+    processes = []
+
+    def run(*arguments, environment=None):
+        service = start()
+        log = (tmp_path / "scrape.log").open("w")
+        command = [COMMAND, "scrape", "--to", service.url, "--interval-s", "2", *arguments]
+        process = subprocess.Popen(command, stderr=log, env=environment)
+        processes.append(process)
+        return service, process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def subjects(service):
+    answer = httpx.get(f"{service.url}/api/v1/load", timeout=PATIENCE_S).json()
+    return {
+        each["name"]: {(held["metric"], held["device"]): held["values"] for held in each["series"]}
+        for each in answer["subjects"]
+    }
+
+
+def warnings_of(log, engine):
+    return [
+        line for line in log.read_text().splitlines() if "failed" in line and engine.url in line
+    ]
+
+
+def has_recovered(log, engine):
+    lines = [line for line in log.read_text().splitlines() if engine.url in line]
+    return not lines or "scrape_recovered" in lines[-1]
+
+
+def until(condition, seconds=START_S):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return result
+
+
+def test_engines_and_node_are_sent_until_sigterm(engine, scraping, tmp_path):
+    (tmp_path / "pynvml.py").write_text(GPUS)
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    service, process = scraping("--engine", engine.url, "--node", environment=environment)
+    shown = until(lambda: (held := subjects(service)) and len(held) == 2 and held)
+    [name] = [name for name in shown if name.endswith(f":{engine.port}")]
+    assert shown[name]["running", ""][0] == 3.0
+    assert shown[name]["kv_cache", ""][0] == 0.25
+    assert ("waiting", "") not in shown[name]
+    [node] = shown.keys() - {name}
+    until(lambda: subjects(service)[node].get(("cpu", "")))
+    of_node = subjects(service)[node]
+    assert all(0 <= value <= 1 for value in of_node["cpu", ""] if value is not None)
+    used = 1 - psutil.virtual_memory().available / psutil.virtual_memory().total
+    assert of_node["memory", ""][-1] == pytest.approx(used, abs=0.3)
+    assert of_node["gpu", "0"][0] == 0.37
+    assert of_node["gpu_memory", "1"][0] == 0.25
+    assert ("gpu", "1") not in of_node
+    until(lambda: len(subjects(service)[name]["generation_tokens", ""]) > 1)
+    assert set(subjects(service)[name]["generation_tokens", ""]) == {0.0}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_failing_engine_is_one_warning_and_a_gap(engine, scraping, tmp_path):
+    good = Engine()
+    try:
+        # A byte at a time never exceeds the timeout of a read.
+        def drip(handler):
+            handler.send_response(200)
+            handler.end_headers()
+            with suppress(OSError):  # the scraper is gone
+                while not engine.closed.wait(0.1):
+                    handler.wfile.write(b"#")
+
+        engine.answer = drip
+        service, process = scraping("--engine", engine.url, "--engine", good.url)
+        until(lambda: engine.requests > 2 and subjects(service))
+        log = tmp_path / "scrape.log"
+        assert len(warnings_of(log, engine)) == 1
+        assert [name.rpartition(":")[2] for name in subjects(service)] == [str(good.port)]
+        engine.answer = lambda handler: engine.write(handler, TEXT.encode())
+        until(lambda: any(name.endswith(f":{engine.port}") for name in subjects(service)))
+        for answer, reason in (
+            (lambda handler: engine.write(handler, b"", 503), "status 503"),
+            (lambda handler: engine.write(handler, b"<html>"), "no metric of vLLM or SGLang"),
+            (lambda handler: engine.write(handler, b"x" * (9 << 20)), "larger than"),
+            (
+                lambda handler: engine.write(handler, b"vllm:num_requests_running{a 1\n"),
+                "not Prometheus text",
+            ),
+            (
+                lambda handler: engine.write(handler, b"vllm:num_requests_running 1\n" * 2_001),
+                "expected at most 2000",
+            ),
+        ):
+            until(lambda: has_recovered(log, engine))
+            engine.answer = answer
+            until(lambda reason=reason: reason in log.read_text())
+            engine.answer = lambda handler: engine.write(handler, TEXT.encode())
+        engine.answer = drip
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        good.end()
+
+
+def test_a_service_that_is_down_is_one_warning(engine, tmp_path):
+    command = [COMMAND, "scrape", "--engine", engine.url, "--to", "http://127.0.0.1:9"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--interval-s", "1"], stderr=log)
+    try:
+        until(lambda: engine.requests > 2)
+        assert (tmp_path / "log").read_text().count("\n") == 1
+        assert "export_failed" in (tmp_path / "log").read_text()
+    finally:
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "nothing to scrape"),
+        (["--engine", "127.0.0.1:8000"], "expected a URL"),
+        (["--engine", "file:///etc/passwd"], "expected a URL"),
+        (["--engine", "http://user:secret@host/metrics"], "without a user"),
+        (["--engine", "http://host:99999999/metrics"], "expected a URL"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, reason):
+    done = CliRunner().invoke(app, ["scrape", *arguments])
+    assert done.exit_code == 1
+    assert reason in done.stderr
