@@ -16,6 +16,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from stored import stored_bytes
 
 from dataplane_admin.ingest.sample_text import MAX_TEXT, remove_sample_text  # noqa: TID251
 
@@ -107,10 +108,6 @@ def spans(attributes, *, place="span"):
     return data, record
 
 
-def written(folder):
-    return b"".join(file.read_bytes() for file in folder.glob("admin.sqlite*"))
-
-
 def as_json(data):
     body = MessageToDict(data)
     span = body["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
@@ -130,7 +127,7 @@ def test_sample_text_is_removed_and_the_rest_stored(job, tmp_path, place, conten
         assert job.post("traces", as_json(data), "application/json").status_code == 200
     else:
         job.send(data)
-    stored = written(tmp_path)
+    stored = stored_bytes(tmp_path)
     assert SECRET.encode() not in stored
     for key in KEPT:
         assert key.encode() in stored
@@ -238,7 +235,7 @@ def test_sample_text_is_stored_on_request(job_of):
 def test_a_request_without_sample_text_is_stored_unchanged(job, tmp_path):
     data, _ = spans({"gen_ai.request.model": "policy"})
     job.send(data)
-    assert data.SerializeToString() in written(tmp_path)
+    assert data.SerializeToString() in stored_bytes(tmp_path)
 
 
 VALUES = st.recursive(

@@ -5,6 +5,7 @@ These tests use the store: they run migrations one by one and compare tables wit
 
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from dataplane_admin.store import Store, StoreError, StoreUnavailable  # noqa: TID251
+from dataplane_admin.store.compressed import expand  # noqa: TID251
 from dataplane_admin.store.engine import Database  # noqa: TID251
 from dataplane_admin.store.migrate import configuration  # noqa: TID251
 from dataplane_admin.store.tables import Base  # noqa: TID251
@@ -86,7 +88,12 @@ def test_waits_survive_a_migration_from_the_first_tables(new_url, batches):
                 " digest, record, keys) VALUES (1, 2, 'waiting', 1, 1, 't', 0, :wait, :digest,"
                 " :record, :keys)"
             ),
-            {"wait": b"of old", "digest": event.digest, "record": event.record, "keys": b""},
+            {
+                "wait": b"of old",
+                "digest": event.digest,
+                "record": expand(event.record),
+                "keys": b"",
+            },
         )
         connection.execute(text("INSERT INTO places VALUES (2, 'run', 'train', 0)"))
         connection.execute(
@@ -101,6 +108,50 @@ def test_waits_survive_a_migration_from_the_first_tables(new_url, batches):
         assert records.silent == {}
         store.write(batches.event("claimed", wait="w", task="t"))
         assert store.wait_records().events == []
+
+
+def test_spans_events_and_samples_survive_their_compression(new_url, batches):
+    url = new_url(empty=True)
+    database = Database(url)
+    trace_id = bytes(range(16))
+    keys = [3, 70, 2]
+    with database.writer.begin() as connection:
+        command.upgrade(configuration(connection), "0009")
+        event = batches.event("put", ["c", "z", "b"], version=5).events[0]
+        chunk = batches.spans(trace_id).chunks[0]
+        insert = (
+            "INSERT INTO events (id, place_id, name, time_ns, received_ns, task, samples,"
+            " weight_version, digest, record, keys)"
+            " VALUES (90, 1, 'put', 1, 1, '', 3, 5, :digest, :record, :keys)"
+        )
+        row = {"digest": event.digest, "record": expand(event.record)}
+        connection.execute(text(insert), row | {"keys": struct.pack("<3q", *keys)})
+        connection.execute(text("INSERT INTO places VALUES (1, 'run', 'train', 0)"))
+        for key, head in zip(keys, "czb", strict=True):
+            connection.execute(
+                text(
+                    "INSERT INTO samples (key, place_id, head, tail, weight_version, put_ns,"
+                    " live_ns, gone_ns, first_ns, last_ns)"
+                    " VALUES (:key, 1, :head, :tail, 5, 1, 1, 0, 1, 1)"
+                ),
+                {"key": key, "head": head.encode(), "tail": b""},
+            )
+            connection.execute(text("INSERT INTO event_samples VALUES (:key, 90)"), {"key": key})
+        connection.execute(
+            text(
+                "INSERT INTO span_chunks (id, trace_id, digest, spans, received_ns, blob)"
+                " VALUES (91, :trace_id, :digest, 1, 1, :blob)"
+            ),
+            {"trace_id": trace_id, "digest": chunk.digest, "blob": expand(chunk.blob)},
+        )
+        connection.execute(text("UPDATE state SET last_id = 91, events = 1, samples = 3"))
+    database.close()
+    with Store.open(url) as store:
+        [put] = store.sample_records("z").events
+        assert (put.name, put.sample_ids) == ("put", ("z",))
+        assert store.sample_records("a").events == []
+        [span] = store.trace_records(trace_id.hex()).spans
+        assert span.name == "grpo.step"
 
 
 def test_a_database_of_a_newer_service_is_refused(url):

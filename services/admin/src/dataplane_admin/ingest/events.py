@@ -24,6 +24,7 @@ from dataplane_admin.ingest.values import cut, digest_of
 from dataplane_admin.store import Batch, LifecycleEvent
 from dataplane_admin.store.batch import RunChange, SampleFacts, SampleText, wait_digest
 from dataplane_admin.store.chunk import MAX_INT
+from dataplane_admin.store.compressed import compress
 from dataplane_admin.store.texts import bytes_of_id, storable
 from observability.records import (
     EVENT_PREFIX,
@@ -169,7 +170,7 @@ def _event(
     samples = integer("dataplane.samples")
     return LifecycleEvent(
         digest=digest.digest(),
-        record=blob,
+        record=compress(blob),
         sample_ids=sample_ids,
         name=event.name,
         run_id=text("rl.run_id"),

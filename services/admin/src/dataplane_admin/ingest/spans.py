@@ -23,6 +23,7 @@ from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.values import MAX_COUNT, Attributed, cut, digest_of
 from dataplane_admin.store import Batch, Chunk
 from dataplane_admin.store.chunk import MAX_INT, NO_TRACE, run_and_step
+from dataplane_admin.store.compressed import compress
 from observability.records import identity_of
 
 _NO_SPAN = bytes(8)
@@ -141,7 +142,7 @@ def _has_many_attributes(records: Iterable[Attributed], maximum: int) -> bool:
 def _finish(chunk: Chunk, blob: bytes) -> None:
     digest = hashlib.blake2b(blob, digest_size=16)
     digest.update(chunk.rejected.to_bytes(8, "little"))
-    chunk.blob, chunk.digest = blob, digest.digest()
+    chunk.blob, chunk.digest = compress(blob), digest.digest()
     chunk.end_ns = max(chunk.end_ns, chunk.start_ns)
     chunk.links.discard(chunk.trace_id)
 

@@ -15,7 +15,7 @@ from sqlalchemy import delete, select, tuple_
 from dataplane_admin.store.apply_runs import apply_run_changes, apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
 from dataplane_admin.store.lives import EVENT_NAME
-from dataplane_admin.store.packed import pack_keys, unpack_keys
+from dataplane_admin.store.packed import pack_blocks, pack_keys, unpack_keys
 from dataplane_admin.store.sample_life import SampleLife, look_up_lives
 from dataplane_admin.store.tables import (
     EventModel,
@@ -31,9 +31,10 @@ ENDS = ("claimed", "claim_failed", "answered")
 """Events that end a wait."""
 
 EVENT_BYTES = 250
-"""Approximate bytes of an event without its record; each of its samples adds `SAMPLE_BYTES`."""
+"""Approximate bytes of an event without its record and keys."""
 
-SAMPLE_BYTES = 30
+SAMPLE_BYTES = 110
+"""Approximate bytes of a sample, without its events."""
 
 
 @dataclass(slots=True)
@@ -84,8 +85,11 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
         if event.name == "cleared" and not keys:
             place.clears_ns.append(event.time_ns)
         rows.append(_event_row(event, event_id, place.id, keys, work.now_ns))
-        named += [{"sample_key": key, "event_id": event_id} for key in dict.fromkeys(keys)]
-        work.state.nbytes += len(event.record) + EVENT_BYTES + SAMPLE_BYTES * len(keys)
+        named += [
+            {"block": block, "event_id": event_id, "members": members}
+            for block, members in pack_blocks(keys).items()
+        ]
+        work.state.nbytes += len(event.record) + EVENT_BYTES + len(rows[-1]["keys"])
     work.add(EventModel, rows)
     work.add(EventSampleModel, named)
     work.state.events += len(rows)
@@ -215,6 +219,7 @@ def _save_samples(work: Work, samples: dict[_SampleKey, SampleLife]) -> None:
     work.add(SampleModel, new)
     work.change(SampleModel, "key", changed)
     work.state.samples += len(new)
+    work.state.nbytes += SAMPLE_BYTES * len(new)
 
 
 def _event_row(

@@ -49,7 +49,7 @@ class LifecycleEvent:
 
     Attributes:
         digest: digest that only equal events share.
-        record: OTLP LogsData with this record, without the ids.
+        record: compressed OTLP LogsData with this record, without the ids.
         sample_ids: ids as bytes, see `texts.bytes_of_id`, in reported order.
         name: event name without the prefix.
         run_id: ``rl.run_id``, empty if unknown.

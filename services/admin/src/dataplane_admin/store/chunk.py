@@ -53,7 +53,7 @@ class Chunk:
     Attributes:
         trace_id: 16 bytes.
         digest: digest that only equal chunks share; a retry has the same.
-        blob: OTLP TracesData with the spans; empty if there are none.
+        blob: compressed OTLP TracesData with the spans; empty if there are none.
         spans: number of spans; a repeated span counts each time.
         states: `span_key` of each span to its `span_state`.
         rejected: spans rejected by limits.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from sqlalchemy import Connection, func, select, tuple_
 
 from dataplane_admin.models import SampleHit
+from dataplane_admin.store.compressed import expand_all
+from dataplane_admin.store.packed import names_any
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
 from dataplane_admin.store.rows import ClaimRow, SampleCursor
 from dataplane_admin.store.tables import (
@@ -52,7 +54,7 @@ def read_sample_records(reader: Reader, sample_id: str, partition: str | None = 
         named = (
             select(*columns)
             .join(EventSampleModel, EventSampleModel.event_id == EventModel.id)
-            .where(EventSampleModel.sample_key.in_([row.key for row in rows]))
+            .where(names_any(row.key for row in rows))
             .order_by(EventModel.id)
             .limit(_MAX_EVENTS_OF_SAMPLE)
         )
@@ -209,7 +211,7 @@ def read_newest_claims(
             for group in in_groups(sorted(ids.values()))
             for row in connection.execute(of_ids.where(EventModel.id.in_(group)))
         ]
-    events = decode_logs(b"".join(row.record for row in rows)).events
+    events = decode_logs(expand_all(row.record for row in rows)).events
     newest_claims = [
         ClaimRow(row.partition, row.task, (row.place_id, row.task) in claimed, _fields(event))
         for row, event in zip(rows, events, strict=True)

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, func, select
 
 from dataplane_admin.models import Staleness, TraceStaleness
 from dataplane_admin.store.lives import life_at, read_lives
-from dataplane_admin.store.packed import unpack_keys
+from dataplane_admin.store.packed import pack_blocks, unpack_block, unpack_keys
 from dataplane_admin.store.reader import Reader, of_keys, trace_bytes
 from dataplane_admin.store.tables import EventModel, EventSampleModel, PlaceModel, SampleModel
 from dataplane_admin.store.texts import storable
@@ -179,13 +179,16 @@ def _versions_of_earlier_lives(
         else:
             generated_by[sample.key, time_ns] = life.weight_version
     puts = (
-        select(EventSampleModel.sample_key, EventModel.weight_version)
+        select(EventSampleModel.block, EventSampleModel.members, EventModel.weight_version)
         .join(EventModel, EventModel.id == EventSampleModel.event_id)
         .where(EventModel.name == "put", EventModel.weight_version.is_not(None))
         .order_by(EventModel.time_ns.desc(), EventModel.id.desc())
     )
-    for group in in_groups(before_first):
-        rows = connection.execute(puts.where(EventSampleModel.sample_key.in_(group)))
-        first = {row.sample_key: row.weight_version for row in rows}
-        generated_by |= {(key, at): first.get(key) for key in group for at in before_first[key]}
+    first: dict[int, int] = {}
+    for blocks in in_groups(pack_blocks(before_first)):
+        for row in connection.execute(puts.where(EventSampleModel.block.in_(blocks))):
+            for key in unpack_block(row.block, row.members):
+                first[key] = row.weight_version
+    for key, times in before_first.items():
+        generated_by |= {(key, at): first.get(key) for at in times}
     return generated_by

@@ -16,8 +16,9 @@ from typing import Any  # Any: rows
 
 from sqlalchemy import Connection, case, func, select
 
+from dataplane_admin.store.compressed import expand
 from dataplane_admin.store.lives import EVENT_NAME
-from dataplane_admin.store.packed import unpack_keys
+from dataplane_admin.store.packed import names_any, pack_blocks, unpack_block, unpack_keys
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
 from dataplane_admin.store.rows import WaitRecords
 from dataplane_admin.store.tables import (
@@ -88,7 +89,7 @@ def read_wait_records(
         )
         for place in connection.execute(places).all():
             events += _shape(reader, connection, place.id, place.cleared_ns)
-        [newest_event] = decode_logs(connection.scalar(newest) or b"").events
+        [newest_event] = decode_logs(expand(connection.scalars(newest).one())).events
     # The last event shows which run is active; without name and ids it has no other effect.
     last_ns = max(newest_event.time_ns, *(event.time_ns for event in events))
     events.append(replace(newest_event, name="", time_ns=last_ns))
@@ -232,7 +233,7 @@ def _gone(
             if row.name == "put":
                 present |= named
                 continue
-            if not _is_withdrawal(row.record):
+            if not _is_withdrawal(expand(row.record)):
                 gone += len(named & present)
                 # Possibly put before that time.
                 earlier |= named - present - cleared
@@ -245,21 +246,23 @@ def _gone(
 
 def _count_present(connection: Connection, keys: set[int], cleared_ns: int, at_ns: int) -> int:
     """Return how many of these samples were present at a time."""
-    put_ns, ended_ns = (
-        func.max(case((EventModel.name == name, EventModel.time_ns), else_=0))
-        for name in ("put", "cleared")
-    )
-    present = (
-        select(EventSampleModel.sample_key)
+    newest: dict[str, dict[int, int]] = {"put": {}, "cleared": {}}
+    events = (
+        select(
+            EventSampleModel.block, EventSampleModel.members, EventModel.name, EventModel.time_ns
+        )
         .join(EventModel, EventModel.id == EventSampleModel.event_id)
-        .where(EventModel.time_ns > cleared_ns, EventModel.time_ns <= at_ns)
-        .group_by(EventSampleModel.sample_key)
-        .having(put_ns > ended_ns)
+        .where(
+            EventModel.time_ns > cleared_ns, EventModel.time_ns <= at_ns, EVENT_NAME.in_([*newest])
+        )
     )
-    return sum(
-        len(connection.scalars(present.where(EventSampleModel.sample_key.in_(group))).all())
-        for group in in_groups(keys)
-    )
+    for blocks in in_groups(pack_blocks(keys)):
+        for row in connection.execute(events.where(EventSampleModel.block.in_(blocks))):
+            times = newest[row.name]
+            for key in keys.intersection(unpack_block(row.block, row.members)):
+                times[key] = max(row.time_ns, times.get(key, 0))
+    ended_ns = newest["cleared"]
+    return sum(put_ns > ended_ns.get(key, 0) for key, put_ns in newest["put"].items())
 
 
 def _is_withdrawal(record: bytes) -> bool:
@@ -289,10 +292,8 @@ def _shaping_events(
         ids = sorted(
             {
                 event_id
-                for group in in_groups(keys)
-                for event_id in connection.scalars(
-                    named.where(EventSampleModel.sample_key.in_(group))
-                )
+                for group in in_groups(sorted(keys))
+                for event_id in connection.scalars(named.where(names_any(group)))
             }
         )
     return _of_ids(reader, connection, ids)

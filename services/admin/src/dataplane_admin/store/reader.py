@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Select, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from dataplane_admin.store.compressed import expand_all
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.packed import unpack_keys
@@ -59,8 +60,7 @@ class Reader:
                 .order_by(ChunkModel.id)
             )
         ]
-        # Concatenated protobuf messages are one message with the fields of all.
-        return decode_traces(b"".join(blobs)).spans
+        return decode_traces(expand_all(blobs)).spans
 
     def events(
         self, connection: Connection, chosen: Select[*tuple[Any, ...]], *, only: str | None = None
@@ -73,7 +73,7 @@ class Reader:
             only: the only sample id to return with each event; None for all.
         """
         rows = connection.execute(chosen).all()
-        decoded = decode_logs(b"".join(row.record for row in rows)).events
+        decoded = decode_logs(expand_all(row.record for row in rows)).events
         events = [
             replace(event, received_ns=row.received_ns)
             for event, row in zip(decoded, rows, strict=True)

@@ -17,7 +17,7 @@ from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
 from dataplane_admin.store.apply_load import drop_load
 from dataplane_admin.store.apply_samples import drop_samples, drop_texts
 from dataplane_admin.store.engine import Database
-from dataplane_admin.store.packed import unpack_keys
+from dataplane_admin.store.packed import names, pack_blocks, unpack_keys
 from dataplane_admin.store.tables import (
     ChunkModel,
     CurveModel,
@@ -214,23 +214,24 @@ def _drop_events(work: Work, before_ns: int) -> int:
             break
         dropped.append(row.id)
         keys.update(dict.fromkeys(named))
-        work.state.nbytes -= len(row.record) + EVENT_BYTES + SAMPLE_BYTES * len(named)
-    for group in in_groups(keys):
+        work.state.nbytes -= len(row.record) + EVENT_BYTES + len(row.keys)
+    for blocks in in_groups(pack_blocks(keys)):
         # Ids grow, so this includes every deleted event.
         work.connection.execute(
             delete(EventSampleModel).where(
-                EventSampleModel.sample_key.in_(group), EventSampleModel.event_id <= dropped[-1]
+                EventSampleModel.block.in_(blocks), EventSampleModel.event_id <= dropped[-1]
             )
         )
     for group in in_groups(dropped):
         work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.event_id.in_(group)))
         work.connection.execute(delete(EventModel).where(EventModel.id.in_(group)))
     for group in in_groups(keys):
-        unnamed = ~exists().where(EventSampleModel.sample_key == SampleModel.key)
+        unnamed = ~exists().where(names(SampleModel.key))
         done = work.connection.execute(
             delete(SampleModel).where(SampleModel.key.in_(group), unnamed)
         )
         work.state.samples -= done.rowcount
+        work.state.nbytes -= SAMPLE_BYTES * done.rowcount
     work.state.events -= len(dropped)
     return len(dropped)
 

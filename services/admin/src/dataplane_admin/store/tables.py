@@ -117,7 +117,7 @@ class TraceModel(Base):
 
 
 class ChunkModel(Base):
-    """The spans of one trace in one request: ``blob`` is an OTLP TracesData."""
+    """The spans of one trace in one request: ``blob`` is an OTLP TracesData, see `compressed`."""
 
     __tablename__ = "span_chunks"
     __table_args__ = (Index(None, "trace_id", "digest", unique=True),)
@@ -176,7 +176,7 @@ class PlaceModel(Base):
 class EventModel(Base):
     """A lifecycle event: ``record`` is OTLP LogsData without the ids, ``keys`` are the samples.
 
-    ``keys`` are sample keys of eight bytes each, little-endian, in reported order. ``wait`` is a
+    ``record`` is compressed, see `compressed`, and ``keys`` are packed, see `packed`. ``wait`` is a
     digest that start and end of a wait share.
     """
 
@@ -231,13 +231,14 @@ class SampleModel(Base):
 
 
 class EventSampleModel(Base):
-    """A sample named by an event."""
+    """Samples named by an event: a block of keys and its members, see `packed.pack_blocks`."""
 
     __tablename__ = "event_samples"
     __table_args__ = ({"sqlite_with_rowid": False},)
 
-    sample_key: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    members: Mapped[int]
 
 
 class SampleFactModel(Base):
