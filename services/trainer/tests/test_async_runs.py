@@ -33,10 +33,15 @@ def async_config(local_ray, configure_async):
 
 
 class Recorder(RunDisplay):
-    """Display that records steps and notices, and kills a process in the second step."""
+    """Display that records steps and notices, and kills a process in a phase of a step.
 
-    def __init__(self, victim=None):
-        self.records, self.notices, self._victim = [], [], victim
+    ``which`` is the place of the killed process among those of its name, ``after`` the number of
+    steps before that phase.
+    """
+
+    def __init__(self, victim=None, which=-1, phase="train", after=1):
+        self.records, self.notices = [], []
+        self._victim, self._which, self._phase, self._after = victim, which, phase, after
 
     def notice(self, text):
         self.notices.append(text)
@@ -45,13 +50,13 @@ class Recorder(RunDisplay):
         self.records.append(record)
 
     def phase(self, name):
-        if self._victim and name == "train" and len(self.records) == 1:
+        if self._victim and name == self._phase and len(self.records) == self._after:
             victims = [
                 process
                 for process in psutil.Process().children(recursive=True)
                 if process.cmdline() and process.cmdline()[0].startswith(self._victim)
             ]
-            victims[-1].send_signal(signal.SIGKILL)
+            victims[self._which].send_signal(signal.SIGKILL)
             self._victim = None
 
 
@@ -122,6 +127,23 @@ def test_a_resume_generates_pending_prompts_again(run):
     assert [record["step"] for record in display.records] == [*range(CHECKPOINT + 1, STEPS + 1)]
     assert again.history[:CHECKPOINT] == state["history"]
     assert all(record["staleness_max"] <= STALENESS for record in display.records)
+
+
+@pytest.mark.parametrize("phase", ["train", "validation"])
+def test_validation_survives_the_loss_of_the_first_generator(async_config, phase):
+    streams = []
+
+    def observe(name, direction, value):
+        if direction == "sent" and name.startswith("generation worker"):
+            streams.extend(each for each in value[0] if str(each).startswith("generation worker"))
+
+    display = Recorder("ray::GenerationWorker", which=0, phase=phase)
+    changes = {"grpo.num_steps": 2, "validation.every_steps": 2}
+    result = grpo_trainer.train(async_config(changes), display=display, observer=observe)
+    assert "continuing without" in "".join(display.notices)
+    validated = [record["step"] for record in result.history if "validation_reward" in record]
+    assert validated == [2]
+    assert len(set(streams)) == len(streams) >= 2
 
 
 def test_run_ends_if_too_few_generators_remain(async_config):

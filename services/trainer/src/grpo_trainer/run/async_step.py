@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,12 +19,13 @@ import torch
 from dataplane_core import DP_TRAIN_FIELDS, TagFilter
 from dataplane_core.telemetry import span, step_context
 from grpo_trainer.checkpoint.folder import RunState
-from grpo_trainer.errors import DynamicSamplingError, GradientError, StalenessError
+from grpo_trainer.errors import DynamicSamplingError, GradientError, StalenessError, WorkerError
 from grpo_trainer.policy.driver import StreamedStep
 from grpo_trainer.policy.learning_rate import learning_rate
 from grpo_trainer.policy.logprob_gap import LogprobGap
+from grpo_trainer.rollout.prompts import Prompt
 from grpo_trainer.run.generator_fleet import GeneratorFleet
-from grpo_trainer.run.processes import RunActors
+from grpo_trainer.run.processes import GeneratorActors, RunActors
 from grpo_trainer.run.prompt_feed import PromptFeed
 from grpo_trainer.run.step import GRPOStep, StepReport
 from grpo_trainer.samples.advantages import mean_and_std
@@ -33,6 +34,7 @@ from grpo_trainer.samples.partition import (
     IS_FILLER,
     PROMPT,
     TRAIN,
+    VALIDATION,
     WEIGHT_VERSION,
     WEIGHT_VERSIONS,
 )
@@ -65,6 +67,7 @@ class AsyncGRPOStep(GRPOStep):
     ) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # those of the base class
         size = self._config.grpo.num_generations_per_prompt
+        self._actors = actors
         self._feed = PromptFeed(self._client, self._prompts, pending, size)
         self._fleet = GeneratorFleet(
             self._client,
@@ -92,6 +95,21 @@ class AsyncGRPOStep(GRPOStep):
     def stop(self) -> None:
         """Let the generators finish their rollouts, and start no others."""
         self._fleet.stop()
+
+    def _install(self, version: int) -> None:
+        self._fleet.sync(version)
+
+    def _validator(self) -> GeneratorActors:
+        return self._actors.generators[0]
+
+    def _validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> None:
+        while True:
+            try:
+                return super()._validate(step, prompts, report)
+            except WorkerError as error:
+                if not self._fleet.lose_dead(error):
+                    raise
+                self._client.clear_samples(None, VALIDATION)
 
     def _run(self, step: int, report: StepReport) -> None:
         grpo, policy = self._config.grpo, self._config.policy

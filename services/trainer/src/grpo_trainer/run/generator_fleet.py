@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +94,8 @@ class GeneratorFleet:
                 self._emit_left(each, "finished")
 
     def _start(self, names: GeneratorActors) -> None:
+        # Workers share the run's seed: without separate streams, all would draw the same numbers.
+        self._calls.call(names.worker, "begin", f"{names.worker} {uuid.uuid4().hex}")
         if self._records_responses:
             self._calls.call(names.worker, "open_journal", str(self._journal))
         owner: str = self._calls.call(
@@ -150,16 +153,27 @@ class GeneratorFleet:
             WorkerError: as `RefitWeightSync.sync`, or too few generators remain.
         """
         while True:
+            workers = [each.worker for each in self._actors.generators]
             try:
                 self._weight_sync.sync(version)
+                # It makes a worker try its lost vLLM servers again.
+                self._calls.each("clear_metrics", dict.fromkeys(workers, ((), {})))
             except WorkerError as error:
-                dead = [each for each in self._actors.generators if self._is_dead(each)]
-                if not dead:
+                if not self.lose_dead(error):
                     self._policy.drop_dead(error)
-                for names in dead:
-                    self._lose(names, error)
             else:
                 return
+
+    def lose_dead(self, error: WorkerError) -> bool:
+        """Remove the generators that died; return False if none did.
+
+        Raises:
+            WorkerError: ``error``, if too few generators remain.
+        """
+        dead = [each for each in self._actors.generators if self._is_dead(each)]
+        for names in dead:
+            self._lose(names, error)
+        return bool(dead)
 
     def replace_lost(self, version: int) -> None:
         """Admit a generator that has started, and start another if one is missing.

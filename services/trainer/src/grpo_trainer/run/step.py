@@ -30,7 +30,7 @@ from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
 from grpo_trainer.rollout.sample_records import GENERATED_TOKENS, record_generated, record_texts
 from grpo_trainer.rollout.totals import RolloutTotals
-from grpo_trainer.run.processes import ROLLOUT
+from grpo_trainer.run.processes import ROLLOUT, GeneratorActors
 from grpo_trainer.samples.advantages import mean_and_std
 from grpo_trainer.samples.partition import TRAIN, VALIDATION
 from grpo_trainer.samples.shaping import CARRY, shape_rewards
@@ -171,6 +171,10 @@ class GRPOStep:
                 return self._weight_sync.sync(version)
             except WorkerError as error:
                 self._policy.drop_dead(error)
+
+    def _validator(self) -> GeneratorActors:
+        """Return the actors that generate a validation's conversations."""
+        return GeneratorActors(ROLLOUT, GENERATION)
 
     def _stream(self, step: int) -> str:
         """Return the name of the step's random stream."""
@@ -341,7 +345,8 @@ class GRPOStep:
     def _validate(self, step: int, prompts: Sequence[Prompt], report: StepReport) -> None:
         with report.phase("refit"):
             self._install(step)
-        self._calls.call(GENERATION, "begin", f"validation {step}")
+        names = self._validator()
+        self._calls.call(names.worker, "begin", f"validation {step}")
         size = self._config.validation.batch_size
         rewards = []
         with report.phase("validation"):
@@ -349,7 +354,7 @@ class GRPOStep:
                 chunk = prompts[start : start + size]
                 self._client.register_partition(VALIDATION, [], len(chunk), [])
                 meta, carry, _, _ = self._calls.call(
-                    ROLLOUT,
+                    names.rollout,
                     "rollout_to_tq",
                     rollout_batch(chunk, group_size=1),
                     partition_id=VALIDATION,
