@@ -8,6 +8,7 @@ import pytest
 
 from dataplane_admin import Retention
 
+MAX_CONTENT, MAX_TOKENS = 32_768, 4_096
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -50,6 +51,21 @@ def test_redacted_matches_are_not_stored(job_of, otlp):
     rows = json.dumps(job.get("trace", id=trace["trace_id"]))
     assert "[redacted] and [redacted]" in rows
     assert "sk-" not in rows
+
+
+def test_a_match_across_the_maximum_length_is_redacted(job_of, otlp):
+    job = job_of(keep_sample_text=True, redact=(re.compile(r"sk-\w+"),))
+    before = "x" * (MAX_CONTENT - 5)
+    tokens = ["y"] * (MAX_TOKENS - 1) + ["sk-abc", "def"]
+    body = {
+        "id": "a",
+        "turns": [{"role": "user", "content": before + "sk-abcdef"}],
+        "tokens": {"text": tokens},
+    }
+    job.send(record(otlp, "rl.sample.text", body))
+    content = job.get("sample/content", id="a", run="run")
+    assert content["turns"][0]["content"] == before + "[reda"
+    assert [token["text"] for token in content["tokens"]] == [*tokens[:-2], "[redacted]"]
 
 
 def test_texts_are_deleted_before_facts(job_of, otlp, later):

@@ -71,6 +71,7 @@ def batch_of_logs(
         redaction: applied to turns and tokens of samples; None removes them.
     """
     samples: list[SampleFacts | SampleText] = []
+    of_samples = 0  # records
     events: list[LifecycleEvent] = []
     reasons: Counter[str] = Counter()
     refused: list[bytes] = []
@@ -84,6 +85,9 @@ def batch_of_logs(
                 if record.event_name == FACTS or (record.event_name == TEXT and keeps_text):
                     of_record = event_of(record, process, run, only=_READ).attributes
                     try:
+                        if of_samples >= limits.events:
+                            raise InvalidSamples(f"more than {limits.events} in a request")
+                        of_samples += 1
                         samples += samples_of(record, of_record, limits, now_ns, redaction)
                     except InvalidSamples as reason:
                         refused.append(digest_of(record))

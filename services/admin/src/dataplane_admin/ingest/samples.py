@@ -106,7 +106,8 @@ def _ids(given: object, limits: Limits) -> list[bytes]:
 def _turns(body: Mapping[str, Any], redaction: Redaction) -> list[dict[str, str]]:
     turns = body.get("turns")
     return [
-        {key: redaction.text(str(turn.get(key, ""))[:MAX_CONTENT]) for key in ("role", "content")}
+        # Cut last: a match may cross the cut.
+        {key: redaction.text(str(turn.get(key, "")))[:MAX_CONTENT] for key in ("role", "content")}
         for turn in (turns if isinstance(turns, list) else [])[:_MAX_TURNS]
         if isinstance(turn, dict)
     ]
@@ -116,7 +117,8 @@ def _tokens(body: Mapping[str, Any], redaction: Redaction) -> dict[str, list[Any
     tokens = body.get("tokens")
     if not isinstance(tokens, dict) or not isinstance(tokens.get("text"), list):
         return {}
-    texts = redaction.tokens([str(text)[:_MAX_TOKEN] for text in tokens["text"][:MAX_TOKENS]])
+    redacted = redaction.tokens([str(text) for text in tokens["text"]])
+    texts = [text[:_MAX_TOKEN] for text in redacted[:MAX_TOKENS]]
     columns: dict[str, list[Any]] = {"text": texts}
     for name in _TOKEN_COLUMNS[1:]:
         column = tokens.get(name)
