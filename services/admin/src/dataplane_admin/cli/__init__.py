@@ -494,14 +494,14 @@ def scrape(
     ] = 5.0,
 ) -> None:
     """Send the load of engines and of this node to the service. Runs until SIGTERM or SIGINT."""
-    exit_cleanly_on_signals()
-    _log_to_standard_error()
     if not engine and not node:
         _refuse("nothing to scrape; expected --engine, --node or both")
     try:
         from dataplane_admin.scrape import scrape as run
     except ModuleNotFoundError as error:
         _refuse(f"{error.name} is not installed; install dataplane-admin with its extra 'scrape'")
+    exit_cleanly_on_signals()
+    _log_to_standard_error()
     token = None if token_file is None else read_token(token_file)
     run(engine or [], node=node, to=to, token=token, run_id=run_id, interval_s=interval_s)
 
