@@ -152,7 +152,7 @@ MESSAGES = [
     *re.findall(r"^\| `([^`]*: no answer from [^`]*)` \|", STUCK_RUN, re.MULTILINE),
     *re.findall(
         r"^\| `([^`]+)` \|",
-        re.split("### A part died\n|\n### It is refused", OPERATIONS)[1],
+        re.split("### A process died\n|\n### A call is refused", OPERATIONS)[1],
         re.MULTILINE,
     ),
 ]
