@@ -1,9 +1,10 @@
-"""Keys of samples survive their packing; the API shows only ids, in few shapes."""
+"""Keys and messages survive their encoding; the API shows only few shapes of them."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane_admin.store.compressed import compress, expand  # noqa: TID251  # any bytes
 from dataplane_admin.store.packed import (  # noqa: TID251  # any key, however far from the next
     pack_blocks,
     pack_keys,
@@ -12,6 +13,13 @@ from dataplane_admin.store.packed import (  # noqa: TID251  # any key, however f
 )
 
 keys = st.integers(0, 2**63 - 1) | st.integers(0, 300)
+
+
+@given(st.binary(max_size=2000), st.integers(1, 300))
+def test_messages_are_expanded_from_bytes_that_bound_them(message, times):
+    stored = compress(message * times)
+    assert expand(stored) == message * times
+    assert len(message * times) <= 20 * len(stored)
 
 
 @given(st.lists(keys, max_size=200))

@@ -60,11 +60,21 @@ _DICTIONARY = b"".join(
 )
 _WINDOW, _MEMORY = -12, 5
 """4 kB of window and a small table: to set up larger ones takes longer than the compression."""
+_MAX_RATIO = 20
+"""Maximum ratio of sizes; telemetry has four. A reader expands messages in memory, so one that was
+made to shrink a thousand times would be cheap to store and expensive to read."""
 
 
 def compress(message: bytes) -> bytes:
     """Compress an OTLP message for the store."""
-    deflate = zlib.compressobj(6, zlib.DEFLATED, _WINDOW, _MEMORY, zdict=_DICTIONARY)
+    compressed = _deflated(message, 6)
+    if len(message) > _MAX_RATIO * len(compressed):
+        return _deflated(message, 0)
+    return compressed
+
+
+def _deflated(message: bytes, level: int) -> bytes:
+    deflate = zlib.compressobj(level, zlib.DEFLATED, _WINDOW, _MEMORY, zdict=_DICTIONARY)
     return deflate.compress(message) + deflate.flush()
 
 
