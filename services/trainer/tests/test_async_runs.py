@@ -158,7 +158,8 @@ def test_run_ends_if_too_few_generators_remain(async_config):
 @pytest.mark.parametrize("when_short", ["proceed", pytest.param("raise", marks=pytest.mark.long)])
 def test_a_step_that_finds_only_equal_rewards_ends(async_config, tmp_path, when_short):
     unsolvable = tmp_path / "train.jsonl"
-    unsolvable.write_text(json.dumps({"prompt": "1+1", "answer": "none of these"}) + "\n")
+    # No token has this character, so that no response can begin like the answer.
+    unsolvable.write_text(json.dumps({"prompt": "1+1", "answer": "\N{EURO SIGN}"}) + "\n")
     config = async_config(
         {
             "data.train": str(unsolvable),
