@@ -1,0 +1,167 @@
+"""Commands that query a running service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dataplane_admin.checks import read_token
+from dataplane_admin.cli.shared import DEFAULT_URL, AsJson, TokenFile, Url, refuse
+
+
+def partitions(
+    url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False
+) -> None:
+    """List partitions and storage units of the live data plane."""
+    _show("/api/v1/partitions", {}, url, token_file, as_json=as_json)
+
+
+def sample(
+    sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
+    partition: Annotated[str | None, typer.Option(help="Search this partition only.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the lifecycle of one sample, put to clear."""
+    query = {"id": sample_id, "partition": partition}
+    _show("/api/v1/sample", query, url, token_file, as_json=as_json)
+
+
+def traces(
+    run_id: Annotated[str | None, typer.Option("--run", help="Filter by run.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Filter by step.")] = None,
+    name: Annotated[str | None, typer.Option(help="Filter by part of the name.")] = None,
+    min_s: Annotated[float | None, typer.Option(min=0, help="Minimum duration in seconds.")] = None,
+    max_s: Annotated[float | None, typer.Option(min=0, help="Maximum duration in seconds.")] = None,
+    error: Annotated[
+        bool | None,
+        typer.Option("--error/--no-error", help="Only traces with failed spans, or only without."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of traces.")] = 20,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List traces, newest first."""
+    query = {
+        "run": run_id,
+        "step": step,
+        "name": name,
+        "min_s": min_s,
+        "max_s": max_s,
+        "error": None if error is None else str(error).lower(),
+        "limit": limit,
+    }
+    _show("/api/v1/traces", query, url, token_file, as_json=as_json)
+
+
+def trace(
+    trace_id: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="Trace id; case, dashes and spaces are ignored."),
+    ],
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one trace and its critical path."""
+    _show("/api/v1/trace", {"id": trace_id}, url, token_file, as_json=as_json)
+
+
+def why(
+    run_id: Annotated[str | None, typer.Option("--run", help="Filter by run.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List blocked tasks, longest first; silent processes last."""
+    _show("/api/v1/why", {"run": run_id}, url, token_file, as_json=as_json)
+
+
+def alerts(
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of --alert-rules and exit.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List raised alerts, most severe first, then the latest cleared ones."""
+    if schema:
+        from dataplane_admin.alerts import rules_schema
+
+        typer.echo(json.dumps(rules_schema(), indent=2))
+    else:
+        _show("/api/v1/alerts", {"limit": 20}, url, token_file, as_json=as_json)
+
+
+def runs(
+    text: Annotated[
+        str | None, typer.Option(help="Filter by part of the id, a tag or the error.")
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(help="Filter by state: running, silent, finished, stopped or failed."),
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Filter by tag.")] = None,
+    sort: Annotated[
+        str, typer.Option(help="Sort by seen, started, duration, steps or reward.")
+    ] = "seen",
+    ascending: Annotated[bool, typer.Option("--ascending", help="Smallest first.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of runs.")] = 20,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, last reported first."""
+    query = {
+        "q": text,
+        "state": state,
+        "tag": tag,
+        "sort": sort,
+        "ascending": str(ascending).lower(),
+        "limit": limit,
+    }
+    _show("/api/v1/runs", query, url, token_file, as_json=as_json)
+
+
+def tag(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")],
+    tags: Annotated[
+        list[str] | None, typer.Argument(metavar="TAG", help="Its tags; none removes all.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the tags of a run; needs a service with --allow-actions."""
+    change = {"run": run_id, "tags": tags or []}
+    _show("/api/v1/actions/tag-run", {}, url, token_file, as_json=as_json, body=change)
+
+
+def _show(
+    path: str,
+    query: Mapping[str, str | int | float | None],
+    url: str,
+    token_file: Path | None,
+    *,
+    as_json: bool,
+    body: object = None,
+) -> None:
+    from dataplane_admin.cli.client import RequestError, fetch
+    from dataplane_admin.cli.terminal import show
+
+    try:
+        token = None if token_file is None else read_token(token_file)
+        answer = fetch(url, path, query, token=token, body=body)
+        if as_json:
+            typer.echo(answer)
+        else:
+            show(path, answer)
+    except (RequestError, OSError, ValueError) as error:
+        refuse(str(error))

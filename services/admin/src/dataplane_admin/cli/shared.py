@@ -1,0 +1,48 @@
+"""Options and functions that the commands share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import structlog
+import typer
+
+from dataplane_admin.checks import read_token
+from dataplane_admin.cli.options import checked
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+Url = Annotated[str, typer.Option(help="URL of the service.", envvar="DATAPLANE_ADMIN_URL")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        path_type=Path,
+        help="File with the service's bearer token.",
+        envvar="DATAPLANE_ADMIN_TOKEN_FILE",
+        callback=checked(read_token),
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
+
+
+def log_to_standard_error() -> None:
+    """Log to standard error, without local variables, which hold requests.
+
+    Standard output has the URL only.
+    """
+    *processors, _ = structlog.get_config()["processors"]
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+    structlog.configure(
+        processors=[*processors, renderer],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the command with status 1 after one line on standard error."""
+    typer.echo(f"dataplane-admin: {' '.join(reason.split())}", err=True)
+    raise typer.Exit(1)
