@@ -3,6 +3,8 @@
 import contextlib
 import json
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -42,6 +44,17 @@ def test_every_command_has_an_example_within_80_columns():
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
         assert "Example: dataplane-admin" in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_commands_start_without_the_slow_imports_of_the_service():
+    program = (
+        "import sys; import dataplane_admin.cli; "
+        "sys.exit(', '.join({'fastapi', 'sqlalchemy', 'uvicorn', 'numpy'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 from integration.waiting import wait_until
 
 from observability.receiver import Receiver, read_folder
@@ -22,14 +23,14 @@ pytestmark = pytest.mark.slow
 COMMAND = str(Path(sys.executable).with_name("grpo-trace"))
 
 
-def run(*arguments, folder, timeout=60):
+def run(*arguments, folder, timeout=60, beginning=()):
     return subprocess.run(
-        [COMMAND, *map(str, arguments)],
+        [*beginning, COMMAND, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+        env={**os.environ, **LEAN_ENVIRONMENT, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
     )
 
 
@@ -62,6 +63,7 @@ def traced(tmp_path_factory, raw_config, collector):
         collector.endpoint,
         folder=folder,
         timeout=240,
+        beginning=LEAN,
     )
     assert done.returncode == 0, done.stderr
     return folder, done.stdout

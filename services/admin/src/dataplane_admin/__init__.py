@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dataplane_admin.alerts import AlertRules, load_rules
     from dataplane_admin.app import create_app
     from dataplane_admin.ingest import Limits
-    from dataplane_admin.serving import serve
+    from dataplane_admin.serving.server import serve
     from dataplane_admin.settings import Settings
     from dataplane_admin.store import Retention
 
@@ -35,7 +35,7 @@ _LAZY = {
     "Settings": "settings",
     "create_app": "app",
     "load_rules": "alerts",
-    "serve": "serving",
+    "serve": "serving.server",
 }
 
 

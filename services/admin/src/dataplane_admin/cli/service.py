@@ -18,7 +18,7 @@ from dataplane_admin.checks import (
 )
 from dataplane_admin.cli.options import checked
 from dataplane_admin.cli.shared import log_to_standard_error, refuse
-from dataplane_admin.serving import exit_cleanly_on_signals, listen, resolve, serve_on
+from dataplane_admin.serving import exit_cleanly_on_signals, listen, resolve
 
 DEFAULT_DB = "dataplane-admin.sqlite"
 _DAY_S = 86_400.0
@@ -209,6 +209,7 @@ def serve(
     # These imports are slow, so wrong options are reported before them.
     from dataplane_admin.alerts import load_rules
     from dataplane_admin.app import create_app
+    from dataplane_admin.serving.server import serve_on
     from dataplane_admin.settings import Settings
     from dataplane_admin.store import Retention, StoreError
 

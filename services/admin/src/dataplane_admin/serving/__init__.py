@@ -1,6 +1,9 @@
-"""Server of the application: its socket, connections and shutdown."""
+"""Server of the application: its socket, connections and shutdown.
+
+`serve` and `serve_on` are in the module ``server``, which is slow to import.
+"""
 
 from dataplane_admin.serving.listen import listen, resolve
-from dataplane_admin.serving.server import exit_cleanly_on_signals, serve, serve_on
+from dataplane_admin.serving.signals import exit_cleanly_on_signals
 
-__all__ = ["exit_cleanly_on_signals", "listen", "resolve", "serve", "serve_on"]
+__all__ = ["exit_cleanly_on_signals", "listen", "resolve"]

@@ -6,11 +6,9 @@ import asyncio
 import errno
 import logging
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any  # Any: the context of asyncio's exception handler
 
 import structlog
@@ -19,6 +17,7 @@ from fastapi import FastAPI
 
 from dataplane_admin.serving.connections import Config, Connection, Connections
 from dataplane_admin.serving.listen import BACKLOG, listen, resolve
+from dataplane_admin.serving.signals import exit_cleanly_on_signals
 from dataplane_core.peer_log import PeerLog, fault
 
 logger = structlog.get_logger("dataplane_admin")
@@ -36,15 +35,6 @@ _exhausted = PeerLog(logger)
 def _announce(url: str) -> None:
     sys.stdout.write(f"{url}\n")
     sys.stdout.flush()
-
-
-def exit_cleanly_on_signals() -> None:
-    """Let SIGTERM and SIGINT end the process with status 0. Call it before listening.
-
-    uvicorn handles the signals while it serves, and raises them again after it has stopped.
-    """
-    for stop_signal in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(stop_signal, _exit_cleanly)
 
 
 def serve(
@@ -151,7 +141,3 @@ def _max_connections() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, soft - _OTHER_FILES))
-
-
-def _exit_cleanly(_number: int, _frame: FrameType | None) -> None:
-    sys.exit(0)
