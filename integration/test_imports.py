@@ -37,7 +37,7 @@ PACKAGE_OF = {  # import name -> distribution, where they differ
 }
 OVERRIDES = {("dataplane_admin", "opentelemetry"): "opentelemetry-proto"}  # and not the API
 NOT_IMPORTED = {
-    "dataplane_admin": {"python-multipart"},  # starlette reads forms with it
+    "dataplane_admin": {"python-multipart", "tzdata"},  # read by starlette, and by zoneinfo
     "grpo_trainer": {"dataplane-tq", "observability"},  # loaded by entry points
 }
 WITH_EXTRA = {

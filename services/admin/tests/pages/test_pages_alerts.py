@@ -2,14 +2,13 @@
 
 import pytest
 from playwright.sync_api import expect
-from test_pages_browser import watched  # noqa: F401  # a fixture
 
 RUN = "alerted run"
 PATIENCE_MS = 40_000
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_alerts_appear_and_clear_without_a_reload(watched, job, otlp, width):  # noqa: F811
+def test_alerts_appear_and_clear_without_a_reload(watched, job, otlp, width):
     run = f"{RUN} {width}"
     page = watched(viewport={"width": width, "height": 900}).go("/alerts")
     about = page.locator("#raised a", has_text=run)
@@ -24,7 +23,7 @@ def test_alerts_appear_and_clear_without_a_reload(watched, job, otlp, width):  #
     expect(about).to_have_count(0)
 
 
-def test_an_alert_leads_to_the_page_of_its_run(watched, job, otlp):  # noqa: F811
+def test_an_alert_leads_to_the_page_of_its_run(watched, job, otlp):
     job.send(otlp.run("started", RUN))
     job.send(otlp.curve([0.5], run=RUN, name="rl.logprob_gap.mean"))
     page = watched().go("/alerts")

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_pages_browser import query, watched  # noqa: F401  # a fixture
+from test_pages_browser import query
 
 RUN = "learning run"
 HOSTILE_NAME = "<img src=x onerror=alert(1)>"
@@ -63,7 +63,7 @@ def test_the_overview_draws_the_reward_of_the_newest_run(job_of, otlp):
     assert 'aria-label="reward over all steps"' in page
 
 
-def test_one_crosshair_reads_all_panels(watched, run):  # noqa: F811
+def test_one_crosshair_reads_all_panels(watched, run):
     page = watched().go(run)
     box = drawn(page, "rl.reward.mean")
     drawn(page, "rl.reward.component")
@@ -79,7 +79,7 @@ def test_one_crosshair_reads_all_panels(watched, run):  # noqa: F811
     assert page.locator("#curve-step").inner_text() == ""
 
 
-def test_dragging_zooms_and_the_address_keeps_it(watched, run):  # noqa: F811
+def test_dragging_zooms_and_the_address_keeps_it(watched, run):
     page = watched().go(run)
     box = drawn(page)
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
@@ -96,7 +96,7 @@ def test_dragging_zooms_and_the_address_keeps_it(watched, run):  # noqa: F811
     until(page, lambda: "first" not in query(page))
 
 
-def test_smoothing_is_in_the_address_and_kept(watched, run):  # noqa: F811
+def test_smoothing_is_in_the_address_and_kept(watched, run):
     page = watched().go(run)
     drawn(page)
     page.locator("#smooth").fill("0.9")
@@ -107,7 +107,7 @@ def test_smoothing_is_in_the_address_and_kept(watched, run):  # noqa: F811
     assert page.locator("#smooth-value").inner_text() == "0.90"
 
 
-def test_new_steps_appear_without_moving_the_page(watched, run, job, otlp):  # noqa: F811
+def test_new_steps_appear_without_moving_the_page(watched, run, job, otlp):
     page = watched().go(f"{run}&live=1")
     drawn(page)
     before = figure(page, "rl.loss").bounding_box()
@@ -117,7 +117,7 @@ def test_new_steps_appear_without_moving_the_page(watched, run, job, otlp):  # n
     assert figure(page, "rl.loss").bounding_box() == before
 
 
-def test_hostile_names_are_drawn_as_text(watched, run):  # noqa: F811
+def test_hostile_names_are_drawn_as_text(watched, run):
     page = watched().go(run)
     drawn(page)
     page.locator(".more-curves summary").click()

@@ -5,7 +5,6 @@ import time
 import pytest
 from loads import NS, cpu_times, engine, gauges, node
 from made_up_traces import HOSTILE
-from test_pages_browser import watched  # noqa: F401  # a fixture
 
 RUN = "with load"
 STEP_S = 40
@@ -78,7 +77,7 @@ def test_pages_escape_names_of_engines(client, trace_id, newest):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_values_are_read_by_pointer_and_keyboard(watched, trace_id, width):  # noqa: F811
+def test_values_are_read_by_pointer_and_keyboard(watched, trace_id, width):
     page = watched(viewport={"width": width, "height": 900}).go(f"/trace?id={trace_id}")
     columns = page.locator('.load-column[aria-label^="engine node-1:8000"]')
     assert columns.count() == 60
@@ -94,7 +93,7 @@ def test_values_are_read_by_pointer_and_keyboard(watched, trace_id, width):  # n
     assert page.evaluate(overflow) <= 0
 
 
-def test_the_page_of_engines_shows_the_newest_values(watched, newest):  # noqa: F811
+def test_the_page_of_engines_shows_the_newest_values(watched, newest):
     page = watched().go("/engines")
     names = page.locator(".chart-names .lane-name").all_text_contents()
     assert names[0].startswith("node-1:8000")

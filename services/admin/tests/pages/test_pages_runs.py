@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from test_pages_actions import OURS, hidden
-from test_pages_browser import query, watched  # noqa: F401  # a fixture
+from test_pages_browser import query
 from test_pages_learning import PATIENCE_MS, drawn, figure, until
 from test_pages_render import Document
 
@@ -112,7 +112,7 @@ def test_a_comparison_that_is_not_possible_says_why(client, runs, address, statu
     assert client.get(address).status_code == status
 
 
-def test_selected_runs_are_drawn_over_each_other(watched, runs):  # noqa: F811
+def test_selected_runs_are_drawn_over_each_other(watched, runs):
     page = watched().go("/runs?q=cmp")
     for run in runs:
         page.get_by_label(f"Compare {run}").check()
@@ -132,7 +132,7 @@ def test_selected_runs_are_drawn_over_each_other(watched, runs):  # noqa: F811
     assert 45 <= int(hours.removesuffix(" min")) <= 55
 
 
-def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):  # noqa: F811
+def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):
     page = watched().go(f"{COMPARE}&axis=time")
     box = drawn(page, "rl.reward.mean")
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
@@ -147,7 +147,7 @@ def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):  # noqa: F8
     assert page.locator("#curve-reset").is_visible()
 
 
-def test_new_points_of_compared_runs_appear(watched, runs, job, otlp):  # noqa: F811
+def test_new_points_of_compared_runs_appear(watched, runs, job, otlp):
     page = watched().go(COMPARE)
     drawn(page, "rl.reward.mean")
     job.send(otlp.curve([12.5], run="cmp/b", first=100))
@@ -155,7 +155,7 @@ def test_new_points_of_compared_runs_appear(watched, runs, job, otlp):  # noqa: 
     until(page, lambda: values.all_inner_texts()[1] == "12.5")
 
 
-def test_hostile_runs_and_keys_are_text(watched, runs):  # noqa: F811
+def test_hostile_runs_and_keys_are_text(watched, runs):
     hostile = f"&run=cmp%2F{HOSTILE.replace('=', '%3D').replace(' ', '%20')}"
     for address in ("/runs?q=cmp", f"{COMPARE}{hostile}"):
         page = watched().go(address)

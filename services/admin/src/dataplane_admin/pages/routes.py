@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from urllib.parse import unquote
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from dataplane_admin import models
-from dataplane_admin.pages import marks
+from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.actions import confirmation, perform
 from dataplane_admin.pages.alerts import alerts_page
 from dataplane_admin.pages.comparison import comparison_page
@@ -43,7 +44,7 @@ _MAX_SMOOTHING = 0.99
 
 def router(service: AdminService, settings: Settings) -> APIRouter:
     """Return the routes of all pages and their static files."""
-    routes = APIRouter(include_in_schema=False)
+    routes = APIRouter(include_in_schema=False, dependencies=[Depends(_show_in_zone)])
     shell = Shell(settings, service)
     _add_files(routes, shell)
     _add_state(routes, shell, service, settings.stuck_after_s)
@@ -52,6 +53,11 @@ def router(service: AdminService, settings: Settings) -> APIRouter:
     if settings.allow_actions:
         _add_actions(routes, shell, service, settings.root_path)
     return routes
+
+
+async def _show_in_zone(request: Request) -> None:
+    """Show times in the zone that the browser's cookie names, by default in UTC."""
+    words.shown_zone.set(words.zone_named(unquote(request.cookies.get("dataplane_zone", ""))))
 
 
 def _add_files(routes: APIRouter, shell: Shell) -> None:

@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, Response
 from jinja2 import Template
 
 from dataplane_admin import models
+from dataplane_admin.pages import words
 from dataplane_admin.pages.assets import Assets
 from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.render import environment
@@ -68,6 +69,7 @@ class Shell:
         text = self._template(name).render(
             assets=self.assets.base,
             theme=theme if theme in _THEMES else "",
+            zone=str(words.shown_zone.get()),
             here=path,
             below=_SECTIONS.get(path, ""),
             bare=path == "/login",

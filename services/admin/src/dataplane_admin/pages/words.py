@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from contextvars import ContextVar
+from datetime import UTC, datetime, tzinfo
+from zoneinfo import ZoneInfo
 
 from observability.views.quantities import duration, percent, size
 
@@ -17,10 +19,16 @@ __all__ = [
     "percent",
     "plain",
     "plural",
+    "shown_zone",
     "size",
+    "zone_named",
 ]
 
-_LATEST_NS = 253_402_300_799 * 10**9  # end of the year 9999, datetime's maximum
+_LATEST_NS = 253_402_214_400 * 10**9  # a day before datetime's maximum, for any zone
+_MAX_ZONE = 64
+
+shown_zone: ContextVar[tzinfo] = ContextVar("shown_zone", default=UTC)
+"""Time zone of the page that is being rendered."""
 
 
 def count(number: float) -> str:
@@ -33,15 +41,24 @@ def plural(number: int, name: str) -> str:
     return f"{count(number)} {name}{'' if number == 1 else 's'}"
 
 
+def zone_named(name: str) -> tzinfo:
+    """Return an IANA time zone; UTC if there is none of this name."""
+    try:
+        return ZoneInfo(name) if 0 < len(name) <= _MAX_ZONE else UTC
+    except (OSError, ValueError, LookupError):  # a folder, a path out of the zones, unknown
+        return UTC
+
+
 def instant(time_ns: int) -> datetime:
-    """Return a time in UTC, clamped to the range of datetime."""
-    return datetime.fromtimestamp(min(max(0, time_ns), _LATEST_NS) / 1e9, UTC)
+    """Return a time in the zone of `shown_zone`, clamped to the range of datetime."""
+    clamped_s = min(max(0, time_ns), _LATEST_NS) / 1e9
+    return datetime.fromtimestamp(clamped_s, UTC).astimezone(shown_zone.get())
 
 
 def clock(time_ns: int | None, now_ns: int) -> str:
-    """Return ``23:41:07.214`` for today, ``19 Nov 23:41:07`` for another day, in UTC.
+    """Return ``23:41:07.214`` for today, ``19 Nov 23:41:07`` for another day.
 
-    None is ``n/a``.
+    The zone is that of `shown_zone`. None is ``n/a``.
     """
     if time_ns is None:
         return "n/a"

@@ -8,7 +8,6 @@ export function switchTheme() {
   if (!button) return;
   const root = document.documentElement;
   const name = () => `Theme: ${root.dataset.theme || "auto"}. Switch to ${NEXT[root.dataset.theme || "auto"]}`;
-  button.hidden = false;
   button.setAttribute("aria-label", name());
   button.title = name();
   button.addEventListener("click", () => {

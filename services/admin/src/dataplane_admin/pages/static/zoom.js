@@ -27,7 +27,6 @@ export function zoom() {
   };
 
   if (buttons) {
-    buttons.hidden = false;
     buttons.addEventListener("click", (event) => {
       const factor = event.target.closest("button")?.dataset.factor;
       if (factor !== undefined) by(Number(factor));

@@ -1,0 +1,122 @@
+// The command palette: goes to a page, run, partition, sample or trace, or acts on this page.
+import { copy } from "./copy.js";
+import { showKeys } from "./keys.js";
+import { download, nameOf, tables } from "./tables.js";
+import { showIn } from "./zone.js";
+
+const ROOT = new URL("../../", import.meta.url);
+const MAX_SHOWN = 12;
+const TIMEOUT_MS = 5_000;
+const MAX_RUNS = 200;
+
+let dialog, input, list;
+let entries = [];
+let shown = [];
+let at = 0;
+
+export function preparePalette() {
+  dialog = document.getElementById("palette");
+  if (!dialog) return;
+  input = dialog.querySelector("input");
+  list = dialog.querySelector("ul");
+  document.getElementById("open-palette").addEventListener("click", openPalette);
+  input.addEventListener("input", () => show(0));
+  input.addEventListener("keydown", (event) => {
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[event.key];
+    if (to !== undefined) mark((to + shown.length) % (shown.length || 1));
+    else if (event.key === "Enter") choose(shown[at]);
+    else return;
+    event.preventDefault();
+  });
+  list.addEventListener("click", (event) => {
+    const item = event.target.closest("li");
+    if (item) choose(shown[[...list.children].indexOf(item)]);
+  });
+  // A click beside the dialog.
+  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+}
+
+export async function openPalette() {
+  if (!dialog || dialog.open) return;
+  entries = here();
+  input.value = "";
+  dialog.showModal();
+  show(0);
+  const more = await Promise.all([
+    listed(`api/v1/runs?limit=${MAX_RUNS}`, "runs", ({ run_id }) => place("run", run_id, "run", { run: run_id })),
+    listed("api/v1/partitions", "partitions", ({ id }) => place("partition", id, "partition", { id })),
+  ]);
+  entries.push(...more.flat());
+  if (dialog.open) show(at);
+}
+
+// What needs no request.
+function here() {
+  const pages = [...document.querySelectorAll(".nav a")].map((link) => ({ kind: "page", name: link.firstChild.nodeValue, go: link.href }));
+  const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
+  const actions = [
+    ["Switch the theme", () => document.getElementById("theme").click()],
+    ["Copy the link to this page", () => copy(location.href)],
+    ["List the keys", showKeys],
+    ...[...new Set(["UTC", zone])].map((each) => [`Show times in ${each}`, () => showIn(each)]),
+    ...tables().flatMap((table) => ["CSV", "JSON"].map((format) => [`Download ${nameOf(table)} as ${format}`, () => download(table, format.toLowerCase())])),
+  ];
+  return [...pages, ...actions.map(([name, act]) => ({ kind: "action", name, act }))];
+}
+
+function place(kind, name, path, query) {
+  const url = new URL(path, ROOT);
+  url.search = new URLSearchParams(query);
+  return { kind, name, go: url.href };
+}
+
+async function listed(path, key, entryOf) {
+  try {
+    const answer = await fetch(new URL(path, ROOT), { signal: AbortSignal.timeout(TIMEOUT_MS) });
+    return answer.ok ? (await answer.json())[key].map(entryOf) : [];
+  } catch {
+    return []; // the other entries are still useful
+  }
+}
+
+function found(text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  const matching = entries.filter(({ kind, name }) => words.every((word) => `${kind} ${name}`.toLowerCase().includes(word)));
+  const more = [];
+  const id = text.trim().replace(/[\s-]/g, "");
+  if (/^[0-9a-f]{32}$/i.test(id)) more.push(place("trace", id, "trace", { id }));
+  else if (text.trim()) more.push(place("samples", `Ids that begin with ${text.trim()}`, "samples", { q: text.trim() }));
+  return [...matching.slice(0, MAX_SHOWN - more.length), ...more];
+}
+
+function show(place) {
+  shown = found(input.value);
+  list.replaceChildren(...shown.map(({ kind, name }, number) => {
+    const item = document.createElement("li");
+    item.id = `palette-${number}`;
+    item.setAttribute("role", "option");
+    const label = document.createElement("span");
+    label.textContent = name;
+    const sort = document.createElement("small");
+    sort.textContent = kind;
+    item.append(label, sort);
+    return item;
+  }));
+  mark(Math.min(place, shown.length - 1));
+}
+
+function mark(place) {
+  at = Math.max(0, place);
+  [...list.children].forEach((item, number) => item.setAttribute("aria-selected", number === at));
+  const item = list.children[at];
+  if (item) input.setAttribute("aria-activedescendant", item.id);
+  else input.removeAttribute("aria-activedescendant");
+  item?.scrollIntoView({ block: "nearest" });
+}
+
+function choose(entry) {
+  if (!entry) return;
+  dialog.close();
+  if (entry.go) location.assign(entry.go);
+  else entry.act();
+}

@@ -1,0 +1,42 @@
+"""Every page without violations of axe-core's rules, in both themes and at three widths."""
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from test_pages_render import PAGES
+
+# Swagger UI's own markup; what is ours there is on every page.
+PATHS = [path for path in PAGES if path != "/docs"]
+
+
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [
+        (390, "dark"),
+        (1280, "light"),
+        *(
+            pytest.param(width, theme, marks=pytest.mark.long)
+            for width, theme in ((390, "light"), (1280, "dark"), (2560, "light"), (2560, "dark"))
+        ),
+    ],
+)
+def test_no_page_has_an_axe_violation(watched, width, theme):
+    watch = watched(viewport={"width": width, "height": 900}, color_scheme=theme)
+    axe, found = Axe(), []
+    for path in PATHS:
+        page = watch.go(path)
+        violations = axe.run(page).response["violations"]
+        found += [
+            f"{path}: {each['id']}: {node['target']}: {node['failureSummary']}"
+            for each in violations
+            for node in each["nodes"]
+        ]
+    assert not found, "\n".join(found)
+
+
+def test_open_dialogs_have_no_axe_violation(watched):
+    page = watched().go("/runs")
+    for key in ("Control+k", "?"):
+        page.keyboard.press(key)
+        page.locator("dialog[open]").wait_for()
+        assert Axe().run(page).response["violations"] == []
+        page.keyboard.press("Escape")

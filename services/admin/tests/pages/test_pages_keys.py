@@ -1,0 +1,148 @@
+"""Keyboard, palette, time zone, copies and downloads, in a real Chromium."""
+
+import csv
+import json
+from urllib.parse import quote
+
+import pytest
+from made_up_traces import HOSTILE, RUN, STEPS, trace_id_of
+from test_pages_browser import query
+
+LAST = trace_id_of(STEPS - 1)
+
+
+def active(page, what="textContent"):
+    return page.evaluate(f"document.activeElement.{what}")
+
+
+def chosen(page):
+    return page.locator("#palette [aria-selected=true]").inner_text()
+
+
+def test_keys_move_through_rows_and_search(watched):
+    page = watched().go("/runs")
+    first, second = page.locator("main tbody tr a[href]").evaluate_all(
+        "(all) => [...new Map(all.map((one) => [one.closest('tr'), one])).values()]"
+        ".slice(0, 2).map((one) => one.closest('tr').querySelector('a[href]').textContent)"
+    )
+    for key, expected in [("j", first), ("j", second), ("k", first), ("k", first)]:
+        page.keyboard.press(key)
+        assert active(page) == expected
+    page.keyboard.press("/")
+    assert active(page, "type") == "search"
+    page.keyboard.type("j?")
+    assert active(page, "value") == "j?"
+    assert not page.locator("#keys").is_visible()
+
+
+def test_keys_are_listed_and_can_be_turned_off(watched):
+    page = watched().go("/traces")
+    page.keyboard.press("?")
+    keys = page.locator("#keys")
+    assert "next and previous row" in keys.inner_text()
+    keys.get_by_label("Single keys act").uncheck()
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    assert active(page, "localName") == "body"
+    page.reload()
+    page.keyboard.press("?")
+    assert not keys.is_visible()
+    page.keyboard.press("Control+k")  # no single key
+    assert page.locator("#palette").is_visible()
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected", "path", "found"),
+    [
+        ("stale", "Staleness\npage", "/staleness", {}),
+        (f"run {RUN}", f"{RUN}\nrun", "/run", {"run": RUN}),
+        (f"run {HOSTILE}", f"{HOSTILE}\nrun", "/run", {"run": HOSTILE}),
+        ("partition train", "train\npartition", "/partition", {"id": "train"}),
+        ("s39_p0", "Ids that begin with s39_p0\nsamples", "/samples", {"q": "s39_p0"}),
+        (LAST.upper(), f"{LAST.upper()}\ntrace", "/trace", {"id": LAST.upper()}),
+    ],
+    ids=["page", "run", "hostile run", "partition", "samples", "trace"],
+)
+def test_palette_goes_to_what_is_typed(watched, typed, expected, path, found):
+    page = watched().go("/alerts")
+    page.keyboard.press("Control+k")
+    page.locator("#palette input").fill(typed)
+    page.locator("#palette [aria-selected=true]", has_text=expected.split("\n")[0]).wait_for()
+    assert chosen(page) == expected
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**{path}*")
+    assert query(page) == found
+
+
+def test_palette_works_by_arrows_pointer_and_escape(watched):
+    page = watched().go("/")
+    page.locator("#open-palette").click()
+    first = chosen(page)
+    page.keyboard.press("ArrowUp")
+    assert chosen(page) != first
+    page.keyboard.press("ArrowDown")
+    assert chosen(page) == first
+    page.keyboard.press("Escape")
+    assert not page.locator("#palette").is_visible()
+    page.keyboard.press("Control+k")
+    page.locator("#palette input").fill("list the keys")
+    page.locator("#palette li").first.click()
+    assert page.locator("#keys").is_visible()
+
+
+def test_times_are_in_the_chosen_zone(watched):
+    page = watched(timezone_id="Asia/Tokyo").go("/traces")
+    started = "[...document.querySelectorAll('tbody tr td:nth-child(8)')].map((td) => td.innerText)"
+    hours = {}
+    for zone in ("UTC", "Asia/Tokyo"):
+        page.get_by_label("Time zone").select_option(zone)
+        page.wait_for_function(
+            "(zone) => document.querySelector('#zone select')?.value === zone", arg=zone
+        )
+        clock = page.evaluate(started)[0].split()[-1]
+        hours[zone] = int(clock.partition(":")[0])
+    assert (hours["Asia/Tokyo"] - hours["UTC"]) % 24 == 9
+
+
+@pytest.mark.parametrize("name", ["Mars/Base", "../../etc/passwd", "Europe", "%00", "A" * 5000])
+def test_unknown_zones_are_utc(client, name):
+    page = client.get("/traces", headers={"cookie": f"dataplane_zone={quote(name)}"})
+    assert page.status_code == 200
+    assert '<span id="zone">UTC</span>' in page.text
+
+
+def test_ids_are_copied_exactly(watched):
+    watch = watched()
+    watch.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = watch.go(f"/run?run={quote(HOSTILE, safe='')}")
+    page.get_by_role("button", name="Copy the run id").click()
+    page.locator("#say", has_text="Copied").wait_for(state="attached")
+    assert page.evaluate("navigator.clipboard.readText()") == HOSTILE
+
+
+def downloaded(page, form):
+    with page.expect_download() as download:
+        page.locator(f".download [data-download={form}]").first.click()
+    return download.value.path().read_bytes().decode()
+
+
+def test_tables_are_downloaded_as_csv_and_json(watched):
+    page = watched().go("/traces")
+    head, *rows = csv.reader(downloaded(page, "csv").splitlines())
+    assert head[:4] == ["Step", "Name", "Duration", "Spans"]
+    assert len(rows) == page.locator("main tbody tr").count()
+    listed = json.loads(downloaded(page, "json"))
+    assert [list(row.values()) for row in listed] == rows
+    assert "grpo.step" in listed[0]["Name"]
+
+
+def test_downloaded_text_is_no_formula(watched):
+    page = watched().go("/traces")
+    texts = ["=1+1", "+A1", "-2+3", "@SUM(A1)", "-3.5e-7", "-", 'a "b", c']
+    page.evaluate(
+        "(texts) => { const row = document.querySelector('main tbody tr');"
+        "texts.forEach((text, at) => row.cells[at].replaceChildren(text)); }",
+        texts,
+    )
+    row = next(csv.reader(downloaded(page, "csv").splitlines()[1:]))
+    assert row[: len(texts)] == ["'=1+1", "'+A1", "'-2+3", "'@SUM(A1)", *texts[4:]]
