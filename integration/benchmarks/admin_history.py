@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
+from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 
@@ -61,6 +62,30 @@ def steps(count: int, *, samples: int, start_ns: int, seed: int = 20_263) -> Ite
     rng = random.Random(seed)
     for number in range(count):
         yield _step(number, samples, start_ns + number * _STEP_NS, rng)
+
+
+def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> Iterator[bytes]:
+    """Yield export requests of gauges by step, a thousand steps of one metric each.
+
+    Args:
+        metrics: number of metrics.
+        steps: number of steps, one point each.
+        start_ns: time of the first point, in nanoseconds since 1970.
+        seed: seed of the values.
+    """
+    rng = random.Random(seed)
+    for number in range(metrics):
+        for begin in range(0, steps, 1_000):
+            data = MetricsData()
+            resource = data.resource_metrics.add()
+            _describe(resource.resource, "grpo.driver")
+            gauge = resource.scope_metrics.add().metrics.add(name=f"rl.metric.{number:03d}").gauge
+            for step in range(begin, min(steps, begin + 1_000)):
+                point = gauge.data_points.add(
+                    as_double=rng.gauss(step / steps, 0.1), time_unix_nano=start_ns + step
+                )
+                _add(point.attributes, {"rl.step": step})
+            yield data.SerializeToString()
 
 
 def sample_id(step: int, number: int) -> str:

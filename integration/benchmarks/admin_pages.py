@@ -2,7 +2,9 @@
 
 The service runs in a separate process with a SQLite file, and inspects a data plane of 100,000
 samples. One client requests all pages over one connection, in shuffled rounds. Nothing else runs.
-The service renders the page of a live run for every request, since the client sends no ETag.
+The service renders the page of a live run for every request, since the client sends no ETag. Then
+Chromium, if it is installed, loads pages; their time to the first contentful paint includes the
+request.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import http.client
 import json
 import random
+import shutil
 import time
 import urllib.parse
 from collections import defaultdict
@@ -25,11 +28,14 @@ from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
 
 PAGES_HEADINGS = ["page or answer", "p50 ms", "p95 ms", "kB", "requests"]
+PAINT_HEADINGS = ["page in Chromium", "first paint p50 ms", "p95 ms", "loads"]
 LIVE_SAMPLES = 100_000
 
 _QUICK_STEPS, _FULL_STEPS = 100, 1_000
 _QUICK_SAMPLES, _FULL_SAMPLES = 4, 100
 _QUICK_ROUNDS, _FULL_ROUNDS = 15, 60
+_QUICK_CURVES, _FULL_CURVES = (20, 1_000), (200, 10_000)
+_QUICK_LOADS, _FULL_LOADS = 3, 15
 _WARM_UPS = 2
 SEED = 20_264
 
@@ -45,6 +51,7 @@ class PagesResult:
         events: number of events in the store.
         filling_s: duration of their ingest over HTTP, in seconds.
         memory: bytes of the service's memory after a tenth, a half and all of the history.
+        paints: path to the seconds until the first contentful paint of each load in Chromium.
     """
 
     seconds: dict[str, list[float]]
@@ -53,6 +60,7 @@ class PagesResult:
     events: int
     filling_s: float
     memory: list[int]
+    paints: dict[str, list[float]]
 
     def p95(self, path: str) -> float:
         """Return the 95th percentile of a path's durations, in seconds."""
@@ -69,6 +77,17 @@ class PagesResult:
                 str(len(self.seconds[path])),
             ]
             for path in sorted(self.seconds, key=self.p95, reverse=True)
+        ]
+
+    def paint_rows(self) -> list[list[str]]:
+        """Return rows for a table with `PAINT_HEADINGS`, slowest first."""
+        rows = {
+            path: [f"{np.percentile(paints, q) * 1e3:.0f}" for q in (50, 95)] + [str(len(paints))]
+            for path, paints in self.paints.items()
+        }
+        return [
+            [path, *rows[path]]
+            for path in sorted(rows, key=lambda path: max(self.paints[path]), reverse=True)
         ]
 
     def entries(self) -> list[Entry]:
@@ -106,6 +125,10 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
     with contextlib.closing(connection):
         marks = (steps // 10, steps // 2, steps)
         memory, filling_s = fill(connection, service.process, steps, samples, marks)
+        metrics, points = _FULL_CURVES if full else _QUICK_CURVES
+        start_ns = time.time_ns()
+        for body in admin_history.curves(metrics, points, start_ns=start_ns):
+            _send(connection, "/v1/metrics", body)
         paths = _paths(connection, steps)
         seconds: dict[str, list[float]] = defaultdict(list)
         nbytes: dict[str, int] = {}
@@ -117,6 +140,8 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
                 if number >= _WARM_UPS:
                     seconds[path].append(time.perf_counter() - began)
                     nbytes[path] = len(answer)
+    pages = [path for path in paths if not path.startswith("/api/")]
+    paints = _paints(service.port, pages, _FULL_LOADS if full else _QUICK_LOADS)
     return PagesResult(
         dict(seconds),
         nbytes,
@@ -124,7 +149,37 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
         steps * samples * admin_history.EVENTS_A_SAMPLE,
         filling_s,
         memory,
+        paints,
     )
+
+
+def _paints(port: int, paths: list[str], loads: int) -> dict[str, list[float]]:
+    """Return the seconds until the first contentful paint of each load; empty without Chromium.
+
+    All files but the page itself come from the browser's cache, as at any but the first visit.
+    """
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        return {}
+    from playwright.sync_api import sync_playwright
+
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        for number in range(1 + loads):
+            for path in paths:
+                page.goto(f"http://127.0.0.1:{port}{path}")
+                painted = page.evaluate(
+                    "new Promise((resolve) => new PerformanceObserver((list) =>"
+                    "  list.getEntriesByName('first-contentful-paint').forEach("
+                    "    (one) => resolve(one.startTime))"
+                    ").observe({ type: 'paint', buffered: true }))"
+                )
+                if number:
+                    seconds[path].append(painted / 1e3)
+        browser.close()
+    return dict(seconds)
 
 
 def fill(
@@ -151,15 +206,19 @@ def fill(
         began = time.perf_counter()
         for path, bodies in (("/v1/traces", step.traces), ("/v1/logs", step.logs)):
             for body in bodies:
-                connection.request("POST", path, body, {"Content-Type": "application/x-protobuf"})
-                answer = connection.getresponse()
-                text = answer.read()
-                if answer.status != 200 or text:
-                    raise RuntimeError(f"{path}: {answer.status} {text[:200]!r}")
+                _send(connection, path, body)
         duration += time.perf_counter() - began
         if number + 1 in marks:
             memory.append(process.memory_info().rss)
     return memory, duration
+
+
+def _send(connection: http.client.HTTPConnection, path: str, body: bytes) -> None:
+    connection.request("POST", path, body, {"Content-Type": "application/x-protobuf"})
+    answer = connection.getresponse()
+    text = answer.read()
+    if answer.status != 200 or text:
+        raise RuntimeError(f"{path}: {answer.status} {text[:200]!r}")
 
 
 def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
@@ -174,7 +233,11 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
         f"/partition?id={partition}",
         "/samples?q=prompt-0001",
         f"/sample?id={sample}",
+        "/runs",
         "/run",
+        "/samples",
+        "/engines",
+        "/alerts",
         "/traces",
         f"/trace?id={trace}",
         f"/compare?a={trace}&b={other}",
@@ -191,6 +254,9 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
         "/api/v1/why",
         f"/api/v1/staleness?run={run}",
         "/api/v1/runs",
+        f"/api/v1/runs/curves?run={run}&name=rl.metric.000&name=rl.metric.001",
+        f"/api/v1/samples/facts?run={run}",
+        "/api/v1/alerts",
         "/api/v1/traces?limit=50",
         f"/api/v1/traces?run={run}&min_s=1&limit=50",
         f"/api/v1/trace?id={trace}",

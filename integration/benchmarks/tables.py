@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from integration.benchmarks.admin_ingest import INGEST_HEADINGS, IngestResult
-from integration.benchmarks.admin_pages import PAGES_HEADINGS, PagesResult
+from integration.benchmarks.admin_pages import PAGES_HEADINGS, PAINT_HEADINGS, PagesResult
 from integration.benchmarks.admin_soak import SOAK_HEADINGS, SoakResult
 from integration.benchmarks.async_grpo import ASYNC_HEADINGS, WHAT_IF_HEADINGS, AsyncResult
 from integration.benchmarks.growth import GrowthResult
@@ -67,6 +67,7 @@ def _all(
     ingest, pages, soak = admin
     yield "Admin service: ingested spans", INGEST_HEADINGS, ingest.rows()
     yield "Admin service: pages and answers", PAGES_HEADINGS, pages.rows()
+    yield "Admin service: first paint", PAINT_HEADINGS, pages.paint_rows()
     yield "Admin service: one hour", SOAK_HEADINGS, [] if soak is None else soak.rows()
     if growth is not None:
         yield from growth.tables()
