@@ -176,6 +176,16 @@ def test_secrets_are_never_written(start, token_file, tmp_path):
         assert TOKEN.encode() not in file.read_bytes()
 
 
+def test_why_says_that_the_data_plane_cannot_be_read(start):
+    assert command("why", "--url", start().url) == (0, "Nothing blocked.\n", "")
+    service = start("--ray-address", "127.0.0.1:1", "--db", "other.sqlite")
+    deadline = time.monotonic() + PATIENCE_S
+    while "Cannot read the data plane" not in (shown := command("why", "--url", service.url)[1]):
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.05)
+    assert "Nothing blocked." in shown
+
+
 def test_the_database_file_is_at_the_given_path(start, refused, tmp_path):
     start("--db", "here.sqlite").stop(signal.SIGTERM)
     assert (tmp_path / "here.sqlite").stat().st_mode & 0o077 == 0

@@ -81,6 +81,8 @@ def why(
 ) -> None:
     """List blocked tasks, longest first; silent processes last."""
     _show("/api/v1/why", {"run": run_id}, url, token_file, as_json=as_json)
+    if not as_json:
+        _show("/api/v1/status", {}, url, token_file, as_json=False)
 
 
 def alerts(

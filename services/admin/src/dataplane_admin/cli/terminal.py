@@ -42,8 +42,7 @@ def _partitions(body: str, width: int) -> RenderableType:
     if not live.configured:
         parts.append(Text("Not connected to a data plane. Start the service with --ray-address."))
     elif not live.attached:
-        age = "" if live.age_s is None else f" The data shown is {_seconds(live.age_s)} old."
-        parts.append(Text(f"Cannot read the data plane: {printable(live.error)}.{age}", "yellow"))
+        parts.append(_unread(live))
     elif not answer.partitions:
         parts.append(Text(f"{printable(live.source)}: no partition is registered"))
     for partition in answer.partitions:
@@ -59,6 +58,17 @@ def _partitions(body: str, width: int) -> RenderableType:
             optional=("node", "free"),
         )
     return Group(*parts)
+
+
+def _unread(live: models.LiveStatus) -> Text:
+    age = "" if live.age_s is None else f" The data shown is {_seconds(live.age_s)} old."
+    return Text(f"Cannot read the data plane: {printable(live.error)}.{age}", "yellow")
+
+
+def _status(body: str, _width: int) -> RenderableType:
+    """Return the one fact that an empty list of blocked tasks leaves open."""
+    live = models.Status.model_validate_json(body).live
+    return _unread(live) if live.configured and not live.attached else Group()
 
 
 def _heading(partition: models.Partition) -> Text:
@@ -287,6 +297,7 @@ _VIEWS: dict[str, Callable[[str, int], RenderableType]] = {
     "/api/v1/partitions": _partitions,
     "/api/v1/runs": _runs,
     "/api/v1/sample": _sample,
+    "/api/v1/status": _status,
     "/api/v1/trace": _trace,
     "/api/v1/traces": _traces,
     "/api/v1/why": _why,
