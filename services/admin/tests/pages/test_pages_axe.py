@@ -21,16 +21,16 @@ PATHS = [path for path in PAGES if path != "/docs"]
 )
 def test_no_page_has_an_axe_violation(watched, width, theme):
     watch = watched(viewport={"width": width, "height": 900}, color_scheme=theme)
-    axe, found = Axe(), []
+    axe, violated = Axe(), []
     for path in PATHS:
         page = watch.go(path)
         violations = axe.run(page).response["violations"]
-        found += [
+        violated += [
             f"{path}: {each['id']}: {node['target']}: {node['failureSummary']}"
             for each in violations
             for node in each["nodes"]
         ]
-    assert not found, "\n".join(found)
+    assert not violated, "\n".join(violated)
 
 
 def test_open_dialogs_have_no_axe_violation(watched):

@@ -52,7 +52,7 @@ def test_keys_are_listed_and_can_be_turned_off(watched):
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected", "path", "found"),
+    ("typed", "expected", "path", "address_query"),
     [
         ("stale", "Staleness\npage", "/staleness", {}),
         (f"run {RUN}", f"{RUN}\nrun", "/run", {"run": RUN}),
@@ -63,7 +63,7 @@ def test_keys_are_listed_and_can_be_turned_off(watched):
     ],
     ids=["page", "run", "hostile run", "partition", "samples", "trace"],
 )
-def test_palette_goes_to_what_is_typed(watched, typed, expected, path, found):
+def test_palette_goes_to_what_is_typed(watched, typed, expected, path, address_query):
     page = watched().go("/alerts")
     page.keyboard.press("Control+k")
     page.locator("#palette input").fill(typed)
@@ -71,7 +71,7 @@ def test_palette_goes_to_what_is_typed(watched, typed, expected, path, found):
     assert chosen(page) == expected
     page.keyboard.press("Enter")
     page.wait_for_url(f"**{path}*")
-    assert query(page) == found
+    assert query(page) == address_query
 
 
 def test_palette_works_by_arrows_pointer_and_escape(watched):
