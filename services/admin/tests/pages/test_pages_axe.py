@@ -4,7 +4,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from test_pages_render import PAGES
 
-# Swagger UI's own markup; what is ours there is on every page.
+# Swagger UI makes the markup of /docs; its frame is that of every page.
 PATHS = [path for path in PAGES if path != "/docs"]
 
 

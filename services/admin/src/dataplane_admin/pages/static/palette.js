@@ -32,7 +32,7 @@ export function preparePalette() {
     const item = event.target.closest("li");
     if (item) choose(shown[[...list.children].indexOf(item)]);
   });
-  // A click beside the dialog.
+  // A click outside of the dialog.
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
 }
 
