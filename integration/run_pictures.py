@@ -1,12 +1,13 @@
 """Pictures of demo runs for the docs: ``python -m integration.run_pictures``, about ten minutes.
 
 Chromium takes them for ``docs/images`` while a synchronous and then an asynchronous run train, and
-after their ends; ``sync`` or ``async`` as argument takes those of one. `integration.admin_pictures`
-takes those of a blocked run.
+after their ends; ``sync`` or ``async`` as argument takes those of one. ``pages`` takes every page
+of a third run at three widths. `integration.admin_pictures` takes those of a blocked run.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from urllib.parse import urlencode
 
 from integration.admin_demo import LOG, Process, served_run
 from integration.admin_pictures import FOLDER, HEIGHT, TIMEOUT_S, WIDTH
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 _SETTLE_MS = 1000
@@ -33,6 +35,9 @@ _ASYNC = (
     "checkpointing.every_steps=0",
     "policy.generation.simulated_latency={median_s: 0.05, sigma: 1.0}",
 )
+_PAGES = ("run.name=demo-pages", "tracing.sample_texts=4")
+_VIEWPORTS = ((390, 844), (1280, 900), (2560, 1440))
+_SHOWN_HEIGHT, _GAP, _COLORS = 420, 12, 128
 
 
 def ask(url: str, path: str, **query: object) -> Any:
@@ -121,7 +126,62 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     take(page, "runs")
 
 
-_MODES = {"sync": ((), take_synchronous), "async": (_ASYNC, take_asynchronous)}
+def take_pages(browser: Browser, url: str, run: Process) -> None:
+    """Take every page at three widths while a run trains, each page as one picture."""
+    page = opened(browser, url)
+    page.goto("/")
+    wait_for_step(page, 20)
+    newest, *_, oldest = steps_of(url)
+    [facts] = ask(url, "runs")["runs"]
+    run_id = facts["run_id"]
+    sample = ask(url, "samples/facts", run=run_id, text=True)["samples"][0]
+    of_run = urlencode({"run": run_id})
+    paths = {
+        "overview": "/",
+        "partition": "/partition?id=train",
+        "samples": "/samples",
+        "sample": f"/sample?{urlencode({'id': sample['sample_id'], 'run': run_id})}",
+        "group": f"/group?{urlencode({'run': run_id, 'group': sample['group']})}",
+        "runs": "/runs",
+        "run": f"/run?{of_run}&smooth=0.6",
+        "traces": "/traces",
+        "trace": f"/trace?id={newest}",
+        "compare": f"/compare?a={oldest}&b={newest}",
+        "engines": "/engines",
+        "staleness": f"/staleness?{of_run}",
+        "alerts": "/alerts",
+        "audit": "/audit",
+        "api": "/docs",
+    }
+    folder = FOLDER / "pages"
+    folder.mkdir(exist_ok=True)
+    for name, path in paths.items():
+        sheet = [_shown(page, path, width, height) for width, height in _VIEWPORTS]
+        whole = sum(each.width for each in sheet) + _GAP * (len(sheet) - 1)
+        picture = Image.new("RGB", (whole, _SHOWN_HEIGHT), "#c3c9d0")
+        left = 0
+        for each in sheet:
+            picture.paste(each, (left, 0))
+            left += each.width + _GAP
+        picture.quantize(_COLORS).save(folder / f"{name}.png", optimize=True)
+    page.close()
+
+
+def _shown(page: Page, path: str, width: int, height: int) -> Image.Image:
+    """Return what a screen shows of a page, at a height of `_SHOWN_HEIGHT`."""
+    page.set_viewport_size({"width": width, "height": height})
+    page.goto(path)
+    page.wait_for_timeout(_SETTLE_MS)
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    size = (round(width * _SHOWN_HEIGHT / height), _SHOWN_HEIGHT)
+    return image.resize(size, Image.Resampling.LANCZOS)
+
+
+_MODES = {
+    "sync": ((), take_synchronous),
+    "async": (_ASYNC, take_asynchronous),
+    "pages": (_PAGES, take_pages),
+}
 
 
 def main() -> None:
@@ -132,7 +192,8 @@ def main() -> None:
         )
         for mode in sys.argv[1:] or _MODES:
             changes, take_all = _MODES[mode]
-            with served_run(folder, changes, ["--port", "0"]) as started:
+            options = ["--port", "0", "--keep-sample-text"]
+            with served_run(folder, changes, options) as started:
                 assert started is not None, (folder / LOG).read_text()
                 url, _, run = started
                 take_all(browser, url, run)
