@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ def test_every_job_that_may_write_needs_the_tests() -> None:
         for name, job in declared.items():
             if any(job["permissions"].get(scope) == "write" for scope in scopes):
                 assert "tested" in needed(declared, name), (workflow, name)
+
+
+def test_every_stated_python_is_tested() -> None:
+    nightly = jobs("nightly.yml")["pythons"]["strategy"]["matrix"]
+    isolated = jobs("ci.yml")["isolation"]["strategy"]["matrix"]["python"]
+    assert ["3.11", *nightly["python"]] == isolated
+    for path in [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")]:
+        classifiers = tomllib.loads(path.read_text())["project"]["classifiers"]
+        language = "Programming Language :: Python :: "
+        stated = [line.removeprefix(language) for line in classifiers if line.startswith(language)]
+        assert stated == isolated, path
 
 
 def test_image_is_pushed_only_after_it_was_tried() -> None:

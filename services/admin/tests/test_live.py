@@ -290,14 +290,37 @@ def test_a_missing_ray_cluster_is_one_sentence(job_of, address):
     assert "\n" not in error
 
 
-def test_a_cluster_of_another_python_says_which_versions_differ():
-    versions = {"ray_version": ray.__version__, "python_version": "3.9.1"}
-    with pytest.raises(RuntimeError) as error:
-        check_version_info(versions, "this process")
-    line = one_line(error.value)
-    assert "Python: 3.9.1" in line
-    assert f"Python: {platform.python_version()}" in line
-    assert "\n" not in line
+@pytest.fixture
+def error_of(job_of, monkeypatch):
+    """Return a function that joins a cluster of a version of Python, and returns the error."""
+
+    def error_of(python):
+        def join(*_, **__):
+            versions = {"ray_version": ray.__version__, "python_version": python}
+            check_version_info(versions, "this process")
+            raise RuntimeError("joined")
+
+        monkeypatch.setattr("dataplane_tq.join_ray", join)
+        job = job_of(ray_address="ray://cluster:10001")
+        return until(lambda: live(job)["error"])
+
+    return error_of
+
+
+def test_a_cluster_of_another_python_says_what_to_do(error_of):
+    error = error_of("3.9.1")
+    assert "run the admin service with the Ray and the Python 3.x of the cluster at" in error
+    assert "Python: 3.9.1" in error
+    assert f"Python: {platform.python_version()}" in error
+    assert "\n" not in error
+
+
+def test_a_cluster_of_another_patch_release_is_joined(error_of):
+    minor, _, patch = platform.python_version().rpartition(".")
+    assert error_of(f"{minor}.{int(patch) + 1}").endswith(": joined")
+
+
+def test_an_error_of_ray_has_a_bounded_length():
     assert len(one_line(RuntimeError("x" * 10_000))) < 1_000
 
 

@@ -100,8 +100,8 @@ def end_actor(actor: Any) -> None:
             call_within(_KILL_S, lambda: ray.kill(actor))
 
 
-def require_module(module: str, *, backend: str, extra: str) -> None:
-    """Raise a `ConfigError` that names ``extra`` if ``module`` is not installed."""
+def require_module(module: str, *, backend: str, extra: str, pythons: str) -> None:
+    """Raise a `ConfigError` that names ``extra`` and its Pythons if ``module`` is not installed."""
     try:
         spec = find_spec(module)
     except ModuleNotFoundError:  # a parent package is missing
@@ -109,7 +109,7 @@ def require_module(module: str, *, backend: str, extra: str) -> None:
     if spec is None:
         raise ConfigError(
             f"data-plane config: backend {backend!r} needs the module {module!r}, which is not "
-            f"installed; it comes with the extra dataplane-tq[{extra}]"
+            f"installed; it comes with the extra dataplane-tq[{extra}], on Python {pythons}"
         )
 
 

@@ -55,7 +55,7 @@ class Mooncake(StorageBackend):
         backend = "mooncake_cpu"
         require_bytes(cfg, "global_segment_size", backend=backend, min_bytes=_MIN_SEGMENT_BYTES)
         require_bytes(cfg, "local_buffer_size", backend=backend, min_bytes=_MEBIBYTE)
-        require_module("mooncake", backend=backend, extra="mooncake")
+        require_module("mooncake", backend=backend, extra="mooncake", pythons="3.11 to 3.13")
         try:
             ctypes.CDLL(_LIBRARY)
         except OSError as error:

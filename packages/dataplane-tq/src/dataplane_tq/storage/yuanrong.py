@@ -33,7 +33,7 @@ class Yuanrong(StorageBackend):
     def check(cls, cfg: DataPlaneConfig) -> None:
         backend = "yuanrong"
         require_bytes(cfg, "global_segment_size", backend=backend, min_bytes=64 * _MEBIBYTE)
-        require_module("yr.datasystem", backend=backend, extra="yuanrong")
+        require_module("yr.datasystem", backend=backend, extra="yuanrong", pythons="3.11 and 3.12")
 
     def start(
         self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float

@@ -29,6 +29,7 @@ _PLANE = {
 }
 _CONNECT_S = 3.0
 _MAX_REASON = 500
+_USE_SAME_VERSIONS = "run the admin service with the Ray and the Python 3.x of the cluster"
 _SIGACTION_BYTES = 512
 """Upper bound of the structure's size on any platform."""
 
@@ -113,6 +114,8 @@ class RayConnector:
         from dataplane_tq import join_ray
 
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        # By default Ray refuses another patch release of Python, too.
+        os.environ.setdefault("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", "minor")
         self._joined = True
         try:
             _check_listener(self._address)
@@ -125,9 +128,10 @@ class RayConnector:
                 )
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             self._leave()
-            raise UnavailableError(
-                f"no Ray cluster at {self._address!r}: {one_line(error)}"
-            ) from None
+            reason = one_line(error)
+            differs = reason.startswith("Version mismatch")
+            sentence = _USE_SAME_VERSIONS if differs else "no Ray cluster"
+            raise UnavailableError(f"{sentence} at {self._address!r}: {reason}") from None
 
     def _leave(self) -> None:
         """Leave the cluster if `_join` joined it."""
