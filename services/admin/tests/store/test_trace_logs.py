@@ -76,7 +76,8 @@ def test_a_log_outside_of_a_trace_is_ignored(job, otlp):
     assert job.counts()["ignored"] == 1
 
 
-def test_text_of_a_log_is_stored_only_on_request(job, otlp, trace_id, tmp_path):
+def test_text_of_a_log_is_stored_only_on_request(job_of, otlp, trace_id, tmp_path):
+    job = job_of()
     data = logs(otlp, trace_id, SECRET, SECRET, gen_ai__prompt=SECRET, code__file__path="a.py")
     first, second = data.resource_logs[0].scope_logs[0].log_records
     first.body.kvlist_value.values.add(key="text").value.string_value = SECRET
@@ -86,6 +87,7 @@ def test_text_of_a_log_is_stored_only_on_request(job, otlp, trace_id, tmp_path):
     assert [log["body"] for log in kept] == ["", "", ""]
     assert kept[0]["attributes"] == {"code.file.path": "a.py"}
     job.app.state.store.close()
+    assert b"a.py" in stored_bytes(tmp_path)
     assert SECRET.encode() not in stored_bytes(tmp_path)
 
 

@@ -217,7 +217,7 @@ class SpanPath(Model):
     total_s: float
     """Sum of the durations; concurrent spans may exceed their parent."""
     self_s: float
-    """As `SpanGroup.self_s`."""
+    """Sum of the self times, see `SpanGroup`."""
 
 
 class ServiceSpans(Model):

@@ -25,7 +25,7 @@ from dataplane_admin.pages.run_page import run_page
 from dataplane_admin.pages.runs import compared_runs, run_list, seen_ago, tag_change
 from dataplane_admin.pages.samples import content_page, members, sample_list
 from dataplane_admin.pages.shell import Shell, next_page
-from dataplane_admin.pages.trace_page import QUERY, trace_page
+from dataplane_admin.pages.trace_page import QUERY, marks_of, trace_page
 from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
 from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
@@ -311,7 +311,10 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
             params = Params(request.query_params)
             query = {name: params.text(name) for name in QUERY}
             facts = service.trace(
-                params.required("id"), max_rows=MAX_BARS, span_id=params.maybe("span")
+                params.required("id"),
+                max_rows=MAX_BARS,
+                span_id=params.maybe("span"),
+                prefer=marks_of(query),
             )
             return shell.page(
                 request,

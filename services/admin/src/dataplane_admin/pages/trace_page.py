@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any  # Any: attribute values
@@ -14,6 +14,7 @@ from dataplane_admin.pages.flame import Flame, draw_flame
 from dataplane_admin.pages.links import Link, outward, to
 from dataplane_admin.pages.load import LoadDrawing, draw_load
 from dataplane_admin.pages.span_names import NameTable, name_table
+from observability.records import Span
 from observability.views.drawing import Drawing, draw, kind_of, place
 
 _PATH = 10
@@ -153,7 +154,7 @@ def trace_page(
     """
     spans = {span.span_id: span for span in trace.rows}
     chosen = spans.get(query["span"])
-    tones = defaultdict(lambda: _TONES - 1)
+    tones: dict[str, int] = defaultdict(lambda: _TONES - 1)
     tones.update((row.service, place) for place, row in enumerate(trace.services[:_TONES]))
     path, rest = _path(trace, spans)
     marked = _marked(trace, query)
@@ -207,6 +208,13 @@ def trace_page(
 
 def _url(trace: models.Trace, query: Mapping[str, str], **changes: str) -> Link:
     return to("/trace", id=trace.trace_id, **{**query, **changes})
+
+
+def marks_of(query: Mapping[str, str]) -> Callable[[Span], bool] | None:
+    """Return whether ``query`` marks a span; None if it marks none."""
+    if not query["name"] and not query["service"]:
+        return None
+    return lambda span: _is_marked(query, span.name, span.process.service)
 
 
 def _is_marked(query: Mapping[str, str], name: str, service: str) -> bool:

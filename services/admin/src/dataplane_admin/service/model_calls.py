@@ -90,8 +90,9 @@ def _latency_s(span: Span) -> float | None:
 
 def _numbers(values: Iterable[object]) -> Iterator[float]:
     for value in values:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if 0 <= value < math.inf:
             yield float(value)
 
 

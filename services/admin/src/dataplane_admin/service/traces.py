@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from urllib.parse import quote
 
 from dataplane_admin import models
@@ -64,17 +64,29 @@ def trace(
     *,
     max_rows: int = MAX_ROWS,
     span_id: str | None = None,
+    prefer: Callable[[Span], bool] | None = None,
 ) -> models.Trace:
-    """Return a trace with its longest spans, and with this span, its parent and its children.
+    """Return a trace with its longest spans.
 
-    Raises NotFound, Refused.
+    Args:
+        store: store to read from.
+        settings: settings of the service.
+        trace_id: id of the trace.
+        max_rows: maximum number of spans.
+        span_id: span to return, with its parent and children, however short it is.
+        prefer: returns whether a span precedes longer ones, in up to two thirds of the rows.
+
+    Raises:
+        NotFound: the trace is not stored.
+        Refused: the id is invalid.
     """
     trace_id = canonical_trace_id(trace_id)
     facts, records = _read(store, trace_id)
     step = _step(facts, records)
     path = critical_path(step)
     out, into = store.linked(trace_id)
-    rows = _rows(step, path, max_rows, span_id)
+    shown = _shown(step, max_rows, span_id, prefer)
+    rows = _rows(step, path, shown)
     logs, logs_full = store.logs(trace_id)
     self_ns = self_times_ns(step)
     names, names_omitted = name_statistics(step, self_ns)
@@ -211,15 +223,9 @@ def _incomplete(store: Store, facts: models.TraceFacts, step: Step) -> list[str]
     return reasons
 
 
-def _rows(
-    step: Step, path: Iterable[Segment], max_rows: int, span_id: str | None
-) -> list[models.SpanRow]:
-    """Return the spans of `trace`, parents first, siblings by start."""
+def _rows(step: Step, path: Iterable[Segment], shown: Collection[str]) -> list[models.SpanRow]:
+    """Return the spans with these ids, parents first, siblings by start."""
     critical = {segment.span.span_id for segment in path}
-    shown = _longest(step.spans, max_rows)
-    if span_id is not None:
-        shown.update(span.span_id for span in step.tree.line(span_id)[:2])
-        shown.update(span.span_id for span in step.children(span_id)[:max_rows])
     rows: list[models.SpanRow] = []
     stack = [(span, 0) for span in reversed(step.tree.tops)]
     while stack:
@@ -253,10 +259,24 @@ def _rows(
     return rows
 
 
-def _longest(spans: Sequence[Span], number: int) -> set[str]:
-    if len(spans) > number:
-        spans = heapq.nlargest(number, spans, key=lambda span: span.reported_seconds or 0.0)
-    return {span.span_id for span in spans}
+def _shown(
+    step: Step, max_rows: int, span_id: str | None, prefer: Callable[[Span], bool] | None
+) -> set[str]:
+    """Return the ids of the spans that `trace` returns."""
+    if len(step.spans) <= max_rows:
+        return {span.span_id for span in step.spans}
+    preferred = _longest(filter(prefer, step.spans), 2 * max_rows // 3) if prefer else []
+    shown = {span.span_id for span in preferred}
+    rest = [span for span in step.spans if span.span_id not in shown]
+    shown.update(span.span_id for span in _longest(rest, max_rows - len(shown)))
+    if span_id is not None:
+        shown.update(span.span_id for span in step.tree.line(span_id)[:2])
+        shown.update(span.span_id for span in step.children(span_id)[:max_rows])
+    return shown
+
+
+def _longest(spans: Iterable[Span], number: int) -> list[Span]:
+    return heapq.nlargest(number, spans, key=lambda span: span.reported_seconds or 0.0)
 
 
 def _segment(step: Step, segment: Segment) -> models.Segment:
