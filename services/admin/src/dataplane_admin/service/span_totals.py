@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,8 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     """
     if not ordered:
         return None
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+    # The subtraction: a product such as 0.95 * 20 may exceed the integer that it is.
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
 
 
 def name_statistics(step: Step, self_ns: Mapping[str, int]) -> tuple[list[models.SpanGroup], int]:

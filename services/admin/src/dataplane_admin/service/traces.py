@@ -72,7 +72,7 @@ def trace(
         store: store to read from.
         settings: settings of the service.
         trace_id: id of the trace.
-        max_rows: maximum number of spans.
+        max_rows: maximum number of spans, besides those of ``span_id``.
         span_id: span to return, with its parent and children, however short it is.
         prefer: returns whether a span precedes longer ones, in up to two thirds of the rows.
 
