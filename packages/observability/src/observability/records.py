@@ -409,13 +409,14 @@ def _with_run(pairs: Iterable[KeyValue], run: Any) -> dict[str, Any]:
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
-    return {pair.key: _value(pair.value) for pair in pairs}
+    return {pair.key: value_of(pair.value) for pair in pairs}
 
 
-def _value(value: AnyValue) -> Any:
+def value_of(value: AnyValue) -> Any:
+    """Return a value of OTLP as one of Python; None if it is not set."""
     match value.WhichOneof("value"):
         case "array_value":
-            return [_value(item) for item in value.array_value.values]
+            return [value_of(item) for item in value.array_value.values]
         case "kvlist_value":
             return _attributes(value.kvlist_value.values)
         case None:

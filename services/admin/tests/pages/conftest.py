@@ -110,6 +110,13 @@ def send_run(job, otlp):
                 log("generator_joined", ago_s=ago_s - 0.1, generator=name, owner=owner)
             lost = {"generator": "rollout actor 2", "owner": rollouts["rollout actor 2"]}
             log("generator_left", ago_s=ago_s - 0.2, reason="out of memory ", **lost)
+        if step == STEPS - 2:
+            root = next(span for span in spans if not span.parent_span_id)
+            record = otlp.log("x", trace_id=root.trace_id, span_id=root.span_id)
+            [item] = record.resource_logs[0].scope_logs[0].log_records
+            item.event_name, item.body.string_value = "", HOSTILE
+            item.severity_text = HOSTILE[:9]
+            job.send(record)
         job.send(traces, logs)
     # Samples that the first and the last step trained on, put with or without a version.
     for step, ids, versions in (

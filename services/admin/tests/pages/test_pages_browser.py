@@ -167,6 +167,21 @@ def test_the_waterfall_works_by_keyboard(watched):
     assert query(page) == {"id": LAST}
 
 
+def test_the_flame_graph_is_read_and_zoomed_by_keyboard(watched):
+    page = watched().go(f"/trace?id={LAST}")
+    page.wait_for_selector('a.frame[tabindex="0"]')
+    page.locator('a.frame[tabindex="0"]').focus()
+    page.keyboard.press("ArrowDown")
+    label, key = focused(page, "aria-label"), focused(page, "data-key")
+    assert re.search(r", \d+ spans?, total .*, self ", label)
+    assert page.locator("#flame-reading").inner_text() == label
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#flame >> text=Zoom out")
+    assert query(page) == {"id": LAST, "frame": key}
+    chosen = page.locator(f'a.frame[data-key="{key}"]')
+    assert (chosen.get_attribute("data-from"), chosen.get_attribute("data-to")) == ("0.0", "100.0")
+
+
 def test_the_waterfall_zooms_by_keyboard_and_by_dragging(watched):
     page = watched().go(f"/trace?id={LAST}")
     page.wait_for_selector("#zoom:not([hidden])")

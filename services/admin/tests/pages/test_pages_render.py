@@ -39,6 +39,8 @@ PAGES = [
     f"/traces?run={quote(HOSTILE, safe='')}",
     f"/trace?id={LAST}",
     f"/trace?id={HOSTILE_TRACE}",
+    f"/trace?id={HOSTILE_TRACE}&name={quote(HOSTILE, safe='')}&sort=p95&order=ascending",
+    f"/trace?id={HOSTILE_TRACE}&service={quote(HOSTILE, safe='')}&frame={quote(HOSTILE, safe='')}",
     f"/trace?id={TORN}",
     f"/compare?a={HOSTILE_TRACE}&b={LAST}",
     "/compare",

@@ -179,6 +179,11 @@ class Batches:
     def event(self, *args, **kwargs):
         return batch_of_logs(self._otlp.log(*args, **kwargs), Limits(), time.time_ns())
 
+    def trace_log(self, trace_id, **kwargs):
+        data = self._otlp.log("x", trace_id=trace_id, **kwargs)
+        data.resource_logs[0].scope_logs[0].log_records[0].event_name = ""
+        return batch_of_logs(data, Limits(), time.time_ns())
+
 
 @pytest.fixture(scope="session")
 def batches(otlp):

@@ -38,15 +38,20 @@ def pages(path):
         return connection.execute("PRAGMA page_count").fetchone()[0]
 
 
-def make_older(url, seconds):
-    """Shift all receive times into the past."""
+RECEIVED = {
+    "traces": "updated_ns",
+    "events": "received_ns",
+    "trace_logs": "received_ns",
+    "runs": "updated_ns",
+}
+
+
+def make_older(url, seconds, tables=tuple(RECEIVED)):
+    """Shift receive times into the past."""
     engine = create_engine(url)
     with engine.begin() as connection:
-        for table, column in (
-            ("traces", "updated_ns"),
-            ("events", "received_ns"),
-            ("runs", "updated_ns"),
-        ):
+        for table in tables:
+            column = RECEIVED[table]
             connection.execute(
                 text(f"UPDATE {table} SET {column} = {column} - :ns"), {"ns": int(seconds * 1e9)}
             )
@@ -59,6 +64,14 @@ def rows(url, *tables):
         counts = [connection.scalar(text(f"SELECT count(*) FROM {table}")) for table in tables]
     engine.dispose()
     return counts
+
+
+def counted_bytes(url):
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        nbytes = connection.scalar(text("SELECT nbytes FROM state"))
+    engine.dispose()
+    return nbytes
 
 
 ALL = ["traces", "span_chunks", "trace_links", "events", "samples", "event_samples", "open_waits"]
@@ -84,6 +97,22 @@ def test_old_records_are_deleted_with_all_their_rows(url, batches):
         totals = store.totals()
         assert (totals.spans, totals.samples) == (1, 2)
         assert [row.run_id for row in store.runs()] == ["run"]
+
+
+@pytest.mark.parametrize("with_trace", [True, False])
+def test_logs_are_deleted_with_their_trace_or_by_age(url, batches, with_trace):
+    trace_id = os.urandom(16)
+    with Store.open(url) as store:
+        for number in range(600):
+            store.submit(batches.trace_log(trace_id, at_s=number))
+        store.write(batches.spans(trace_id) if with_trace else batches.event("put"))
+    make_older(url, 1000)
+    if with_trace:  # the logs are younger than their trace
+        make_older(url, -1000, ["trace_logs"])
+    with Store.open(url, retention=Retention(max_age_s=500, max_bytes=None)) as store:
+        wait_until(lambda: rows(url, "trace_logs", "traces") == [0, 0], store)
+        wait_until(lambda: store.totals().events == 0, store)
+    assert counted_bytes(url) == 0
 
 
 def test_a_run_without_records_is_deleted(url, batches):

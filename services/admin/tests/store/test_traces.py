@@ -206,7 +206,7 @@ def test_no_query_scans_a_large_table(tmp_path, job_of, otlp):
     finally:
         event.remove(Engine, "before_cursor_execute", remember)
     assert len(selects) > 15
-    big = {"events", "samples", "span_chunks", "event_samples"}
+    big = {"events", "samples", "span_chunks", "event_samples", "trace_logs"}
     with create_engine(path).connect() as connection:
         for statement, parameters in selects:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)

@@ -1,8 +1,8 @@
-"""Decoding of lifecycle events, and of facts and text of samples, from export requests of logs.
+"""Decoding of export requests of logs: lifecycle events, facts and text of samples, other records.
 
-Other log records are accepted and dropped, since they may quote samples. The body of a lifecycle
-event has the sample ids, which are removed from the record. An event with an unreadable body is
-rejected: without ids it would mean something else, such as a clear of the entire partition.
+Other records are stored if they name a trace, see `logs`, and dropped if not. The body of a
+lifecycle event has the sample ids, which are removed from the record. An event with an unreadable
+body is rejected: without ids it would mean something else, such as a clear of the entire partition.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
 
 from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.logs import LogRefused, names_trace, trace_log
 from dataplane_admin.ingest.redaction import Redaction
 from dataplane_admin.ingest.samples import InvalidSamples, samples_of
 from dataplane_admin.ingest.values import cut, digest_of
 from dataplane_admin.store import Batch, LifecycleEvent
-from dataplane_admin.store.batch import RunChange, SampleFacts, SampleText, wait_digest
+from dataplane_admin.store.batch import (
+    RunChange,
+    SampleFacts,
+    SampleText,
+    TraceLog,
+    wait_digest,
+)
 from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.compressed import compress
 from dataplane_admin.store.texts import bytes_of_id, storable
@@ -62,17 +69,19 @@ class _Refused(Exception):
 def batch_of_logs(
     request: LogsData, limits: Limits, now_ns: int, *, redaction: Redaction | None = None
 ) -> Batch:
-    """Return the lifecycle events, and facts and text of samples, of a request as a batch.
+    """Return the lifecycle events, facts and text of samples, and logs of a request as a batch.
 
     Args:
         request: the decoded request; it is changed.
         limits: limits of a request.
         now_ns: the time of events that report none, in nanoseconds since 1970.
-        redaction: applied to turns and tokens of samples; None removes them.
+        redaction: applied to turns and tokens of samples and to bodies of other records; None
+            removes them.
     """
     samples: list[SampleFacts | SampleText] = []
     of_samples = 0  # records
     events: list[LifecycleEvent] = []
+    logs: list[TraceLog] = []
     reasons: Counter[str] = Counter()
     refused: list[bytes] = []
     ignored: list[bytes] = []
@@ -94,7 +103,16 @@ def batch_of_logs(
                         reasons[str(reason)] += 1
                     continue
                 if not record.event_name.startswith(EVENT_PREFIX):
-                    ignored.append(digest_of(record))
+                    if record.event_name == TEXT or not names_trace(record):
+                        ignored.append(digest_of(record))
+                        continue
+                    try:
+                        if len(logs) >= limits.events:
+                            raise LogRefused(f"more than {limits.events} in a request")
+                        logs.append(trace_log(record, frame.encode, limits, redaction))
+                    except LogRefused as reason:
+                        refused.append(digest_of(record))
+                        reasons[str(reason)] += 1
                     continue
                 try:
                     if len(events) >= limits.events:
@@ -105,6 +123,7 @@ def batch_of_logs(
                     reasons[str(reason)] += 1
     return Batch(
         events=tuple(events),
+        logs=tuple(logs),
         samples=tuple(samples),
         refused=tuple(refused),
         ignored=tuple(ignored),

@@ -50,14 +50,15 @@ class Redaction:
         changed = False
         for record in attributed(request):
             for pair in record.attributes:
-                changed |= self._value(pair.value)
+                changed |= self.value(pair.value)
             if isinstance(record, Span) and record.status.message:
                 message = self.text(record.status.message)
                 changed |= message != record.status.message
                 record.status.message = message
         return changed
 
-    def _value(self, value: AnyValue) -> bool:
+    def value(self, value: AnyValue) -> bool:
+        """Replace the matches in all text of a value; return True if there were any."""
         match value.WhichOneof("value"):
             case "string_value":
                 text = self.text(value.string_value)
@@ -67,7 +68,7 @@ class Redaction:
                 return True
             case "array_value":
                 # A list: `any` would stop at the first match.
-                return any([*map(self._value, value.array_value.values)])
+                return any([*map(self.value, value.array_value.values)])
             case "kvlist_value":
-                return any([*map(self._value, (each.value for each in value.kvlist_value.values))])
+                return any([*map(self.value, (each.value for each in value.kvlist_value.values))])
         return False

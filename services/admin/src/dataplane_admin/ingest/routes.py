@@ -43,7 +43,7 @@ _DECODERS = 2
 _COMMIT_S = 10.0
 _SUMMARY: dict[Kind, str] = {
     "traces": "Receive spans",
-    "logs": "Receive lifecycle events, facts and text of samples",
+    "logs": "Receive lifecycle events, facts and text of samples, and logs of traces",
     "metrics": "Receive metrics",
 }
 

@@ -98,6 +98,9 @@ class SpanRow(Model):
     """0 at the top."""
     name: Text
     kind: Text
+    """``internal``, ``server``, ``client``, ``producer``, ``consumer``, or ``unspecified``."""
+    service: Text
+    """``service.name`` of its process; ``unknown`` if not reported."""
     process: Text
     """Label of the process, as in the trace's ``process_times``."""
     start_s: float
@@ -161,6 +164,96 @@ class TraceEvent(Model):
     """Ids of some of its samples."""
 
 
+class TraceLog(Model):
+    """One log record within a trace that is no lifecycle event."""
+
+    time_s: float | None
+    """Seconds since the trace's start; None if not reported."""
+    process: Text
+    span_id: Text
+    """Empty if the record names only the trace."""
+    severity: Text
+    """``TRACE``, ``DEBUG``, ``INFO``, ``WARN``, ``ERROR``, ``FATAL``, or as reported."""
+    name: Text
+    """Name of the event, empty without one."""
+    body: Text
+    """Empty if it has none, or if text that may quote samples is not stored."""
+    scope: Text
+    """The logger, with its version; empty if not reported."""
+    attributes: Values
+
+
+class SpanGroup(Model):
+    """The spans of a trace with the same service, name and kind."""
+
+    service: Text
+    name: Text
+    kind: Text
+    count: int
+    errors: int
+    """Failed spans."""
+    total_s: float
+    """Sum of the durations."""
+    self_s: float
+    """Sum of the self times: each span without the time in which any of its children ran."""
+    p50_s: float | None
+    """Median duration, of an even number the shorter of the middle two; None if no span reported
+    both start and end. ``p95_s`` and ``max_s`` likewise."""
+    p95_s: float | None
+    max_s: float | None
+    active_s: float
+    """Time within the trace in which at least one of the spans ran."""
+
+
+class SpanPath(Model):
+    """The spans of a trace with the same services and names from the root down to them."""
+
+    service: Text
+    name: Text
+    depth: int
+    """0 at the top; a row's parent is the last row above it with a smaller depth."""
+    count: int
+    errors: int
+    total_s: float
+    """Sum of the durations; concurrent spans may exceed their parent."""
+    self_s: float
+    """Sum of the self times, see `SpanGroup`."""
+
+
+class ServiceSpans(Model):
+    """The spans of a service within a trace."""
+
+    service: Text
+    spans: int
+    errors: int
+
+
+class ModelCalls(Model):
+    """Calls of a model within a trace: spans with ``gen_ai.*`` attributes."""
+
+    service: Text
+    operation: Text
+    """``gen_ai.operation.name``, else the name of the span."""
+    provider: Text
+    """``gen_ai.provider.name`` or ``gen_ai.system``; may be empty."""
+    model: Text
+    """Requested model, else that of the response; may be empty."""
+    calls: int
+    errors: int
+    input_tokens: int | None
+    """None if no call reported any; ``output_tokens`` likewise."""
+    output_tokens: int | None
+    p50_s: float | None
+    """Median latency: as reported by vLLM, else the span's duration. ``p95_s`` likewise."""
+    p95_s: float | None
+    first_token_p50_s: float | None
+    """Median time to the first token; None if not reported."""
+    tokens_per_s: float | None
+    """Output tokens per second of latency, over the calls that report both."""
+    finish_reasons: dict[Text, int]
+    """Finish reason to number of responses, most frequent first."""
+
+
 class StageBytes(Model):
     """Bytes that a stage moved through the data plane."""
 
@@ -214,6 +307,21 @@ class Trace(TraceFacts):
     events: list[TraceEvent]
     """Events, at most 500."""
     events_omitted: int
+    logs: list[TraceLog]
+    """Log records by time."""
+    logs_full: bool
+    """True if the limit of stored log records is reached, so that later ones are missing."""
+    services: list[ServiceSpans]
+    """Services by number of spans, at most 100."""
+    names: list[SpanGroup]
+    """Statistics by name, largest total first, at most 500."""
+    names_omitted: int
+    paths: list[SpanPath]
+    """Statistics by path, parents first, at most 1,000 and 48 deep."""
+    paths_omitted: int
+    """Spans whose path is not among ``paths``."""
+    model_calls: list[ModelCalls]
+    """Calls of models, most calls first, at most 100."""
     stages: list[StageBytes]
     staleness: TraceStaleness | None
     """Staleness of the trained samples; None without any."""

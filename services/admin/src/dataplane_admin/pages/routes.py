@@ -26,10 +26,11 @@ from dataplane_admin.pages.run_page import run_page
 from dataplane_admin.pages.runs import compared_runs, run_list, seen_ago, tag_change
 from dataplane_admin.pages.samples import content_page, members, sample_list
 from dataplane_admin.pages.shell import Shell, next_page
-from dataplane_admin.pages.trace_page import trace_page
+from dataplane_admin.pages.trace_page import QUERY, marks_of, trace_page
 from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
 from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
+from observability.views.drawing import MAX_BARS
 
 _ACTIONS = ("clear", "reset-consumption", "end-claim")
 _STEPS = 20
@@ -49,7 +50,7 @@ def router(service: AdminService, settings: Settings) -> APIRouter:
     _add_files(routes, shell)
     _add_state(routes, shell, service, settings.stuck_after_s)
     _add_lineage(routes, shell, service)
-    _add_traces(routes, shell, service)
+    _add_traces(routes, shell, service, settings)
     if settings.allow_actions:
         _add_actions(routes, shell, service, settings.root_path)
     return routes
@@ -218,7 +219,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
         )
 
 
-def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
+def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings: Settings) -> None:
     @routes.get("/traces")
     def traces(request: Request) -> Response:
         params = Params(request.query_params)
@@ -314,11 +315,18 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService) -> None:
     def trace(request: Request) -> Response:
         def make() -> Response:
             params = Params(request.query_params)
-            facts = service.trace(params.required("id"))
+            query = {name: params.text(name) for name in QUERY}
+            facts = service.trace(
+                params.required("id"),
+                max_rows=MAX_BARS,
+                span_id=params.maybe("span"),
+                prefer=marks_of(query),
+            )
             return shell.page(
                 request,
                 "trace.html.j2",
-                view=trace_page(facts, _load(service, facts), span_id=params.maybe("span")),
+                view=trace_page(facts, _load(service, facts), query),
+                keeps_text=settings.keep_sample_text,
                 previous=_step(service, facts, -1),
                 following=_step(service, facts, 1),
                 now_ns=time.time_ns(),

@@ -106,7 +106,7 @@ def run_list(service: AdminService, params: Params) -> RunList:
         columns=[
             Column(
                 title,
-                to("/runs", **{**query, "sort": name, "order": _next_order(name, sort, ascending)}),
+                to("/runs", **{**query, "sort": name, "order": next_order(name, sort, ascending)}),
                 ("ascending" if ascending else "descending") if name == sort else "",
             )
             for name, title in _SORTS.items()
@@ -153,7 +153,7 @@ def tag_change(run_id: str, params: Params) -> models.TagRun:
     return checked(lambda: models.TagRun(run=run_id, tags=[tag for tag in tags if tag]))
 
 
-def _next_order(column: str, sort: str, ascending: bool) -> str:
+def next_order(column: str, sort: str, ascending: bool) -> str:
     """Return the order that a click on a column sets: the largest first, then the smallest."""
     return "ascending" if column == sort and not ascending else ""
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any  # Any: attribute values
 
 from dataplane_admin import models
 from dataplane_admin.pages import marks, words
-from dataplane_admin.pages.links import outward, to
+from dataplane_admin.pages.flame import Flame, draw_flame
+from dataplane_admin.pages.links import Link, outward, to
 from dataplane_admin.pages.load import LoadDrawing, draw_load
+from dataplane_admin.pages.span_names import NameTable, name_table
+from observability.records import Span
 from observability.views.drawing import Drawing, draw, kind_of, place
 
 _PATH = 10
@@ -17,6 +22,14 @@ _TREE = 400
 _EVENTS = 12
 _STACK = 60
 _CHILDREN = 12
+_SPAN_LOGS = 50
+_LOGS = 200
+_SERVICES = 12
+_TONES = 8
+"""Colors of services; those after the first share the last one."""
+
+QUERY = ("span", "name", "service", "sort", "order", "frame")
+"""Parameters of the page, besides the id of the trace."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,8 @@ class SpanDetail:
     events: Sequence[EventInSpan]
     samples: Sequence[models.TraceEvent]
     """Lifecycle events of the span."""
+    logs: Sequence[models.TraceLog]
+    more_logs: int
     resource: Mapping[str, Any]
     """Resource attributes of its process."""
     links: Sequence[tuple[str, str]]
@@ -84,11 +99,29 @@ class SpanDetail:
 
 
 @dataclass(frozen=True)
+class LogRow:
+    """A row of the list of logs, with the name and address of its span."""
+
+    log: models.TraceLog
+    span: str
+    url: Link
+
+
+@dataclass(frozen=True)
 class TracePage:
     """Content of the trace page."""
 
     facts: models.Trace
+    query: Mapping[str, str]
+    """The parameters `QUERY`, as in the address."""
     title: str
+    services: Sequence[tuple[models.ServiceSpans, int]]
+    """Services with their colors."""
+    names: NameTable
+    marked: frozenset[str] | None
+    """Ids of the spans that ``name`` and ``service`` mark; None if the address has neither."""
+    flame: Flame
+    logs: Sequence[LogRow]
     drawing: Drawing
     load: LoadDrawing | None
     """Engines and nodes below the spans; None without any."""
@@ -100,28 +133,54 @@ class TracePage:
     processes: Sequence[ProcessRow]
     max_bytes: int
     tree: Sequence[TreeRow]
+    tree_rest: int
+    """Spans, of the marked ones if there are marks, that are not in ``tree``."""
     external: Sequence[models.ExternalLink]
 
+    def url(self, **changes: str) -> Link:
+        """Return the address of this page with some parameters changed."""
+        return _url(self.facts, self.query, **changes)
 
-def trace_page(trace: models.Trace, load: models.Load | None, *, span_id: str | None) -> TracePage:
-    """Return the page of a trace, with the details of ``span_id`` if it is one of its spans.
+
+def trace_page(
+    trace: models.Trace, load: models.Load | None, query: Mapping[str, str]
+) -> TracePage:
+    """Return the page of a trace, with the details of the span in ``query`` if it is received.
 
     ``load`` is that of engines and nodes during the trace; None if its time is unknown.
+
+    Raises:
+        Refused: the sort order is invalid.
     """
     spans = {span.span_id: span for span in trace.rows}
-    chosen = spans.get(span_id or "")
+    chosen = spans.get(query["span"])
+    tones: dict[str, int] = defaultdict(lambda: _TONES - 1)
+    tones.update((row.service, place) for place, row in enumerate(trace.services[:_TONES]))
     path, rest = _path(trace, spans)
+    marked = _marked(trace, query)
+    in_tree = [span for span in trace.rows if marked is None or span.span_id in marked]
     drawing = draw(trace.seconds, trace.rows, trace.process_times, trace.critical_path)
+    if not trace.buckets:  # color by service
+        bars = [
+            replace(bar, kind=f"tone-{tones[spans[bar.span_id].service]}") for bar in drawing.bars
+        ]
+        drawing = replace(drawing, bars=bars)
     lanes = None if load is None else draw_load(load, drawing.height)
     if lanes is not None:
         drawing = replace(drawing, height=drawing.height + lanes.height)
     return TracePage(
         facts=trace,
+        query=query,
         title=title_of(trace),
+        services=[(row, tones[row.service]) for row in trace.services[:_SERVICES]],
+        names=name_table(trace, query, tones, partial(_url, trace, query)),
+        marked=marked,
+        flame=draw_flame(trace.paths, tones, query["frame"]),
+        logs=[_log_row(trace, query, spans, log) for log in trace.logs[:_LOGS]],
         drawing=drawing,
         load=lanes,
         detail=_detail(trace, spans, chosen) if chosen else None,
-        missing=span_id if span_id and chosen is None else "",
+        missing="" if chosen else query["span"],
         path=path,
         path_rest=rest,
         processes=[
@@ -136,14 +195,55 @@ def trace_page(trace: models.Trace, load: models.Load | None, *, span_id: str | 
         tree=[
             TreeRow(
                 span,
-                to("/trace", id=trace.trace_id, span=span.span_id),
-                kind_of(span),
+                _url(trace, query, span=span.span_id),
+                kind_of(span) if trace.buckets else f"tone-{tones[span.service]}",
                 *place(trace.seconds, span.start_s, span.seconds or 0.0),
             )
-            for span in trace.rows[:_TREE]
+            for span in in_tree[:_TREE]
         ],
+        tree_rest=_count(trace, query) - min(len(in_tree), _TREE),
         external=[link for link in trace.external if outward(link.url)],
     )
+
+
+def _url(trace: models.Trace, query: Mapping[str, str], **changes: str) -> Link:
+    return to("/trace", id=trace.trace_id, **{**query, **changes})
+
+
+def marks_of(query: Mapping[str, str]) -> Callable[[Span], bool] | None:
+    """Return whether ``query`` marks a span; None if it marks none."""
+    if not query["name"] and not query["service"]:
+        return None
+    return lambda span: _is_marked(query, span.name, span.process.service)
+
+
+def _is_marked(query: Mapping[str, str], name: str, service: str) -> bool:
+    return query["name"] in ("", name) and query["service"] in ("", service)
+
+
+def _marked(trace: models.Trace, query: Mapping[str, str]) -> frozenset[str] | None:
+    if not query["name"] and not query["service"]:
+        return None
+    return frozenset(
+        span.span_id for span in trace.rows if _is_marked(query, span.name, span.service)
+    )
+
+
+def _count(trace: models.Trace, query: Mapping[str, str]) -> int:
+    """Return the number of marked spans, of all without marks."""
+    if not query["name"] and not query["service"]:
+        return len(trace.rows) + trace.rows_omitted
+    return sum(group.count for group in trace.names if _is_marked(query, group.name, group.service))
+
+
+def _log_row(
+    trace: models.Trace,
+    query: Mapping[str, str],
+    spans: Mapping[str, models.SpanRow],
+    log: models.TraceLog,
+) -> LogRow:
+    span = spans.get(log.span_id)
+    return LogRow(log, span.name if span else log.span_id, _url(trace, query, span=log.span_id))
 
 
 def title_of(trace: models.TraceFacts) -> str:
@@ -186,6 +286,7 @@ def _detail(
     trace: models.Trace, spans: Mapping[str, models.SpanRow], span: models.SpanRow
 ) -> SpanDetail:
     children = [row for row in trace.rows if row.parent_id == span.span_id]
+    logs = [log for log in trace.logs if log.span_id == span.span_id]
     links = []
     for link in span.links:
         is_same_trace = link.trace_id in (trace.trace_id, "")
@@ -205,6 +306,8 @@ def _detail(
         more_children=max(0, len(children) - _CHILDREN),
         events=[_event(event) for event in span.events],
         samples=[event for event in trace.events if event.span_id == span.span_id][:_EVENTS],
+        logs=logs[:_SPAN_LOGS],
+        more_logs=max(0, len(logs) - _SPAN_LOGS),
         resource=next(
             (row.resource for row in trace.process_times if row.process == span.process), {}
         ),

@@ -7,7 +7,7 @@ for the user.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from typing import Any  # Any: filters
 
@@ -31,8 +31,10 @@ from dataplane_admin.service.load import load
 from dataplane_admin.service.pace import Pace, paces
 from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
 from dataplane_admin.service.samples import THRESHOLD, content, last_response
+from dataplane_admin.service.traces import MAX_ROWS
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import SampleFilter, Store, TraceFilter
+from observability.records import Span
 from observability.views import printable
 
 NAME = "dataplane-admin"
@@ -422,9 +424,23 @@ class AdminService:
         """Return the newest step traces of a run, or of all runs, newest first."""
         return self._store.steps(run, limit)
 
-    def trace(self, trace_id: str) -> models.Trace:
-        """Return one trace. Raises NotFound; Refused unless 32 hexadecimal digits."""
-        return traces.trace(self._store, self._settings, trace_id)
+    def trace(
+        self,
+        trace_id: str,
+        *,
+        max_rows: int = MAX_ROWS,
+        span_id: str | None = None,
+        prefer: Callable[[Span], bool] | None = None,
+    ) -> models.Trace:
+        """Return one trace, see `traces.trace`."""
+        return traces.trace(
+            self._store,
+            self._settings,
+            trace_id,
+            max_rows=max_rows,
+            span_id=span_id,
+            prefer=prefer,
+        )
 
     def trace_compare(self, a: str, b: str) -> models.TraceComparison:
         """Compare two traces. Raises as `trace`."""

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from urllib.parse import quote
 
 from dataplane_admin import models
 from dataplane_admin.service.errors import NotFound, Refused
+from dataplane_admin.service.model_calls import model_calls_of
+from dataplane_admin.service.span_totals import (
+    name_statistics,
+    path_statistics,
+    self_times_ns,
+    services_of,
+)
+from dataplane_admin.service.trace_logs import trace_logs
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store
 from observability.records import Event, Records, Span
@@ -23,6 +31,7 @@ from observability.views import (
     step_of_trace,
     steps_of,
 )
+from observability.views.processes import summed_buckets
 from observability.views.tree import Tree
 
 MAX_ROWS = 5_000
@@ -48,22 +57,48 @@ def canonical_trace_id(given: str) -> str:
     return "".join(given.split()).replace("-", "").lower()
 
 
-def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
-    """Return the complete trace. Raises NotFound, Refused."""
+def trace(
+    store: Store,
+    settings: Settings,
+    trace_id: str,
+    *,
+    max_rows: int = MAX_ROWS,
+    span_id: str | None = None,
+    prefer: Callable[[Span], bool] | None = None,
+) -> models.Trace:
+    """Return a trace with its longest spans.
+
+    Args:
+        store: store to read from.
+        settings: settings of the service.
+        trace_id: id of the trace.
+        max_rows: maximum number of spans, besides those of ``span_id``.
+        span_id: span to return, with its parent and children, however short it is.
+        prefer: returns whether a span precedes longer ones, in up to two thirds of the rows.
+
+    Raises:
+        NotFound: the trace is not stored.
+        Refused: the id is invalid.
+    """
     trace_id = canonical_trace_id(trace_id)
     facts, records = _read(store, trace_id)
     step = _step(facts, records)
     path = critical_path(step)
     out, into = store.linked(trace_id)
-    rows = _rows(step, path)
-    longest_rows = _longest(rows)
+    shown = _shown(step, max_rows, span_id, prefer)
+    rows = _rows(step, path, shown)
+    logs, logs_full = store.logs(trace_id)
+    self_ns = self_times_ns(step)
+    names, names_omitted = name_statistics(step, self_ns)
+    paths, paths_omitted = path_statistics(step, self_ns)
+    times_of_processes = process_times(step)
     events = [_event(step, event) for event in step.events[:MAX_EVENTS]]
     return models.Trace(
         **dict(_on_one_clock(facts, step)),
         incomplete=_incomplete(store, facts, step),
         clocks=step.clock_notes,
-        rows=longest_rows,
-        rows_omitted=len(rows) - len(longest_rows),
+        rows=rows,
+        rows_omitted=len(step.spans) - len(rows),
         critical_path=[_segment(step, segment) for segment in path[:MAX_ROWS]],
         process_times=[
             models.ProcessTime(
@@ -74,13 +109,21 @@ def trace(store: Store, settings: Settings, trace_id: str) -> models.Trace:
                 bubble_s=times.bubble_seconds,
                 resource=dict(times.process.resource),
             )
-            for times in process_times(step)
+            for times in times_of_processes
         ],
-        buckets=bucket_seconds(step),
+        buckets=summed_buckets(times_of_processes),
         links_out=out[:_MAX_LINKS],
         links_in=into[:_MAX_LINKS],
         events=events,
         events_omitted=len(step.events) - len(events),
+        logs=trace_logs(step, logs),
+        logs_full=logs_full,
+        services=services_of(step),
+        names=names,
+        names_omitted=names_omitted,
+        paths=paths,
+        paths_omitted=paths_omitted,
+        model_calls=model_calls_of(step),
         stages=[models.StageBytes.of(stage) for stage in bytes_by_stage(step)],
         staleness=store.trace_staleness(trace_id),
         external=_external(settings, trace_id),
@@ -180,17 +223,21 @@ def _incomplete(store: Store, facts: models.TraceFacts, step: Step) -> list[str]
     return reasons
 
 
-def _rows(step: Step, path: Iterable[Segment]) -> list[models.SpanRow]:
-    """Return all spans, parents first, siblings by start."""
+def _rows(step: Step, path: Iterable[Segment], shown: Collection[str]) -> list[models.SpanRow]:
+    """Return the spans with these ids, parents first, siblings by start."""
     critical = {segment.span.span_id for segment in path}
     rows: list[models.SpanRow] = []
     stack = [(span, 0) for span in reversed(step.tree.tops)]
     while stack:
         span, depth = stack.pop()
+        stack += [(child, depth + 1) for child in reversed(step.children(span.span_id))]
+        if span.span_id not in shown:
+            continue
         rows.append(
             models.SpanRow.of(
                 span,
                 depth=depth,
+                service=span.process.service,
                 process=step.labels[span.process],
                 start_s=(span.start_ns - step.start_ns) / 1e9,
                 seconds=span.reported_seconds,
@@ -209,17 +256,27 @@ def _rows(step: Step, path: Iterable[Segment]) -> list[models.SpanRow]:
                 critical=span.span_id in critical,
             )
         )
-        stack += [(child, depth + 1) for child in reversed(step.children(span.span_id))]
     return rows
 
 
-def _longest(rows: Sequence[models.SpanRow]) -> list[models.SpanRow]:
-    if len(rows) <= MAX_ROWS:
-        return list(rows)
-    places = heapq.nlargest(
-        MAX_ROWS, range(len(rows)), key=lambda place: rows[place].seconds or 0.0
-    )
-    return [rows[place] for place in sorted(places)]
+def _shown(
+    step: Step, max_rows: int, span_id: str | None, prefer: Callable[[Span], bool] | None
+) -> set[str]:
+    """Return the ids of the spans that `trace` returns."""
+    if len(step.spans) <= max_rows:
+        return {span.span_id for span in step.spans}
+    preferred = _longest(filter(prefer, step.spans), 2 * max_rows // 3) if prefer else []
+    shown = {span.span_id for span in preferred}
+    rest = [span for span in step.spans if span.span_id not in shown]
+    shown.update(span.span_id for span in _longest(rest, max_rows - len(shown)))
+    if span_id is not None:
+        shown.update(span.span_id for span in step.tree.line(span_id)[:2])
+        shown.update(span.span_id for span in step.children(span_id)[:max_rows])
+    return shown
+
+
+def _longest(spans: Iterable[Span], number: int) -> list[Span]:
+    return heapq.nlargest(number, spans, key=lambda span: span.reported_seconds or 0.0)
 
 
 def _segment(step: Step, segment: Segment) -> models.Segment:

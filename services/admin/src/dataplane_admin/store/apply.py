@@ -12,6 +12,7 @@ from dataplane_admin.models import AuditEntry
 from dataplane_admin.store.apply_curves import apply_curves
 from dataplane_admin.store.apply_events import apply_events
 from dataplane_admin.store.apply_load import apply_load
+from dataplane_admin.store.apply_logs import apply_logs
 from dataplane_admin.store.apply_runs import apply_tags, mark_seen
 from dataplane_admin.store.apply_samples import apply_samples
 from dataplane_admin.store.apply_series import apply_series
@@ -26,6 +27,7 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     """Apply batches in order; return the result of each."""
     spans = apply_spans(work, batches)
     events = apply_events(work, batches)
+    apply_logs(work, batches)
     apply_samples(work, batches)
     series = apply_series(work, (point for batch in batches for point in batch.series))
     apply_curves(work, (point for batch in batches for point in batch.series))

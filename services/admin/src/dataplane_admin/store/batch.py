@@ -89,6 +89,21 @@ class LifecycleEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceLog:
+    """One log record of a trace that is no lifecycle event.
+
+    Attributes:
+        trace_id: 16 bytes.
+        digest: digest that only equal records share.
+        record: compressed OTLP LogsData with this record.
+    """
+
+    trace_id: bytes
+    digest: bytes
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SampleFacts:
     """Facts of a sample; None or empty if unknown.
 
@@ -208,6 +223,7 @@ class Batch:
     Attributes:
         chunks: spans.
         events: lifecycle events.
+        logs: other log records of traces.
         series: points of metrics.
         load: load of engines and nodes.
         samples: facts and text of samples.
@@ -217,12 +233,13 @@ class Batch:
             whether a page shows the change. Each may be called again if a commit fails.
         refused: digests of rejected spans, log records and data points; a resent record has the
             same digest.
-        ignored: digests of log records of other kinds, which are not stored.
+        ignored: digests of log records outside of traces, which are not stored.
         reasons: why records were rejected.
     """
 
     chunks: tuple[Chunk, ...] = ()
     events: tuple[LifecycleEvent, ...] = ()
+    logs: tuple[TraceLog, ...] = ()
     series: tuple[SeriesPoint, ...] = ()
     load: tuple[LoadPoint, ...] = ()
     samples: tuple[SampleFacts | SampleText, ...] = ()
@@ -236,8 +253,8 @@ class Batch:
     @property
     def is_empty(self) -> bool:
         """True if the batch has nothing to store."""
-        held = (self.chunks, self.events, self.series, self.load, self.samples, self.audit)
-        return not any(held) and not self.tags
+        held = (self.chunks, self.events, self.logs, self.series, self.load, self.samples)
+        return not any(held) and not self.audit and not self.tags
 
     @property
     def nbytes(self) -> int:
@@ -248,6 +265,7 @@ class Batch:
                 len(event.record) + 500 + sum(len(sample_id) + 50 for sample_id in event.sample_ids)
                 for event in self.events
             )
+            + sum(len(log.record) + 300 for log in self.logs)
             + 500 * len(self.series)
             + 300 * len(self.load)
             + sum(

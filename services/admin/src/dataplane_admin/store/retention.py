@@ -1,8 +1,9 @@
 """Retention: deletes the oldest records by age and size, in small steps.
 
 Age counts from the receive time, since senders' clocks are not trusted. A trace or a curve is
-deleted entirely once it has received nothing for that long. Points of load count from their own
-time, which ingest limits to the next hour.
+deleted entirely once it has received nothing for that long. Log records are deleted with their
+trace, or earlier if they are that old, since their trace may never arrive. Points of load count
+from their own time, which ingest limits to the next hour.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sqlalchemy import delete, exists, func, select
 from dataplane_admin.store.apply_curves import drop_curves
 from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
 from dataplane_admin.store.apply_load import drop_load
+from dataplane_admin.store.apply_logs import drop_logs
 from dataplane_admin.store.apply_samples import drop_samples, drop_texts
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.packed import names, pack_blocks, unpack_keys
@@ -25,6 +27,7 @@ from dataplane_admin.store.tables import (
     EventSampleModel,
     LinkModel,
     LoadSeriesModel,
+    LogModel,
     OpenWaitModel,
     PlaceModel,
     RunModel,
@@ -41,6 +44,7 @@ _TRACES_A_STEP = 16
 _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
 _FACTS_A_STEP = 512
+_LOGS_A_STEP = 512
 _CURVES_A_STEP = 1
 _LOAD_S_A_STEP = 600
 _PAGES_A_STEP = 512
@@ -125,13 +129,14 @@ class Sweeper:
 def _oldest_ns(work: Work) -> int | None:
     """Return the newest receive time of the records that one step deletes.
 
-    Traces, events, curves and facts of the same age are deleted together.
+    Traces, events, logs, curves and facts of the same age are deleted together.
     """
     traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
     events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
     curves = select(CurveModel.updated_ns).order_by(CurveModel.updated_ns).limit(_CURVES_A_STEP)
     facts = select(SampleFactModel.received_ns).order_by(SampleFactModel.id).limit(_FACTS_A_STEP)
-    queries = (traces, events, curves, facts)
+    logs = select(LogModel.received_ns).order_by(LogModel.id).limit(_LOGS_A_STEP)
+    queries = (traces, events, curves, facts, logs)
     columns = [work.connection.execute(query).scalars().all() for query in queries]
     newest = [max(query) for query in columns if query]
     oldest_load_s = work.connection.scalar(select(func.min(LoadSeriesModel.first_s)))
@@ -147,7 +152,7 @@ def _before_s(before_ns: int, max_age_s: float | None) -> int:
 
 
 def _drop_oldest(work: Work, before_ns: int) -> int:
-    """Delete some traces, events, curves and facts received before a time; return how many."""
+    """Delete some traces, events, logs, curves, facts received before a time; return how many."""
     traces = work.connection.execute(
         select(TraceModel.trace_id, TraceModel.arrival, TraceModel.spans, TraceModel.nbytes)
         .where(TraceModel.updated_ns < before_ns)
@@ -161,6 +166,7 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
             TraceModel.trace_id,
         ):
             work.connection.execute(delete(column.class_).where(column.in_(group)))
+        drop_logs(work, LogModel.trace_id.in_(group))
     for arrivals in in_groups([row.arrival for row in traces]):
         work.connection.execute(delete(SpanModel).where(SpanModel.trace.in_(arrivals)))
     work.state.traces -= len(traces)
@@ -183,7 +189,14 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
         if row.received_ns < before_ns
     ]
     drop_samples(work, facts)
-    return len(traces) + len(curves) + len(facts) + _drop_events(work, before_ns)
+    dropped = len(traces) + len(curves) + len(facts)
+    return dropped + _drop_old_logs(work, before_ns) + _drop_events(work, before_ns)
+
+
+def _drop_old_logs(work: Work, before_ns: int) -> int:
+    query = select(LogModel.id, LogModel.received_ns).order_by(LogModel.id).limit(_LOGS_A_STEP)
+    old = [row.id for row in work.connection.execute(query) if row.received_ns < before_ns]
+    return drop_logs(work, LogModel.id.in_(old))
 
 
 def _drop_texts(work: Work, max_age_s: float | None) -> int:

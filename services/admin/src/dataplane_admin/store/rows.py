@@ -105,7 +105,7 @@ class StoreTotals:
         ingested_spans: new spans since the start; ``ingested_events`` likewise.
         repeated: spans and events since the start that were stored already.
         refused: spans, log records and data points rejected since the start.
-        ignored: log records since the start of other kinds, which are not stored.
+        ignored: log records since the start outside of traces, which are not stored.
     """
 
     traces: int

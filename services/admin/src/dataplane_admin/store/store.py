@@ -37,6 +37,7 @@ from dataplane_admin.store.read_events import (
     read_samples,
 )
 from dataplane_admin.store.read_load import read_load
+from dataplane_admin.store.read_logs import read_logs
 from dataplane_admin.store.read_runs import read_run, read_runs
 from dataplane_admin.store.read_samples import (
     read_group,
@@ -176,6 +177,7 @@ class Store:
     trace = _bound(read_trace)
     trace_records = _bound(read_trace_records)
     linked = _bound(read_linked)
+    logs = _bound(read_logs)
     sample_records = _bound(read_sample_records)
     find_samples = _bound(read_samples)
     sample_facts = _bound(read_sample_facts)

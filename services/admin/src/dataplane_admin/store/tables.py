@@ -241,6 +241,19 @@ class EventSampleModel(Base):
     members: Mapped[int]
 
 
+class LogModel(Base):
+    """A log record of a trace: ``record`` is OTLP LogsData, see `compressed`."""
+
+    __tablename__ = "trace_logs"
+    __table_args__ = (Index(None, "trace_id", "digest", unique=True),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    trace_id: Mapped[bytes]
+    digest: Mapped[bytes]
+    received_ns: Mapped[int]
+    record: Mapped[bytes]
+
+
 class SampleFactModel(Base):
     """Facts of a sample, see `batch.SampleFacts`; ``digest`` is that of run and sample id.
 

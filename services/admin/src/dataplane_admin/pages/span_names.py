@@ -1,0 +1,92 @@
+"""Table of span names of a trace: its columns to sort by, and the spans that a name marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dataplane_admin import models
+from dataplane_admin.pages import words
+from dataplane_admin.pages.links import Link
+from dataplane_admin.pages.runs import Column, next_order
+from dataplane_admin.service import Refused
+
+_MAX_NAMES = 100
+_SORTS: dict[str, tuple[str, Callable[[models.SpanGroup], float]]] = {
+    "count": ("Spans", lambda row: row.count),
+    "errors": ("Failed", lambda row: row.errors),
+    "total": ("Total", lambda row: row.total_s),
+    "self": ("Self", lambda row: row.self_s),
+    "p50": ("p50", lambda row: row.p50_s or 0.0),
+    "p95": ("p95", lambda row: row.p95_s or 0.0),
+    "max": ("Max", lambda row: row.max_s or 0.0),
+    "share": ("Share", lambda row: row.active_s),
+}
+DEFAULT_SORT = "self"
+
+
+@dataclass(frozen=True)
+class NameRow:
+    """A row of the table; ``url`` marks its spans, or removes the marks if it is ``marked``."""
+
+    group: models.SpanGroup
+    tone: int
+    share: str
+    url: Link
+    marked: bool
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """The table of span names."""
+
+    rows: Sequence[NameRow]
+    columns: Sequence[Column]
+    hidden: int
+    """Number of names that are not shown."""
+
+
+def name_table(
+    trace: models.Trace,
+    query: Mapping[str, str],
+    tones: Mapping[str, int],
+    url: Callable[..., Link],
+) -> NameTable:
+    """Return the table in the order of ``query``; ``url`` is `TracePage.url`.
+
+    Raises:
+        Refused: the sort order is invalid.
+    """
+    sort, ascending = query["sort"] or DEFAULT_SORT, query["order"] == "ascending"
+    for name, value, known in (("sort", sort, tuple(_SORTS)), ("order", query["order"], _ORDERS)):
+        if value not in known:
+            raise Refused(
+                f"{name} is '{value[:40]}'; expected one of {', '.join(filter(None, known))}"
+            )
+    rank = _SORTS[sort][1]
+    groups = sorted(trace.names, key=rank, reverse=not ascending)
+    rows = []
+    for group in groups[:_MAX_NAMES]:
+        marked = (query["name"], query["service"]) == (group.name, group.service)
+        mark = {"name": "", "service": ""} if marked else None
+        rows.append(
+            NameRow(
+                group,
+                tones[group.service],
+                words.percent(group.active_s, trace.seconds),
+                url(**(mark or {"name": group.name, "service": group.service})),
+                marked,
+            )
+        )
+    columns = [
+        Column(
+            title,
+            url(sort=name, order=next_order(name, sort, ascending)),
+            ("ascending" if ascending else "descending") if name == sort else "",
+        )
+        for name, (title, _) in _SORTS.items()
+    ]
+    return NameTable(rows, columns, trace.names_omitted + max(0, len(groups) - _MAX_NAMES))
+
+
+_ORDERS = ("", "ascending")
