@@ -160,7 +160,8 @@ class ShmTransport:
     def _connect(self, source: Manifest, deadline: Deadline) -> bool:
         """Map and connect a source; return whether its server had to be connected."""
         try:
-            mapped = self._mapped(source)
+            # The client alone: an error keeps its frames' locals, and so the mapping.
+            client = self._mapped(source).client
         except OSError as error:
             client = SourceClient(source, connect_timeout_s=self._connect_timeout_s)
             with closing(client):  # if the source is gone, report it as lost
@@ -170,7 +171,7 @@ class ShmTransport:
                 f"({error}); expected a process of the same machine and user, with a PID visible "
                 "here; use 'auto', 'nixl' or 'tcp'"
             ) from None
-        return mapped.client.connect(deadline)
+        return client.connect(deadline)
 
     def _mapped(self, source: Manifest) -> _Source:
         key = _key(source)
