@@ -18,16 +18,16 @@ from dataplane_admin.api.updates import LiveUpdates
 from dataplane_admin.service import AdminService
 from dataplane_admin.service.alerts import MAX_CLEARED
 from dataplane_admin.service.cursors import MAX_CURSOR
-from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
-from dataplane_admin.service.service import (
+from dataplane_admin.service.limits import (
     MAX_ID,
     MAX_PAGE,
     MAX_POINTS,
     MAX_RANGES,
     MAX_STEPS,
     MAX_WINDOWS,
-    NAME,
 )
+from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
+from dataplane_admin.service.service import NAME
 from dataplane_admin.service.traces import canonical_trace_id
 
 Id = Annotated[str, Query(min_length=1, max_length=MAX_ID)]

@@ -35,7 +35,22 @@ def content(
     )
 
 
-def last_response(store: Store, facts: models.SampleFacts) -> str | None:
+def group(store: Store, run: str, name: str) -> models.SampleGroup:
+    """Return the samples of one prompt. Raises NotFound."""
+    samples = store.group(run, name)
+    if not samples:
+        raise NotFound(f"group '{printable(name[:100])}' does not exist in this run")
+    # g10 comes after g9.
+    samples.sort(key=lambda each: (len(each.sample_id), each.sample_id))
+    return models.SampleGroup(
+        run_id=run,
+        group=name,
+        samples=samples,
+        responses=[_last_response(store, each) for each in samples],
+    )
+
+
+def _last_response(store: Store, facts: models.SampleFacts) -> str | None:
     """Return the last message of a sample that is a response; None if its text is not stored."""
     if not facts.has_text:
         return None

@@ -14,38 +14,34 @@ from typing import Any  # Any: filters
 from dataplane_admin import models
 from dataplane_admin.alerts import Watch
 from dataplane_admin.live import Live, Snapshot
-from dataplane_admin.service import alerts, lineage, partitions, run_steps, runs, traces, waits
+from dataplane_admin.service import (
+    alerts,
+    cursors,
+    limits,
+    lineage,
+    partitions,
+    run_steps,
+    runs,
+    samples,
+    traces,
+    waits,
+)
 from dataplane_admin.service.actions import Actions
 from dataplane_admin.service.claims import Needs
-from dataplane_admin.service.cursors import (
-    audit_cursor,
-    fact_cursor,
-    read_audit_cursor,
-    read_fact_cursor,
-    read_trace_cursor,
-    trace_cursor,
-)
-from dataplane_admin.service.errors import NotFound, Refused, Unavailable
+from dataplane_admin.service.errors import Refused, Unavailable
 from dataplane_admin.service.health import Health
 from dataplane_admin.service.load import load
 from dataplane_admin.service.pace import Pace, paces
-from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
-from dataplane_admin.service.samples import THRESHOLD, content, last_response
+from dataplane_admin.service.samples import THRESHOLD
 from dataplane_admin.service.traces import MAX_ROWS
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import SampleFilter, Store, TraceFilter
 from observability.records import Span
-from observability.views import printable
 
 NAME = "dataplane-admin"
-
-MAX_ID = 4_096
-"""Maximum length of an id in a query, in characters."""
-MAX_WINDOWS = 500
-MAX_PAGE = 1_000
-MAX_STEPS = 10_000
-MAX_RANGES = 500
-MAX_POINTS = 2_000
+_READY_PROBE_S = 5.0
+# An open page reads the status after each change, so its probes are rarer.
+_STATUS_PROBE_S = 60.0
 
 
 class AdminService:
@@ -132,7 +128,7 @@ class AdminService:
 
     def partition(self, partition_id: str) -> models.Partition:
         """Return one partition of the newest snapshot. Raises NotFound, Unavailable."""
-        _check_id("id", partition_id)
+        limits.check_id("id", partition_id)
         self._needs.refresh()
         snapshot = self._snapshot(partition_id)
         summary = partitions.partition_of(snapshot, partition_id)
@@ -146,10 +142,10 @@ class AdminService:
 
         Reads the data plane. Raises NotFound, Unavailable.
         """
-        _check_id("id", partition_id)
-        _check("start", start, 0, 2**31)
-        _check("limit", limit, 1, MAX_PAGE)
-        _check("windows", windows, 1, MAX_WINDOWS)
+        limits.check_id("id", partition_id)
+        limits.check("start", start, 0, 2**31)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
+        limits.check("windows", windows, 1, limits.MAX_WINDOWS)
         self._needs.refresh()
         self._snapshot(partition_id)
         assert self._live is not None  # `_snapshot` raises otherwise
@@ -165,15 +161,15 @@ class AdminService:
 
     def partition_history(self, partition_id: str) -> models.PartitionHistory:
         """Return a partition's numbers over the last hour. Raises as `partition`."""
-        _check_id("id", partition_id)
+        limits.check_id("id", partition_id)
         snapshot = self._snapshot(partition_id)
         partitions.partition_of(snapshot, partition_id)
         return partitions.history(partition_id, snapshot)
 
     def partition_matrix(self, partition_id: str, *, windows: int = 120) -> models.Matrix:
         """Return samples by field and task in up to ``windows`` windows. Raises as `partition`."""
-        _check_id("id", partition_id)
-        _check("windows", windows, 1, MAX_WINDOWS)
+        limits.check_id("id", partition_id)
+        limits.check("windows", windows, 1, limits.MAX_WINDOWS)
         snapshot = self._snapshot(partition_id)
         summary = partitions.partition_of(snapshot, partition_id)
         return partitions.matrix(summary, snapshot.scans.get(partition_id), windows)
@@ -182,9 +178,9 @@ class AdminService:
         self, partition_id: str, *, start: int = 0, limit: int = 100
     ) -> models.SamplePage:
         """Return up to ``limit`` samples from index ``start``; reads the data plane."""
-        _check_id("id", partition_id)
-        _check("start", start, 0, 2**31)
-        _check("limit", limit, 1, MAX_PAGE)
+        limits.check_id("id", partition_id)
+        limits.check("start", start, 0, 2**31)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
         summary = partitions.partition_of(self._snapshot(partition_id), partition_id)
         states = partitions.ask(
             self._live, lambda plane: plane.list_samples(partition_id, start=start, limit=limit)
@@ -198,7 +194,7 @@ class AdminService:
 
     def partition_claims(self, partition_id: str) -> list[models.Claim]:
         """Return at most 1,000 held claims, oldest first; reads the data plane."""
-        _check_id("id", partition_id)
+        limits.check_id("id", partition_id)
         claims = partitions.ask(self._live, lambda plane: plane.list_claims(partition_id))
         return [models.Claim.of(claim) for claim in claims]
 
@@ -214,11 +210,11 @@ class AdminService:
     ) -> models.SampleHits:
         """Search samples by id prefix ``q``, or live samples whose ``tag`` equals ``value``."""
         for name, text in (("q", q), ("tag", tag), ("value", value)):
-            if text and len(text) > MAX_ID:
-                raise Refused(f"{name}: found {len(text)} characters; expected at most {MAX_ID}")
+            if text:
+                limits.check_id(name, text)
         if partition is not None:
-            _check_id("partition", partition)
-        _check("limit", limit, 1, MAX_PAGE)
+            limits.check_id("partition", partition)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
         if not tag:
             return lineage.search(self._store, self._live, q, partition, cursor, limit)
         if q or cursor:
@@ -227,9 +223,9 @@ class AdminService:
 
     def sample(self, sample_id: str, *, partition: str | None = None) -> models.SampleLife:
         """Return the lifecycle of one sample. Raises NotFound if no event or partition has it."""
-        _check_id("id", sample_id)
+        limits.check_id("id", sample_id)
         if partition is not None:
-            _check_id("partition", partition)
+            limits.check_id("partition", partition)
         return lineage.life(self._store, self._live, sample_id, partition)
 
     def sample_facts(
@@ -242,36 +238,26 @@ class AdminService:
         **chosen: Any,
     ) -> models.SampleFactsPage:
         """Return a page of facts of samples; ``chosen`` are the attributes of `SampleFilter`."""
-        _check("limit", limit, 1, MAX_PAGE)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
         page, after = self._store.sample_facts(
             SampleFilter(**chosen),
             sort=sort,
             ascending=ascending,
-            after=read_fact_cursor(cursor),
+            after=cursors.read_fact_cursor(cursor),
             limit=limit,
         )
-        return models.SampleFactsPage(samples=page, next=fact_cursor(after))
+        return models.SampleFactsPage(samples=page, next=cursors.fact_cursor(after))
 
     def group(self, run: str, group: str) -> models.SampleGroup:
         """Return the samples of one prompt. Raises NotFound."""
-        samples = self._store.group(run, group)
-        if not samples:
-            raise NotFound(f"group '{printable(group[:100])}' does not exist in this run")
-        # g10 comes after g9.
-        samples.sort(key=lambda each: (len(each.sample_id), each.sample_id))
-        return models.SampleGroup(
-            run_id=run,
-            group=group,
-            samples=samples,
-            responses=[last_response(self._store, each) for each in samples],
-        )
+        return samples.group(self._store, run, group)
 
     def sample_content(
         self, sample_id: str, *, run: str | None = None, threshold: float = THRESHOLD
     ) -> models.SampleContent:
         """Return facts, conversation and tokens of a sample. Raises NotFound."""
-        _check_id("id", sample_id)
-        return content(self._store, run, sample_id, threshold)
+        limits.check_id("id", sample_id)
+        return samples.content(self._store, run, sample_id, threshold)
 
     def why(self, *, run: str | None = None) -> list[models.Wait]:
         """Return blocked tasks, longest first, those of silent processes last.
@@ -279,7 +265,7 @@ class AdminService:
         With ``run``, only tasks that processes of this run reported.
         """
         if run is not None:
-            _check_id("run", run)
+            limits.check_id("run", run)
         return waits.waits(
             self._store, self._live, silent_after_s=self._settings.silent_after_s, run=run
         )
@@ -290,7 +276,7 @@ class AdminService:
 
     def alerts(self, *, limit: int = alerts.MAX_CLEARED) -> models.Alerts:
         """Return the raised alerts and the latest ``limit`` cleared ones."""
-        _check("limit", limit, 1, MAX_PAGE)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
         return alerts.alerts(self._store, self.watch, limit)
 
     def raised_alerts(self) -> list[models.Alert]:
@@ -299,7 +285,7 @@ class AdminService:
 
     def staleness(self, *, run: str | None = None, steps: int = 20) -> models.Staleness:
         """Return the staleness of the last ``steps`` steps of a run, by default the newest."""
-        _check("steps", steps, 1, MAX_STEPS)
+        limits.check("steps", steps, 1, limits.MAX_STEPS)
         return self._store.staleness(self._run_or_newest(run), steps)
 
     def run_steps(self, *, run: str | None = None, ranges: int = 10) -> models.RunSteps:
@@ -314,7 +300,7 @@ class AdminService:
     ) -> list[models.RunSteps]:
         """Return one `run_steps` for each maximum number of ranges, all from one read."""
         for maximum in max_ranges:
-            _check("ranges", maximum, 1, MAX_RANGES)
+            limits.check("ranges", maximum, 1, limits.MAX_RANGES)
         if run is None:
             run = self._store.run_with_steps()
         return run_steps.run_steps(self._store, self._run_or_newest(run), *max_ranges)
@@ -327,7 +313,7 @@ class AdminService:
         tag: str | None = None,
         sort: models.RunSort = "seen",
         ascending: bool = False,
-        limit: int = MAX_PAGE,
+        limit: int = limits.MAX_PAGE,
     ) -> models.Runs:
         """Return the runs among the 1,000 last reported that match all filters.
 
@@ -339,18 +325,18 @@ class AdminService:
             ascending: whether the smallest comes first.
             limit: maximum number of runs.
         """
-        _check("limit", limit, 1, MAX_PAGE)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
         known = self._store.runs(silent_after_s=self._settings.silent_after_s)
         return runs.choose(known, q, state, tag, sort, ascending=ascending, limit=limit)
 
     def run(self, run: str) -> models.RunDetail:
         """Return one run with its configuration. Raises NotFound."""
-        _check_id("run", run)
+        limits.check_id("run", run)
         return runs.run(self._store, run, self._settings.silent_after_s)
 
     def find_run(self, run: str) -> models.RunDetail | None:
         """Return one run with its configuration, None if it is not stored."""
-        return self._store.run(run[:MAX_ID], silent_after_s=self._settings.silent_after_s)
+        return self._store.run(run[: limits.MAX_ID], silent_after_s=self._settings.silent_after_s)
 
     def compare_runs(self, run_ids: Sequence[str]) -> models.RunComparison:
         """Return runs and the differences of their configurations. Raises NotFound, Refused."""
@@ -367,7 +353,7 @@ class AdminService:
         max_points: int = 400,
     ) -> models.ComparedCurves:
         """Return curves of runs over an axis; see `runs.compare_curves`. Raises NotFound."""
-        _check("max_points", max_points, 2, MAX_POINTS)
+        limits.check("max_points", max_points, 2, limits.MAX_POINTS)
         compared = self._compared(run_ids)
         return runs.compare_curves(self._store, compared, axis, names, first, last, max_points)
 
@@ -377,7 +363,7 @@ class AdminService:
 
     def curves(self, run: str, name: str, max_points: int) -> list[models.Curve]:
         """Return the curves of a metric of a run, each with about ``max_points`` points."""
-        return self._store.curves(run, names=[name], max_points=max_points, limit=MAX_CURVES)
+        return self._store.curves(run, names=[name], max_points=max_points, limit=runs.MAX_CURVES)
 
     def run_with_curves(self) -> str:
         """Return the run whose curves changed last; empty if no run has any."""
@@ -400,25 +386,23 @@ class AdminService:
         limit: int = 50,
     ) -> models.Traces:
         """Return a page of traces, newest first. Raises Refused for an invalid cursor."""
-        _check("limit", limit, 1, MAX_PAGE)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
         for parameter, text in (("run", run), ("name", name)):
-            if text is not None and len(text) > MAX_ID:
-                _check_id(parameter, text)
+            if text:
+                limits.check_id(parameter, text)
         for parameter, seconds in (("min_s", min_s), ("max_s", max_s)):
-            if seconds is not None and not 0 <= seconds <= _LONGEST_S:
-                raise Refused(
-                    f"{parameter}: found {seconds}; expected 0 to {_LONGEST_S:.0f} seconds"
-                )
+            if seconds is not None:
+                limits.check(parameter, seconds, 0, limits.MAX_S)
         if step is not None:
-            _check("step", step, 0, 2**63 - 1)
+            limits.check("step", step, 0, 2**63 - 1)
         page, after = self._store.traces(
             TraceFilter(
                 run_id=run, step=step, min_s=min_s, max_s=max_s, error=error, name=name or None
             ),
-            read_trace_cursor(cursor),
+            cursors.read_trace_cursor(cursor),
             limit,
         )
-        return models.Traces(traces=page, next=trace_cursor(after))
+        return models.Traces(traces=page, next=cursors.trace_cursor(after))
 
     def steps(self, run: str | None, *, limit: int = 10) -> list[models.TraceFacts]:
         """Return the newest step traces of a run, or of all runs, newest first."""
@@ -448,19 +432,19 @@ class AdminService:
 
     def audit(self, *, cursor: str | None = None, limit: int = 50) -> models.Audit:
         """Return a page of the audit log, newest first."""
-        _check("limit", limit, 1, MAX_PAGE)
+        limits.check("limit", limit, 1, limits.MAX_PAGE)
         # One entry more than the page shows whether another page follows.
-        entries = self._store.audit(read_audit_cursor(cursor), limit + 1)
+        entries = self._store.audit(cursors.read_audit_cursor(cursor), limit + 1)
         more = len(entries) > limit
         return models.Audit(
             entries=entries[:limit],
-            next=audit_cursor(entries[limit - 1].id) if more else None,
+            next=cursors.audit_cursor(entries[limit - 1].id) if more else None,
         )
 
     def series(self, *, name: str | None = None) -> list[models.Series]:
         """Return the value of each metric series, filtered by ``name`` if given."""
         if name is not None:
-            _check_id("name", name)
+            limits.check_id("name", name)
         return self._store.series(name)
 
     def load(
@@ -469,15 +453,15 @@ class AdminService:
         end_ns: int,
         *,
         run: str | None = None,
-        max_points: int = MAX_POINTS,
+        max_points: int = limits.MAX_POINTS,
     ) -> models.Load:
         """Return the load of engines and nodes in a period.
 
         With ``run``, those that report another run are left out.
         """
         if run is not None:
-            _check_id("run", run)
-        _check("max_points", max_points, 2, MAX_POINTS)
+            limits.check_id("run", run)
+        limits.check("max_points", max_points, 2, limits.MAX_POINTS)
         return load(self._store, start_ns, end_ns, run=run, max_points=max_points)
 
     def clear(self, change: models.ClearSamples, *, actor: str) -> models.ActionResult:
@@ -505,29 +489,13 @@ class AdminService:
 
     def _compared(self, run_ids: Sequence[str]) -> list[models.RunDetail]:
         distinct = list(dict.fromkeys(run_ids))
-        _check("number of runs", len(distinct), 1, MAX_COMPARED)
+        limits.check("number of runs", len(distinct), 1, runs.MAX_COMPARED)
         return [self.run(run_id) for run_id in distinct]
 
     def _run_or_newest(self, run: str | None) -> str:
-        if run is None:
-            runs = self._store.runs()
-            return runs[0].run_id if runs else ""
-        if len(run) > MAX_ID:
-            _check_id("run", run)
-        return run
-
-
-_LONGEST_S = 1e9
-_READY_PROBE_S = 5.0
-# An open page reads the status after each change, so its probes are rarer.
-_STATUS_PROBE_S = 60.0
-
-
-def _check(name: str, value: int, minimum: int, maximum: int) -> None:
-    if not minimum <= value <= maximum:
-        raise Refused(f"{name}: found {value}; expected {minimum} to {maximum}")
-
-
-def _check_id(name: str, value: str) -> None:
-    if not 1 <= len(value) <= MAX_ID:
-        raise Refused(f"{name}: found {len(value)} characters; expected 1 to {MAX_ID}")
+        if run:
+            limits.check_id("run", run)
+        if run is not None:
+            return run
+        known = self._store.runs()
+        return known[0].run_id if known else ""
