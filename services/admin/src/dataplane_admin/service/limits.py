@@ -11,13 +11,14 @@ MAX_PAGE = 1_000
 MAX_STEPS = 10_000
 MAX_RANGES = 500
 MAX_POINTS = 2_000
-MAX_S = 1e9
+MAX_S = 10**9
+"""Maximum duration in a query, in seconds."""
 
 
-def check(name: str, value: float, minimum: float, maximum: float) -> None:
+def check(name: str, value: float, minimum: int, maximum: int) -> None:
     """Raise `Refused` if a parameter is out of its range."""
     if not minimum <= value <= maximum:
-        raise Refused(f"{name}: found {value}; expected {minimum:.0f} to {maximum:.0f}")
+        raise Refused(f"{name}: found {value}; expected {minimum} to {maximum}")
 
 
 def check_id(name: str, value: str) -> None:
