@@ -285,10 +285,12 @@ def _stored(server: str, folder: Path) -> int:
     if server == _SERVERS[0]:
         from sqlalchemy import create_engine, text
 
+        from dataplane_admin.store.compressed import expand  # noqa: TID251
+
         engine = create_engine(f"sqlite:///{folder}/admin.sqlite")
         with engine.connect() as connection:
             blobs = connection.execute(text("SELECT blob FROM span_chunks"))
-            stored = sum(_spans(row[0]) for row in blobs)
+            stored = sum(_spans(expand(row[0])) for row in blobs)
         engine.dispose()
         return stored
     from observability.receiver.frames import frames  # noqa: TID251

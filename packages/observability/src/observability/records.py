@@ -246,8 +246,9 @@ def decode_traces(body: bytes) -> Records:
     parse(request, body)
     join_steps(request.resource_spans)
     records = Records()
+    known = _Processes()
     for resource_spans in request.resource_spans:
-        process, run = process_and_run(resource_spans.resource)
+        process, run = known.process_and_run(resource_spans.resource)
         for scope_spans in resource_spans.scope_spans:
             scope = f"{scope_spans.scope.name} {scope_spans.scope.version}".strip()
             for span in scope_spans.spans:
@@ -266,11 +267,12 @@ def decode_logs(body: bytes) -> Records:
     """
     request = ExportLogsServiceRequest()
     parse(request, body)
+    known = _Processes()
     return Records(
         events=[
             event_of(record, process, run)
             for resource_logs in request.resource_logs
-            for process, run in [process_and_run(resource_logs.resource)]
+            for process, run in [known.process_and_run(resource_logs.resource)]
             for scope_logs in resource_logs.scope_logs
             for record in scope_logs.log_records
             if record.event_name.startswith(EVENT_PREFIX)
@@ -399,6 +401,21 @@ def process_and_run(resource: Resource) -> tuple[Process, Any]:
     """Return the process of a resource, and its run id for records that have none."""
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)
+
+
+class _Processes:
+    """Decoder of resources. A request of stored records repeats the resource of each process."""
+
+    def __init__(self) -> None:
+        self._decoded: dict[bytes, tuple[Process, Any]] = {}
+
+    def process_and_run(self, resource: Resource) -> tuple[Process, Any]:
+        """Return `process_and_run` of a resource, decoded once for all equal ones."""
+        encoded = resource.SerializeToString()
+        decoded = self._decoded.get(encoded)
+        if decoded is None:
+            decoded = self._decoded[encoded] = process_and_run(resource)
+        return decoded
 
 
 def _with_run(pairs: Iterable[KeyValue], run: Any) -> dict[str, Any]:

@@ -135,11 +135,13 @@ def read_generator_events(reader: Reader, partition: str) -> list[Event]:
 
     The driver of a run records both, so their times are of one clock.
     """
+    places = select(PlaceModel.id).where(PlaceModel.partition == storable(partition))
+    # Ordered by a term, not by the key: a database might scan all events in the key's order.
+    arrival = EventModel.id + 0
     registered = (
         select(EventModel.place_id, EventModel.time_ns)
-        .join(PlaceModel, PlaceModel.id == EventModel.place_id)
-        .where(PlaceModel.partition == storable(partition), EventModel.name == "registered")
-        .order_by(EventModel.id.desc())
+        .where(EventModel.place_id.in_(places), EventModel.name == "registered")
+        .order_by(arrival.desc())
         .limit(1)
     )
     with reader.connect() as connection:
@@ -153,7 +155,7 @@ def read_generator_events(reader: Reader, partition: str) -> list[Event]:
                 EventModel.name.in_(("generator_joined", "generator_left")),
                 EventModel.time_ns >= newest.time_ns,
             )
-            .order_by(EventModel.id.desc())
+            .order_by(arrival.desc())
             .limit(_MAX_EVENTS_OF_GENERATORS)
         )
         return sorted(reader.events(connection, changes), key=lambda event: event.time_ns)

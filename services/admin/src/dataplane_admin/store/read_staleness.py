@@ -103,7 +103,8 @@ def _by_step(
 
 def _of_events(connection: Connection, chosen: ColumnElement[bool]) -> _Trained:
     """Return the trained samples of events, newest first, up to `_MAX_SAMPLES`."""
-    newest = select(EventModel.id).where(chosen).order_by(EventModel.id.desc())
+    # Not ordered by the key alone: a database might scan all events in the key's order.
+    newest = select(EventModel.id).where(chosen).order_by((EventModel.id + 0).desc())
     trained: _Trained = {}
     for group in in_groups(connection.scalars(newest.limit(_MAX_SAMPLES)).all(), _EVENTS):
         _add(trained, connection.execute(select(*_COLUMNS).where(EventModel.id.in_(group))))
