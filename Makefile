@@ -119,7 +119,7 @@ vllm: $(UV) ## Install vLLM for CPUs, and the packages that use it, into .venv-v
 		-e packages/dataplane-core -e packages/column-io -e "packages/rollout-actor[vllm]"
 
 .PHONY: test-vllm
-test-vllm: vllm sync-demo-vllm ## Run the tests against a real vLLM on the CPU
+test-vllm: vllm sync sync-demo-vllm ## Run the tests against a real vLLM on the CPU
 	@if $(PYTHON) integration/system_packages.py --check vllm; then \
 		$(VLLM)/bin/pytest $(call WORKERS,2) --confcutdir integration/vllm -m "not long" integration/vllm; \
 	else echo "left out without g++ and python3-dev: all tests of integration/vllm"; fi

@@ -40,6 +40,7 @@ TESTED_WITH = {  # further requirements of a package's tests
     "rollout-actor": ["rollout-actor[vllm]"],
     "refit-mx": ["refit-mx[fleet,nixl]", "opentelemetry-sdk>=1.30", "psutil>=5.9"],
 }
+SHARED_BY_TESTS = ["fork_server.py", "lean_ray.py"]  # modules of integration/
 TIMEOUT_S = 1800
 _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 LANES = 3
@@ -190,6 +191,9 @@ def check(job: Job, package: str) -> str:
     source = job.sources.get(package, ROOT)
     shutil.copytree(source / "packages" / package, tests, ignore=unwanted)
     shutil.copytree(source / "docs", checkout / "docs", dirs_exist_ok=True)
+    (checkout / "integration").mkdir()
+    for name in SHARED_BY_TESTS:
+        shutil.copy2(source / "integration" / name, checkout / "integration")
     module = PACKAGES[package]
     location = output(str(python), "-c", f"import {module}; print({module}.__file__)", cwd=tests)
     if not location.startswith(str(environment)):
@@ -209,6 +213,7 @@ def check(job: Job, package: str) -> str:
         "not slow",
         "tests",
         cwd=tests,
+        PYTHONPATH=str(checkout),
     )
     return f"== {package}\n{printed}"
 
@@ -247,11 +252,12 @@ def output(*command: str, cwd: Path) -> str:
     ).stdout.strip()
 
 
-def run(*command: str, cwd: Path) -> str:
+def run(*command: str, cwd: Path, **environment: str) -> str:
     """Run a command and return its output; a failure ends the job."""
     done = subprocess.run(
         command,
         cwd=cwd,
+        env={**os.environ, **environment},
         timeout=TIMEOUT_S,
         check=False,
         text=True,

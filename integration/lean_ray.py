@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import socket
@@ -53,6 +54,7 @@ def start_lean_rays() -> Iterator[None]:
         start_raylet = Node.start_raylet
         addresses: list[str] = []
 
+        @functools.wraps(start_raylet)
         def start_raylet_of_forks(node: Any, *arguments: Any, **options: Any) -> None:
             if not addresses:
                 # A fork server of this process, not of a parent: its workers must be descendants.
@@ -91,6 +93,16 @@ def _serve_forks() -> Iterator[str]:
 def lean_ray() -> Iterator[None]:
     """Make each Ray that the test's process starts a lean one."""
     with start_lean_rays():
+        yield
+
+
+@pytest.fixture(scope="module")
+def unforked_workers(lean_ray: None) -> Iterator[None]:
+    """Start the workers of a module's Ray as programs, so that they import only what they need."""
+    from ray._private.node import Node
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Node, "start_raylet", Node.start_raylet.__wrapped__)
         yield
 
 

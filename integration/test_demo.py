@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import IO, NamedTuple
+from typing import IO
 
 import pytest
+from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 from integration.listening import Listener, listeners
 from integration.waiting import wait_until
 
@@ -40,22 +41,13 @@ PARTS = {
 }
 
 
-class Demo(NamedTuple):
-    """A finished run of the demo."""
-
-    status: int
-    output: str
-    run: Path
-    listening: list[Listener]
-
-
 @contextmanager
 def running(command: list[str], folder: Path, out: IO[str]) -> Iterator[subprocess.Popen[str]]:
     """Run a process in ``folder`` during the block, and terminate it afterwards."""
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "COLUMNS": "120"},
+        env={**os.environ, **LEAN_ENVIRONMENT, "COLUMNS": "120"},
         stdout=out,
         stderr=out,
         text=True,
@@ -81,39 +73,20 @@ def listening_in_the_first_step(process: subprocess.Popen[str], folder: Path) ->
     return listeners(process.pid)
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    folder = tmp_path_factory.mktemp("demo")
-    # Through `uv run`, because Ray behaves differently below it.
-    command = [UV, "--project", str(ROOT), "run", "--no-sync", "grpo-trainer", "train"]
-    command += ["--output", str(folder), "--set", f"grpo.num_steps={STEPS}"]
-    with (folder / "log").open("w") as log, running(command, folder, log) as process:
-        listening = listening_in_the_first_step(process, folder)
-        process.wait(850)
-    [run] = (folder / "demo").iterdir()
-    return Demo(process.returncode, (folder / "log").read_text(), run, listening)
-
-
 @pytest.mark.timeout(900)
-def test_demo_learns(demo: Demo) -> None:
-    assert demo.status == 0, demo.output
-    history = [json.loads(line) for line in (demo.run / "metrics.jsonl").read_text().splitlines()]
+def test_demo_learns(tmp_path: Path) -> None:
+    command = [*LEAN, str(SCRIPTS / "grpo-trainer"), "train"]
+    command += ["--output", str(tmp_path), "--set", f"grpo.num_steps={STEPS}"]
+    with (tmp_path / "log").open("w") as log, running(command, tmp_path, log) as process:
+        assert process.wait(850) == 0, (tmp_path / "log").read_text()
+    [run] = (tmp_path / "demo").iterdir()
+    history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [record["reward"] for record in history]
     assert len(rewards) == STEPS
     assert fmean(rewards[:5]) <= 0.3
     assert fmean(rewards[-5:]) >= 0.8
-    assert (demo.run / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert "last five steps" in demo.output
-
-
-def assert_on_loopback_only(listening: list[Listener], parts: set[str]) -> None:
-    # A working actor's process is named after the method that it runs.
-    assert parts <= {listener.process.partition(".")[0] for listener in listening}
-    assert [each for each in listening if not each.is_loopback] == []
-
-
-def test_demo_listens_on_loopback_only(demo: Demo) -> None:
-    assert_on_loopback_only(demo.listening, PARTS)
+    assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "last five steps" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.long
@@ -121,17 +94,19 @@ def test_demo_listens_on_loopback_only(demo: Demo) -> None:
 @pytest.mark.parametrize(
     ("command", "more"),
     [
-        ([str(SCRIPTS / "grpo-trace"), "--steps", "1000"], "grpo-trace"),
+        # Through `uv run`, because Ray behaves differently below it.
+        ([UV, "--project", str(ROOT), "run", "--no-sync", "grpo-trainer", "train"], set()),
+        ([str(SCRIPTS / "grpo-trace"), "--steps", "1000"], {"grpo-trace"}),
         (
             [sys.executable, str(ROOT / "integration" / "admin_demo.py"), "--port", "0"],
-            "dataplane-admin",
+            {"dataplane-admin"},
         ),
     ],
-    ids=["trace", "admin"],
+    ids=["demo", "trace", "admin"],
 )
-def test_traced_demos_listen_on_loopback_only(
-    command: list[str], more: str, tmp_path: Path
-) -> None:
+def test_demos_listen_on_loopback_only(command: list[str], more: set[str], tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log, running(command, tmp_path, log) as process:
         listening = listening_in_the_first_step(process, tmp_path)
-    assert_on_loopback_only(listening, {*PARTS, more})
+    # A working actor's process is named after the method that it runs.
+    assert PARTS | more <= {listener.process.partition(".")[0] for listener in listening}
+    assert [each for each in listening if not each.is_loopback] == []

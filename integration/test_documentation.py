@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import yaml
+from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 
 from dataplane_admin import AlertRules
 from dataplane_core import validate_config
@@ -138,7 +139,7 @@ def test_program_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ON_RAY)
 def test_program_of_a_page_runs_on_ray(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text(program(name))
-    run_python([f"{name}.py"], tmp_path)
+    run_python([*LEAN[1:], f"{name}.py"], tmp_path)
 
 
 def test_programs_with_telemetry_run(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_contract_suite_passes_on_the_pages_client(tmp_path: Path) -> None:
 
 def run_python(arguments: list[str], folder: Path) -> str:
     """Run Python in ``folder``, check its status, and return its output."""
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join([str(folder), LEAN_ENVIRONMENT["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,

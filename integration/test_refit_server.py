@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 
 from grpo_trainer.refit.settings import RefitSettings
 from grpo_trainer.refit.source import RefitSource, slot
@@ -103,9 +104,11 @@ def train(
         "checkpointing.every_steps": 1,
     }
     options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    environment = {**os.environ, **({"TOKEN_OF_A_TEST": token} if token is not None else {})}
+    environment = {**os.environ, **LEAN_ENVIRONMENT}
+    if token is not None:
+        environment["TOKEN_OF_A_TEST"] = token
     return subprocess.run(
-        [COMMAND, "train", "--output", str(folder / "runs"), *options],
+        [*LEAN, COMMAND, "train", "--output", str(folder / "runs"), *options],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The trainer's command, run in the workspace's environment like a user runs it."""
+"""The trainer's command, run in the workspace's environment; its Ray is lean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 TIMEOUT_S = 500.0
 _ROOT = Path(__file__).parents[2]
-_TRAINER = _ROOT / ".venv/bin/grpo-trainer"
+_BIN = _ROOT / ".venv/bin"
 _CONFIG = _ROOT / "services/trainer/src/grpo_trainer/config/demo-vllm.yaml"
 
 SMALL = {
@@ -93,7 +93,8 @@ def running_trainer(folder: Path, **changes: Any) -> Iterator[TrainerRun]:
         changes: values by key, with double underscores for dots.
     """
     values = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}}
-    command = [str(_TRAINER), "train", "--config", str(_CONFIG), "--output", str(folder)]
+    command = [str(_BIN / "python"), "-m", "integration.lean_ray", str(_BIN / "grpo-trainer")]
+    command += ["train", "--config", str(_CONFIG), "--output", str(folder)]
     for key, value in values.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
     # Without the variables by which these tests run vLLM themselves.

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import ray
 from hypothesis import settings
+from integration.lean_ray import lean_ray, unforked_workers
 
 # Tests are imported by path, so their folder is not on sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,6 +38,8 @@ from dataplane_tq.packed.slices import Slices
 from dataplane_tq.packed.unit_client import UnitClient
 from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.storage import BACKENDS
+
+__all__ = ["lean_ray", "unforked_workers"]
 
 CONFIG = {
     "enabled": True,
@@ -56,15 +59,6 @@ def config_of(backend):
     if backend == "unmirrored":
         return {**CONFIG, "transfer_queue_mirror": False}
     return {**CONFIG, "backend": backend}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def lean_ray():
-    """Start Ray without its autoscaler, log monitor and dashboard, which no test uses."""
-    with pytest.MonkeyPatch.context() as patch:
-        for start in ("start_monitor", "start_log_monitor", "start_api_server"):
-            patch.setattr(f"ray._private.node.Node.{start}", lambda *_, **__: None)
-        yield
 
 
 @pytest.fixture(scope="module")

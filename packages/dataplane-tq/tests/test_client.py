@@ -102,14 +102,6 @@ def test_all_parts_of_a_local_ray_listen_on_loopback_only(owner, partition):
     assert set().union(*listening.values()) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
-@pytest.mark.parametrize("part", ["DataPlaneDirectory", "DataPlanePackedUnit#0"])
-def test_directory_and_units_import_neither_torch_nor_tq(owner, partition, part):
-    owner.get_samples(["a", "b"], partition, ["x"])
-    actor = ray.get_actor(part, namespace="transfer_queue")
-    imported = ray.get(actor.__ray_call__.remote(lambda self: list(sys.modules)))
-    assert not {"torch", "tensordict", "transfer_queue"} & set(imported)
-
-
 def test_stopped_controller_fails_puts_but_not_reads(owner, partition, config, stop_process):
     config["ack_timeout_ms"] = 1500
     pid = pid_of(ray.get_actor("TransferQueueController", namespace="transfer_queue"))

@@ -9,10 +9,10 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 
 from dataplane_tq.storage import BACKENDS
 
@@ -65,11 +65,12 @@ def backend(silenced, require_backend):
 def timed(backend, silenced, tmp_path_factory):
     result = tmp_path_factory.mktemp("silent") / "result.json"
     inside = 'ip link set lo up && exec "$@"'
-    command = ["unshare", "--net", "--", "sh", "-c", inside, "sh", sys.executable, str(SCRIPT)]
+    command = ["unshare", "--net", "--", "sh", "-c", inside, "sh", *LEAN, str(SCRIPT)]
     silences = [
         f"{backend}/{silence}" for silence in SILENCES.get(silenced, ["controller/stopped"])
     ]
-    subprocess.run([*command, str(result), *silences], check=True, timeout=600)
+    environment = {**os.environ, **LEAN_ENVIRONMENT}
+    subprocess.run([*command, str(result), *silences], check=True, timeout=600, env=environment)
     return json.loads(result.read_text())
 
 

@@ -14,6 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from integration.lean_ray import LEAN_ENVIRONMENT
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,9 @@ def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent / "upstream_suite"),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent / "upstream_suite"), LEAN_ENVIRONMENT["PYTHONPATH"]]
+            ),
             "PYTHONDONTWRITEBYTECODE": "1",  # not into the installed wheel
             "TQ_TEST_BACKEND": "PackedStorage",
         },

@@ -209,7 +209,9 @@ with modelexpress_on_cpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainers", "generators"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("trainers", "generators"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 2)]
+)
 def test_trainer_and_generator_clients_refit_byte_for_byte(
     server, control, tmp_path, trainers, generators
 ):

@@ -24,7 +24,7 @@ from fault_cases import (
     zeros,
 )
 from ports import held_port
-from refit_fixtures import MODEL, TRANSPORTS, Hook, a_world
+from refit_fixtures import MODEL, Hook, a_world
 from refit_processes import Process, same, weights
 
 from refit_mx import (
@@ -41,8 +41,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("phase", RECEIVER_PHASES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "phase"), matrix(RECEIVER_PHASES, over_nixl=["transfer", "part", "verify"])
+)
 def test_refit_installs_or_raises_if_its_publisher_fails(
     stack, in_small_batches, transport, phase, number
 ):
@@ -75,8 +76,10 @@ def test_refit_installs_or_raises_if_its_publisher_fails(
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("phase", ["discover", "transfer", "part", "verify"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "phase"),
+    matrix(["discover", "transfer", "part", "verify"], over_nixl=["transfer", "part"]),
+)
 def test_replica_replaces_a_failed_source_in_the_same_call(
     stack, in_small_batches, transport, phase, number
 ):

@@ -85,21 +85,17 @@ def test_silent_peers_do_not_block_others(start, sent):
     assert SECRET not in written
 
 
-@pytest.mark.parametrize(
-    ("limits", "sent", "answer"),
-    [
-        ({"request_s": 0.3}, b"", b"HTTP/1.1 408 "),
-        ({"request_s": 0.3}, HALF, b"HTTP/1.1 408 "),
-        ({"request_s": 0.3}, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /", b" 200 OK"),
-        ({"body_s": 0.3}, HALF_BODY.replace(b"\r\nContent", b"\r\nAuthorization: Bearer "
-         + TOKEN.encode() + b"\r\nContent-Type: application/json\r\nContent"), b"HTTP/1.1 408 "),
-    ],
-    ids=["nothing", "half", "half of the second", "half a body"],
-)  # fmt: skip
-def test_an_incomplete_request_times_out(start, limits, sent, answer):
-    service = serve(start, **limits)
-    with peers(service.port, 1, sent) as [peer]:
-        assert answer in closed(peer)
+def test_an_incomplete_request_times_out(start):
+    service = serve(start, request_s=0.3, body_s=0.3)
+    authorized = f"\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\nContent"
+    for sent, answer in (
+        (b"", b"HTTP/1.1 408 "),
+        (HALF, b"HTTP/1.1 408 "),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /", b" 200 OK"),
+        (HALF_BODY.replace(b"\r\nContent", authorized.encode()), b"HTTP/1.1 408 "),
+    ):
+        with peers(service.port, 1, sent) as [peer]:
+            assert answer in closed(peer), sent
     _, _, written = service.stop(signal.SIGTERM)
     assert "request_timed_out" in written
 
@@ -122,25 +118,22 @@ def test_an_unread_answer_times_out(start):
     assert "answer_not_read" in written
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        f"{SECRET}\r\n\r\n".encode(),
-        f"GET / HTTP/1.1\r\n{SECRET}\r\n\r\n".encode(),
-        f"GET /{SECRET} HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
-        "Connection: Upgrade, close\r\n\r\n".encode(),
-        f"GET /static/fail/now?text={SECRET} HTTP/1.1\r\nHost: localhost\r\n"
-        "Connection: close\r\n\r\n".encode(),
-    ],
-    ids=["not http", "no header", "upgrade", "a route that fails"],
-)
-def test_peers_can_neither_flood_nor_write_the_log(start, sent):
+def test_peers_can_neither_flood_nor_write_the_log(start):
     service = serve(start)
-    for _ in range(20):
-        with peers(service.port, 1, sent) as [peer]:
-            assert closed(peer).startswith(b"HTTP/1.1 ")
+    hostile = (
+        f"{SECRET}\r\n\r\n",
+        f"GET / HTTP/1.1\r\n{SECRET}\r\n\r\n",
+        f"GET /{SECRET} HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+        "Connection: Upgrade, close\r\n\r\n",
+        f"GET /static/fail/now?text={SECRET} HTTP/1.1\r\nHost: localhost\r\n"
+        "Connection: close\r\n\r\n",
+    )
+    for sent in hostile:
+        for _ in range(20):
+            with peers(service.port, 1, sent.encode()) as [peer]:
+                assert closed(peer).startswith(b"HTTP/1.1 ")
     _, _, written = service.stop(signal.SIGTERM)
-    assert written.count("\n") <= 1, written[:2000]
+    assert written.count("\n") <= len(hostile), written[:2000]
     assert SECRET not in written
 
 

@@ -129,7 +129,7 @@ def test_a_resume_generates_pending_prompts_again(run):
     assert all(record["staleness_max"] <= STALENESS for record in display.records)
 
 
-@pytest.mark.parametrize("phase", ["train", "validation"])
+@pytest.mark.parametrize("phase", [pytest.param("train", marks=pytest.mark.long), "validation"])
 def test_validation_survives_the_loss_of_the_first_generator(async_config, phase):
     streams = []
 

@@ -10,9 +10,12 @@ import tempfile
 
 import pytest
 import ray
+from integration.lean_ray import lean_ray
 
 from dataplane_tq import start_local_ray
 from dataplane_tq.storage import packed_bootstrap  # noqa: F401, TID251
+
+__all__ = ["lean_ray"]
 
 CONFIG = {
     "controller": {"polling_mode": True},

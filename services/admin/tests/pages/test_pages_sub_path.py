@@ -59,7 +59,13 @@ def wait_for_port(port, nginx, folder):
     raise AssertionError(f"nginx did not listen on {port} within {PATIENCE_S:g} s")
 
 
-@pytest.fixture(scope="module", params=[REMOVED, PASSED_ON], ids=["removed", "passed on"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(REMOVED, id="removed", marks=pytest.mark.long),
+        pytest.param(PASSED_ON, id="passed on"),
+    ],
+)
 def behind_nginx(request, start_running, tmp_path_factory):
     """Start the service behind nginx; return both URLs, and whether it allows nginx's origin."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
