@@ -188,8 +188,8 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
     capacity = plane.get("storage_capacity", needed)
     if capacity < needed:
         problems.append(
-            f"data_plane.storage_capacity: {capacity} is less than the {needed} samples that a "
-            "step can hold at once"
+            f"data_plane.storage_capacity: {capacity} is less than the {needed} samples that it "
+            "must hold at once"
         )
     return problems
 

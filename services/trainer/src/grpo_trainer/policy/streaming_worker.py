@@ -200,11 +200,11 @@ class StreamingPolicyWorker(PolicyWorker):
     def _stream_loss(
         self, micro: BatchedDataDict[Any]
     ) -> tuple[LossSums, LogprobGap, torch.Tensor]:
-        """Return the loss of stale samples, see `grpo_loss`, and the log-probabilities.
+        """Return the sums of `grpo_loss`, the gap to the generator, and the log-probabilities.
 
         With ``recompute_prev_logprobs`` the proximal policy is that of this optimizer step, so that
-        its log-probabilities cost no further pass. Without, the update is clipped to the policy
-        that drew the tokens.
+        its log-probabilities cost no further pass. Without it, the update is clipped to the
+        policy that drew the tokens.
         """
         ids, lengths = micro["input_ids"], micro["input_lengths"]
         logprobs = token_logprobs(self._model, ids, lengths, temperature=self._temperature)

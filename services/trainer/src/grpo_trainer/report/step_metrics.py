@@ -36,7 +36,7 @@ def record_step(
 ) -> None:
     """Record the metrics of a step.
 
-    A validation after the step belongs to the weights of the next one, as its trace does.
+    A validation after the step is recorded for the next step, which has the same weights.
 
     Args:
         step: number of the step, from 0.

@@ -327,7 +327,7 @@ class RunActors:
         finally:
             if self._started_ray:
                 self._started_ray = False
-                with _kept_sigterm_handler():
+                with _restored_sigterm_handler():
                     ray.shutdown()
 
 
@@ -354,7 +354,7 @@ def _start_ray(cluster: ClusterSection) -> bool:
         "log_to_driver": False,
     }
     try:
-        with _kept_sigterm_handler():
+        with _restored_sigterm_handler():
             if cluster.address is not None:
                 join_ray(cluster.address, **common)
             else:
@@ -368,7 +368,7 @@ def _start_ray(cluster: ClusterSection) -> bool:
 
 
 @contextmanager
-def _kept_sigterm_handler() -> Iterator[None]:
+def _restored_sigterm_handler() -> Iterator[None]:
     """Restore the process's SIGTERM handler afterwards.
 
     When Ray starts, it sets a handler that prints a stack and ends the process at once. When it
