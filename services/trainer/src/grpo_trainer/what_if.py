@@ -27,7 +27,7 @@ _REPETITIONS = 20
 """Number of simulated runs; a prediction is their mean."""
 
 _LONG_RUN = 50
-"""Steps of a simulated run of which the predicted step time is the mean."""
+"""Number of simulated steps over which the predicted step time is averaged."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Calls from the driver to the run's actors: each has a deadline, and one actor's death ends all.
+"""Calls from the driver to the run's actors, each with a deadline.
 
-All data between the driver and an actor passes through here, so a test can measure its size.
+The death of one actor ends a call to several, unless the caller collects the errors. All data
+between the driver and an actor passes through here, so a test can measure its size.
 """
 
 from __future__ import annotations

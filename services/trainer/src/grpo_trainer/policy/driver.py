@@ -62,7 +62,8 @@ def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 class Policy:
     """The ranks that share the policy's work.
 
-    With ``when_rank_dies: proceed``, each method continues without a rank that dies during it.
+    With ``when_rank_dies: proceed``, `compute_logprobs`, `train`, `train_stream` and `save`
+    continue without a rank that dies during the call.
     """
 
     def __init__(self, calls: ActorCalls, ranks: PolicyRanks, config: PolicySection) -> None:

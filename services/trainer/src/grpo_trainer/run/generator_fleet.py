@@ -194,9 +194,9 @@ class GeneratorFleet:
             if names in self._actors.generators:  # not lost in the refit
                 self._start(names)
                 self._notice(f"{names.rollout} joined")
-        own = self._config.grpo.asynchronous
-        missing = len(self._actors.generators) < own.generators
-        if own.replace_lost and missing and self._starting is None:
+        section = self._config.grpo.asynchronous
+        missing = len(self._actors.generators) < section.generators
+        if section.replace_lost and missing and self._starting is None:
             self._starting = self._actors.start_generator()
 
     def collect(self) -> None:
