@@ -86,7 +86,7 @@ def test_first_write_returns_the_meta_of_the_rows(client: DataPlaneClient) -> No
     )
 
 
-def test_first_write_notes_the_alignment_only_above_one(client: DataPlaneClient) -> None:
+def test_first_write_records_the_alignment_only_above_one(client: DataPlaneClient) -> None:
     info = {"rollout_metrics": {"turns": 2}}
     assert first_write(client, extra_info=info, pad_to_multiple=1).extra_info == info
     meta = first_write(client, extra_info=info, pad_to_multiple=8, task_name="logprob")
@@ -223,7 +223,7 @@ def test_without_lengths_columns_are_written_as_wide_as_they_are(client: DataPla
     assert rows.tolist() == [[1] * 4] * 3
 
 
-def test_writing_nothing_is_no_put() -> None:
+def test_a_write_without_columns_makes_no_put() -> None:
     with CountingClient() as client:
         write_columns(client, KVBatchMeta("train", None, ["a"]), {})
         assert client.puts == 0
@@ -314,7 +314,7 @@ def test_images_of_batches_that_are_joined_keep_their_shapes(client: DataPlaneCl
         ({"pad_to_multiple": "16"}, "pad_to_multiple is '16' of type str"),
     ],
 )
-def test_nonsense_numbers_are_refused_before_the_put(changed: dict[str, Any], message: str) -> None:
+def test_invalid_numbers_are_refused_before_the_put(changed: dict[str, Any], message: str) -> None:
     with InMemoryDataPlaneClient() as client:
         client.register_partition("train", ["input_ids"], 2, ["train"])
         batch: BatchedDataDict[Any] = BatchedDataDict(

@@ -144,7 +144,7 @@ def test_read_without_rows_is_an_empty_batch(client: DataPlaneClient) -> None:
 
 
 @pytest.mark.parametrize("make_client", [InMemoryDataPlaneClient, MinimalClient])
-def test_a_read_and_materialize_know_what_is_per_token(make_client: Any) -> None:
+def test_a_read_and_materialize_agree_on_token_columns(make_client: Any) -> None:
     client = make_client()
     client.register_partition("p", [], 2, [])
     images = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(0, 4)], layout=torch.strided)

@@ -121,7 +121,7 @@ def test_plain_shards_are_contiguous_and_in_order() -> None:
     assert inverse is None
 
 
-def test_plain_shards_of_several_global_batches_know_their_inverse() -> None:
+def test_plain_shards_of_global_batches_have_an_inverse() -> None:
     metas, inverse = shard_meta_for_dp(meta_of([1, 2, 3, 4]), dp_world=2, batch_size=2)
     assert [shard.sample_ids for shard in metas] == [["s0", "s2"], ["s1", "s3"]]
     assert inverse == [0, 2, 1, 3]
@@ -193,7 +193,7 @@ def test_dynamic_width_is_capped_only_by_max_tokens() -> None:
     assert metas[0].extra_info["micro_batch_lengths"] == [[CAPACITY]]
 
 
-def test_dynamic_batching_deals_neighbors_in_length_to_different_ranks() -> None:
+def test_dynamic_batching_assigns_similar_lengths_to_all_ranks() -> None:
     metas, inverse = shard_meta_for_dp(
         meta_of([8, 1, 7, 2]), dp_world=2, dynamic_batching_args=dynamic()
     )
@@ -203,7 +203,7 @@ def test_dynamic_batching_deals_neighbors_in_length_to_different_ranks() -> None
     assert metas[0].extra_info["micro_batch_lengths"] == [[8]]
 
 
-def test_packed_bins_are_dealt_round_robin() -> None:
+def test_packed_bins_are_assigned_round_robin() -> None:
     metas, _ = shard_meta_for_dp(
         meta_of([30, 20, 31, 10, 29, 28]),
         dp_world=2,
@@ -238,7 +238,7 @@ def test_the_plan_of_an_earlier_sharding_is_not_inherited() -> None:
     assert plain[0].extra_info == {}
 
 
-def test_repeated_ids_are_dealt_by_row() -> None:
+def test_repeated_ids_are_assigned_by_row() -> None:
     meta = KVBatchMeta("train", None, ["a", "a"], sequence_lengths=[1, 2])
     metas, _ = shard_meta_for_dp(meta, dp_world=2)
     assert [(shard.sample_ids, shard.sequence_lengths) for shard in metas] == [

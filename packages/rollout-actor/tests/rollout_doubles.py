@@ -42,7 +42,7 @@ def logprobs_of(tokens):
 
 
 class Adder:
-    """Answers the last ``a+b=`` of each prompt; what it does depends on the prompt alone.
+    """Backend that answers the last ``a+b=`` of each prompt, from the prompt alone.
 
     Args:
         max_new_tokens: maximum tokens of a response; a longer one is cut and marked truncated.
@@ -106,7 +106,7 @@ class Adder:
 
 
 class AsyncAdder(Adder):
-    """The same answers, one row at a time, later rows first."""
+    """`Adder` that also answers one row at a time, later rows first."""
 
     pending = 0
 
@@ -129,7 +129,7 @@ class PlainAdder:
 
 
 class Arithmetic:
-    """Environment that asks ``info["more"]`` further sums; reward 1 for a right answer, else 0."""
+    """Environment that asks the sums in ``info["more"]``; reward 1 for a right answer, else 0."""
 
     def step(self, message_logs, extra_env_info):
         observations, metadata, rewards, ends = [], [], [], []

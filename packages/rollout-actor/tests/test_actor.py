@@ -96,7 +96,7 @@ def test_generation_stays_open_without_finish_generation(actor_of):
 
 
 @pytest.mark.parametrize("group_size", [0, -1, 2])
-def test_unfit_group_size_is_refused_before_generation(actor_of, store, group_size):
+def test_wrong_group_size_is_refused_before_generation(actor_of, store, group_size):
     generator = Adder()
     with pytest.raises(ValueError, match=rf"(groups of|group_size is) {group_size}"):
         actor_of(generator).rollout_to_tq(
@@ -305,7 +305,7 @@ def test_tensor_columns_of_the_input_are_put_as_tensors(actor_of, store):
     assert columns["stop_strings"].tolist() == [None, ["."]]
 
 
-def test_environment_info_is_put_as_it_ended(actor_of, store):
+def test_environment_info_is_put_in_its_last_state(actor_of, store):
     env = Scripted(lambda log, info: {"metadata": {"solved": True}})
     meta, *_ = actor_of(env=env).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     columns = read_columns(store, meta, ["extra_env_info"])

@@ -1,4 +1,4 @@
-"""`SyncRolloutActor`: media of every shape are put; unfit columns are refused before generation.
+"""`SyncRolloutActor` puts media of every shape; it refuses other kinds of columns at once.
 
 Imports internals: the kinds checked ahead are compared with those put.
 """
@@ -59,7 +59,7 @@ def test_batches_with_any_images_can_follow_each_other(batches):
             assert torch.equal(row, image) if len(image) else not len(row)
 
 
-def test_unfit_columns_are_refused_before_generation(actor_of, store):
+def test_columns_that_do_not_fit_are_refused_before_generation(actor_of, store):
     generator = Adder()
     actor = actor_of(generator)
     batch = batch_of(["1+2="], score=torch.tensor([1.0]))

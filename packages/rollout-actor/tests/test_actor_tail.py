@@ -14,16 +14,16 @@ from dataplane_core import (
 
 
 class FailingTail(Adder):
-    """An `Adder` that calls ``meanwhile`` and then raises in the call that ``fails`` names."""
+    """An `Adder` that raises in the call that ``fails`` names, after calling ``before``."""
 
-    def __init__(self, fails, meanwhile=lambda: None):
+    def __init__(self, fails, before=lambda: None):
         super().__init__()
         self.fails = fails
-        self.meanwhile = meanwhile
+        self.before = before
 
     def _called(self, name):
         if name == self.fails:
-            self.meanwhile()
+            self.before()
             raise OSError(f"no {name}")
 
     def get_logger_metrics(self):
@@ -95,7 +95,7 @@ def test_put_with_a_lost_answer_is_withdrawn(actor_of, store, monkeypatch, error
     assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
 
 
-def test_nothing_is_withdrawn_of_a_put_that_the_store_refused(actor_of, store, monkeypatch):
+def test_a_refused_put_withdraws_nothing(actor_of, store, monkeypatch):
     withdrawn = []
 
     def withdraw_samples(self, sample_ids, partition_id):

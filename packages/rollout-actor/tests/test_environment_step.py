@@ -139,7 +139,7 @@ def test_lists_serve_where_tensors_do(step):
         (answer(2, metadata=torch.tensor(2)), "metadata is a Tensor; expected one value"),
         (
             answer(2, observations=[{"role": "user", "content": "\ud800"}] * 2),
-            "observation of row 5 has half a surrogate pair in its content",
+            "observation of row 5 has a lone surrogate in its content",
         ),
         (answer(2, observations=["a", "b"]), "observation of row 5 is a str of 1"),
         (answer(2, observations=[{"content": ""}] * 2), "observation of row 5 is a dict of 1"),

@@ -39,7 +39,7 @@ class Altering(AsyncAdder):
         return output
 
 
-def play(alter, questions=("1+2=", "13+4="), *, form=run_multi_turn_rollout, **options):
+def run_rollout(alter, questions=("1+2=", "13+4="), *, form=run_multi_turn_rollout, **options):
     return form(
         Altering(alter),
         batch_of(list(questions)),
@@ -109,7 +109,7 @@ def beyond_float32(output, row, start, stop):
 
 
 FAULTS = {
-    "begin token": (begin_token, "expected the first two to differ by the prompt"),
+    "begin token": (begin_token, "expected the second to be the first plus the prompt"),
     "begin token, counted": (begin_token_counted, "token 7 at index 0 of the prompt; expected 49"),
     "other prompt token": (other_prompt_token, "of the prompt; expected 61, as in the request"),
     "shifted": (shifted_log_probabilities, "of the prompt; expected 0"),
@@ -120,7 +120,7 @@ FAULTS = {
     "impossible": (log_probability(-math.inf), "log-probability -inf at index"),
     "beyond float32": (beyond_float32, r"log-probability -1e\+39 at index"),
     "positive": (log_probability(0.25), "log-probability 0.25 at index .*of at most 0"),
-    "lengths": (longer_response_than_reported, "generation_lengths .*differ by the prompt"),
+    "lengths": (longer_response_than_reported, "generation_lengths .*the first plus the prompt"),
     "too wide": (longer_than_its_columns, "wide; expected at least"),
     "too short": (shorter_than_its_prompt, "generation_lengths -1"),
     "negative token": (negative_token, "token -100 at index"),
@@ -141,7 +141,7 @@ def test_a_wrong_answer_is_refused_by_backend_and_row(form, fault):
     with pytest.raises(
         InvalidRequestError, match=f"^generation backend Altering: row 2: .*{message}"
     ):
-        play(alter_one, ["1+2=", "20+30=", wrong, "3+4="], form=form)
+        run_rollout(alter_one, ["1+2=", "20+30=", wrong, "3+4="], form=form)
 
 
 @given(
@@ -158,8 +158,8 @@ def test_padding_of_an_output_is_not_checked(digits, more, logprob, token):
             output[name] = column.masked_fill(beyond, value)
 
     questions = [f"{10**digit}+1=" for digit in digits]
-    batch, _ = play(fill_padding, questions)
-    expected, _ = play(lambda output, data: None, questions)
+    batch, _ = run_rollout(fill_padding, questions)
+    expected, _ = run_rollout(lambda output, data: None, questions)
     assert (
         batch["total_reward"].tolist() == expected["total_reward"].tolist() == [1.0] * len(digits)
     )
@@ -170,7 +170,7 @@ def test_padding_of_an_output_is_not_checked(digits, more, logprob, token):
 
 @pytest.mark.parametrize("logprob", [0.0, -0.0, 1e-4])
 def test_a_log_probability_rounded_above_zero_is_kept(logprob):
-    batch, _ = play(lambda output, data: output["logprobs"][0, 5:6].fill_(logprob))
+    batch, _ = run_rollout(lambda output, data: output["logprobs"][0, 5:6].fill_(logprob))
     assert batch["message_log"][0][1]["generation_logprobs"][1] == torch.tensor(logprob)
 
 
@@ -189,11 +189,11 @@ def test_a_response_beyond_its_budget_is_refused(form, limits, budget):
         InvalidRequestError,
         match=f"Altering: row 0: a response of 13 tokens; expected at most {budget}, see",
     ):
-        play(lambda output, data: None, ["13+4="], form=form, **limits)
+        run_rollout(lambda output, data: None, ["13+4="], form=form, **limits)
 
 
-def test_a_response_of_exactly_its_budget_is_taken():
-    batch, _ = play(lambda output, data: None, ["13+4="], max_new_tokens=13, max_seq_len=18)
+def test_a_response_of_exactly_its_budget_is_accepted():
+    batch, _ = run_rollout(lambda output, data: None, ["13+4="], max_new_tokens=13, max_seq_len=18)
     assert len(batch["message_log"][0][1]["token_ids"]) == 13
     assert batch["truncated"].tolist() == [False]
 
@@ -217,7 +217,7 @@ def test_backend_may_write_to_its_request():
         data["input_ids"].zero_()
         data["input_lengths"].zero_()
 
-    batch, _ = play(overwrite)
+    batch, _ = run_rollout(overwrite)
     assert batch["total_reward"].tolist() == [1.0, 1.0]
 
 
@@ -242,7 +242,7 @@ def test_backend_may_write_to_its_request():
 )
 def test_a_column_of_another_kind_is_refused_by_name(name, column, message):
     with pytest.raises(InvalidRequestError, match=f"^generation backend Altering: .*{message}"):
-        play(lambda output, data: output.update({name: column(output[name])}))
+        run_rollout(lambda output, data: output.update({name: column(output[name])}))
 
 
 @pytest.mark.parametrize(
@@ -250,11 +250,11 @@ def test_a_column_of_another_kind_is_refused_by_name(name, column, message):
 )
 def test_a_missing_column_is_named(name):
     with pytest.raises(MissingDataError, match=f"backend Altering: no '{name}' in its output"):
-        play(lambda output, data: output.pop(name))
+        run_rollout(lambda output, data: output.pop(name))
 
 
 def test_an_answer_without_truncated_marks_no_row():
-    batch, metrics = play(lambda output, data: output.pop("truncated"))
+    batch, metrics = run_rollout(lambda output, data: output.pop("truncated"))
     assert batch["truncated"].tolist() == [False, False]
     assert metrics["truncation_rate"] == 0.0
 
@@ -292,7 +292,7 @@ def test_weight_versions_that_leave_tokens_out_are_refused(borders):
         output["weight_versions"] = [spans, None]
 
     with pytest.raises(InvalidRequestError, match="Altering: row 0: weight_versions"):
-        play(alter)
+        run_rollout(alter)
 
 
 @pytest.mark.parametrize(
@@ -300,4 +300,4 @@ def test_weight_versions_that_leave_tokens_out_are_refused(borders):
 )
 def test_weight_versions_of_another_form_are_refused(versions):
     with pytest.raises(InvalidRequestError, match=r"Altering: .*weight_versions is "):
-        play(lambda output, data: output.update(weight_versions=versions))
+        run_rollout(lambda output, data: output.update(weight_versions=versions))

@@ -68,14 +68,14 @@ def actor(request, ray_session, environment):
 
 
 @pytest.fixture(params=["sync", "async"])
-def play(request):
-    run, generator = {
+def rollout(request):
+    form, generator = {
         "sync": (run_multi_turn_rollout, Adder),
         "async": (run_async_multi_turn_rollout, AsyncAdder),
     }[request.param]
 
-    def played(batch, env, **options):
-        return run(
+    def run(batch, env, **options):
+        return form(
             generator(),
             batch,
             CharTokenizer(),
@@ -85,7 +85,7 @@ def play(request):
             **options,
         )
 
-    return played
+    return run
 
 
 def troubled(trouble):
@@ -94,25 +94,25 @@ def troubled(trouble):
     return batch
 
 
-def test_rows_are_stepped_in_an_actor(play, environment):
-    batch, _ = play(batch_of(["1+2=", "3+4="], more=["5+5="]), environment)
+def test_rows_are_stepped_in_an_actor(rollout, environment):
+    batch, _ = rollout(batch_of(["1+2=", "3+4="], more=["5+5="]), environment)
     assert batch["total_reward"].tolist() == [2.0, 2.0]
 
 
-def test_a_hanging_actor_is_an_error_naming_the_task(play, environment):
+def test_a_hanging_actor_is_an_error_naming_the_task(rollout, environment):
     with pytest.raises(DeadlineExceededError, match="task 'sum'"):
-        play(troubled("hangs"), environment, step_timeout_s=0.2)
+        rollout(troubled("hangs"), environment, step_timeout_s=0.2)
 
 
-def test_environment_error_keeps_its_type_and_names_the_task(play, environment):
+def test_environment_error_keeps_its_type_and_names_the_task(rollout, environment):
     with pytest.raises(ValueError, match="without an answer") as caught:
-        play(troubled("raises"), environment)
+        rollout(troubled("raises"), environment)
     assert "raised by the environment of task 'sum'" in caught.value.__notes__
 
 
-def test_a_dead_actor_is_an_error_naming_the_task(play, mortal_environment):
+def test_a_dead_actor_is_an_error_naming_the_task(rollout, mortal_environment):
     with pytest.raises(UnavailableError, match="task 'sum': its actor is dead"):
-        play(troubled("dies"), mortal_environment)
+        rollout(troubled("dies"), mortal_environment)
 
 
 def test_the_actor_form_runs_a_step_and_puts_it(ray_session, actor):

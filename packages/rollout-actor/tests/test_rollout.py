@@ -23,16 +23,16 @@ from rollout_actor import run_async_multi_turn_rollout, run_multi_turn_rollout
 
 
 @pytest.fixture(params=["sync", "async"])
-def play(request):
+def rollout(request):
     """Return a function that runs a rollout; its attribute ``generator`` is the last backend."""
-    run = run_multi_turn_rollout if request.param == "sync" else run_async_multi_turn_rollout
+    form = run_multi_turn_rollout if request.param == "sync" else run_async_multi_turn_rollout
 
-    def played(batch, env, *, max_new_tokens=20, max_seq_len=200, max_rollout_turns=4, **options):
+    def run(batch, env, *, max_new_tokens=20, max_seq_len=200, max_rollout_turns=4, **options):
         generator = (Adder if request.param == "sync" else AsyncAdder)(
             max_new_tokens=max_new_tokens
         )
-        played.generator = generator
-        return run(
+        run.generator = generator
+        return form(
             generator,
             batch,
             CharTokenizer(),
@@ -42,7 +42,7 @@ def play(request):
             **options,
         )
 
-    return played
+    return run
 
 
 def prompts_by_turn(generator, count):
@@ -54,8 +54,8 @@ def prompts_by_turn(generator, count):
     ]
 
 
-def test_a_turn_appends_the_response_and_the_observation(play):
-    batch, _ = play(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()))
+def test_a_turn_appends_the_response_and_the_observation(rollout):
+    batch, _ = rollout(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()))
     assert texts(batch["message_log"][0]) == [
         ("user", "1+2="),
         ("assistant", "3. So it is."),
@@ -70,26 +70,26 @@ def test_a_turn_appends_the_response_and_the_observation(play):
     assert batch["message_log"][0][4]["token_ids"].dtype == torch.int64
 
 
-def test_rewards_accumulate_over_turns(play):
-    batch, metrics = play(batch_of(["1+2="], more=["4+4=", "5+5="]), Local(Arithmetic()))
+def test_rewards_accumulate_over_turns(rollout):
+    batch, metrics = rollout(batch_of(["1+2="], more=["4+4=", "5+5="]), Local(Arithmetic()))
     assert batch["total_reward"].tolist() == [3.0]
     assert batch["total_reward"].dtype == torch.float32
     assert metrics["mean_total_reward"] == 3.0
     assert [metrics[f"turn_{n}/mean_reward"] for n in (1, 2, 3)] == [1.0, 1.0, 1.0]
 
 
-def test_only_active_rows_are_generated(play):
+def test_only_active_rows_are_generated(rollout):
     questions = batch_of(["1+2=", "3+4=", "5+6="])
     questions["extra_env_info"] = [{"more": []}, {"more": ["1+1="]}, {"more": ["2+2=", "3+3="]}]
-    batch, metrics = play(questions, Local(Arithmetic()))
-    assert [len(turn) for turn in prompts_by_turn(play.generator, 3)] == [3, 2, 1]
+    batch, metrics = rollout(questions, Local(Arithmetic()))
+    assert [len(turn) for turn in prompts_by_turn(rollout.generator, 3)] == [3, 2, 1]
     assert batch["total_reward"].tolist() == [1.0, 2.0, 3.0]
     assert [metrics[f"turn_{n}/active_samples"] for n in (1, 2, 3)] == [3, 2, 1]
     assert metrics["natural_termination_rate"] == 1.0
 
 
-def test_a_row_ends_at_the_maximum_of_turns(play):
-    batch, metrics = play(
+def test_a_row_ends_at_the_maximum_of_turns(rollout):
+    batch, metrics = rollout(
         batch_of(["1+2="], more=["1+1="] * 9), Local(Arithmetic()), max_rollout_turns=2
     )
     roles = [turn["role"] for turn in batch["message_log"][0]]
@@ -100,9 +100,9 @@ def test_a_row_ends_at_the_maximum_of_turns(play):
 
 
 @pytest.mark.parametrize(("room", "observed"), [(2, 2), (0, 0)])
-def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(play, room, observed):
+def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(rollout, room, observed):
     length = len("1+2=3. So it is.")
-    batch, metrics = play(
+    batch, metrics = rollout(
         batch_of(["1+2="], more=["4+4=", "5+5="]), Local(Arithmetic()), max_seq_len=length + room
     )
     log = batch["message_log"][0]
@@ -115,12 +115,12 @@ def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(play, ro
     assert metrics["max_turns_reached_rate"] == 0.0
 
 
-def test_an_observation_that_reaches_the_maximum_ends_the_row(play):
+def test_an_observation_that_reaches_the_maximum_ends_the_row(rollout):
     length = len("1+2=3. So it is. 4+4=")
-    at_limit, metrics = play(
+    at_limit, metrics = rollout(
         batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_seq_len=length
     )
-    below, below_metrics = play(
+    below, below_metrics = rollout(
         batch_of(["1+2="], more=["4+4="]),
         Local(Arithmetic()),
         max_seq_len=length + 1,
@@ -132,23 +132,23 @@ def test_an_observation_that_reaches_the_maximum_ends_the_row(play):
     assert below_metrics["sequence_full_rate"] == 0.0
 
 
-def test_an_observation_after_the_end_truncates_no_row(play):
+def test_an_observation_after_the_end_truncates_no_row(rollout):
     length = len("1+2=3. So it is.")
     env = Scripted(lambda log, info: {"observation": "well done", "terminated": True})
-    batch, metrics = play(batch_of(["1+2="]), env, max_seq_len=length + 2)
+    batch, metrics = rollout(batch_of(["1+2="]), env, max_seq_len=length + 2)
     assert batch["truncated"].tolist() == [False]
     assert len(batch["message_log"][0][2]["token_ids"]) == 2
     assert metrics["natural_termination_rate"] == 1.0
     assert metrics["sequence_full_rate"] == metrics["truncation_rate"] == 0.0
 
 
-def test_a_truncated_response_counts_in_a_terminated_row(play):
-    batch, metrics = play(batch_of(["1+2="]), Local(Arithmetic()), max_new_tokens=2)
+def test_a_truncated_response_counts_in_a_terminated_row(rollout):
+    batch, metrics = rollout(batch_of(["1+2="]), Local(Arithmetic()), max_new_tokens=2)
     assert batch["truncated"].tolist() == [True]
     assert metrics["natural_termination_rate"] == 0.0
 
 
-def test_reward_sum_beyond_float32_names_the_row(play):
+def test_reward_sum_beyond_float32_names_the_row(rollout):
     env = Scripted(
         lambda log, info: {
             "observation": " 4+4=",
@@ -157,7 +157,7 @@ def test_reward_sum_beyond_float32_names_the_row(play):
         }
     )
     with pytest.raises(InvalidRequestError, match=r"total_reward of row 1 adds up to 6e\+38"):
-        play(batch_of(["1+2=", "3+4="]), env)
+        rollout(batch_of(["1+2=", "3+4="]), env)
 
 
 @pytest.mark.parametrize("added", ["^", "$"])
@@ -181,16 +181,18 @@ def test_a_tokenizer_that_adds_tokens_to_observations_is_refused(added):
     assert generator.events == []
 
 
-def test_truncated_response_marks_the_row_but_does_not_end_it(play):
-    batch, metrics = play(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_new_tokens=2)
+def test_truncated_response_marks_the_row_but_does_not_end_it(rollout):
+    batch, metrics = rollout(
+        batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_new_tokens=2
+    )
     assert batch["truncated"].tolist() == [True]
     assert batch["total_reward"].tolist() == [2.0]
     assert metrics["truncation_rate"] == 1.0
     assert metrics["max_gen_tokens_per_sample"] == 4
 
 
-def test_stop_strings_are_per_row(play):
-    batch, _ = play(
+def test_stop_strings_are_per_row(rollout):
+    batch, _ = rollout(
         batch_of(["1+2=", "3+4=", "5+6="], stop_strings=[["."], None, [" So"]]),
         Local(Arithmetic()),
     )
@@ -199,13 +201,13 @@ def test_stop_strings_are_per_row(play):
 
 
 @pytest.mark.parametrize("stop_strings", ["END", b"END", ["END", 7], 7, ["END", ""]])
-def test_stop_strings_that_are_not_a_list_of_strings_are_refused_by_row(play, stop_strings):
+def test_stop_strings_that_are_not_a_list_of_strings_are_refused_by_row(rollout, stop_strings):
     with pytest.raises(InvalidRequestError, match=r"stop_strings of row 1 are .*expected a list"):
-        play(batch_of(["1+2=", "3+4="], stop_strings=[["."], stop_strings]), Local(Arithmetic()))
-    assert play.generator.events == []
+        rollout(batch_of(["1+2=", "3+4="], stop_strings=[["."], stop_strings]), Local(Arithmetic()))
+    assert rollout.generator.events == []
 
 
-def test_next_stop_strings_replace_those_of_the_row(play):
+def test_next_stop_strings_replace_those_of_the_row(rollout):
     env = Scripted(
         lambda log, info: {
             "observation": " 4+4=",
@@ -213,17 +215,17 @@ def test_next_stop_strings_replace_those_of_the_row(play):
             "terminated": len(log) > 2,
         }
     )
-    batch, _ = play(batch_of(["1+2=", "3+4="], stop_strings=[[" So"], [" So"]]), env)
+    batch, _ = rollout(batch_of(["1+2=", "3+4="], stop_strings=[[" So"], [" So"]]), env)
     assert [log[1]["content"] for log in batch["message_log"]] == ["3. So", "7. So"]
     assert [log[3]["content"] for log in batch["message_log"]] == ["8.", "8. So it is."]
 
 
-def test_no_next_stop_strings_leave_those_of_the_row(play):
-    batch, _ = play(batch_of(["1+2="], more=["4+4="], stop_strings=[["."]]), Local(Arithmetic()))
+def test_no_next_stop_strings_leave_those_of_the_row(rollout):
+    batch, _ = rollout(batch_of(["1+2="], more=["4+4="], stop_strings=[["."]]), Local(Arithmetic()))
     assert [turn["content"] for turn in batch["message_log"][0][1::2]] == ["3.", "8."]
 
 
-def test_metadata_returns_to_the_environment_unless_none(play):
+def test_metadata_returns_to_the_environment_unless_none(rollout):
     env = Scripted(
         lambda log, info: {
             "observation": " 1+1=",
@@ -231,12 +233,12 @@ def test_metadata_returns_to_the_environment_unless_none(play):
             "terminated": len(log) > 4,
         }
     )
-    batch, _ = play(batch_of(["1+2="]), env)
+    batch, _ = rollout(batch_of(["1+2="]), env)
     assert [infos for _, infos in env.calls] == [[{"more": []}], [{"seen": 2}], [{"seen": 2}]]
     assert batch["extra_env_info"] == [{"seen": 2}]
 
 
-def test_named_rewards_are_kept_and_summed(play):
+def test_named_rewards_are_kept_and_summed(rollout):
     env = Scripted(
         lambda log, info: {
             "observation": " 1+1=",
@@ -244,35 +246,35 @@ def test_named_rewards_are_kept_and_summed(play):
             "terminated": len(log) > 2,
         }
     )
-    batch, _ = play(batch_of(["1+2=", "3+4="]), env)
+    batch, _ = rollout(batch_of(["1+2=", "3+4="]), env)
     assert batch["reward/right"].tolist() == [1.0, 1.0]
     assert batch["format"].tolist() == [0.5, 0.5]
     assert batch["late"].tolist() == [2.0, 2.0]
     assert batch["total_reward"].tolist() == [3.5, 3.5]
 
 
-def test_rows_of_a_task_without_named_rewards_have_zero_components(play):
+def test_rows_of_a_task_without_named_rewards_have_zero_components(rollout):
     plain = Scripted(lambda log, info: {"reward": 0.25})
     named = Scripted(lambda log, info: {"reward": {"reward/x": 2.0}})
-    batch, _ = play(
+    batch, _ = rollout(
         batch_of(["1+2=", "3+4="], tasks=["plain", "named"]), {"plain": plain, "named": named}
     )
     assert batch["reward/x"].tolist() == [0.0, 2.0]
     assert batch["total_reward"].tolist() == [0.25, 2.0]
 
 
-def test_a_reward_component_named_like_a_column_is_refused(play):
+def test_a_reward_component_named_like_a_column_is_refused(rollout):
     env = Scripted(lambda log, info: {"reward": {"idx": 1.0}})
     with pytest.raises(InvalidRequestError, match="reward components 'idx'"):
-        play(batch_of(["1+2="]), env)
+        rollout(batch_of(["1+2="]), env)
 
 
-def test_rows_go_to_the_environment_of_their_task(play):
+def test_rows_go_to_the_environment_of_their_task(rollout):
     envs = {
         name: Scripted(lambda log, info, reward=reward: {"reward": reward})
         for name, reward in (("a", 1.0), ("b", 2.0))
     }
-    batch, _ = play(batch_of(["1+2=", "3+4=", "5+6="], tasks=["b", "a", "b"]), envs)
+    batch, _ = rollout(batch_of(["1+2=", "3+4=", "5+6="], tasks=["b", "a", "b"]), envs)
     assert batch["total_reward"].tolist() == [2.0, 1.0, 2.0]
     assert sorted(log[0]["content"] for logs, _ in envs["b"].calls for log in logs) == [
         "1+2=",
@@ -280,7 +282,7 @@ def test_rows_go_to_the_environment_of_their_task(play):
     ]
 
 
-def test_the_input_batch_is_not_changed(play):
+def test_the_input_batch_is_not_changed(rollout):
     class Writing(Arithmetic):
         def step(self, message_logs, extra_env_info):
             answer = super().step(message_logs, extra_env_info)
@@ -289,41 +291,41 @@ def test_the_input_batch_is_not_changed(play):
 
     batch = batch_of(["1+2="], more=["4+4="])
     before = copy.deepcopy(dict(batch))
-    play(batch, Local(Writing()))
+    rollout(batch, Local(Writing()))
     assert texts(batch["message_log"][0]) == texts(before["message_log"][0])
     assert batch["extra_env_info"] == before["extra_env_info"]
     assert batch.keys() == before.keys()
 
 
-def test_rows_do_not_share_an_info_dict(play):
+def test_rows_do_not_share_an_info_dict(rollout):
     def script(log, info):
         info["visits"] += 1
         return {"reward": float(info["visits"])}
 
     batch = batch_of(["1+2=", "1+2="])
     batch["extra_env_info"] = [{"visits": 0}] * 2
-    played, _ = play(batch, Scripted(script))
-    assert played["total_reward"].tolist() == [1.0, 1.0]
+    finished, _ = rollout(batch, Scripted(script))
+    assert finished["total_reward"].tolist() == [1.0, 1.0]
 
 
-def test_assistant_history_is_part_of_the_prompt(play):
+def test_assistant_history_is_part_of_the_prompt(rollout):
     batch = batch_of(["0+0="])
     batch["message_log"] = [[turn("user", "7+7="), turn("assistant", "14."), turn("user", " 1+1=")]]
-    played, _ = play(batch, Local(Arithmetic()))
-    assert play.generator.seen[0]["prompts"] == ["7+7=14. 1+1="]
-    assert "generation_logprobs" not in played["message_log"][0][1]
+    finished, _ = rollout(batch, Local(Arithmetic()))
+    assert rollout.generator.seen[0]["prompts"] == ["7+7=14. 1+1="]
+    assert "generation_logprobs" not in finished["message_log"][0][1]
 
 
-def test_a_turn_without_content_is_empty_text_to_the_environment(play):
+def test_a_turn_without_content_is_empty_text_to_the_environment(rollout):
     batch = batch_of(["1+2="])
     batch["message_log"][0].insert(0, {"role": "system", "token_ids": tokens_of("!")})
-    batch, _ = play(batch, Local(Arithmetic()))
+    batch, _ = rollout(batch, Local(Arithmetic()))
     assert texts(batch["message_log"][0])[0] == ("system", "")
 
 
-def test_generation_gets_right_padded_prompts_with_lengths_and_greedy(play):
-    play(batch_of(["1+2=", "13+14="]), Local(Arithmetic()), greedy=True)
-    calls = play.generator.seen
+def test_generation_gets_right_padded_prompts_with_lengths_and_greedy(rollout):
+    rollout(batch_of(["1+2=", "13+14="]), Local(Arithmetic()), greedy=True)
+    calls = rollout.generator.seen
     assert all(call["greedy"] is True for call in calls)
     for call in calls:
         assert call["input_ids"].dtype == call["input_lengths"].dtype == torch.int64
@@ -331,27 +333,27 @@ def test_generation_gets_right_padded_prompts_with_lengths_and_greedy(play):
             assert row[length:].eq(CharTokenizer.pad_token_id).all()
 
 
-def test_generation_gets_the_media_of_the_turns(play):
+def test_generation_gets_the_media_of_the_turns(rollout):
     batch = batch_of(["1+2=", "3+4="])
     pixels = torch.arange(6.0).reshape(2, 3)
     batch["message_log"][0][0]["pixel_values"] = pixels
-    play(batch, Local(Arithmetic()))
+    rollout(batch, Local(Arithmetic()))
     media = {
         prompt: value
-        for call in play.generator.seen
+        for call in rollout.generator.seen
         for prompt, value in zip(call["prompts"], call.get("pixel_values", [None]), strict=False)
     }
     assert torch.equal(media["1+2="], pixels)
     assert media["3+4="] is None
 
 
-def test_rows_of_a_group_share_equal_media(play):
+def test_rows_of_a_group_share_equal_media(rollout):
     batch = batch_of(["1+2="] * 3)
     for log in batch["message_log"]:
         log[0]["pixel_values"] = torch.ones(2, 3)
     batch["message_log"][2][0]["pixel_values"] = torch.zeros(2, 3)
-    play(batch, Local(Arithmetic()), media_group_size=3)
-    media = [value for call in play.generator.seen for value in call["pixel_values"]]
+    rollout(batch, Local(Arithmetic()), media_group_size=3)
+    media = [value for call in rollout.generator.seen for value in call["pixel_values"]]
     assert len({id(value) for value in media}) == 2
 
 
@@ -380,34 +382,34 @@ def test_the_first_routing_of_a_turn_stays(run):
     assert "routed_experts" not in turns[4]
 
 
-def test_a_missing_column_is_named(play):
+def test_a_missing_column_is_named(rollout):
     batch = batch_of(["1+2="])
     del batch["extra_env_info"]
     with pytest.raises(MissingDataError, match="no 'extra_env_info'"):
-        play(batch, Local(Arithmetic()))
+        rollout(batch, Local(Arithmetic()))
 
 
-def test_columns_of_different_lengths_are_refused(play):
+def test_columns_of_different_lengths_are_refused(rollout):
     with pytest.raises(InvalidRequestError, match="1 message logs with 2 task names"):
-        play(batch_of(["1+2="]) | {"task_name": ["sum", "sum"]}, Local(Arithmetic()))
+        rollout(batch_of(["1+2="]) | {"task_name": ["sum", "sum"]}, Local(Arithmetic()))
 
 
-def test_a_turn_without_tokens_is_refused_by_its_place(play):
+def test_a_turn_without_tokens_is_refused_by_its_place(rollout):
     batch = batch_of(["1+2="])
     batch["message_log"][0].append({"role": "user", "content": "hi"})
     with pytest.raises(MissingDataError, match="turn 1 of row 0 has no 'token_ids'"):
-        play(batch, Local(Arithmetic()))
+        rollout(batch, Local(Arithmetic()))
 
 
-def test_no_turns_are_refused(play):
+def test_no_turns_are_refused(rollout):
     with pytest.raises(InvalidRequestError, match="max_rollout_turns 0"):
-        play(batch_of(["1+2="]), Local(Arithmetic()), max_rollout_turns=0)
+        rollout(batch_of(["1+2="]), Local(Arithmetic()), max_rollout_turns=0)
 
 
-def test_metrics_are_plain_numbers_about_the_batch(play):
+def test_metrics_are_plain_numbers_about_the_batch(rollout):
     questions = batch_of(["1+2=", "3+4="])
     questions["extra_env_info"] = [{"more": []}, {"more": ["1+1="]}]
-    _, metrics = play(questions, Local(Arithmetic()))
+    _, metrics = rollout(questions, Local(Arithmetic()))
     assert metrics == {
         "total_turns": 3,
         "avg_turns_per_sample": 1.5,

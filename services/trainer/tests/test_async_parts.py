@@ -1,4 +1,4 @@
-"""Parts of an asynchronous run whose promises no complete run shows."""
+"""Parts of an asynchronous run, in situations that a complete run cannot produce."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_weights_are_replaced_while_no_thread_uses_them():
                         inside += 1
                     with lock:
                         inside -= 1
-                    gate.step_aside()
+                    gate.yield_to_replacement()
 
     with ThreadPoolExecutor(3) as pool:
         users = [pool.submit(use) for _ in range(3)]
@@ -112,7 +112,7 @@ def test_weights_in_use_are_not_replaced_after_the_deadline():
         message = r"still in use after 0\.05 s: 1 responses"
         with pytest.raises(WorkerError, match=message), gate.replacing(0.05):
             raise AssertionError("replaced weights in use")
-        assert not gate.step_aside()  # after the failed replacement, no user is blocked
+        assert not gate.yield_to_replacement()  # the failed replacement blocks no user
     with gate.replacing(WAIT_S):
         pass
 

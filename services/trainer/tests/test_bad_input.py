@@ -1,4 +1,4 @@
-"""Each kind of bad input ends the program at once, in one error that names the thing.
+"""Each kind of bad input ends the program at once, in one error that names the input.
 
 Nothing is started or written before all input has been read.
 """
@@ -19,7 +19,7 @@ GOOD = '{"prompt": "1=", "answer": "1"}\n'
 
 @pytest.fixture
 def refused(command_line, processes_of, tmp_path):
-    """Function that runs the program, checks that it fails well, and returns its message."""
+    """Function that runs the program, checks that it fails at once, and returns its message."""
     temp_dir = tempfile.mkdtemp(prefix="gt-")
 
     def run(*arguments):

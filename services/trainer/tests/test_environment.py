@@ -64,7 +64,7 @@ class Local:
         self.remote = environment.step
 
 
-def play(template, answers, script):
+def run_conversation(template, answers, script):
     """Return the tokenizer, and the token ids and the reward of a finished conversation."""
     tokenizer = build_character_tokenizer(CHARACTERS)
     tokenizer.chat_template = template
@@ -83,7 +83,7 @@ def play(template, answers, script):
         "task_name": ["t"],
         "extra_env_info": [{"questions": questions, "answers": answers, "turn": 0}],
     }
-    played, _ = run_multi_turn_rollout(
+    finished, _ = run_multi_turn_rollout(
         ScriptedBackend(tokenizer, script),
         batch,
         EndKeepingTokenizer(tokenizer),
@@ -91,8 +91,8 @@ def play(template, answers, script):
         max_seq_len=10_000,
         max_rollout_turns=len(answers),
     )
-    ids = torch.cat([each["token_ids"] for each in played["message_log"][0]]).tolist()
-    return tokenizer, ids, float(played["total_reward"][0])
+    ids = torch.cat([each["token_ids"] for each in finished["message_log"][0]]).tolist()
+    return tokenizer, ids, float(finished["total_reward"][0])
 
 
 words = st.text("abc1", min_size=1, max_size=5)
@@ -103,7 +103,7 @@ words = st.text("abc1", min_size=1, max_size=5)
 def test_a_conversation_equals_the_rendered_template(template, script):
     """Check truncated responses too, which the next turn completes."""
     answers = ["a" if i % 2 else said for i, (said, _) in enumerate(script)]
-    tokenizer, ids, reward = play(template, answers, script)
+    tokenizer, ids, reward = run_conversation(template, answers, script)
     messages = []
     right = False
     for number, (said, _) in enumerate(script):

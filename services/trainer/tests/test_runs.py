@@ -29,7 +29,7 @@ ACTORS = ("ray::PolicyWorker", "ray::GenerationWorker", "ray::RolloutActor", "ra
 
 
 @pytest.fixture(scope="module")
-def whole_run(local_ray, configure, model_folder, questions_file, tmp_path_factory):
+def configure_run(local_ray, configure, model_folder, questions_file, tmp_path_factory):
     """Function that configures a run with two ranks and all features."""
     return lambda: configure(
         {
@@ -54,12 +54,12 @@ def whole_run(local_ray, configure, model_folder, questions_file, tmp_path_facto
 
 
 @pytest.fixture(scope="module")
-def finished(whole_run):
+def finished(configure_run):
     """Uninterrupted run."""
-    return grpo_trainer.train(whole_run())
+    return grpo_trainer.train(configure_run())
 
 
-def lasting(history):
+def without_times(history):
     """Return the metrics that do not depend on the clock."""
     return [
         {name: value for name, value in record.items() if name not in ("seconds", "tokens_per_s")}
@@ -124,7 +124,7 @@ def test_a_finished_run_is_resumed_without_doing_anything(finished):
 
 
 class Acts(grpo_trainer.RunDisplay):
-    """Display that calls functions with the run's folder: "start" at the start, n after step n."""
+    """Display that calls ``acts["start"]`` at the start, and ``acts[n]`` after step n."""
 
     def __init__(self, acts):
         self.acts = acts
@@ -173,12 +173,12 @@ def check_no_mapped_file(folder):
 
 
 @pytest.fixture(scope="module")
-def failed(whole_run):
+def failed(configure_run):
     """Folder of a run without disk space for its second checkpoint."""
     display = Acts({1: check_lock, 4: fill_disks})
     named = "^policy worker 0: checkpoint file .*step-000004.*/model: cannot be written: "
     with pytest.raises(WorkerError, match=named):
-        grpo_trainer.train(whole_run(), display=display)
+        grpo_trainer.train(configure_run(), display=display)
     return display.folder
 
 
@@ -203,7 +203,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(failed, finished):
     display = Acts({"start": check_no_mapped_file, 3: check_lock})
     resumed = grpo_trainer.resume(failed, ["cluster.call_timeout_s=900"], display=display)
     assert call_timeout_of(failed) == 900
-    assert lasting(resumed.history) == lasting(finished.history)
+    assert without_times(resumed.history) == without_times(finished.history)
     assert metrics_of(failed) == resumed.history
     rewards = [(record["step"], pytest.approx(record["reward"])) for record in resumed.history]
     assert tracked_rewards(failed) == rewards  # without the steps that failed

@@ -325,7 +325,7 @@ def test_a_worker_continues_what_a_killed_one_recorded(recorded, network, tmp_pa
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_an_ended_response_comes_back_as_it_was(recorded):
+def test_a_finished_response_is_returned_unchanged(recorded):
     data = recorded_batch()
     data["positions"][4] = 9
     first = recorded()

@@ -1,4 +1,4 @@
-"""Needs of the vLLM backend are checked before a run; its servers get the run's options.
+"""Requirements of the vLLM backend are checked before a run; servers get the run's options.
 
 In a run only vLLM sees these options (`integration/vllm`), so these tests call `worker_arguments`.
 """
@@ -61,11 +61,11 @@ def test_servers_get_the_options_of_the_run(monkeypatch, tmp_path):
     assert "--otlp-traces-endpoint" not in command
     assert servers["environment"]["VLLM_TARGET_DEVICE"] == "cpu"
     assert servers["folder"] == str(tmp_path / "here")
-    name = Path(sys.executable).name  # a program of the path stays a name
+    name = Path(sys.executable).name  # a program on PATH stays a name
     assert servers_of(f"policy.generation.command=[{name}]")["command"][0] == name
 
 
-def test_servers_report_where_the_run_does():
+def test_servers_export_traces_where_the_run_does():
     servers = servers_of(telemetry=TelemetrySettings("demo/1", "http://127.0.0.1:4318/"))
     command = servers["command"]
     endpoint = command[command.index("--otlp-traces-endpoint") + 1]

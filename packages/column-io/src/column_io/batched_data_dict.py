@@ -336,8 +336,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
 
         Args:
             batch_idx: index of the global batch.
-            batch_size: rows in a global batch on this rank; ignored with planned micro-batches,
-                whose plan determines it.
+            batch_size: rows in a global batch on this rank; ignored if micro-batches are planned,
+                because the plan has the number.
 
         Raises:
             InvalidRequestError: (a ValueError) there is neither a plan nor ``batch_size``, or a

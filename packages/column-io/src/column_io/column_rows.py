@@ -21,7 +21,8 @@ def count_rows(name: str, column: Any) -> int:
     """Return the number of rows of ``column``.
 
     Raises:
-        InvalidRequestError: (a ValueError) the column has no rows: it is a scalar or another type.
+        InvalidRequestError: (a ValueError) the column is a scalar, or has another type than
+            a tensor, an array or a list.
     """
     if isinstance(column, torch.Tensor | np.ndarray):
         if column.ndim == 0:
@@ -86,8 +87,8 @@ def join_columns(name: str, parts: Sequence[Any], pad_value: float, *, shaped: b
 
     Dense tensors of two or more dimensions are right-padded along dim 1 to the widest part. The
     result is nested if a part is nested, or if the column is ``shaped`` and rows differ in shape.
-    A nested result is strided if a part is strided, or if rows differ in another dimension than
-    their first; otherwise it is jagged.
+    A nested result is strided if a part is strided, or if rows differ in more than their first
+    dimension; otherwise it is jagged.
 
     Raises:
         InvalidRequestError: (a ValueError) the parts are of different kinds, or tensors of

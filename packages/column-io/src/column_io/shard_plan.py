@@ -209,7 +209,7 @@ def plan_dynamic_batching(
 
 
 def _cut(widths: Sequence[int], capacity: int) -> tuple[list[list[int]], list[int]]:
-    """Return [start, stop) of consecutive rows, and their widths: rows * width <= capacity."""
+    """Cut rows so that rows * width <= capacity; return [start, stop) and width of each cut."""
     indices: list[list[int]] = []
     lengths: list[int] = []
     for index, width in enumerate(widths):

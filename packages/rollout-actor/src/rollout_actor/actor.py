@@ -1,6 +1,6 @@
 """`SyncRolloutActor`: one step's generation, from prompts to columns in the data plane.
 
-The order of operations in `SyncRolloutActor.rollout_to_tq` is the contract. Checks run before
+Callers may rely on the order of operations in `SyncRolloutActor.rollout_to_tq`. Checks run before
 generation where possible, otherwise before the put. After the put, only the backend's final calls
 can fail. If one does, or if the result of the put is unknown, the samples are withdrawn.
 """
@@ -299,10 +299,10 @@ class SyncRolloutActor(RayClass):
         group_size: int,
     ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
         settings = self._settings
-        play: Any = (  # the constructor checked that the backend has generate_async
+        run: Any = (  # the constructor checked that the backend has generate_async
             run_async_multi_turn_rollout if settings.async_generation else run_multi_turn_rollout
         )
-        played: tuple[BatchedDataDict[Any], dict[str, Any]] = play(
+        result: tuple[BatchedDataDict[Any], dict[str, Any]] = run(
             self.policy_generation,
             input_batch,
             self.tokenizer,
@@ -313,7 +313,7 @@ class SyncRolloutActor(RayClass):
             step_timeout_s=settings.step_timeout_s,
             media_group_size=group_size if settings.share_group_media else 1,
         )
-        return played
+        return result
 
     def shutdown(self) -> None:
         """Detach from the data plane; calling it twice is allowed."""

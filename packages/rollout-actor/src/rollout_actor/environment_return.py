@@ -118,7 +118,7 @@ def _check_observation(observation: Any, where: str) -> None:
             )
         if not is_utf8(observation[name]):
             raise InvalidRequestError(
-                f"{where} has half a surrogate pair in its {name}; expected text without it"
+                f"{where} has a lone surrogate in its {name}, which UTF-8 cannot encode"
             )
 
 

@@ -133,9 +133,9 @@ class GenerationOutput(TypedDict):
         logprobs: float (n, any width); 0 on the prompt, and on the response the log-probability of
             each sampled token, finite and at most 0.
         truncated: bool (n,); whether the response reached its token budget. A response that ends
-            with a stop is not truncated, even if it used the last token of the budget. True marks
-            the row as truncated, but the environment decides whether the row ends. Without this
-            column no row counts as truncated.
+            at a stop token or stop string is not truncated, even if it used the entire budget. True
+            marks the row as truncated, but the environment decides whether the row ends. Without
+            this column no row counts as truncated.
         routed_experts: int (n, width, layers, experts per token), width at least that of the
             longest row; the experts that computed each token. For router replay only.
         weight_versions: per row the contiguous spans over its response's tokens, in order; None if

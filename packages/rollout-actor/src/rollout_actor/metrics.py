@@ -62,12 +62,12 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
             len({span["version"] for span in spans}) > 1 for spans in versions
         )
     for index in range(max(turns, default=0)):
-        played = [row.history[index] for row in rows if len(row.history) > index]
+        records = [row.history[index] for row in rows if len(row.history) > index]
         name = f"turn_{index + 1}"
-        metrics[f"{name}/active_samples"] = len(played)
-        metrics[f"{name}/mean_gen_tokens"] = _mean(turn.generated for turn in played)
-        metrics[f"{name}/mean_env_tokens"] = _mean(turn.observed for turn in played)
-        metrics[f"{name}/mean_reward"] = _mean(turn.reward for turn in played)
+        metrics[f"{name}/active_samples"] = len(records)
+        metrics[f"{name}/mean_gen_tokens"] = _mean(turn.generated for turn in records)
+        metrics[f"{name}/mean_env_tokens"] = _mean(turn.observed for turn in records)
+        metrics[f"{name}/mean_reward"] = _mean(turn.reward for turn in records)
     return metrics
 
 

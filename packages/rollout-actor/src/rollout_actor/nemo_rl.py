@@ -1,4 +1,4 @@
-"""Impl ``nemo_rl``: NeMo-RL's own client, to which `SyncRolloutActor` attaches."""
+"""Impl ``nemo_rl``: NeMo-RL's own client, with which `SyncRolloutActor` attaches to a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build_client(cfg: Mapping[str, Any], *, bootstrap: bool = True) -> DataPlane
     """
     from nemo_rl.data_plane.factory import build_data_plane_client
 
-    # The caller's factory has read `observability`; NeMo-RL's would wrap the client once more.
+    # dataplane_core's factory applies `observability`; NeMo-RL's would wrap the client again.
     own = {name: value for name, value in cfg.items() if name != "observability"}
     client = build_data_plane_client({**own, "impl": "transfer_queue"}, bootstrap=bootstrap)
     return as_client(client)

@@ -141,7 +141,7 @@ def run_async_multi_turn_rollout(
     """
     rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
 
-    async def play(row: Conversation) -> None:
+    async def run_row(row: Conversation) -> None:
         for _ in range(max_rollout_turns):
             request = generation_request(
                 [row],
@@ -164,19 +164,19 @@ def run_async_multi_turn_rollout(
             if not row.active:
                 break
 
-    async def play_all() -> None:
-        await asyncio.gather(*map(play, rows))
+    async def run_rows() -> None:
+        await asyncio.gather(*map(run_row, rows))
 
     # One span for all rows: rows do not share turns, and a span per row would be one per sample.
-    with span("play", "idle", attributes={"rl.rows": len(rows)}):
+    with span("turns", "idle", attributes={"rl.rows": len(rows)}):
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            asyncio.run(play_all())
+            asyncio.run(run_rows())
         else:
             here = contextvars.copy_context()
             with ThreadPoolExecutor(1, "rollout") as thread:
-                thread.submit(here.run, lambda: asyncio.run(play_all())).result()
+                thread.submit(here.run, lambda: asyncio.run(run_rows())).result()
     return _final_batch(input_batch, rows), rollout_metrics(rows)
 
 

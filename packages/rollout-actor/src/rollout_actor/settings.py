@@ -93,8 +93,8 @@ def _declared_media(media: _Section) -> MediaForms:
                 f"unknown key {sorted(unknown)[0]!r}" if unknown else "the name of a token column"
             )
             raise ConfigError(
-                f"master_config: policy.media.{name}: {problem}; expected the name of a tensor of "
-                "turns, with the keys dtype and dims"
+                f"master_config: policy.media.{name}: {problem}; expected the name of a media "
+                "tensor, with the keys dtype and dims"
             )
         dtype = getattr(torch, str(section.get("dtype", "")).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):

@@ -38,9 +38,10 @@ class _Checked:
         return taken
 
     def problems(self, given: Mapping[str, Any]) -> Iterable[str]:
-        """Yield problems beyond types and ranges; ``given`` has the options that passed those.
+        """Yield problems beyond types and ranges.
 
-        Not called if a subcommand follows.
+        ``given`` has the options whose types and ranges are valid. Not called if a subcommand
+        follows.
         """
         return ()
 

@@ -27,7 +27,7 @@ _REPETITIONS = 20
 """Number of simulated runs; a prediction is their mean."""
 
 _LONG_RUN = 50
-"""Steps of a simulated run of which the predicted step time is the mean."""
+"""Number of simulated steps over which the predicted step time is averaged."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Durations:
         groups_per_step: groups that a step trains on.
         groups_per_rollout: maximum number of groups of a rollout.
         kept: fraction of the groups that are not filtered, those with unequal rewards.
-        fills_batch: whether each rollout has that maximum and the surplus is dropped, as in a
-            synchronous run.
+        fills_batch: whether each rollout has ``groups_per_rollout`` groups, and the surplus is
+            dropped, as in a synchronous run.
     """
 
     rollouts_s: Sequence[float]
@@ -88,8 +88,8 @@ class Recording:
     """Recorded run.
 
     Attributes:
-        setting: setting derived from its telemetry, from the maximum of concurrent rollouts and of
-            samples in the store.
+        setting: setting that its telemetry shows: the maxima of concurrent rollouts and of groups
+            in the store.
         durations: durations of its steps.
         shares: measured shares of the steps after the first.
         rescoring_s: mean duration of the pass that scores the batch with the policy, which an
@@ -314,7 +314,8 @@ class _Run:
     def async_seconds(self, step: Span) -> tuple[float, float]:
         """Return the seconds of an asynchronous step in which the policy waits, and works.
 
-        Ranks wait for each other too: the one with the least work shows how long it takes.
+        A rank's time in `optimizer_step` without claims still includes its waits for other ranks.
+        The rank with the least such time waited the least, so it shows how long the work takes.
         """
         spans = self._spans[step.trace_id]
         claims: dict[str | None, float] = defaultdict(float)

@@ -1,4 +1,7 @@
-"""A generation backend that uses vLLM's HTTP servers. It needs the extra ``vllm``, not vLLM."""
+"""A generation backend that uses vLLM's HTTP servers.
+
+It needs the extra ``vllm``. vLLM itself is needed only by the servers.
+"""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class EventLoopThread:
 
 
 async def _cancel_all() -> None:
-    own = asyncio.current_task()
-    others = [task for task in asyncio.all_tasks() if task is not own]
+    current = asyncio.current_task()
+    others = [task for task in asyncio.all_tasks() if task is not current]
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

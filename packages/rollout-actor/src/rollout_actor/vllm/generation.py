@@ -35,7 +35,7 @@ class VllmGeneration:
     health check or its first check gets no answer or an error; its rows move to other servers. A
     lost server may have restarted with its initial weights. So it is tried again only after the
     next `clear_logger_metrics`, which a rollout calls at its start. If every server is lost, or one
-    was refused, the next call tries all lost servers again.
+    cannot be used with these arguments, the next call tries all lost servers again.
 
     Args:
         addresses: ``http[s]://host[:port]`` of each server. From vLLM 0.30 on they must be started
@@ -187,7 +187,7 @@ class VllmGeneration:
                 future.cancel()
 
     def clear_logger_metrics(self) -> None:
-        """Reset the accumulated metrics, and let lost servers be tried again."""
+        """Reset the accumulated metrics, and allow requests to lost servers again."""
         self._rollouts += 1
         self._equal_prompts.clear()
         self._loop.call(self._begin_rollout())

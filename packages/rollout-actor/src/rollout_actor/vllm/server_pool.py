@@ -108,7 +108,7 @@ class ServerPool:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def readmit(self) -> None:
-        """Let lost servers be tried again."""
+        """Allow requests to lost servers again; each is checked first."""
         self._refusal = None
         for server in self._servers:
             if server.is_lost:

@@ -33,7 +33,7 @@ def reported_while_blocked(
         quiet_s: do not report a shorter wait, which is normal for the call.
 
     Yields:
-        A function that ends the wait before the block ends.
+        A function that ends the wait before the end of the ``with`` block.
     """
     context = otel_context.get_current()
 

@@ -1,6 +1,7 @@
-"""Calls from the driver to the run's actors: each has a deadline, and one actor's death ends all.
+"""Calls from the driver to the run's actors, each with a deadline.
 
-All data between the driver and an actor passes through here, so a test can measure its size.
+The death of one actor ends a call to several, unless the caller collects the errors. All data
+between the driver and an actor passes through here, so a test can measure its size.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_trainer.errors import TrainerError, WorkerError, first_line
 _PROBE_S = 2.0
 _KILL_S = 5.0
 _FETCH_S = 5.0
-_MEANWHILE_S = 0.2
+_POLL_S = 0.2
 
 Observer = Callable[[str, str, Any], None]
 """Callback that gets the actor's name, "sent" or "received", and the value."""
@@ -68,7 +69,7 @@ class ActorCalls:
             call_within(_KILL_S, partial(ray.kill, self._actors.pop(name)))
 
     def is_dead(self, name: str) -> bool:
-        """Return whether an actor has died; one that does not answer soon may be either."""
+        """Return whether an actor is known to be dead; False if it does not answer soon."""
         return self._answers(name) is False
 
     def is_alive(self, name: str) -> bool:
@@ -98,7 +99,7 @@ class ActorCalls:
         calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
         *,
         awaited: AwaitedColumns | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        while_waiting: Callable[[], None] | None = None,
         timeout_s: float | None = None,
         errors: dict[str, WorkerError] | None = None,
     ) -> dict[str, Any]:
@@ -108,10 +109,10 @@ class ActorCalls:
             method: the method's name.
             calls: actor name to positional and keyword arguments.
             awaited: the columns that the call writes, named while it blocks.
-            meanwhile: called several times a second until all have answered; its errors end the
+            while_waiting: called several times a second until all have answered; its errors end the
                 wait.
             timeout_s: deadline of the call, in seconds; None is that of all calls.
-            errors: gets the error of each actor that died or failed, instead of an exception.
+            errors: collects the errors of actors that died or failed, which are then not raised.
 
         Returns:
             Actor name to result.
@@ -134,7 +135,9 @@ class ActorCalls:
             }
             try:
                 pending = self._send(method, calls)
-                return self._gather(method, pending, waiting, deadline, limit_s, meanwhile, errors)
+                return self._gather(
+                    method, pending, waiting, deadline, limit_s, while_waiting, errors
+                )
             except TimeoutError:
                 # No actor is at fault: a hung raylet blocks every process that stores or
                 # fetches a value.
@@ -163,17 +166,17 @@ class ActorCalls:
         waiting: Mapping[str, Callable[[], None]],
         deadline: float,
         timeout_s: float,
-        meanwhile: Callable[[], None] | None,
+        while_waiting: Callable[[], None] | None,
         errors: dict[str, WorkerError] | None,
     ) -> dict[str, Any]:
         order = list(pending.values())
         results: dict[str, Any] = {}
         while pending:
             remaining = max(0.0, deadline - time.monotonic())
-            pause = remaining if meanwhile is None else min(_MEANWHILE_S, remaining)
+            pause = remaining if while_waiting is None else min(_POLL_S, remaining)
             done = _ready(list(pending), 1, pause)
-            if not done and meanwhile is not None and pause < remaining:
-                meanwhile()
+            if not done and while_waiting is not None and pause < remaining:
+                while_waiting()
                 continue
             if not done:
                 late = ", ".join(sorted(pending.values()))

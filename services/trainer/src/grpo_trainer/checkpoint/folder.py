@@ -236,7 +236,7 @@ def _match(path: Path) -> re.Match[str] | None:
 
 
 def _partial(final: Path) -> Path:
-    """Return a new temporary name; a fixed one could be that of an orphan that stays on disk."""
+    """Return a new temporary name; an orphan that cannot be removed could hold a fixed name."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
 
 

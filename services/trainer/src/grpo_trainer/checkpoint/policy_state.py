@@ -83,7 +83,7 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
     """Load the optimizer state that `save_policy` wrote.
 
     Raises:
-        CheckpointError: it names a parameter that the model does not have.
+        CheckpointError: the file cannot be read, or names a parameter that the model lacks.
     """
     path = folder / OPTIMIZER
     parameters = dict(model.named_parameters())

@@ -59,10 +59,10 @@ class TrainerConfig(Section):
     @property
     def max_samples_in_store(self) -> int:
         """Maximum samples of an asynchronous run in generation, ready, or in training at a time."""
-        own = self.grpo.asynchronous
-        ahead = own.max_samples_ahead
+        section = self.grpo.asynchronous
+        ahead = section.max_samples_ahead
         if ahead is None:
-            ahead = own.max_staleness * self.samples_per_step
+            ahead = section.max_staleness * self.samples_per_step
         return self.samples_per_step + ahead
 
     @model_validator(mode="after")
@@ -133,16 +133,16 @@ def _async_problems(config: TrainerConfig) -> list[str]:
             f"grpo.max_logprob_error: found {grpo.max_logprob_error}; expected null with "
             "grpo.mode async, where grpo.asynchronous.max_importance_ratio bounds the difference"
         )
-    own = grpo.asynchronous
-    if own.min_generators > own.generators:
+    section = grpo.asynchronous
+    if section.min_generators > section.generators:
         problems.append(
-            f"grpo.asynchronous.min_generators: {own.min_generators} is more than the "
-            f"{own.generators} generators"
+            f"grpo.asynchronous.min_generators: {section.min_generators} is more than the "
+            f"{section.generators} generators"
         )
-    if isinstance(policy.generation, VllmSection) and own.generators > 1:
+    if isinstance(policy.generation, VllmSection) and section.generators > 1:
         problems.append(
-            f"grpo.asynchronous.generators: {own.generators} with vLLM; expected 1, which uses all "
-            "of policy.generation.servers or addresses"
+            f"grpo.asynchronous.generators: {section.generators} with vLLM; expected 1, which uses "
+            "all of policy.generation.servers or addresses"
         )
     if config.data_plane.get("claim_lease_s") is None:
         problems.append(
@@ -188,8 +188,8 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
     capacity = plane.get("storage_capacity", needed)
     if capacity < needed:
         problems.append(
-            f"data_plane.storage_capacity: {capacity} is less than the {needed} samples that a "
-            "step can hold at once"
+            f"data_plane.storage_capacity: {capacity} is less than the {needed} samples that it "
+            "must hold at once"
         )
     return problems
 

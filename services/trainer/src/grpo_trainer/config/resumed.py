@@ -52,7 +52,7 @@ _REASONS = {
     "data": "a run keeps its prompts",
     "data_plane": "only its sizes, time-outs, unit_resources and observability may change",
 }
-_COMPUTED = "the key changes the results"
+_DEFAULT_REASON = "the key changes the results"
 
 
 @dataclass(frozen=True)
@@ -144,5 +144,5 @@ def _is_changeable(key: str) -> bool:
 
 
 def _problem(key: str, saved: Any, override: Any) -> str:
-    reason = _REASONS.get(key.partition(".")[0], _COMPUTED)
+    reason = _REASONS.get(key.partition(".")[0], _DEFAULT_REASON)
     return f"{key}: found {override!r}; a resumed run keeps {saved!r}: {reason}"

@@ -95,7 +95,7 @@ def _check_hub(name: str) -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer; a missing padding token becomes the end token.
+    """Load the tokenizer; without a padding token, the end token serves as one.
 
     Raises:
         ConfigurationError: there is no tokenizer, or it has no end token.
@@ -197,5 +197,5 @@ def _appended_tokens(tokenizer: Any, name: str) -> int:
                 return len(special) - start - len(plain)
     raise ConfigurationError(
         f"policy.model.name: tokenizer of {name!r}: returns tokens {special} for {probe!r}, and "
-        f"{plain} with add_special_tokens=False; expected the second within the first"
+        f"{plain} with add_special_tokens=False; expected the first to contain the second"
     )

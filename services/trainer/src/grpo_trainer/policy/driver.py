@@ -62,7 +62,8 @@ def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 class Policy:
     """The ranks that share the policy's work.
 
-    With ``when_rank_dies: proceed``, each method continues without a rank that dies during it.
+    With ``when_rank_dies: proceed``, `compute_logprobs`, `train`, `train_stream` and `save`
+    continue without a rank that dies during the call.
     """
 
     def __init__(self, calls: ActorCalls, ranks: PolicyRanks, config: PolicySection) -> None:
@@ -81,7 +82,7 @@ class Policy:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that live."""
+        """Number of live ranks."""
         return len(self._ranks.names)
 
     def drop_dead(self, error: WorkerError) -> None:
@@ -175,12 +176,12 @@ class Policy:
         *,
         samples: int,
         learning_rate: float,
-        meanwhile: Callable[[], None],
+        while_waiting: Callable[[], None],
     ) -> StreamedStep:
-        """Let the ranks claim and train on the next ``samples``.
+        """Let the ranks claim the next ``samples``, and train on them.
 
-        ``meanwhile`` is called several times a second until then. If ``grad_norm`` is not finite,
-        an optimizer step was skipped, and none was made after it.
+        ``while_waiting`` is called several times a second until then. If ``grad_norm`` is not
+        finite, an optimizer step was skipped, and none was made after it.
         """
         batch_size = self._config.global_batch_size
         arguments = {
@@ -196,7 +197,7 @@ class Policy:
             results = self._calls.each(
                 "train_stream",
                 dict.fromkeys(self._ranks.names, ((version,), {"steps": left, **arguments})),
-                meanwhile=meanwhile,
+                while_waiting=while_waiting,
                 errors=failures if self._ranks.continues else None,
             )
             fresh = [results[name] for name in self._ranks.names if name in results]

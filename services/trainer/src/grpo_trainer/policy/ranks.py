@@ -28,14 +28,14 @@ class PolicyRanks:
 
     Args:
         calls: the run's actors by name.
-        names: names of the ranks' actors, by rank; loaded, and in no process group yet.
+        names: names of the ranks' actors, by rank. They are ready, and in no process group yet.
         client: the driver's client.
         changed: called with the names, by rank, after a rank was dropped.
         continues: whether the run continues without a rank that dies.
-        notice: called with a line when it does.
+        notice: called with a line when a rank is dropped.
 
     Attributes:
-        names: names of the ranks that live, by rank.
+        names: names of the live ranks, by rank.
         continues: as given. If False, callers need not wait for the other ranks' answers.
 
     Raises:
@@ -84,7 +84,7 @@ class PolicyRanks:
             What ``progress`` returned, by new rank. Rank 0 has completed the most steps.
 
         Raises:
-            WorkerError: ``error``; or another rank died meanwhile.
+            WorkerError: ``error``; or another rank died during this call.
         """
         dead = [name for name in self.names if self._calls.is_dead(name)]
         alive = [name for name in self.names if name not in dead]
@@ -100,14 +100,15 @@ class PolicyRanks:
         self._calls.each("share_state", dict.fromkeys(self.names, ((), {})))
         self._changed(self.names)
         for claim in self._client.list_claims(TRAIN):
-            if claim.rank is not None:  # the ranks that live hold none
+            if claim.rank is not None:  # the live ranks hold none
                 self._client.end_claim(TRAIN, claim.claim, expired_only=False)
         return [reports[name] for name in self.names]
 
     def release_assigned(self, where: list[TagFilter]) -> None:
         """Release the samples that match ``where`` and are assigned to ranks but not claimed.
 
-        Call it when no rank works any more. Otherwise, they stay assigned as long as a lease.
+        Call it when no rank works any more. Without this call, they stay assigned for the
+        length of a lease.
         """
         claims = [
             self._client.claim_meta(

@@ -128,8 +128,8 @@ class StreamingPolicyWorker(PolicyWorker):
             # All ranks learn what this step trains: a rank that dies cannot report it.
             positions = torch.zeros(sum(shares), device=self._device, dtype=torch.float64)
             first = sum(shares[: self._rank])
-            own = sorted({position_of(each) for meta in metas for each in meta.sample_ids})
-            positions[first : first + len(own)] = torch.tensor(own, dtype=torch.float64)
+            trained = sorted({position_of(each) for meta in metas for each in meta.sample_ids})
+            positions[first : first + len(trained)] = torch.tensor(trained, dtype=torch.float64)
             sums = torch.cat([sums, positions])
             dist.all_reduce(sums)
             sums, positions = sums[: len(_MEANS) + 1], sums[len(_MEANS) + 1 :]
@@ -155,18 +155,18 @@ class StreamingPolicyWorker(PolicyWorker):
 
         If the ranks need equal numbers of samples, the claims of all ranks share each batch.
         """
-        own = self._grpo["asynchronous"]
+        section = self._grpo["asynchronous"]
         started = time.perf_counter()
         meta = self._client.claim_meta(
             TRAIN,
             TRAIN_TASK,
             STREAM_FIELDS,
-            min(missing, own["prompts_per_claim"] * self._group_size),
+            min(missing, section["prompts_per_claim"] * self._group_size),
             self._rank,
             # Before the driver's deadline, so that the error says what is missing.
             timeout_s=0.9 * self._timeout_s,
             dp_world=self._world if is_even else None,
-            where=[trainable_filter(version, own["max_staleness"])],
+            where=[trainable_filter(version, section["max_staleness"])],
         )
         part.wait_s += time.perf_counter() - started
         return meta
@@ -200,11 +200,11 @@ class StreamingPolicyWorker(PolicyWorker):
     def _stream_loss(
         self, micro: BatchedDataDict[Any]
     ) -> tuple[LossSums, LogprobGap, torch.Tensor]:
-        """Return the loss of stale samples, see `grpo_loss`, and the log-probabilities.
+        """Return the sums of `grpo_loss`, the gap to the generator, and the log-probabilities.
 
         With ``recompute_prev_logprobs`` the proximal policy is that of this optimizer step, so that
-        its log-probabilities cost no further pass. Without, the update is clipped to the policy
-        that drew the tokens.
+        its log-probabilities cost no further pass. Without it, the update is clipped to the
+        policy that drew the tokens.
         """
         ids, lengths = micro["input_ids"], micro["input_lengths"]
         logprobs = token_logprobs(self._model, ids, lengths, temperature=self._temperature)

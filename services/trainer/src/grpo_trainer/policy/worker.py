@@ -1,9 +1,9 @@
 """Data-parallel rank of the policy: it scores its shard, trains on it, and publishes weights.
 
 A rank receives its shard as a meta, claims its samples for the stage's task, and moves the columns
-directly between the data plane and its device. It acknowledges them when the stage's result is
-written. Each optimizer step has three all-reduces: the number of tokens, the metrics, and the flat
-gradient.
+directly between the data plane and its device. It acknowledges the samples when the stage's
+result is written. Each optimizer step has three all-reduces: the number of tokens, the metrics, and
+the flat gradient.
 """
 
 from __future__ import annotations

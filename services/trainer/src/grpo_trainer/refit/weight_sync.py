@@ -191,7 +191,7 @@ class RefitWeightSync:
         self._installed, self._published = version, version_id
 
     def _is_forgotten(self) -> bool:
-        """Return whether the control plane answers and lacks the version that was begun."""
+        """Return whether the control plane answers, and lacks the version created last."""
         begun = self._begun
         if begun is None:
             return False

@@ -107,7 +107,8 @@ class MlflowSink:
         return str(run.info.run_id)
 
 
-_MAX_PARAMETERS, _MAX_VALUE = 100, 6000  # MLflow's limits: parameters a request, characters of one
+# MLflow's limits: parameters per request, and characters per value.
+_MAX_PARAMETERS, _MAX_VALUE = 100, 6000
 
 
 def _text(value: Any) -> str:

@@ -36,7 +36,7 @@ def record_step(
 ) -> None:
     """Record the metrics of a step.
 
-    A validation after the step belongs to the weights of the next one, as its trace does.
+    A validation after the step is recorded for the next step, which has the same weights.
 
     Args:
         step: number of the step, from 0.
@@ -46,13 +46,13 @@ def record_step(
         trained: number of samples that the run has trained on so far.
     """
     named = {
-        name: metrics[own]
-        for own, name in _TRAINING.items()
-        if own in metrics and (has_kl or own != "kl")
+        name: metrics[key]
+        for key, name in _TRAINING.items()
+        if key in metrics and (has_kl or key != "kl")
     }
-    for own in ("samples", "tokens"):
-        named[f"rl.{own}_per_s"] = metrics.get(own, 0) / seconds
+    for key in ("samples", "tokens"):
+        named[f"rl.{key}_per_s"] = metrics.get(key, 0) / seconds
     named["rl.samples"] = trained
     record_step_metrics(step, named)
-    validated = {name: metrics[own] for own, name in _VALIDATION.items() if own in metrics}
+    validated = {name: metrics[key] for key, name in _VALIDATION.items() if key in metrics}
     record_step_metrics(step + 1, validated)

@@ -90,7 +90,7 @@ class _SinkThread:
         self._thread.start()
 
     def call(self, call: Callable[[MetricSink], None], *, last: bool = False) -> None:
-        """Let the thread make a call; nothing after a failure."""
+        """Queue a call for the thread; after a failure, do nothing."""
         if not self._failed:
             try:
                 self._calls.put_nowait((call, last))
@@ -133,13 +133,13 @@ def tracking_of(
     run = TrackedRun(config.run.name, folder, done_steps)
     return Tracking(
         {name: SINKS[name](run) for name in config.tracking.sinks},
-        shown_config(config),
+        public_config(config),
         last_step=config.grpo.num_steps,
         notice=notice,
     )
 
 
-def shown_config(config: TrainerConfig) -> dict[str, Any]:
+def public_config(config: TrainerConfig) -> dict[str, Any]:
     """Return a run's configuration without the `_PRIVATE` keys."""
     shown = config.model_dump(mode="json")
     for *sections, key in _PRIVATE:

@@ -140,7 +140,7 @@ class Generator(RolloutActor):
         journal: str | None = None,
         record_responses: bool = False,
     ) -> str:
-        """Start to claim prompts; return this process's name, which its claims have as owner.
+        """Start to claim prompts; return this process's name, the owner of its claims.
 
         Args:
             grpo: section ``grpo`` of the configuration.
@@ -207,7 +207,7 @@ class Generator(RolloutActor):
             self._stopping.set()
 
     def _claim(self) -> KVBatchMeta | None:
-        """Claim the ready groups, else the next one; return None after `_CLAIM_S` without any."""
+        """Claim the ready groups, or wait for one; return None if none comes within `_CLAIM_S`."""
         size = self._grpo.num_generations_per_prompt
         count = self._grpo.asynchronous.prompts_per_rollout * size
         task = TRAIN, GENERATE_TASK, [PROMPT]
@@ -268,8 +268,8 @@ class Generator(RolloutActor):
             self._report.restored += claim.size
         if not group.columns:
             return claim.sample_ids
-        # If the crash lost these weights, the run trains their number again: no sample may have a
-        # higher number than the installed weights.
+        # If the crash lost these weights, the run trains a new version with their number. Until
+        # then, no sample may have a higher number than the installed weights.
         version = min(group.weight_version, version_number(self._generation.weight_version()))
         lengths = group.columns["input_lengths"].tolist()
         tags = [

@@ -5,8 +5,8 @@ and at the end of a call. After a crash, a worker that gets the same input for t
 returns the recorded tokens, and draws only the missing ones. In a conversation, the input of a
 later turn contains the earlier responses, which were returned unchanged, so it is the same too.
 
-Rows with equal input are numbered in the order of the call. Any of them may continue any of their
-responses, because these have the same distribution.
+Rows with equal input are numbered in the order of the call. Any of these rows may continue any
+of their recorded responses, because all have the same distribution.
 
 Each file is complete in itself: the first record of a response in a file holds all its tokens, and
 each later one begins where the one before ended. A damaged or missing record ends the response.
@@ -94,7 +94,7 @@ def named_version(recorded: str, installed: str) -> str:
     """Return the version to report for a token that was drawn before a crash.
 
     It is the recorded one, or the installed one if the crash lost the recorded weights: the run
-    trains their number again.
+    gives their number to new weights.
     """
     if recorded == installed or version_number(recorded) > version_number(installed):
         return installed

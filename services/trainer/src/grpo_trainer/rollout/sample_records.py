@@ -40,7 +40,7 @@ def record_generated(
     *,
     group_size: int,
 ) -> None:
-    """Record facts of samples whose groups are adjacent; their ids begin with the group's name.
+    """Record facts of samples; those of a group are adjacent, and their ids begin with its name.
 
     If ``carry`` has no ``weight_versions``, the current step's weights generated all samples.
     """

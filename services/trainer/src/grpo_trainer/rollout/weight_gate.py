@@ -31,7 +31,7 @@ class WeightGate:
         finally:
             self._leave()
 
-    def step_aside(self) -> bool:
+    def yield_to_replacement(self) -> bool:
         """Let a waiting replacement proceed; return whether there was one.
 
         For a thread inside `using`, at a point where the weights may change.

@@ -2,9 +2,9 @@
 
 The driver puts prompts, generators claim and fill them, and policy ranks claim complete groups as
 they become ready. The number of samples in the store bounds how far generators run ahead: a prompt
-is put only when its samples, trained in the order of the prompts, are at most ``max_staleness``
-versions old. The samples of a step are therefore cleared after the step, not while it lasts. Slow
-responses can still make a group older; such a group is not claimed.
+is put only when its samples will be at most ``max_staleness`` versions old, if they are trained in
+the order of the prompts. The samples of a step are therefore cleared after the step, not while it
+lasts. Slow responses can still make a group older; such a group is not claimed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from grpo_trainer.samples.tasks import PREV_LOGPROBS, TRAIN_TASK
 from observability import emit
 
 _DROP_EVERY_S = 1.0
-_STALE_CONTENTS = 2
-"""A step fails if more samples were too stale than this multiple of ``max_samples_in_store``."""
+_MAX_STALE_FACTOR = 2
+"""Maximum samples of a step that are too stale, as a multiple of ``max_samples_in_store``."""
 
 
 class AsyncGRPOStep(GRPOStep):
@@ -107,7 +107,7 @@ class AsyncGRPOStep(GRPOStep):
             try:
                 return super()._validate(step, prompts, report)
             except WorkerError as error:
-                if not self._fleet.lose_dead(error):
+                if not self._fleet.drop_dead(error):
                     raise
                 self._client.clear_samples(None, VALIDATION)
 
@@ -132,7 +132,7 @@ class AsyncGRPOStep(GRPOStep):
                 grpo,
                 samples=self._config.samples_per_step,
                 learning_rate=rate,
-                meanwhile=self._supply_generators,
+                while_waiting=self._supply_generators,
             )
         self._record_texts(trained.sample_ids, (PREV_LOGPROBS, WEIGHT_VERSIONS))
         with report.phase("clear", "overhead"):
@@ -157,11 +157,11 @@ class AsyncGRPOStep(GRPOStep):
         grpo = self._config.grpo
         # A blocking claim ends if no more samples will come. How many will come is unknown, since
         # groups that are stale or have equal rewards are replaced; but a step puts fewer than this.
-        contents = grpo.dynamic_sampling.max_batches + _STALE_CONTENTS + 1
+        factor = grpo.dynamic_sampling.max_batches + _MAX_STALE_FACTOR + 1
         self._client.register_partition(
             TRAIN,
             [PROMPT, *DP_TRAIN_FIELDS],
-            grpo.num_steps * contents * self._config.max_samples_in_store,
+            grpo.num_steps * factor * self._config.max_samples_in_store,
             [GENERATE_TASK, TRAIN_TASK],
             grpo_group_size=grpo.num_generations_per_prompt,
         )
@@ -172,8 +172,8 @@ class AsyncGRPOStep(GRPOStep):
     def _supply_generators(self) -> None:
         """Put further prompts, and collect the generators' reports."""
         if time.monotonic() > self._dropped_at + _DROP_EVERY_S:
-            # Slow responses become stale when they are finished. They would take the space of
-            # prompts that the ranks wait for.
+            # Slow responses may be stale when they finish. They would take the space of prompts
+            # that the ranks wait for.
             self._drop_stale()
         self._top_up()
         self._fleet.collect()
@@ -215,7 +215,7 @@ class AsyncGRPOStep(GRPOStep):
         if oldest <= 0:
             return
         self._dropped += self._drop_matching(TagFilter(WEIGHT_VERSION, "<", oldest), "stale")
-        if self._dropped > _STALE_CONTENTS * self._config.max_samples_in_store:
+        if self._dropped > _MAX_STALE_FACTOR * self._config.max_samples_in_store:
             raise StalenessError(
                 f"step {self._version + 1}: {self._dropped} samples were too stale to be trained; "
                 "raise grpo.asynchronous.max_staleness, lower max_samples_ahead, or generate with "

@@ -130,7 +130,7 @@ class GeneratorFleet:
             try:
                 self._calls.call(names.rollout, "fill_short_step", filling)
             except WorkerError as error:
-                self._lose(names, error)
+                self._drop(names, error)
 
     def prune_journal(self, untrained: list[int]) -> None:
         """Remove the files that a checkpoint with pending prompts ``untrained`` does not need."""
@@ -147,7 +147,7 @@ class GeneratorFleet:
         prune(self._journal, open_files=open_files, untrained=untrained)
 
     def sync(self, version: int) -> None:
-        """Install the policy's weights on all generators, without the processes that die meanwhile.
+        """Install the policy's weights on all generators; drop the processes that die during it.
 
         Raises:
             WorkerError: as `RefitWeightSync.sync`, or too few generators remain.
@@ -156,15 +156,15 @@ class GeneratorFleet:
             workers = [each.worker for each in self._actors.generators]
             try:
                 self._weight_sync.sync(version)
-                # It makes a worker try its lost vLLM servers again.
+                # This call allows requests to lost vLLM servers again.
                 self._calls.each("clear_metrics", dict.fromkeys(workers, ((), {})))
             except WorkerError as error:
-                if not self.lose_dead(error):
+                if not self.drop_dead(error):
                     self._policy.drop_dead(error)
             else:
                 return
 
-    def lose_dead(self, error: WorkerError) -> bool:
+    def drop_dead(self, error: WorkerError) -> bool:
         """Remove the generators that died; return False if none did.
 
         Raises:
@@ -172,7 +172,7 @@ class GeneratorFleet:
         """
         dead = [each for each in self._actors.generators if self._is_dead(each)]
         for names in dead:
-            self._lose(names, error)
+            self._drop(names, error)
         return bool(dead)
 
     def replace_lost(self, version: int) -> None:
@@ -194,9 +194,9 @@ class GeneratorFleet:
             if names in self._actors.generators:  # not lost in the refit
                 self._start(names)
                 self._notice(f"{names.rollout} joined")
-        own = self._config.grpo.asynchronous
-        missing = len(self._actors.generators) < own.generators
-        if own.replace_lost and missing and self._starting is None:
+        section = self._config.grpo.asynchronous
+        missing = len(self._actors.generators) < section.generators
+        if section.replace_lost and missing and self._starting is None:
             self._starting = self._actors.start_generator()
 
     def collect(self) -> None:
@@ -214,12 +214,12 @@ class GeneratorFleet:
                 if report.error is not None:
                     raise WorkerError(f"{names.rollout}: {report.error}")
             except WorkerError as error:
-                self._lose(names, error)
+                self._drop(names, error)
 
     def _is_dead(self, names: GeneratorActors) -> bool:
         return any(self._calls.is_dead(name) for name in names)
 
-    def _lose(self, names: GeneratorActors, error: WorkerError) -> None:
+    def _drop(self, names: GeneratorActors, error: WorkerError) -> None:
         if len(self._actors.generators) <= self._config.grpo.asynchronous.min_generators:
             raise error
         self._actors.remove_generator(names)

@@ -194,8 +194,8 @@ class RunActors:
             self._plane,
         )
         self._model, self._pad_token_id = model, tokenizer.pad_token_id
-        own = config.grpo.asynchronous
-        for _ in range(own.generators if self._is_async else 1):
+        section = config.grpo.asynchronous
+        for _ in range(section.generators if self._is_async else 1):
             self.generators.append(self.start_generator())
 
     def start_generator(self) -> GeneratorActors:
@@ -242,10 +242,10 @@ class RunActors:
 
     def _start_generation(self, model: str, pad_token_id: int) -> Any:
         config, generation = self._config, self._config.policy.generation
-        own = config.grpo.asynchronous
+        section = config.grpo.asynchronous
         calls = 2  # generate, and install or close
         if self._is_async:
-            calls = own.concurrent_rollouts + 3  # install, metrics and validation
+            calls = section.concurrent_rollouts + 3  # install, metrics and validation
         options = {
             "num_cpus": _ACTOR_CPUS,
             "num_gpus": generation.num_gpus,
@@ -280,7 +280,7 @@ class RunActors:
             num_threads=generation.num_threads,
             device="cuda" if generation.num_gpus > 0 else "cpu",
             asynchronous=self._is_async,
-            partial_rollouts=self._is_async and own.partial_rollouts,
+            partial_rollouts=self._is_async and section.partial_rollouts,
             latency=None if latency is None else SimulatedLatency(latency.median_s, latency.sigma),
             telemetry=self._telemetry,
         )
@@ -327,7 +327,7 @@ class RunActors:
         finally:
             if self._started_ray:
                 self._started_ray = False
-                with _kept_sigterm_handler():
+                with _restored_sigterm_handler():
                     ray.shutdown()
 
 
@@ -354,7 +354,7 @@ def _start_ray(cluster: ClusterSection) -> bool:
         "log_to_driver": False,
     }
     try:
-        with _kept_sigterm_handler():
+        with _restored_sigterm_handler():
             if cluster.address is not None:
                 join_ray(cluster.address, **common)
             else:
@@ -368,7 +368,7 @@ def _start_ray(cluster: ClusterSection) -> bool:
 
 
 @contextmanager
-def _kept_sigterm_handler() -> Iterator[None]:
+def _restored_sigterm_handler() -> Iterator[None]:
     """Restore the process's SIGTERM handler afterwards.
 
     When Ray starts, it sets a handler that prints a stack and ends the process at once. When it

@@ -207,14 +207,14 @@ def _check_inputs(
     from grpo_trainer.run.inputs import DIGEST_FORM
 
     model = config.policy.model
-    things = {
+    descriptions = {
         "data.train": (config.data.train or "the shipped ones", "prompts"),
         "data.validation": (config.data.validation or "the shipped ones", "prompts"),
         "policy.model": (getattr(model, "name", model.kind), "a tokenizer and chat template"),
     }
     for key in sorted(digests.keys() & expected.keys()):
         if digests[key] != expected[key] and expected[key].startswith(DIGEST_FORM):
-            where, what = things[key]
+            where, what = descriptions[key]
             raise ConfigurationError(
                 f"{key}: {where}: found {what} of digest {digests[key]}; expected "
                 f"{expected[key]}, with which the run of {checkpoint} began"

@@ -23,7 +23,7 @@ from grpo_trainer.policy.driver import Policy
 from grpo_trainer.report.display import RunDisplay
 from grpo_trainer.report.picture import save_reward_picture
 from grpo_trainer.report.step_metrics import record_step
-from grpo_trainer.report.tracking import shown_config, tracking_of
+from grpo_trainer.report.tracking import public_config, tracking_of
 from grpo_trainer.rollout.prompts import PromptStream
 from grpo_trainer.run.async_step import AsyncGRPOStep
 from grpo_trainer.run.folder import (
@@ -79,7 +79,7 @@ def run_steps(
         if telemetry is not None:
             stack.callback(telemetry.start("grpo.driver").shutdown)
         resumed_from = None if checkpoint is None else state.step
-        run = stack.enter_context(record_run(shown_config(config), resumed_from=resumed_from))
+        run = stack.enter_context(record_run(public_config(config), resumed_from=resumed_from))
         actors = RunActors(
             config,
             model=model,

@@ -6,7 +6,7 @@ TRAIN, VALIDATION = "train", "val"
 
 
 def sample_id(position: int, number: int) -> str:
-    """Return the id of a sample of an asynchronous run: the prompt's position, and its number."""
+    """Return the id of sample ``number`` of the prompt at ``position``, in an asynchronous run."""
     return f"{position:09d}_g{number}"
 
 
