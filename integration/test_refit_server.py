@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 
 from grpo_trainer.refit.settings import RefitSettings
 from grpo_trainer.refit.source import RefitSource, slot
@@ -89,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def train(
     server: Server, folder: Path, *, token: str | None = None, **access: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run one small step by the command line, with Ray's files below ``folder``."""
+    """Run one small step by the command line, with a complete Ray below ``folder``."""
     changes: dict[str, Any] = {
         "refit.control": server.address,
         **{f"refit.control_access.{key}": value for key, value in access.items()},
@@ -104,11 +103,9 @@ def train(
         "checkpointing.every_steps": 1,
     }
     options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    environment = {**os.environ, **LEAN_ENVIRONMENT}
-    if token is not None:
-        environment["TOKEN_OF_A_TEST"] = token
+    environment = {**os.environ, **({"TOKEN_OF_A_TEST": token} if token is not None else {})}
     return subprocess.run(
-        [*LEAN, COMMAND, "train", "--output", str(folder / "runs"), *options],
+        [COMMAND, "train", "--output", str(folder / "runs"), *options],
         env=environment,
         capture_output=True,
         text=True,

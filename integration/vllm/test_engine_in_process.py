@@ -29,7 +29,14 @@ from refit_mx.engine.layerwise import LayerwiseReload  # noqa: TID251
 from refit_mx.engine.registration import plugin, register  # noqa: TID251
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="untied"),
+        # test_engine_models.py also refits a model with tied embeddings.
+        pytest.param(True, id="tied", marks=pytest.mark.long),
+    ],
+)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("models")
     return [save_tiny_model(folder / str(seed), seed=seed, tied=request.param) for seed in range(3)]
