@@ -222,6 +222,6 @@ def test_the_factory_wraps_a_client_when_observability_is_enabled(capsys):
         client.register_partition("train", ["x"], 1, [])
     assert [event["op"] for event in events] == ["register", "close"]
     assert capsys.readouterr().out == ""
-    del observability["callback"]  # then it logs
+    del observability["callback"]  # without it, events are logged
     build_data_plane_client(cfg).close()
     assert "op=close" in capsys.readouterr().out

@@ -111,7 +111,7 @@ def test_asynchronous_call_may_outlive_its_caller():
     [
         # Of a root from 0 to 100 on node-a: callee, begin, end, and the call above it.
         ([(GENERATION, -2, 1, None), (GENERATION, 99, 102, None)], {}),  # they contradict
-        (  # a host that only another called
+        (  # a host that another callee called, not the root's host
             [(POLICIES[0], 130, 138, None), (GENERATION, -20, -15, 0)],
             {"node-c": 38, "node-b": -112},
         ),

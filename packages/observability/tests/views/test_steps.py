@@ -51,7 +51,7 @@ def test_runs_do_not_mix():
     assert [(step.run_id, step.number) for step in steps_of(records)] == [("early", 0), ("late", 1)]
 
 
-def test_a_trace_without_a_step_is_none():
+def test_a_trace_without_rl_step_is_not_a_step():
     records = grpo_step()
     (first, *_) = records.spans
     outside = dataclasses.replace(first, trace_id="f" * 32, attributes={"rl.run_id": "run-a"})
@@ -219,7 +219,7 @@ def test_staleness_is_right_for_trained_reported_before_put():
 
 
 @pytest.mark.parametrize("response_s", [2.0, 4.5])
-def test_put_of_a_prompt_has_no_version_and_hides_none(response_s):
+def test_put_of_a_prompt_does_not_change_the_version(response_s):
     maker = TraceMaker(step=3)
     root = maker.span("grpo.step", DRIVER, 0, 10)
     maker.event("put", DRIVER, 1, ["a"], root, fields=["prompt"])
@@ -231,7 +231,7 @@ def test_put_of_a_prompt_has_no_version_and_hides_none(response_s):
     assert only(maker.records).staleness == Staleness(2, 2.0, 2, 1, 0)
 
 
-def test_trained_without_versions_before_a_clear_says_nothing_of_the_next_life():
+def test_unversioned_sample_has_no_staleness_though_its_id_is_reused():
     maker = TraceMaker(step=3)
     root = maker.span("grpo.step", DRIVER, 0, 10)
     maker.event("put", ROLLOUT, 1, ["a", "b"], root)

@@ -73,10 +73,10 @@ def install() -> None:
             f"observability.adapters.verl needs verl ({error.name} is missing)"
         ) from error
     run = _Run()
-    debug.marked_timer = profiler.marked_timer = run.traced(profiler.marked_timer)
-    Tracking.__init__ = run.announced(Tracking.__init__)
-    Tracking.log = run.recorded(Tracking.log)
-    Tracking.finish = run.flushed(Tracking.finish)
+    debug.marked_timer = profiler.marked_timer = run.with_span(profiler.marked_timer)
+    Tracking.__init__ = run.with_setup(Tracking.__init__)
+    Tracking.log = run.with_metrics(Tracking.log)
+    Tracking.finish = run.with_end(Tracking.finish)
     _installed = True
 
 
@@ -89,7 +89,7 @@ class _Run:
         self.telemetry: Any = None  # from the first `Tracking` until it finishes
         self.record = ExitStack()
 
-    def announced(self, initialize: Callable[..., None]) -> Callable[..., None]:
+    def with_setup(self, initialize: Callable[..., None]) -> Callable[..., None]:
         """Return verl's `Tracking.__init__` with set-up of telemetry."""
 
         @wraps(initialize)
@@ -104,7 +104,7 @@ class _Run:
 
         return announcing
 
-    def recorded(self, log: Callable[..., None]) -> Callable[..., None]:
+    def with_metrics(self, log: Callable[..., None]) -> Callable[..., None]:
         """Return verl's `Tracking.log` with a record of the metrics."""
 
         @wraps(log)
@@ -114,12 +114,12 @@ class _Run:
 
         return recording
 
-    def flushed(self, finish: Callable[..., None]) -> Callable[..., None]:
+    def with_end(self, finish: Callable[..., None]) -> Callable[..., None]:
         """Return verl's `Tracking.finish` with a record of the run's end, and an export.
 
         Ray may kill the process right after it. verl's task runner passes an exit code, and calls
-        it while the error that ended the run is handled. `__del__` passes none, and could not
-        distinguish the ends.
+        it while the error that ended the run is handled. `__del__` passes no exit code, and its
+        call does not show how the run ended.
         """
 
         @wraps(finish)
@@ -135,7 +135,7 @@ class _Run:
 
         return flushing
 
-    def traced(self, timer: Callable[..., Any]) -> Callable[..., Any]:
+    def with_span(self, timer: Callable[..., Any]) -> Callable[..., Any]:
         """Return verl's `marked_timer` with a span."""
 
         @contextmanager

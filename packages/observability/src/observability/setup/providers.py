@@ -142,7 +142,7 @@ def use(
 
 
 def step_meters() -> metrics.MeterProvider:
-    """Return the provider of metrics with a step; that of the program, if it registered one."""
+    """Return the provider of metrics of steps: the program's own meter provider if it has one."""
     registered = metrics.get_meter_provider()
     return _meters.steps if registered is _meters else registered
 

@@ -98,7 +98,8 @@ def life_of(sample_id: str, records: Records) -> list[Hop]:
         SampleNotFound: no event names the sample.
     """
     events = [event for event in timed_events(records.events) if _may_concern(event, sample_id)]
-    # Only traces that name samples: else the trace of every step would be read, for its clear.
+    # Read only traces whose events name samples. A clear of an entire partition names none, and
+    # every step may have one.
     trees = _trees(records, {event.trace_id for event in events if event.sample_ids})
     ahead = {trace_id: clocks_ahead(tree, root_of(tree)) for trace_id, tree in trees.items()}
     events = [moved_event(event, ahead.get(event.trace_id, {})) for event in events]

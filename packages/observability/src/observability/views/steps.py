@@ -304,7 +304,8 @@ def _run_of(event: Event) -> str:
 def generation_version(*of_puts: int | None) -> int | None:
     """Return the generation version of a sample from the versions of its puts; None is unknown.
 
-    A put of a prompt has none, and versions grow: the put after the generation has the lowest.
+    A put of a prompt has no version. The lowest one is that of the generation, since later puts
+    have the same or a newer version.
     """
     return min((version for version in of_puts if version is not None), default=None)
 
@@ -320,14 +321,14 @@ def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
     """Return the staleness of each trace that trained samples of known versions.
 
     The puts of a sample since a clear give its `generation_version`. An event ``trained`` after a
-    clear is about the cleared sample. One before any put with a version is about the next: a put is
-    reported when it returns, and a fast consumer has trained by then.
+    clear is about the cleared sample. One that precedes every put with a version is about the next
+    such put: a put is reported when it returns, and a fast consumer has trained by then.
     """
     events = sorted(
         ((trace_id, event) for trace_id, event in reported if event.name in _ORDER),
         key=lambda item: (item[1].time_ns, _ORDER[item[1].name]),
     )
-    born: dict[_Place, dict[str, int | None]] = defaultdict(dict)
+    versions: dict[_Place, dict[str, int | None]] = defaultdict(dict)
     present: dict[_Place, set[str]] = defaultdict(set)
     ages: dict[str, list[int | None]] = defaultdict(list)
     # Ages to fill in at the put: the list, the index in it, and the trained version.
@@ -339,7 +340,7 @@ def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
         # Keyed by run: another run may use the same names, and not every run clears its samples.
         place = _run_of(event), attributes.text(event.attributes, "dataplane.partition")
         version = attributes.integer(event.attributes, "rl.weight_version")
-        samples, generated = present[place], born[place]
+        samples, generated = present[place], versions[place]
         if event.name == "put":
             for sample_id in event.sample_ids:
                 earlier = generated[sample_id] if sample_id in samples else None
