@@ -1,4 +1,4 @@
-"""What the processes of the data plane import; their memory and their start depend on it."""
+"""Modules that the processes of the data plane import; memory and start depend on them."""
 
 from __future__ import annotations
 
