@@ -33,7 +33,7 @@ from dataplane_core.testing import (
 )
 from dataplane_core.testing.claims import ClaimContract
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Driven(DataPlaneClient):
@@ -76,7 +76,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     thread.start()
     yield loop
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
 
 
 class TestAwaited(ClaimContract, OriginContract):
@@ -130,7 +130,7 @@ def begun(calls: set[Future]) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -151,10 +151,10 @@ def test_hundred_blocked_claims_block_no_other_call():
             ]
             await until(lambda: client._claim_slots._value <= 156)
             ids = [f"s{i}" for i in range(100)]
-            await asyncio.wait_for(client.put_samples(ids, "train", ones(100)), PATIENCE_S)
+            await asyncio.wait_for(client.put_samples(ids, "train", ones(100)), TIMEOUT_S)
             answer = await client.get_samples(ids, "train", ["x"])
             assert answer.batch_size == (100,)
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 claimed = [sample_id for claim in claims for sample_id in (await claim).sample_ids]
             assert sorted(claimed) == sorted(ids)
 
@@ -163,12 +163,12 @@ def test_hundred_blocked_claims_block_no_other_call():
 
 def test_blocked_puts_do_not_block_the_clear_that_frees_capacity():
     async def scenario():
-        inner = store(storage_capacity=1, ack_timeout_ms=int(PATIENCE_S * 1000))
+        inner = store(storage_capacity=1, ack_timeout_ms=int(TIMEOUT_S * 1000))
         async with AsyncDataPlaneClient(inner, threads=1) as client:
             await client.put_samples(["a"], "train", ones(1))
             waiting = asyncio.create_task(client.put_samples(["b"], "train", ones(1)))
             await asyncio.sleep(0)
-            await asyncio.wait_for(client.clear_samples(["a"], "train"), PATIENCE_S / 2)
+            await asyncio.wait_for(client.clear_samples(["a"], "train"), TIMEOUT_S / 2)
             assert (await waiting).sample_ids == ["b"]
 
     asyncio.run(scenario())
@@ -198,12 +198,12 @@ def test_cancelled_claim_is_released_when_it_succeeds_later():
             before = time.monotonic()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.02):
-                    await client.claim_meta("train", "train", ["x"], 2, timeout_s=PATIENCE_S)
-            assert time.monotonic() - before < PATIENCE_S / 4
+                    await client.claim_meta("train", "train", ["x"], 2, timeout_s=TIMEOUT_S)
+            assert time.monotonic() - before < TIMEOUT_S / 4
             inner.put_samples(["a", "b"], "train", ones(2))
             # When nothing runs, the cancelled claim and its release are finished.
             await until(lambda: not client._running)
-            again = await client.claim_meta("train", "train", ["x"], 2, timeout_s=PATIENCE_S)
+            again = await client.claim_meta("train", "train", ["x"], 2, timeout_s=TIMEOUT_S)
             assert sorted(again.sample_ids) == ["a", "b"]
             assert inner.count_samples("train", "train", ["x"]).leased == 2
 
@@ -217,7 +217,7 @@ def test_claim_cancelled_before_its_delivery_is_released():
         async with AsyncDataPlaneClient(inner) as client:
             claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
             await asyncio.sleep(0)
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + TIMEOUT_S
             # The loop does not run meanwhile, so the task cannot have got the result.
             while inner.count_samples("train", "train", ["x"]).leased == 0:
                 assert time.monotonic() < deadline
@@ -253,7 +253,7 @@ def test_a_cancelled_claim_without_a_lease_is_logged_with_its_ids(monkeypatch):
 
 def test_cancelled_put_stores_all_or_nothing():
     async def scenario():
-        inner = store(storage_capacity=2, ack_timeout_ms=int(PATIENCE_S * 1000))
+        inner = store(storage_capacity=2, ack_timeout_ms=int(TIMEOUT_S * 1000))
         async with AsyncDataPlaneClient(inner) as client:
             await client.put_samples(["a"], "train", ones(1))
             put = asyncio.create_task(client.put_samples(["b", "c"], "train", ones(2)))
@@ -290,7 +290,7 @@ def test_close_with_a_hanging_call_raises_at_the_deadline():
         over = threading.Event()
 
         def list_partitions(self):
-            self.over.wait(PATIENCE_S)
+            self.over.wait(TIMEOUT_S)
             return []
 
     async def scenario():

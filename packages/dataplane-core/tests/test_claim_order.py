@@ -52,7 +52,7 @@ some_claim = st.tuples(st.integers(1, 4), st.sampled_from([("x",), ()]))
     [{"s0": 0, "s1": 1, "s2": 2}, (1, ("x",)), (1, ()), {"s1": 9}, "release", "release"],
 )
 def test_claim_takes_the_smallest_also_after_tags_changed(steps):
-    """Claims of two queues, some of them released with other tags than before."""
+    """Claim from two queues, and release some claims after their tags have changed."""
     ledger, now, held = new_ledger(), {f"later {i}": 2000 + i for i in range(100)}, []
     put(ledger, now)
     for step in [*steps, (12, ("x",))]:
@@ -84,7 +84,8 @@ def test_released_sample_with_new_tags_has_a_new_position(group_size):
     size = group_size or 1
     first, second, third, fourth = ([f"p{i}_g{j}" for j in range(size)] for i in range(4))
     put(ledger, {sample_id: int(sample_id[1]) for sample_id in first + second + third + fourth})
-    assert claim(ledger, size) == first  # the others wait in this queue, and in another:
+    assert claim(ledger, size) == first  # the queue of claims for x has the others
+    # The next claim requires no field, so it builds a second queue.
     token, ids = lease(ledger, size, required=(), lease_s=9.0)
     assert ids == second
     put(ledger, dict.fromkeys(second, 9))

@@ -46,7 +46,7 @@ class Silent(Disturbed):
 
 @pytest.fixture(params=[Disturbed, Silent])
 def holder(request):
-    """Yield the store's client, a second client, `HeldClaims` of that one, and its claim of all."""
+    """Yield two clients of a store, and the second one's `HeldClaims` and claim of all samples."""
     with store(4) as client:
         holder = request.param()
         held = HeldClaims(holder)

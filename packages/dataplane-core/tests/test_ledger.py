@@ -104,7 +104,7 @@ def test_blocking_filtered_claim_ends_when_no_match_can_come():
     assert claim(ledger, 5, blocking=True, where=(TagFilter("v", "==", 2),)) == []
 
 
-def test_a_filter_follows_tags_that_change_and_fields_that_come():
+def test_a_filter_follows_changed_tags_and_added_fields():
     ledger = new_ledger(num_samples=9)
     newer = (TagFilter("v", ">=", 2),)
     put(ledger, ["a", "b", "c"], (), [{"v": 1}, {"v": 2}, {"v": 2}])

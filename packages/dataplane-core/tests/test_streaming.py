@@ -28,12 +28,12 @@ from dataplane_core import (
     UnsupportedError,
 )
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
 
 
 def dataset(make_client=ATTACH, **changes) -> StreamingDataset:
-    arguments = {"required_fields": ["x"], "batch_size": 4, "timeout_s": PATIENCE_S, **changes}
+    arguments = {"required_fields": ["x"], "batch_size": 4, "timeout_s": TIMEOUT_S, **changes}
     return StreamingDataset(make_client, "p", "a", **arguments)
 
 
@@ -197,9 +197,9 @@ def test_ranks_that_commit_after_their_loops_all_end():
         for _, meta in loader:
             trained += meta.sample_ids
             if first:  # each trained before any loop ends
-                claimed.wait(PATIENCE_S)
+                claimed.wait(TIMEOUT_S)
                 first = False
-        ended.wait(PATIENCE_S)  # they save together: none commits before all loops are finished
+        ended.wait(TIMEOUT_S)  # they save together: none commits before all loops are finished
         loader.state_dict()
         loader.commit()
         return trained
@@ -257,7 +257,7 @@ def test_samples_of_a_dead_rank_reach_live_ranks():
     assert counts(client) == (0, 0, 12)
 
 
-class Mortal(InMemoryDataPlaneClient):
+class KillableClient(InMemoryDataPlaneClient):
     """Client that stops renewing once it is ``dead``."""
 
     dead = False
@@ -271,10 +271,10 @@ class Mortal(InMemoryDataPlaneClient):
 def test_samples_of_a_dead_rank_reach_a_second_iteration():
     client = store(8)
     config = {**SETUP, "claim_lease_s": 1.0}
-    mortal = Mortal(config, bootstrap=False)
+    killable = KillableClient(config, bootstrap=False)
     with (
         StreamingDataLoader(
-            dataset(lambda: mortal), acknowledge_on="commit", renew_every_s=0.05
+            dataset(lambda: killable), acknowledge_on="commit", renew_every_s=0.05
         ) as dying,
         StreamingDataLoader(
             dataset(leased()), acknowledge_on="commit", renew_every_s=0.05
@@ -286,14 +286,14 @@ def test_samples_of_a_dead_rank_reach_a_second_iteration():
         assert [meta.size for _, meta in loader] == [4]
         loader.state_dict()
         loader.commit()
-        mortal.dead = True
+        killable.dead = True
         assert [meta.sample_ids for _, meta in loader] == [held.sample_ids]
         loader.state_dict()
         loader.commit()
     assert counts(client) == (0, 0, 8)
 
 
-class Secretive(InMemoryDataPlaneClient):
+class WithoutInspection(InMemoryDataPlaneClient):
     """Client without inspection."""
 
     capabilities = dataclasses.replace(InMemoryDataPlaneClient.capabilities, inspection=False)
@@ -304,14 +304,14 @@ class Secretive(InMemoryDataPlaneClient):
 
 def test_without_inspection_every_lease_is_waited_for():
     client = store(8)
-    secretive = functools.partial(
-        Secretive,
+    attach = functools.partial(
+        WithoutInspection,
         {**SETUP, "claim_lease_s": 1000.0},
         bootstrap=False,
     )
     with (
-        StreamingDataLoader(dataset(secretive), acknowledge_on="commit") as holder,
-        StreamingDataLoader(dataset(secretive, timeout_s=0.2), acknowledge_on="commit") as other,
+        StreamingDataLoader(dataset(attach), acknowledge_on="commit") as holder,
+        StreamingDataLoader(dataset(attach, timeout_s=0.2), acknowledge_on="commit") as other,
     ):
         held_batches, batches = iter(holder), iter(other)
         _, held = next(held_batches)
@@ -368,7 +368,7 @@ def test_failed_commit_can_be_retried(monkeypatch):
             with pytest.raises(UnavailableError, match="away") as caught:
                 loader.commit()
         assert "'s00', 's01', 's02', 's03'" in caught.value.__notes__[0]
-        with pytest.raises(InvalidRequestError, match="commit what is done"):
+        with pytest.raises(InvalidRequestError, match="commit the done samples"):
             loader.next_partition("p")
         time.sleep(1.0)  # not a wait for a state: what was not acknowledged is still renewed
         loader.commit()

@@ -90,7 +90,7 @@ def test_killed_consumer_leaves_every_sample_committed_once(served, die, workers
     assert code == -signal.SIGKILL
     trained = saved["trained"]
     assert len(trained) in (6, 12)
-    # This process resumes: it knows nothing of the dead one but the file, as a new one would.
+    # This process resumes from the file alone, as a new one would.
     with StreamingDataLoader(dataset(ATTACH), acknowledge_on="commit") as loader:
         loader.load_state_dict(saved["loader"])
         for batch, meta in loader:

@@ -1,4 +1,4 @@
-"""Despite lost leases, a loader delivers once, and acknowledges samples of saved states only."""
+"""Despite lost leases, samples are delivered once, and acknowledged only from saved states."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_batch_lost_before_its_turn_is_claimed_again(acknowledge_on):
     assert counts(client) == (0, 0, 4)
 
 
-class Hopeless(StreamingDataset):
+class LosingAll(StreamingDataset):
     """Dataset that loses every lease."""
 
     def batches(self, client, claimed, **options):
@@ -253,7 +253,7 @@ class Hopeless(StreamingDataset):
 def test_loader_that_loses_every_batch_raises():
     client = store(4)
     with (
-        loader(kind=Hopeless, timeout_s=0.1) as trained,
+        loader(kind=LosingAll, timeout_s=0.1) as trained,
         pytest.raises(LeaseLostError, match="each batch lost its lease before it could be"),
     ):
         ids(trained)

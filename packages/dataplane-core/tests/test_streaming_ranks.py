@@ -26,11 +26,11 @@ from dataplane_core.ledger.inspect import assignments
 from dataplane_core.streaming.lease_watch import LeaseWatch  # noqa: TID251
 from dataplane_core.testing.claims import put
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 def loader(
-    make_client, *, size=2, timeout_s=PATIENCE_S, renew_every_s=0.05, acknowledge_on="commit", **of
+    make_client, *, size=2, timeout_s=TIMEOUT_S, renew_every_s=0.05, acknowledge_on="commit", **of
 ):
     return StreamingDataLoader(
         StreamingDataset(
@@ -50,7 +50,7 @@ def test_samples_assigned_to_a_dead_rank_reach_live_ranks(count):
         ThreadPoolExecutor(2) as threads,
     ):
         running = [threads.submit(ids, rank) for rank in (first, second)]
-        trained = sorted(chain(*(rank.result(PATIENCE_S) for rank in running)))
+        trained = sorted(chain(*(rank.result(TIMEOUT_S) for rank in running)))
         assert trained == [f"s{i:02d}" for i in range(count)]
         for rank in (first, second):
             rank.state_dict()
@@ -186,7 +186,7 @@ def test_watch_distinguishes_live_from_dead_claims():
 
     def finds_all_live():
         # Activity shortly after the first check may show at the next check only.
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         while not watch.all_live() and time.monotonic() < until:
             pass
         return watch.all_live()

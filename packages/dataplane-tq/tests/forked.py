@@ -1,7 +1,7 @@
 """Processes for tests that step, stop and kill them.
 
-A server forks them that has imported their modules. Each would import for more than a second
-otherwise, and a test has three of them.
+They are forks of a server that has imported their modules. A test has three of them, and each
+would otherwise take more than a second for its imports.
 """
 
 from __future__ import annotations

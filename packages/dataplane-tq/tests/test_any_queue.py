@@ -281,7 +281,7 @@ def test_queue_is_only_read(queue):
         lambda: inspector.end_claim("train", "c"),
         lambda: inspector.clear_samples(["a"], "train"),
     ):
-        with pytest.raises(UnsupportedError, match="only read"):
+        with pytest.raises(UnsupportedError, match="only reads it"):
             change()
     assert inspector.list_claims("train") == inspector.list_assignments("train") == []
     with pytest.raises(UnsupportedError, match="counts no operations"):

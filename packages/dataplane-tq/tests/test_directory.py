@@ -154,7 +154,7 @@ def test_next_put_drops_rows_written_after_a_partition_clear(served, again):
         begin = p.BeginPut("p", ["a", "b"], {"x": "torch.int64"}, [], "n", None, TIMEOUT_S)
         session.ask(begin, p.PutAnswer)
         served.clear(None)
-        # Here its client may still write to TransferQueue.
+        # The put's client may still write to TransferQueue now.
         if again == "before the put ends":
             served.register()
         with pytest.raises(PartitionNotFoundError):

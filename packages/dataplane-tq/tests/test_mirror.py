@@ -45,7 +45,7 @@ def listed():
 
 
 def test_raw_clients_get_samples_of_the_configured_sampler(cluster, config):
-    """They also see the claims of `TQDataPlaneClient` as consumed."""
+    """TransferQueue's own clients also see claims of `TQDataPlaneClient` as consumed."""
     path = "transfer_queue.sampler:GRPOGroupNSampler"
     with TQDataPlaneClient({**config, "sampler": path}) as client:
         put(client, "abcdef")

@@ -60,13 +60,13 @@ def test_report_of_a_put_includes_claims_made_meanwhile(client):
     assert client.claim(3).known == []
     lease = client.claim(2, task="score", lease_s=60.0)
     assert lease.known == []
-    settle = p.UpdateLease("p", lease.token, ["b"], "acknowledge")
-    assert client.ask(settle, list[str]) == []
+    acknowledgment = p.UpdateLease("p", lease.token, ["b"], "acknowledge")
+    assert client.ask(acknowledgment, list[str]) == []
     assert client.report(first) == {"train": ["a"]}  # the second put will report "b"
     assert client.report(second) == {"train": ["b", "c"], "score": ["b"]}
     assert client.claim(1, task="score").known == ["c"]
-    settle = p.UpdateLease("p", lease.token, ["a"], "acknowledge")
-    assert client.ask(settle, list[str]) == ["a"]
+    acknowledgment = p.UpdateLease("p", lease.token, ["a"], "acknowledge")
+    assert client.ask(acknowledgment, list[str]) == ["a"]
     assert not client.directory.store.backlog
 
 

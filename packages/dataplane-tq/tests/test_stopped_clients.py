@@ -145,7 +145,7 @@ def test_claimer_stopped_past_its_deadline_takes_nothing(stepped):
 
 @transports
 def test_stopped_reader_reads_the_rows_it_pinned(stepped, transport):
-    """Even if the rows are overwritten or cleared and others use the free memory."""
+    """Overwrite or clear the pinned rows meanwhile, and put others into the free memory."""
     stepped.put(["a", "b"], 7)
     stepped.claim(2)
     reader = stepped.client("get()", transport)

@@ -36,7 +36,7 @@ def main(address, end):
         heartbeat.close()
         say("closed")
     while True:
-        # Briefly: Python runs no handler of a signal that arrives as a sleep begins until it ends.
+        # Short sleeps: a signal that arrives as a sleep begins is handled only when it ends.
         time.sleep(0.1)
 
 

@@ -1,8 +1,8 @@
 """Run ModelExpress's own RL clients without CUDA, by replacing private names of version 0.7.
 
 `modelexpress_on_cpu` replaces four things: the accelerator backend of the NIXL transfer, the CUDA
-allocator, one ``torch.cuda.synchronize``, and the registry that makes an inference engine of a
-context. If another ModelExpress lacks one of the names, an AttributeError names it.
+allocator, one ``torch.cuda.synchronize``, and the registry that creates an inference engine
+from a context. If another ModelExpress lacks one of the names, an AttributeError names it.
 """
 
 from __future__ import annotations

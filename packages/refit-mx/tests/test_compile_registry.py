@@ -79,7 +79,7 @@ def install(folder, package, target, value="{package}:Pass"):
     (info / "entry_points.txt").write_text(f"[refit_mx.compile_passes]\n{target} = {value}\n")
 
 
-def said_by(folder, code):
+def output_of(folder, code):
     """Return the output of a new process that has the packages of the folder."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{code}"],
@@ -95,20 +95,20 @@ MAKE = "from refit_mx import compile_pass; print('made', compile_pass({!r}).name
 
 def test_installed_package_provides_a_pass(tmp_path):
     install(tmp_path, "marlin_for_refit", "marlin")
-    assert "made marlin" in said_by(tmp_path, MAKE.format("marlin"))
+    assert "made marlin" in output_of(tmp_path, MAKE.format("marlin"))
 
 
 def test_two_packages_with_the_same_pass_name_are_refused(tmp_path):
     install(tmp_path, "one_package", "marlin")
     install(tmp_path, "other_package", "marlin")
-    said = said_by(tmp_path, MAKE.format("marlin"))
-    assert "RefitConfigError" in said
-    assert "one_package:Pass" in said
-    assert "other_package:Pass" in said
+    output = output_of(tmp_path, MAKE.format("marlin"))
+    assert "RefitConfigError" in output
+    assert "one_package:Pass" in output
+    assert "other_package:Pass" in output
 
 
 def test_package_cannot_take_the_name_of_a_built_in_pass(tmp_path):
     install(tmp_path, "usurper", "hf_raw")
-    said = said_by(tmp_path, MAKE.format("hf_raw"))
-    assert "RefitConfigError" in said
-    assert "usurper:Pass" in said
+    output = output_of(tmp_path, MAKE.format("hf_raw"))
+    assert "RefitConfigError" in output
+    assert "usurper:Pass" in output

@@ -86,7 +86,7 @@ def test_no_pause_expires_a_worker_that_renews_in_time(beats, grace_s):
         now_ms += paused_ms
         state.expire(now_ms=now_ms)
         leases = state.ledger.leases[version.uid]
-        # A lease is never shortened, and neither is anything else.
+        # No pause shortens a lease or a registration.
         assert all(record.expires_at_ms >= end_ms for record in (leases["g"], worker_of(state)))
         state.register_worker("w", TRAINER, "m", ttl_s=4, now_ms=now_ms)
         assert state.register_lease(version.uid, "g", ttl_s=4, now_ms=now_ms).lease_id == lease_id

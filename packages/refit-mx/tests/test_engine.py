@@ -1,4 +1,4 @@
-"""Loaders that are traced to boxes, the fence of a torn model, and refused update infos.
+"""Traced loaders, the fence of a model with mixed weights, and refused update infos.
 
 These tests use internals, since the engine itself needs vLLM; see integration/vllm.
 """

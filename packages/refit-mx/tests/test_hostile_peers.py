@@ -113,7 +113,7 @@ def test_peer_without_a_greeting_is_dropped(caplog, sent):
     assert lines(caplog) == ["source server: peer 127.0.0.1 sent no request within 0.2 s"]
 
 
-def test_oldest_silent_peer_makes_room_for_a_new_one(caplog):
+def test_oldest_silent_peer_is_dropped_for_a_new_one(caplog):
     with (
         SourceServer(incarnation="life-1", max_connections=2) as server,
         connections(server.endpoint, 3) as peers,

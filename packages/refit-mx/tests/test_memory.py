@@ -22,7 +22,7 @@ from refit_mx.memory.arena import Arena, DoubleArena  # noqa: TID251
 from refit_mx.memory.cuda import registration_obstacle  # noqa: TID251
 from refit_mx.memory.mapping import LARGE_PAGE_BYTES, attach, map_shared  # noqa: TID251
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 NBYTES = 3 * LARGE_PAGE_BYTES + 5 * mmap.PAGESIZE
 
 
@@ -49,7 +49,10 @@ def mapped_in_large_pages(name: str) -> list[int]:
 
 
 def arena_in_large_pages() -> tuple[bool, int | None]:
-    """Return whether both mappings of a new arena are, and the kernel's error if asked again."""
+    """Return whether both mappings of a new arena are in large pages.
+
+    Also return the kernel's error number when large pages are requested again, or None.
+    """
     arena = Arena(NBYTES, shared=True)
     arena.memory.fill_(3)
     other = attach(arena.shared, arena.nbytes)
@@ -64,7 +67,7 @@ def arena_in_large_pages() -> tuple[bool, int | None]:
 
 @needs_large_pages
 def test_shared_arena_uses_large_pages():
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     refused = False
     while time.monotonic() < deadline:
         large, error = arena_in_large_pages()

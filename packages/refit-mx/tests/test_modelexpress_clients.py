@@ -1,4 +1,4 @@
-"""ModelExpress's own control, trainer and generator clients run unchanged against our server."""
+"""ModelExpress's control, trainer and generator clients run unchanged against refit-mx's server."""
 
 import contextlib
 import os

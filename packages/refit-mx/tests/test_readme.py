@@ -1,4 +1,4 @@
-"""The Python examples of the README and of the docs page run as they stand there."""
+"""The Python examples of the README and of the docs page run unchanged."""
 
 import re
 from pathlib import Path

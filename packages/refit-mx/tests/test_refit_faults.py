@@ -129,7 +129,7 @@ def test_failed_publish_makes_no_version_ready(stack, transport, phase, number):
 
 
 def a_paused_receiver(stack: ExitStack, address: str, transport: str, phase: str) -> Process:
-    """Another process that is in a phase of receiving v1."""
+    """Start another process that receives v1, and pause it in a phase."""
     process = Process(
         "receiver",
         model=MODEL,

@@ -408,7 +408,7 @@ def _hostile_server(answers: list[bytes]) -> tuple[socket.socket, threading.Thre
             for data in answers:
                 receive_frame(connection, protocol.MAX_FRAME, soon())
                 connection.sendall(data)
-            # Until the client is through with it.
+            # Wait until the client closes the connection.
             with contextlib.suppress(OSError):
                 connection.recv(1)
 

@@ -287,7 +287,7 @@ def test_error_of_the_caller_leaves_no_pending_writes(kind, transport, small_bat
         with pytest.raises(ZeroDivisionError):
             transport.read([wanted], scratch.memory, deadline=soon(), on_done=fail)
         pool.release(scratch)
-        with pool.take(100 * MIB - 4096, soon()) as again:  # needs the first one's room
+        with pool.take(100 * MIB - 4096, soon()) as again:  # needs the first buffer's memory
             transport.read([wanted], again.memory, deadline=soon())
             assert torch.equal(again.memory[: 8 * MIB], pattern(8 * MIB, 1))
         pool.close()

@@ -170,7 +170,7 @@ def _pip(cache: Path) -> list[str]:
 
 
 def _bound(node: ast.AST | None) -> set[str]:
-    """Names that the body of a module or class binds, also below `if` and `try`."""
+    """Return the names that the body of a module or class binds, also below `if` and `try`."""
     names: set[str] = set()
     for child in _statements(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -214,7 +214,7 @@ def _routes(tree: ast.Module) -> Iterator[tuple[str, Route]]:
 def _inputs(
     function: ast.FunctionDef | ast.AsyncFunctionDef,
 ) -> tuple[dict[str, bool], frozenset[str]]:
-    """Keys of the body and names of the query, as declared or as read from the raw request."""
+    """Return keys of the body and names of the query, as declared or read from the request."""
     body, query = {}, set()
     arguments = function.args.args
     without = len(arguments) - len(function.args.defaults)
@@ -233,6 +233,6 @@ def _inputs(
 
 
 def _answers(function: ast.AST) -> frozenset[str]:
-    """Keys of dict displays in the function: all its answers are made of them."""
+    """Return the keys of the function's dict literals; each of its answers is one."""
     keys = (key for node in ast.walk(function) if isinstance(node, ast.Dict) for key in node.keys)
     return frozenset(k.value for k in keys if isinstance(k, ast.Constant))

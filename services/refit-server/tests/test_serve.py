@@ -133,7 +133,7 @@ app()
 """
 
 
-def test_stuck_announcement_does_not_delay_the_stop(start):
+def test_blocked_health_update_does_not_delay_the_stop(start):
     arguments = ("serve", "--address", "127.0.0.1:0", "--grace-s", "1")
     server = start(command=(sys.executable, "-c", STUCK, *arguments))
     server.signal(signal.SIGTERM)

@@ -48,7 +48,8 @@ def checked_name(where: str, argument: str, value: object, *, empty: bool = Fals
     """Return ``value`` as a plain str that UTF-8 can encode; it may be empty only with ``empty``.
 
     Raises:
-        InvalidRequestError: (a ValueError) ``value`` is no such str.
+        InvalidRequestError: (a ValueError) ``value`` is not a str, has a lone surrogate, or is
+            empty without ``empty``.
     """
     if not isinstance(value, str):
         raise refused(where, argument, value, "a str")
@@ -166,7 +167,7 @@ def checked_indices(where: str, value: object, rows: int) -> list[int]:
         The indices, each from 0 to ``rows - 1``.
 
     Raises:
-        InvalidRequestError: (a ValueError) an index is not an int; neither 1.9 nor True is one.
+        InvalidRequestError: (a ValueError) an index is not an int; 1.9 and True are refused too.
         IndexError: an index is outside the rows.
     """
     ordered = list(value) if isinstance(value, Set | Iterator) else value
@@ -210,7 +211,7 @@ def checked_bool(where: str, argument: str, value: object) -> bool:
     """Return ``value`` as a plain bool; numbers and text are refused.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is not a bool of Python, numpy or torch.
+        InvalidRequestError: (a ValueError) ``value`` is not a bool of Python, numpy or torch.
     """
     flag = scalar_of(value)
     if not isinstance(flag, bool):
@@ -233,7 +234,7 @@ def checked_items(where: str, argument: str, value: Any, expected: str) -> list[
     """Return the items of an ordered ``value`` as a new list; a str, set or scalar is refused.
 
     Raises:
-        InvalidTypeError: (a ValueError and a TypeError) it is not ordered.
+        InvalidTypeError: (a ValueError and a TypeError) ``value`` is not ordered.
     """
     if type(value) is list:
         return value[:]

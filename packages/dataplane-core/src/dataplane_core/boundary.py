@@ -131,7 +131,7 @@ def check_put(
     partition = checked_name(method, "partition_id", partition_id)
     where = f"{method}(partition={partition!r})"
     if checked_bool(where, "acknowledge", acknowledge) and claim is None:
-        raise refused(where, "claim", claim, "a leased claim, with acknowledge=True")
+        raise refused(where, "claim", claim, "a leased claim, because acknowledge is True")
     ids = checked_distinct_ids(where, sample_ids)
     return PutRequest(
         where,
@@ -180,7 +180,8 @@ def fields_to_read(meta: Any, select_fields: object) -> Any:
     """Return the fields that ``get_data`` reads: ``select_fields``, or ``meta.fields`` if None.
 
     Raises:
-        InvalidRequestError: (a ValueError) ``meta`` is not a meta, or neither names the fields.
+        InvalidRequestError: (a ValueError) ``meta`` is not a meta, or ``select_fields`` and
+            ``meta.fields`` are both None.
     """
     checked_meta("get_data", "meta", meta)
     names = meta.fields if select_fields is None else select_fields
@@ -272,7 +273,7 @@ def check_clear(
     partition = checked_name(method, "partition_id", partition_id)
     where = f"{method}(partition={partition!r})"
     ids = None
-    if sample_ids is not None or method != "clear_samples":  # only a clear accepts None, for all
+    if sample_ids is not None or method != "clear_samples":  # None clears the partition
         ids = checked_names(where, "sample_ids", sample_ids)
     return ids, partition, checked_bool(where, "force", force)
 
@@ -283,7 +284,7 @@ def check_lease_call(method: str, meta: object) -> LeaseCall:
     A meta without samples needs no lease.
 
     Raises:
-        InvalidRequestError: (a ValueError) it is not a meta, or carries no lease.
+        InvalidRequestError: (a ValueError) ``meta`` is not a meta, or carries no lease.
     """
     claim: Any = checked_meta(method, "meta", meta)
     partition = checked_name(method, "meta.partition_id", claim.partition_id)
@@ -318,7 +319,7 @@ def checked_meta(where: str, argument: str, meta: Any) -> Any:
     """Return ``meta`` if it has the attributes of a `KVBatchMeta`; its class does not matter.
 
     Raises:
-        InvalidRequestError: (a ValueError) it lacks one.
+        InvalidRequestError: (a ValueError) ``meta`` lacks an attribute.
     """
     attributes = ("partition_id", "task_name", "sample_ids", "fields", "extra_info")
     if isinstance(meta, type) or not all(hasattr(meta, name) for name in attributes):

@@ -97,12 +97,12 @@ class DataPlaneClient(OptionalMethods, ABC):
         once all declared samples (``num_samples``) were put and all unclaimed ones are ready. A
         call that does not block returns the samples that are ready.
 
-        With leases, a sample that the task holds is neither ready nor consumed. If none is
-        ready and a leased one meets ``where``, a blocking claim waits. It wakes when the sample is
-        acknowledged or released, or its lease expires. Without ``where`` an empty result means
-        that every declared sample is acknowledged or cleared. So a loop that claims until it gets
-        nothing, and acknowledges each batch, processes every sample even if a consumer crashes,
-        provided that ``timeout_s`` exceeds ``claim_lease_s``.
+        With leases, a sample that the task holds is neither ready nor consumed. If no sample
+        is ready and a leased one meets ``where``, a blocking claim waits. It wakes when the leased
+        sample is acknowledged or released, or its lease expires. Without ``where`` an empty result
+        means that every declared sample is acknowledged or cleared. So a loop that claims until it
+        gets nothing, and acknowledges each batch, processes every sample even if a consumer
+        crashes, provided that ``timeout_s`` exceeds ``claim_lease_s``.
 
         In a partition with ``grpo_group_size``, the samples of one prompt form a group. They have
         the same tag ``group``; without that tag, their ids are equal up to the last
@@ -211,7 +211,7 @@ class DataPlaneClient(OptionalMethods, ABC):
             CapacityExceeded: (TimeoutError) the store stayed full until the deadline, or the put
                 has more new samples than the store can hold.
             LeaseLostError: (RuntimeError) the lease of ``claim`` expired or ended, or ``claim``
-                does not allow to write one of the samples.
+                does not permit writing one of the samples.
         """
 
     @abstractmethod
@@ -277,7 +277,7 @@ class DataPlaneClient(OptionalMethods, ABC):
         ``origins`` is as in `get_samples`.
 
         Raises:
-            InvalidRequestError: (a ValueError) neither names the fields.
+            InvalidRequestError: (a ValueError) ``select_fields`` and ``meta.fields`` are both None.
             MissingDataError: as `get_samples`.
         """
         names = fields_to_read(meta, select_fields)

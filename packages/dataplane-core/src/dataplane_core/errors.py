@@ -148,4 +148,7 @@ class SamplesLeasedError(DataPlaneError, RuntimeError):
 
 
 class CheckpointError(DataPlaneError, RuntimeError):
-    """A partition's checkpoint cannot be written, or is incomplete; names the folder or file."""
+    """A partition's checkpoint cannot be written, or is incomplete.
+
+    The message names the folder or the file.
+    """

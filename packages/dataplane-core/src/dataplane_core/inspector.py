@@ -91,7 +91,7 @@ class DataPlaneInspector(Protocol):
         """
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
-        """Return up to 1,000 claims under leases that are not acknowledged, oldest first.
+        """Return up to 1,000 leased claims that are not fully acknowledged, oldest first.
 
         Raises:
             PartitionNotFoundError: the partition is not registered.

@@ -171,11 +171,14 @@ class LeasedClaims:
         raise _unsupported(self, "leases")
 
     def renew(self, meta: KVBatchMeta) -> None:
-        """Restart the lease of a claim; raise as `acknowledge`."""
+        """Restart the lease of a claim; the errors are those of `acknowledge`."""
         raise _unsupported(self, "leases")
 
     def release(self, meta: KVBatchMeta) -> None:
-        """Release a leased claim: its samples can be claimed again; raise as `acknowledge`."""
+        """Release a leased claim: its samples can be claimed again.
+
+        The errors are those of `acknowledge`.
+        """
         raise _unsupported(self, "leases")
 
 

@@ -29,7 +29,7 @@ ERROR_TYPE = "error.type"
 
 _VERBOSE = "rl.verbose"
 _SCOPE = "rl-dataplane"
-# Fixed instead of OTEL_PROPAGATORS: both ends of a carrier are data-plane processes.
+# Fixed, so OTEL_PROPAGATORS is ignored: both ends of a carrier are data-plane processes.
 _trace_context, _baggage = TraceContextTextMapPropagator(), W3CBaggagePropagator()
 _BAGGAGE = "baggage"
 
@@ -86,8 +86,8 @@ def step_context(
 
     Args:
         run_id: id of the run.
-        step: number of completed steps before this one; None for work of no step, such as a
-            rollout of asynchronous training.
+        step: number of completed steps before this one; None for work outside any step, such
+            as a rollout of asynchronous training.
         weight_version: version of the weights with which the step generates and trains; None for
             work without weights, such as a put of prompts.
         verbose: let `detail_span` record spans.

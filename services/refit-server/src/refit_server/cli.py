@@ -83,7 +83,7 @@ def serve(
         str,
         typer.Option(
             help="HOST:PORT to listen on; port 0 picks a free one. "
-            "Except for loopback it needs --tls-cert, --tls-key and --token-file."
+            "Any address but loopback needs --tls-cert, --tls-key and --token-file."
         ),
     ] = "127.0.0.1:50051",
     tls_cert: Annotated[

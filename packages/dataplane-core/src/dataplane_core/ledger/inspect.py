@@ -50,7 +50,7 @@ class FieldSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimSummary:
-    """One claim under a lease that was not acknowledged yet.
+    """One leased claim that is not fully acknowledged yet.
 
     Attributes:
         claim: its name, for `DataPlaneActions.end_claim`; not the token that acknowledges it.

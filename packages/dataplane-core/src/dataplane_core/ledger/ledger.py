@@ -126,9 +126,10 @@ class Ledger:
         return partition
 
     def check_registered(self, partition: Partition) -> None:
-        """Raise `PartitionNotFoundError` if it was cleared, even if its name was registered again.
+        """Raise `PartitionNotFoundError` if ``partition`` was cleared.
 
-        Used by a put that began with ``partition`` and had to wait.
+        It also raises if the name was registered again since. A put that began with ``partition``
+        and had to wait calls it.
         """
         partition_id = partition.declaration.partition_id
         if self.partition(partition_id) is not partition:
@@ -146,7 +147,7 @@ class Ledger:
         token: str | None = None,
         forms: Mapping[str, Form] | None = None,
     ) -> PutTicket | None:
-        """Admit a put: reserve capacity for its new samples, and fix the kinds of its fields.
+        """Admit a put: reserve capacity for its new samples, and set the kinds of its fields.
 
         Returns:
             The ticket for `commit_put` or `abort_put`; None if there is no free capacity now.

@@ -130,7 +130,7 @@ class Task:
         self.totals[OPEN] += count
 
     def move(self, rows: Iterable[Row], to: State | None) -> None:
-        """Set the state of samples, None for open, without changing queues and assignments."""
+        """Set the state of samples (None: open); queues and assignments stay as they are."""
         after = _CODES[type(to)]
         moved = 0
         claimed: dict[int, int] = {}
@@ -157,7 +157,7 @@ class Task:
             self._count(chunk, count if after > ASSIGNED else -count)
 
     def remove(self, row: Row) -> State | None:
-        """Remove a cleared sample; return its state. The caller then replaces its states."""
+        """Remove a cleared sample; return its state. The caller must then reset ``row.states``."""
         state = row.states.get(self)
         before = _CODES[type(state)]
         self.totals[before] -= 1

@@ -73,7 +73,8 @@ class StreamingDataLoader:
 
     Args:
         dataset: what to claim.
-        num_workers: processes that claim and fetch; 0 does both in this one, without prefetching.
+        num_workers: processes that claim and fetch; 0 does both in this process, without
+            prefetching.
         prefetch_factor: batches that each worker prefetches.
         pin_memory: as for a torch DataLoader.
         collate: makes a batch of the fields and their meta, in the worker.
@@ -349,7 +350,7 @@ class StreamingDataLoader:
         """Iterate over another partition from now on; call it between two iterations."""
         if self._iterating or self._uncommitted:
             raise InvalidRequestError(
-                "next_partition: end the iteration and commit what is done first"
+                "next_partition: first end the iteration, and commit the done samples"
             )
         self.dataset.partition_id = partition_id
         self._done, self._listed = {}, []

@@ -206,7 +206,7 @@ def check_width(name: str, form: Form | None, row: Sequence[int], width: int) ->
     if name in PER_TOKEN_OR_SAMPLE_FIELDS and form is None and width > 1 and row[:1] == (1,):
         raise InvalidRequestError(
             f"field {name!r} was put dense in rows of shape {tuple(row)} and is read {width} "
-            "tokens wide; put one value per sample with shape (rows,), values per token as ragged"
+            "tokens wide; put values per sample with shape (rows,), and values per token ragged"
         )
 
 

@@ -2,7 +2,7 @@
 
 Each type has a name and two functions. The name is stored with the value, and a process that reads
 it needs the same registration. Types of Pillow, pydantic and transformers are registered here, but
-their libraries are imported only where a value of theirs is read.
+their libraries are imported only when such a value is read.
 """
 
 from __future__ import annotations

@@ -468,5 +468,5 @@ def _task(
 
 def _refuse(method: str) -> NoReturn:
     raise UnsupportedError(
-        f"{method}: another program started this TransferQueue, so it is only read"
+        f"{method}: another program started this TransferQueue; the inspector only reads it"
     )

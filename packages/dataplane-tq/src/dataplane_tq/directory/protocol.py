@@ -15,7 +15,7 @@ LeaseAction = Literal["acknowledge", "release", "renew"]
 
 
 class BindActor(msgspec.Struct, frozen=True, tag=True):
-    """Bind an actor to the connection: when it closes, every request fails from then on.
+    """Bind an actor to the connection: once the connection closes, every request fails.
 
     Answer: None.
     """

@@ -49,7 +49,10 @@ class Putting(Operation):
             )
 
     def consumption(self, request: p.CommitPut) -> list[p.Consumption] | None:
-        """Return what the commit will acknowledge, unless the answer to `Reported` names it."""
+        """Return the consumption for the commit's answer; None without ``acknowledge``.
+
+        With ``reported`` it is empty, because the answer to `Reported` has it.
+        """
         if not request.acknowledge:
             return None
         if request.reported:

@@ -261,7 +261,7 @@ class Session:
         self.connection.close()
 
     def interrupt(self) -> None:
-        """Abort the operation from another thread; it raises `ClosedError` in its own."""
+        """Abort the operation from another thread; the operation's thread gets `ClosedError`."""
         self._interrupted = True
         with suppress(OSError):  # the connection is closed already
             self.connection.shutdown(socket.SHUT_RDWR)

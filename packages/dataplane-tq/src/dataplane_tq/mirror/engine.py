@@ -26,7 +26,7 @@ from dataplane_tq.upstream import AsyncTransferQueueClient
 
 T = TypeVar("T")
 
-# On a machine with fewer than eight cores this logger warns about its own default in every call.
+# With fewer than eight cores, TransferQueue warns in every call about a default that it set.
 logging.getLogger("transfer_queue.utils.common").setLevel(logging.ERROR)
 
 _CHECK_S = 0.5

@@ -1,9 +1,9 @@
 """`Reporter`: reports one client's operations to TransferQueue's controller.
 
 The directory decides what is readable and claimable, so a put need not wait until the controller
-has registered its rows. A client's puts are reported in their order, and their number is bounded:
-a slow controller slows puts down. If a report fails, the client's next put raises the error. Claims
-are reported in batches, because a report of each claim would slow the next one down too much.
+has registered its rows. A client's puts are reported in their order. A bounded number may be
+unreported, so a slow controller slows puts down. If a report fails, the client's next put raises
+the error. Claims are reported in batches: one report each would slow down the claim after it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class CompilePass(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, Scalar]:
-        """Properties of its output; a publisher of such bytes puts them into the registry."""
+        """Properties of its output; a publisher of such bytes declares them in its manifest."""
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """Check that it can compile tensors with these specs.

@@ -20,8 +20,8 @@ from refit_mx.errors import (
 class VersionLease:
     """A lease from `ControlClient.lease`; a context manager that releases it.
 
-    Its time counts from before each renewal is sent, so the receiver never believes that it lasts
-    longer than the control plane allows.
+    Its time to live counts from the moment before each renewal is sent, so the receiver never
+    believes that it lasts longer than the control plane allows.
 
     Args:
         version_id: the version that is held.

@@ -72,9 +72,9 @@ class SourceTable:
         """
         with self._lock:
             key = (source.mx_source_id, source.worker_id)
-            if not self._has_room(key, source):
+            if not self._has_capacity(key, source):
                 self._drop_silent(source.updated_at_ms)
-                if not self._has_room(key, source):
+                if not self._has_capacity(key, source):
                     raise Refusal(
                         Code.RESOURCE_EXHAUSTED,
                         f"{len(self._sources)} sources have published {self._bytes} bytes; "
@@ -130,7 +130,7 @@ class SourceTable:
         with self._lock:
             return sum(1 for each in self._sources.values() if each.status_at(now_ms) == READY)
 
-    def _has_room(self, key: tuple[str, str], source: Source) -> bool:
+    def _has_capacity(self, key: tuple[str, str], source: Source) -> bool:
         known = self._sources.get(key)
         replaced = known.size if known is not None else 0
         return (

@@ -2,8 +2,8 @@
 
 Time is an argument of every call, in milliseconds of Unix time, and must not go back. Each call
 first expires what is due, so a result never depends on when a sweep last ran. The changes of each
-call are collected for the store (`ControlState.take_changes`). A refused call changes nothing but
-what expired.
+call are collected for the store (`ControlState.take_changes`). A refused call changes
+nothing, except that it expires what is due.
 """
 
 from __future__ import annotations

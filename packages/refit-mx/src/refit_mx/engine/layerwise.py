@@ -241,8 +241,8 @@ def _install_layer(layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
         elif live is not None and leaf in live[1] and live[1][leaf].shape == parameter.shape:
             parameter.data.copy_(live[1][leaf])  # a buffer that no checkpoint has
         if live is not None and getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            # Latent attention on a CPU with AMX packs this weight and frees it, here too: it is
-            # processed after its layers. vLLM would copy into the freed tensor before.
+            # On a CPU with AMX, latent attention packed this weight at launch and freed it. It does
+            # so again, but only after its layers: until then vLLM needs a tensor to copy into.
             freed = live[0].get(leaf)
             if freed is not None and freed.numel() == 0:
                 live[0][leaf] = nn.Parameter(torch.empty_like(parameter), requires_grad=False)

@@ -102,9 +102,10 @@ class PhaseBarrier:
         """Report that this rank is at a point, and wait for the others.
 
         Raises:
-            FleetError: ranks, which it names, reported failures; or the store's server is gone.
-            RefitTimeoutError: ranks, which it names, did not come in time and may have died; or the
-                store did not answer in time.
+            FleetError: ranks reported failures, and the error names them; or the store's server is
+                gone.
+            RefitTimeoutError: ranks did not come in time and may have died, and the error names
+                them; or the store did not answer in time.
         """
         number = self._round
         self._bounded(lambda: self._meet(number, point, deadline), deadline, _LIST_MISSING_S)

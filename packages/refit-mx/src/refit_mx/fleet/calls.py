@@ -72,7 +72,7 @@ class Calls:
         query: Mapping[str, str] | None = None,
         repeatable: bool = False,
     ) -> dict[str, Any]:
-        """Send a request and return the answer's JSON object; that of an empty answer is empty.
+        """Send a request and return the answer's JSON object; an empty answer counts as ``{}``.
 
         Args:
             address: address of the server.

@@ -163,10 +163,12 @@ class RefitFleet:
                 `refit_mx.fleet.barrier.follow`.
 
         Raises:
-            FleetError: servers failed, which it names; `server_versions` has the version of each.
-                Either no server was paused and all serve as before, or servers were paused and none
-                resumed. Repeating the call brings all to the version, including restarted servers.
-            RefitTimeoutError: other ranks of the barrier did not come in time; servers as above.
+            FleetError: servers failed; the error names them. `server_versions` has the version of
+                each server. Either no server was paused and all serve as before, or servers were
+                paused and none resumed. Repeating the call brings all to the version, including
+                restarted servers.
+            RefitTimeoutError: other ranks of the barrier did not come in time. The servers are as
+                after a FleetError.
             RefitConfigError: another refit is in progress, an event loop runs in this thread, or a
                 server was started without what the fleet needs; no server was paused.
         """

@@ -170,7 +170,10 @@ class Server:
         await calls.post(self.address, "/resume", repeatable=True)
 
     async def expect_paused(self, calls: Calls, expected: bool = True) -> None:
-        """Check that it is paused, or that it is not. A restarted server is not paused."""
+        """Check that the server is paused or, if not ``expected``, is not paused.
+
+        A restarted server is not paused.
+        """
         paused = (await calls.get(self.address, "/is_paused")).get("is_paused")
         if paused is not expected:
             raise ServerCallError(
@@ -224,7 +227,7 @@ class Server:
         """Check that it is paused and that all workers have fetched a version.
 
         Raises:
-            ServerCallError: it is not, or they have not.
+            ServerCallError: the server is not paused, or a worker has not fetched the version.
         """
         _, fetched = await _both(self.expect_paused(calls), self.fetched(calls, version_id))
         if not fetched:

@@ -126,7 +126,7 @@ class PendingPeers(Generic[_Key]):
             self.remove(key)
 
     def drop_oldest(self) -> _Key | None:
-        """Drop the peer that has been silent for longest; return its key, or None if no peer is."""
+        """Drop the peer that was silent for longest; return its key, or None if none is pending."""
         with self._lock:
             key = next(iter(self._pending), None)
             if key is None:

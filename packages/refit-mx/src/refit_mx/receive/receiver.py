@@ -156,8 +156,8 @@ class MxV2RefitReceiver:
             names: only these targets; None for all.
             timeout_s: time limit of all attempts.
             attempts: number of attempts. Each avoids the sources that the one before it lost, and
-                those that have sent wrong bytes twice. An attempt that lacks only the avoided ones
-                does not count; the next one uses them again.
+                those that have sent wrong bytes twice. An attempt that fails only because sources
+                were avoided does not count, and the next one uses these sources again.
 
         Returns:
             The tensors, as a context manager that releases the memory and the lease.

@@ -29,15 +29,15 @@ from refit_mx.transports.tcp import check_source_reads
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
 BATCH_BYTES = 16 << 20
-"""Size of one transfer if this side's CPU copies: a full piece, verified by the thread that copied
-it. Smaller transfers stay in the cache, but need more calls, which cost more than that saves:
-0.5 GiB takes a sixth longer with 4 MiB and a third longer with 2 MiB."""
+"""Size of one transfer if the receiver's CPU does the copying: a full piece, verified by the thread
+that copied it. Smaller transfers stay in the cache, but need more calls, which cost more than that
+saves: 0.5 GiB takes a sixth longer with 4 MiB and a third longer with 2 MiB."""
 RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
-"""Limit for all sources together if this side's CPU copies. NIXL reports only complete
+"""Limit for all sources together if the receiver's CPU does the copying. NIXL reports only complete
 transfers, and all transfers in flight share one network. So with more sources the batches get
-smaller, and one completes long before a fetch counts as stalled. With a
-longer stall limit instead, silent sources would be detected later."""
+smaller, and one completes long before a fetch counts as stalled. With a longer stall limit instead,
+silent sources would be detected later."""
 LOCAL_IN_FLIGHT_BYTES = 256 << 20
 """Limit for all sources together if all are local, with nothing slower than memory in between."""
 MIN_BATCH_BYTES = 1 << 20
@@ -56,7 +56,7 @@ def batch_bytes(readers: int, *, copies: bool, local: bool) -> int:
 
     Args:
         readers: sources times lanes; each has `IN_FLIGHT` transfers in flight.
-        copies: whether this side's CPU copies.
+        copies: whether the receiver's CPU does the copying.
         local: whether all sources are on this machine.
     """
     maximum = BATCH_BYTES if copies else RDMA_BATCH_BYTES

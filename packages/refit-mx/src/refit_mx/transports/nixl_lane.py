@@ -34,7 +34,7 @@ from refit_mx.transports.nixl_source import register_memory
 from refit_mx.transports.source_client import is_gone
 
 IN_FLIGHT = 2
-"""Concurrent transfers per source and lane, so that the source never waits for this side."""
+"""Concurrent transfers per source and lane, so that the source never waits for the receiver."""
 DRAIN_S = 0.5
 """Time in which the reads from other sources may end after one source has failed."""
 GONE_PROBE_S = 0.2

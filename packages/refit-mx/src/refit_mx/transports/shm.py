@@ -256,7 +256,7 @@ def _copy_to_device(reads: ReadTable, source: torch.Tensor, scratch: torch.Tenso
 
 def _as_tensor(memory: _Bytes) -> torch.Tensor:
     """Return mapped memory as a tensor, which must not be used longer than ``memory``."""
-    # From an array that is read-only, torch makes no tensor without a warning.
+    # torch warns when it makes a tensor from a read-only array.
     unowned = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
     return torch.frombuffer(unowned, dtype=torch.uint8)
 
