@@ -81,7 +81,8 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
     add_layers(app, settings)
     api.add_error_handlers(app)
     api.add_openapi(app)
-    app.include_router(api.router(service, updates, allow_actions=settings.allow_actions))
+    for router in api.routers(service, updates, allow_actions=settings.allow_actions):
+        app.include_router(router)
     app.include_router(
         ingest.router(
             store,

@@ -2,7 +2,7 @@
 
 from dataplane_admin.api.errors import add_error_handlers
 from dataplane_admin.api.openapi import add_openapi
-from dataplane_admin.api.routes import router
+from dataplane_admin.api.routes import routers
 from dataplane_admin.api.updates import LiveUpdates
 
-__all__ = ["LiveUpdates", "add_error_handlers", "add_openapi", "router"]
+__all__ = ["LiveUpdates", "add_error_handlers", "add_openapi", "routers"]

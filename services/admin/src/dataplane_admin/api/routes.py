@@ -55,20 +55,18 @@ _ALWAYS = problems(400, 401, 403, 422, 503)
 _ASKS = problems(404, 504)
 
 
-def router(service: AdminService, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
+def routers(
+    service: AdminService, updates: LiveUpdates, *, allow_actions: bool
+) -> list[APIRouter]:
     """Return all API routes except those that receive telemetry.
+
+    They are not nested: FastAPI would analyze the routes of a nested router twice.
 
     The name of a route's function is its operation id. Client generators derive method names from
     it, so it begins with a verb: ``list_partitions``. Renaming it breaks generated clients.
     """
-    routes = APIRouter()
-    routes.include_router(_probes(service))
-    routes.include_router(_live(service, updates))
-    routes.include_router(_history(service))
-    routes.include_router(metrics_router(service))
-    if allow_actions:
-        routes.include_router(actions_router(service))
-    return routes
+    always = [_probes(service), _live(service, updates), _history(service), metrics_router(service)]
+    return [*always, actions_router(service)] if allow_actions else always
 
 
 def _probes(service: AdminService) -> APIRouter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any  # Any: what a template is given
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader, StrictUndefined
@@ -13,8 +14,12 @@ from dataplane_admin.pages.links import Link, to
 from observability.views.printable import printable
 
 
+@cache
 def environment(root_path: str) -> Environment:
-    """Return the template environment of a service whose pages are below ``root_path``."""
+    """Return the template environment of services whose pages are below ``root_path``.
+
+    Services of one process share it, and with it the compiled templates.
+    """
 
     def shown(value: Any) -> Any:
         """Return what `{{ value }}` writes: printable text, markup, or a full link."""
