@@ -39,7 +39,7 @@ _TITLES = {
     504: "Timed out",
 }
 _ADVICE = {
-    404: "Check the id in the address.",
+    404: "Check the id in the URL.",
     503: "Retry in a moment; stored telemetry is not affected.",
     504: "The data plane is busy or unreachable; retry in a moment.",
 }
@@ -141,5 +141,5 @@ class Shell:
 
 
 def next_page(path: str, query: Mapping[str, object], cursor: str | None) -> Link | None:
-    """Return the address of a list's next page, None on the last page."""
+    """Return the URL of a list's next page, None on the last page."""
     return to(path, **query, cursor=cursor) if cursor else None
