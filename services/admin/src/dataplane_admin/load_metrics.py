@@ -61,8 +61,8 @@ class Source:
 
     Attributes:
         metric: name of the `LoadMetric`.
-        value: factor by which a reported number is added to the value.
-        total: factor by which a reported number is added to the total.
+        value: multiplier of a reported number before it is added to the value.
+        total: multiplier of a reported number before it is added to the total.
         count: added to the total for each point; with 1, the ratio is the mean of the points.
         grows: whether it is a counter; pages show its growth.
         used: states whose numbers are added to the value; None for all.

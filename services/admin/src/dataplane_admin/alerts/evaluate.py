@@ -27,8 +27,8 @@ _CLEAR = 0.9
 _WINDOW = 10
 """Number of steps over which rewards are averaged."""
 _NOISE = 3.0
-"""A reward has collapsed only if it fell by more than this many standard deviations, which are
-those of the best steps."""
+"""A reward has collapsed only if it fell by more than this multiple of the standard deviation of
+the best steps."""
 _AGE_KINDS = frozenset({"no_step", "telemetry_lost"})
 """Kinds whose value is an age."""
 

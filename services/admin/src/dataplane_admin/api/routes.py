@@ -52,7 +52,7 @@ _HOUR_NS = 3_600 * 10**9
 
 _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "Not modified"}}
 _COMMON_PROBLEMS = problems(400, 401, 403, 422, 503)
-_OF_LIVE_QUERY = problems(404, 504)
+_LIVE_PROBLEMS = problems(404, 504)
 
 
 def router(service: AdminService, updates: LiveUpdates, *, allow_actions: bool) -> APIRouter:
@@ -146,7 +146,7 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
         """Return the numbers of a partition over the last hour."""
         return conditional_reply(request, service.revisions, lambda: service.partition_history(id))
 
-    @routes.get("/partition/samples", response_model=models.SamplePage, responses=_OF_LIVE_QUERY)
+    @routes.get("/partition/samples", response_model=models.SamplePage, responses=_LIVE_PROBLEMS)
     def list_partition_samples(
         id: Id,  # noqa: A002
         start: Annotated[int, Query(ge=0, le=2**31)] = 0,
@@ -155,7 +155,7 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
         """List a page of samples, read from the data plane."""
         return json_reply(service.partition_samples(id, start=start, limit=limit))
 
-    @routes.get("/partition/claims", response_model=list[models.Claim], responses=_OF_LIVE_QUERY)
+    @routes.get("/partition/claims", response_model=list[models.Claim], responses=_LIVE_PROBLEMS)
     def list_partition_claims(id: Id) -> Response:  # noqa: A002
         """List held claims, oldest first, read from the data plane."""
         return json_reply(service.partition_claims(id))
@@ -199,7 +199,7 @@ def _history(service: AdminService) -> APIRouter:
             )
         )
 
-    @routes.get("/sample", response_model=models.SampleLife, responses=_OF_LIVE_QUERY)
+    @routes.get("/sample", response_model=models.SampleLife, responses=_LIVE_PROBLEMS)
     def get_sample(
         id: Id,  # noqa: A002
         partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
