@@ -77,5 +77,5 @@ def test_clicks_lead_to_the_first_diverging_token(watched, record_property):
         page.get_by_role("link", name="Samples", exact=True).click()
         with_text = page.locator("#newest tr", has_text="text").filter(has_text=HOSTILE)
         with_text.first.get_by_role("link").first.click()
-        banner = page.locator(".banner", has_text="First token that differs")
+        banner = page.locator(".banner", has_text="First token whose log-probabilities")
     expect(banner).to_contain_text("“w90 ” (token 90")
