@@ -278,7 +278,7 @@ class Otlp:
         return data
 
     def curve(self, values, *, run="run", name="rl.reward.mean", unit="1", first=0, **attributes):
-        """Return a gauge with a point per step from ``first``; NaN is a value, None is none."""
+        """Return a gauge with a point per step from ``first``; None leaves a step out."""
         data = MetricsData()
         scope = _resource(data.resource_metrics.add(), "grpo.driver", run).scope_metrics.add()
         points = scope.metrics.add(name=name, unit=unit).gauge.data_points

@@ -115,7 +115,7 @@ def test_an_invalid_allowed_host_is_refused_at_start(host, app_of):
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-def test_the_token_lets_in(scheme, app_of):
+def test_a_request_with_the_token_is_allowed(scheme, app_of):
     assert get(app_of(token=TOKEN), authorization=f"{scheme} {TOKEN}").status_code == 200
 
 

@@ -170,7 +170,7 @@ def test_a_full_storage_unit_is_raised_and_cleared(alerted):
         plane.used = 95
         [alert] = until(lambda: job.get("alerts")["raised"])
         assert (alert["subject"], alert["value"]) == ("unit", 0.95)
-        assert alert["sentence"] == "storage unit unit is 95% full"
+        assert alert["sentence"] == "storage unit unit is 95 % full"
         plane.reachable = False
         until(lambda: not job.get("status")["live"]["attached"])
         evaluate(job)

@@ -91,7 +91,7 @@ def test_cors_opens_nothing_but_the_otlp_routes(app_of):
 
 
 @pytest.mark.parametrize("given", ["/rl", "rl", "/rl/", "/a/b-c_d.e~f"])
-def test_a_root_path_is_taken_with_or_without_slashes_around_it(make_app, given):
+def test_slashes_around_a_root_path_are_ignored(make_app, given):
     app = make_app(root_path=given, token=TOKEN)
     root = f"/{given.strip('/')}"
     client = client_of(app)

@@ -72,7 +72,7 @@ def run_steps(count):
             emit("waiting", "train", fields=["x", "y"], **waiting)
 
 
-def test_a_real_run_is_shown_like_by_the_views(job, collector):
+def test_a_real_run_looks_the_same_in_the_views(job, collector):
     exported = setup(
         "grpo.driver", run_id="the-run", endpoint=f"http://127.0.0.1:{collector.server_port}"
     )

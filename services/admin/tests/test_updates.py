@@ -15,7 +15,7 @@ SERVICE = f"""
 from dataplane_admin import Settings, create_app, serve
 from dataplane_admin.serving import connections
 
-# Ten thousand clients of one process take their time to send what they ask.
+# Ten thousand clients of one process need a long time to send their requests.
 connections.REQUEST_S = 60.0
 app = create_app(Settings(store_url="sqlite:///live.sqlite", max_subscribers={MAX_STREAMS}))
 serve(app, port=0, shutdown_timeout_s=30)

@@ -1,8 +1,8 @@
 """Metrics that show the load of engines and nodes, and the exported metrics they are read from.
 
 Names are those of vLLM, of SGLang, of NVIDIA's DCGM exporter, and of OpenTelemetry's conventions
-for systems and GPUs, which the collector's ``hostmetrics`` receiver follows. A metric has a value,
-and a ratio also a total: the processor's busy seconds, and all of its seconds.
+for systems and GPUs, which the collector's ``hostmetrics`` receiver follows. A metric has a value.
+A ratio also has a total: the value of ``cpu`` is its busy seconds, the total all of its seconds.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Source:
 
     Attributes:
         metric: name of the `LoadMetric`.
-        value: factor of a number in the value.
-        total: factor of a number in the total.
-        count: added to the total for each point; a mean has 1.
-        grows: whether it is a counter, of which the growth is shown.
-        used: states that count in the value; None for all.
-        states: states that count in the total; None for all.
+        value: multiplier of a reported number before it is added to the value.
+        total: multiplier of a reported number before it is added to the total.
+        count: added to the total for each point; with 1, the ratio is the mean of the points.
+        grows: whether it is a counter; pages show its growth.
+        used: states whose numbers are added to the value; None for all.
+        states: states whose numbers are added to the total; None for all.
     """
 
     metric: str
@@ -107,7 +107,7 @@ SOURCES: Mapping[str, Source] = {
     "DCGM_FI_DEV_FB_USED": Source("gpu_memory", value=_MIB, total=_MIB),
     "DCGM_FI_DEV_FB_FREE": Source("gpu_memory", value=0, total=_MIB),
 }
-"""Sources by name of the exported metric, of a counter without ``_total``."""
+"""Sources by name of the exported metric; counters without the suffix ``_total``."""
 
 
 def source_of(name: str) -> Source | None:

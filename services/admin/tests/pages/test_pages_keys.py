@@ -40,7 +40,7 @@ def test_keys_are_listed_and_can_be_turned_off(watched):
     page.keyboard.press("?")
     keys = page.locator("#keys")
     assert "next and previous row" in keys.inner_text()
-    keys.get_by_label("Single keys act").uncheck()
+    keys.get_by_label("Enable single-key shortcuts").uncheck()
     page.keyboard.press("Escape")
     page.keyboard.press("j")
     assert active(page, "localName") == "body"

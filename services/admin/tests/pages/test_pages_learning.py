@@ -79,7 +79,7 @@ def test_one_crosshair_reads_all_panels(watched, run):
     assert page.locator("#curve-step").inner_text() == ""
 
 
-def test_dragging_zooms_and_the_address_keeps_it(watched, run):
+def test_dragging_zooms_and_the_url_has_the_range(watched, run):
     page = watched().go(run)
     box = drawn(page)
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 40)
@@ -96,7 +96,7 @@ def test_dragging_zooms_and_the_address_keeps_it(watched, run):
     until(page, lambda: "first" not in query(page))
 
 
-def test_smoothing_is_in_the_address_and_kept(watched, run):
+def test_smoothing_is_in_the_url_and_survives_a_reload(watched, run):
     page = watched().go(run)
     drawn(page)
     page.locator("#smooth").fill("0.9")

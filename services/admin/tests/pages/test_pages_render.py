@@ -335,7 +335,7 @@ def test_a_trace_shows_every_span_and_the_critical_path(site, client):
     assert f"/trace?id={trace_id_of(0)}" in page.links()
 
 
-def test_a_span_in_the_address_is_shown_in_detail(site, client):
+def test_a_span_in_the_url_is_shown_in_detail(site, client):
     got = next(row for row in site.service.trace(LAST).rows if row.name == "get train")
     page = Document(client.get(f"/trace?id={LAST}&span={got.span_id}").text)
     assert "db.operation.batch.size" in page.text
@@ -345,7 +345,7 @@ def test_a_span_in_the_address_is_shown_in_detail(site, client):
     assert got.span_id in [held.get("data-key") for held in current]
 
 
-def test_filters_of_the_address_are_in_the_form(client):
+def test_filters_of_the_url_are_in_the_form(client):
     page = Document(client.get("/traces?step=12&min_s=0.5&error=true&name=grpo").text)
     values = {held["name"]: held for tag, held in page.elements if "name" in held}
     assert values["step"]["value"] == "12"

@@ -41,7 +41,7 @@ def listed(client, address):
     return [run for run in ids if run.startswith("cmp/")]
 
 
-def test_the_list_filters_and_sorts_as_its_address_says(client, runs):
+def test_the_url_of_the_list_has_filters_and_order(client, runs):
     assert listed(client, "/runs?q=cmp&state=failed") == ["cmp/a"]
     assert listed(client, "/runs?q=DISK") == ["cmp/a"]
     assert listed(client, "/runs?q=cmp%2F&sort=duration")[:2] == ["cmp/b", "cmp/a"]
@@ -112,7 +112,7 @@ def test_a_comparison_that_is_not_possible_says_why(client, runs, address, statu
     assert client.get(address).status_code == status
 
 
-def test_selected_runs_are_drawn_over_each_other(watched, runs):
+def test_selected_runs_are_overlaid(watched, runs):
     page = watched().go("/runs?q=cmp")
     for run in runs:
         page.get_by_label(f"Compare {run}").check()

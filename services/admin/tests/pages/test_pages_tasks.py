@@ -34,7 +34,7 @@ def collapsed(job, otlp):
         job.send(otlp.curve(values, run=RUN, name=name))
 
 
-def test_why_the_reward_fell(watched, collapsed, record_property):
+def test_clicks_lead_to_the_cause_of_a_reward_drop(watched, collapsed, record_property):
     watch = watched()
     with timed(record_property, "find why the reward fell"):
         page = watch.go("/")
@@ -58,7 +58,7 @@ def test_why_the_reward_fell(watched, collapsed, record_property):
     assert read == {True: ["0.001", "1.5"], False: ["0.6", "1.5"]}
 
 
-def test_which_task_is_stuck_and_on_what(watched, record_property):
+def test_clicks_lead_to_the_stuck_task_and_its_cause(watched, record_property):
     watch = watched()
     with timed(record_property, "find the stuck task"):
         page = watch.go("/")
@@ -70,12 +70,12 @@ def test_which_task_is_stuck_and_on_what(watched, record_property):
     assert "lacks advantages" in page.locator("#samples").inner_text()
 
 
-def test_the_first_diverging_token(watched, record_property):
+def test_clicks_lead_to_the_first_diverging_token(watched, record_property):
     watch = watched()
     with timed(record_property, "show the first diverging token"):
         page = watch.go("/")
         page.get_by_role("link", name="Samples", exact=True).click()
         with_text = page.locator("#newest tr", has_text="text").filter(has_text=HOSTILE)
         with_text.first.get_by_role("link").first.click()
-        banner = page.locator(".banner", has_text="First token that differs")
+        banner = page.locator(".banner", has_text="First token whose log-probabilities")
     expect(banner).to_contain_text("“w90 ” (token 90")

@@ -172,7 +172,7 @@ def test_any_request_is_accepted_and_shown(url, job_of, kind, content):
     assert set(shown(job).values()) == {200}
 
 
-def test_an_invalid_string_costs_only_that_string(job):
+def test_an_invalid_string_is_replaced_and_its_span_stored(job):
     good = TracesData()
     resource = good.resource_spans.add()
     for key in ("service.name", "rl.run_id"):
@@ -195,7 +195,7 @@ def test_unknown_json_names_are_ignored(job):
     assert job.counts()["spans"] == 1
 
 
-def test_an_id_that_is_not_hexadecimal_costs_its_span(job):
+def test_an_id_that_is_not_hexadecimal_rejects_only_its_span(job):
     spans = [{"traceId": "74" * 16, "spanId": place * 8} for place in ("71", "72", "zz")]
     spans.append({"traceId": "74" * 16, "spanId": "75" * 8, "parentSpanId": "no"})
     body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode()

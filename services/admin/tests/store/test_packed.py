@@ -16,7 +16,7 @@ keys = st.integers(0, 2**63 - 1) | st.integers(0, 300)
 
 
 @given(st.binary(max_size=2000), st.integers(1, 300))
-def test_messages_are_expanded_from_bytes_that_bound_them(message, times):
+def test_a_message_expands_up_to_20_times_its_stored_size(message, times):
     stored = compress(message * times)
     assert expand(stored) == message * times
     assert len(message * times) <= 20 * len(stored)

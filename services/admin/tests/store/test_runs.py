@@ -114,7 +114,7 @@ def test_a_configuration_of_any_form_is_accepted(job, otlp, config):
 
 @pytest.fixture
 def several(job, otlp, later):
-    """Send four runs: of other rewards, durations and states."""
+    """Send four runs with different rewards, durations and states."""
     for run, (seconds, reward, steps) in {
         "a/1": (10, 0.5, 3),
         "a/2": (30, 0.9, 1),

@@ -112,7 +112,7 @@ def test_a_sample_lifecycle_follows_the_services_clock(job, otlp, off_s):
     )  # the sender's clock is shown
 
 
-def test_staleness_counts_each_trained_sample_once_a_version(job, otlp):
+def test_staleness_counts_a_sample_once_per_trained_version(job, otlp):
     trained = {"at_s": 3, "version": 4, "step": 5}
     job.send(
         otlp.log("put", ["a", "b"], at_s=1, version=3),
@@ -196,7 +196,7 @@ def test_a_reused_id_has_the_staleness_of_its_trained_life(job, otlp):
         assert staleness(job, run, 1)[0] == {2: 1}
 
 
-def test_put_of_a_prompt_has_no_version_and_hides_none(job, otlp):
+def test_a_put_without_version_does_not_hide_a_later_one(job, otlp):
     for number, order in enumerate(itertools.permutations(range(5))):
         run = f"run {number}"
         logs = [

@@ -151,17 +151,17 @@ def test_the_file_of_sqlite_really_shrinks(tmp_path, batches):
     assert not Path(f"{path}-wal").exists() or Path(f"{path}-wal").stat().st_size == 0
 
 
-def test_the_log_of_sqlite_counts_as_well(tmp_path, batches):
+def test_the_wal_of_sqlite_counts_against_the_limit(tmp_path, batches):
     path = tmp_path / "admin.sqlite"
     with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=3_000_000)) as store:
         for _ in range(200):
             store.write(large(batches, 50_000))
-        # While the service runs, file and log count, not only the used pages.
+        # While the service runs, file and WAL count, not only the used pages.
         wait_until(lambda: store.totals().nbytes < 3_500_000, store)
         assert store.totals().traces >= 15
 
 
-def test_a_log_held_by_a_reader_costs_no_records(tmp_path, batches):
+def test_a_wal_held_by_a_reader_causes_no_deletions(tmp_path, batches):
     path = tmp_path / "admin.sqlite"
     with Store.open(f"sqlite:///{path}", retention=Retention(max_bytes=4_000_000)) as store:
         store.write(large(batches, 100_000))

@@ -27,7 +27,8 @@ _CLEAR = 0.9
 _WINDOW = 10
 """Number of steps over which rewards are averaged."""
 _NOISE = 3.0
-"""A reward has collapsed only if it lost this multiple of the standard deviation between steps."""
+"""A reward has collapsed only if it fell by more than this multiple of the standard deviation of
+the best steps."""
 _AGE_KINDS = frozenset({"no_step", "telemetry_lost"})
 """Kinds whose value is an age."""
 
@@ -166,7 +167,7 @@ def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
     if rule.kind == "store_full":
         for name, share in facts.full.items():
             what = "the telemetry store" if name == TELEMETRY else f"storage unit {printable(name)}"
-            yield Measure(rule, "", name, share, rule.bound, f"{what} is {share:.0%} full")
+            yield Measure(rule, "", name, share, rule.bound, f"{what} is {100 * share:.0f} % full")
     elif rule.kind == "blocked":
         yield from _blocked(rule, facts)
     else:
@@ -220,8 +221,8 @@ def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:
 def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:
     """Return the lost share of the best reward, the recent and the best reward.
 
-    Both are means of `_WINDOW` steps. The share is 0 if the loss is within the noise. None without
-    enough steps.
+    Both rewards are means of `_WINDOW` steps. The share is 0 if the drop is within the noise of
+    the best steps. None without enough steps.
     """
     if len(rewards) < 2 * _WINDOW:
         return None

@@ -50,9 +50,9 @@ Seconds = Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)]
 
 _HOUR_NS = 3_600 * 10**9
 
-_KEPT: dict[int | str, dict[str, Any]] = {304: {"description": "Not modified"}}
-_ALWAYS = problems(400, 401, 403, 422, 503)
-_ASKS = problems(404, 504)
+_NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "Not modified"}}
+_COMMON_PROBLEMS = problems(400, 401, 403, 422, 503)
+_LIVE_PROBLEMS = problems(404, 504)
 
 
 def routers(
@@ -90,12 +90,12 @@ def _probes(service: AdminService) -> APIRouter:
         readiness = service.readiness()
         return json_reply(readiness, status=200 if readiness.ready else 503)
 
-    @routes.get("/api/v1/version", response_model=models.Version, responses=_ALWAYS)
+    @routes.get("/api/v1/version", response_model=models.Version, responses=_COMMON_PROBLEMS)
     def get_version() -> Response:
         """Return name and version."""
         return json_reply(models.Version(name=NAME, version=service.version))
 
-    @routes.get("/api/v1/status", response_model=models.Status, responses=_ALWAYS)
+    @routes.get("/api/v1/status", response_model=models.Status, responses=_COMMON_PROBLEMS)
     def get_status() -> Response:
         """Return the state of the service."""
         return json_reply(service.status())
@@ -104,14 +104,16 @@ def _probes(service: AdminService) -> APIRouter:
 
 
 def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["live"], responses=_ALWAYS)
+    routes = APIRouter(prefix="/api/v1", tags=["live"], responses=_COMMON_PROBLEMS)
 
-    @routes.get("/partitions", response_model=models.Partitions, responses=_KEPT)
+    @routes.get("/partitions", response_model=models.Partitions, responses=_NOT_MODIFIED)
     def list_partitions(request: Request) -> Response:
         """List partitions and storage units, from one snapshot."""
         return conditional_reply(request, service.revisions, service.partitions, ages=True)
 
-    @routes.get("/partition", response_model=models.Partition, responses={**_KEPT, **problems(404)})
+    @routes.get(
+        "/partition", response_model=models.Partition, responses={**_NOT_MODIFIED, **problems(404)}
+    )
     def get_partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
         """Return one partition, from the newest snapshot."""
         return conditional_reply(
@@ -119,7 +121,9 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
         )
 
     @routes.get(
-        "/partition/matrix", response_model=models.Matrix, responses={**_KEPT, **problems(404)}
+        "/partition/matrix",
+        response_model=models.Matrix,
+        responses={**_NOT_MODIFIED, **problems(404)},
     )
     def get_partition_matrix(
         request: Request,
@@ -134,13 +138,13 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
     @routes.get(
         "/partition/history",
         response_model=models.PartitionHistory,
-        responses={**_KEPT, **problems(404)},
+        responses={**_NOT_MODIFIED, **problems(404)},
     )
     def get_partition_history(request: Request, id: Id) -> Response:  # noqa: A002
         """Return the numbers of a partition over the last hour."""
         return conditional_reply(request, service.revisions, lambda: service.partition_history(id))
 
-    @routes.get("/partition/samples", response_model=models.SamplePage, responses=_ASKS)
+    @routes.get("/partition/samples", response_model=models.SamplePage, responses=_LIVE_PROBLEMS)
     def list_partition_samples(
         id: Id,  # noqa: A002
         start: Annotated[int, Query(ge=0, le=2**31)] = 0,
@@ -149,7 +153,7 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
         """List a page of samples, read from the data plane."""
         return json_reply(service.partition_samples(id, start=start, limit=limit))
 
-    @routes.get("/partition/claims", response_model=list[models.Claim], responses=_ASKS)
+    @routes.get("/partition/claims", response_model=list[models.Claim], responses=_LIVE_PROBLEMS)
     def list_partition_claims(id: Id) -> Response:  # noqa: A002
         """List held claims, oldest first, read from the data plane."""
         return json_reply(service.partition_claims(id))
@@ -172,7 +176,7 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
 
 
 def _history(service: AdminService) -> APIRouter:
-    routes = APIRouter(prefix="/api/v1", tags=["history"], responses=_ALWAYS)
+    routes = APIRouter(prefix="/api/v1", tags=["history"], responses=_COMMON_PROBLEMS)
 
     @routes.get("/samples", response_model=models.SampleHits, responses=problems(504))
     def search_samples(
@@ -193,7 +197,7 @@ def _history(service: AdminService) -> APIRouter:
             )
         )
 
-    @routes.get("/sample", response_model=models.SampleLife, responses=_ASKS)
+    @routes.get("/sample", response_model=models.SampleLife, responses=_LIVE_PROBLEMS)
     def get_sample(
         id: Id,  # noqa: A002
         partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
@@ -201,7 +205,7 @@ def _history(service: AdminService) -> APIRouter:
         """Return the lifecycle of one sample."""
         return json_reply(service.sample(id, partition=partition))
 
-    @routes.get("/samples/facts", response_model=models.SampleFactsPage, responses=_KEPT)
+    @routes.get("/samples/facts", response_model=models.SampleFactsPage, responses=_NOT_MODIFIED)
     def list_sample_facts(
         request: Request,
         run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
@@ -245,7 +249,9 @@ def _history(service: AdminService) -> APIRouter:
         )
 
     @routes.get(
-        "/samples/group", response_model=models.SampleGroup, responses={**_KEPT, **problems(404)}
+        "/samples/group",
+        response_model=models.SampleGroup,
+        responses={**_NOT_MODIFIED, **problems(404)},
     )
     def get_sample_group(request: Request, run: Id, group: Id) -> Response:
         """Return the samples of one prompt."""
@@ -254,7 +260,7 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get(
         "/sample/content",
         response_model=models.SampleContent,
-        responses={**_KEPT, **problems(404)},
+        responses={**_NOT_MODIFIED, **problems(404)},
     )
     def get_sample_content(
         request: Request,
@@ -272,7 +278,7 @@ def _history(service: AdminService) -> APIRouter:
             lambda: service.sample_content(id, run=run, threshold=threshold),
         )
 
-    @routes.get("/why", response_model=list[models.Wait], responses=_KEPT)
+    @routes.get("/why", response_model=list[models.Wait], responses=_NOT_MODIFIED)
     def list_blocked_tasks(
         request: Request,
         run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
@@ -285,14 +291,14 @@ def _history(service: AdminService) -> APIRouter:
             request, service.revisions, lambda: service.why(run=run), ages=True
         )
 
-    @routes.get("/alerts", response_model=models.Alerts, responses=_KEPT)
+    @routes.get("/alerts", response_model=models.Alerts, responses=_NOT_MODIFIED)
     def list_alerts(request: Request, limit: Limit = MAX_CLEARED) -> Response:
         """List raised alerts, most severe first, and the latest `limit` cleared ones."""
         return conditional_reply(
             request, service.revisions, lambda: service.alerts(limit=limit), ages=True
         )
 
-    @routes.get("/staleness", response_model=models.Staleness, responses=_KEPT)
+    @routes.get("/staleness", response_model=models.Staleness, responses=_NOT_MODIFIED)
     def get_staleness(
         request: Request,
         run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
@@ -303,7 +309,7 @@ def _history(service: AdminService) -> APIRouter:
             request, service.revisions, lambda: service.staleness(run=run, steps=steps)
         )
 
-    @routes.get("/runs", response_model=models.Runs, responses=_KEPT)
+    @routes.get("/runs", response_model=models.Runs, responses=_NOT_MODIFIED)
     def list_runs(
         request: Request,
         q: Annotated[str | None, Query(max_length=MAX_ID)] = None,
@@ -313,7 +319,7 @@ def _history(service: AdminService) -> APIRouter:
         ascending: bool = False,
         limit: Limit = MAX_PAGE,
     ) -> Response:
-        """List runs, by default last reported first.
+        """List runs, by default those with the newest records first.
 
         `q` is part of id, tag or error. Runs without the number to sort by come last.
         """
@@ -326,13 +332,17 @@ def _history(service: AdminService) -> APIRouter:
             ages=True,
         )
 
-    @routes.get("/run", response_model=models.RunDetail, responses={**_KEPT, **problems(404)})
+    @routes.get(
+        "/run", response_model=models.RunDetail, responses={**_NOT_MODIFIED, **problems(404)}
+    )
     def get_run(request: Request, run: Id) -> Response:
         """Return one run with its configuration."""
         return conditional_reply(request, service.revisions, lambda: service.run(run), ages=True)
 
     @routes.get(
-        "/runs/compare", response_model=models.RunComparison, responses={**_KEPT, **problems(404)}
+        "/runs/compare",
+        response_model=models.RunComparison,
+        responses={**_NOT_MODIFIED, **problems(404)},
     )
     def compare_runs(request: Request, run: Runs) -> Response:
         """Compare the configurations of runs."""
@@ -341,7 +351,9 @@ def _history(service: AdminService) -> APIRouter:
         )
 
     @routes.get(
-        "/runs/curves", response_model=models.ComparedCurves, responses={**_KEPT, **problems(404)}
+        "/runs/curves",
+        response_model=models.ComparedCurves,
+        responses={**_NOT_MODIFIED, **problems(404)},
     )
     def compare_run_curves(
         request: Request,
@@ -369,7 +381,7 @@ def _history(service: AdminService) -> APIRouter:
             ),
         )
 
-    @routes.get("/run/steps", response_model=models.RunSteps, responses=_KEPT)
+    @routes.get("/run/steps", response_model=models.RunSteps, responses=_NOT_MODIFIED)
     def get_run_steps(
         request: Request,
         run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
@@ -380,7 +392,7 @@ def _history(service: AdminService) -> APIRouter:
             request, service.revisions, lambda: service.run_steps(run=run, ranges=ranges)
         )
 
-    @routes.get("/traces", response_model=models.Traces, responses=_KEPT)
+    @routes.get("/traces", response_model=models.Traces, responses=_NOT_MODIFIED)
     def list_traces(
         request: Request,
         run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
@@ -408,7 +420,7 @@ def _history(service: AdminService) -> APIRouter:
             ),
         )
 
-    @routes.get("/trace", response_model=models.Trace, responses={**_KEPT, **problems(404)})
+    @routes.get("/trace", response_model=models.Trace, responses={**_NOT_MODIFIED, **problems(404)})
     def get_trace(request: Request, id: TraceId) -> Response:  # noqa: A002
         """Return one trace across all its processes."""
         return conditional_reply(request, service.revisions, lambda: service.trace(id))
@@ -416,13 +428,13 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get(
         "/trace/compare",
         response_model=models.TraceComparison,
-        responses={**_KEPT, **problems(404)},
+        responses={**_NOT_MODIFIED, **problems(404)},
     )
     def compare_traces(request: Request, a: TraceId, b: TraceId) -> Response:
         """Compare two traces."""
         return conditional_reply(request, service.revisions, lambda: service.trace_compare(a, b))
 
-    @routes.get("/load", response_model=models.Load, responses=_KEPT)
+    @routes.get("/load", response_model=models.Load, responses=_NOT_MODIFIED)
     def get_load(
         request: Request,
         start_ns: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
@@ -432,8 +444,9 @@ def _history(service: AdminService) -> APIRouter:
     ) -> Response:
         """Return the load of inference engines and nodes, by default in the last hour.
 
-        `run` leaves out those that report another run. A series with more than `max_points` points
-        has means of equally long intervals. At most 64 engines and nodes are returned.
+        With `run`, engines and nodes that report another run are omitted. A series with more than
+        `max_points` points has means of equally long intervals. At most 64 engines and nodes are
+        returned.
         """
         # Without an end the answer changes with the time, not only with the store.
         end = time.time_ns() if end_ns is None else end_ns
@@ -445,14 +458,14 @@ def _history(service: AdminService) -> APIRouter:
             ages=end_ns is None,
         )
 
-    @routes.get("/audit", response_model=models.Audit, responses=_KEPT)
+    @routes.get("/audit", response_model=models.Audit, responses=_NOT_MODIFIED)
     def list_audit_entries(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
         """List manual changes and alerts, newest first."""
         return conditional_reply(
             request, service.revisions, lambda: service.audit(cursor=cursor, limit=limit)
         )
 
-    @routes.get("/series", response_model=list[models.Series], responses=_KEPT)
+    @routes.get("/series", response_model=list[models.Series], responses=_NOT_MODIFIED)
     def list_series(
         request: Request,
         name: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,

@@ -120,7 +120,7 @@ def runs(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs, last reported first."""
+    """List runs, by default those with the newest records first."""
     query = {
         "q": text,
         "state": state,
@@ -135,7 +135,8 @@ def runs(
 def tag(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")],
     tags: Annotated[
-        list[str] | None, typer.Argument(metavar="TAG", help="Its tags; none removes all.")
+        list[str] | None,
+        typer.Argument(metavar="TAG", help="Tags of the run; without any, all are removed."),
     ] = None,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,

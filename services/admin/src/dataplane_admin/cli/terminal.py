@@ -66,7 +66,7 @@ def _unread(live: models.LiveStatus) -> Text:
 
 
 def _status(body: str, _width: int) -> RenderableType:
-    """Return the one fact that an empty list of blocked tasks leaves open."""
+    """Return a warning if the data plane cannot be read: the list may then be incomplete."""
     live = models.Status.model_validate_json(body).live
     return _unread(live) if live.configured and not live.attached else Group()
 

@@ -30,7 +30,7 @@ _MAX_NUMBER = 1e18
 _AHEAD_NS = 3_600 * 10**9
 _DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
 _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
-# Attributes of a point, the first reported of which counts.
+# In each tuple, the first attribute that the point has counts.
 _ENGINES = ("engine", "dp_rank")  # vLLM, SGLang
 _DEVICES = ("hw.id", "gpu")  # OpenTelemetry, DCGM
 _STATES = ("cpu.mode", "system.memory.state", "state")  # conventions, then the collector's

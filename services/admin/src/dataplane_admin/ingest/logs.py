@@ -1,7 +1,7 @@
 """Log records of traces that are no lifecycle events, reduced to what is stored.
 
-A body often quotes samples. So it follows the rule of attributes under a key that speaks of
-content: without a `Redaction` only a number or boolean is stored, see `sample_text`.
+A body often quotes samples. So it is treated like an attribute whose key names content, see
+`sample_text`: without a `Redaction`, only a number or boolean is stored.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def router(store: Store, limits: Limits, *, redaction: Redaction | None = None) 
     Args:
         store: store for the records.
         limits: limits of a request.
-        redaction: applied to text of samples before it is stored; None stores none, see
+        redaction: applied to text of samples before it is stored. If None, no text is stored, see
             `sample_text`.
     """
     routes = APIRouter(tags=["otlp"])

@@ -116,11 +116,11 @@ class Live:
         """Return the deadline, by `time.monotonic`, of queries that start now."""
         return time.monotonic() + self._ask_s
 
-    def ask(self, question: Callable[[DataPlaneInspector], T], until_s: float | None = None) -> T:
+    def ask(self, query: Callable[[DataPlaneInspector], T], until_s: float | None = None) -> T:
         """Query the data plane with a deadline.
 
         Args:
-            question: the query, run in a separate thread.
+            query: function that queries the data plane, run in a separate thread.
             until_s: deadline from `deadline_s`, shared by several queries; None for a new one.
 
         Raises:
@@ -143,7 +143,7 @@ class Live:
 
         def run() -> None:
             try:
-                answer.set_result(question(inspector))
+                answer.set_result(query(inspector))
             except Exception as error:  # noqa: BLE001  # raised again by `answer.result`
                 answer.set_exception(error)
             finally:

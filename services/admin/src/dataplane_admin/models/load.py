@@ -21,8 +21,8 @@ class LoadSeries(Model):
     times_s: list[float]
     """Times of the values, in seconds since the start of the period."""
     values: list[float | None]
-    """The growth of a counter is the mean of an interval, with its middle as the time. None where a
-    counter restarted, or the source was silent."""
+    """A counter has its rate, or share, over an interval, at the middle of the interval. None where
+    a counter restarted, or the source was silent."""
 
 
 class LoadSubject(Model):

@@ -246,7 +246,7 @@ class PartitionView(Model):
     claims: list[Claim]
     """Leased claims, oldest first, max 1,000."""
     generators: list[Generator]
-    """Generators of the run that registered the partition last; first those that take part."""
+    """Generators of the run that last registered the partition; those that take part come first."""
     problem: Text
     """Why the data plane could not be read; empty if it was. Samples and claims are then missing,
     and the rest is from the newest poll."""

@@ -49,7 +49,7 @@ class RunDetail(Run):
 
 
 class Runs(Model):
-    """Runs among the 1,000 that were last reported."""
+    """Runs among the 1,000 with the newest records."""
 
     runs: list[Run]
     matching: int

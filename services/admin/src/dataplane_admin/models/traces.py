@@ -62,7 +62,7 @@ class TraceFacts(Model):
     """Failed spans."""
     processes: int
     rejected: int
-    """Spans rejected by the service's limits."""
+    """Spans that the service rejected as invalid or beyond its limits."""
 
 
 class Traces(Model):

@@ -103,7 +103,7 @@ def _confirm_clear(service: AdminService, params: Params, partition: str) -> Con
         back=to("/partition", id=partition),
         ids=ids,
         numbers=numbers,
-        fields=_sent(ids),
+        fields=_ids_field(ids),
         option=("force", "Include leased samples"),
     )
 
@@ -125,7 +125,7 @@ def _confirm_reset(_service: AdminService, params: Params, partition: str) -> Co
         partition=partition,
         back=to("/partition", id=partition),
         ids=ids,
-        fields=[("task", task), *_sent(ids)],
+        fields=[("task", task), *_ids_field(ids)],
     )
 
 
@@ -154,14 +154,14 @@ def _confirm_end(service: AdminService, params: Params, partition: str) -> Confi
     )
 
 
-def _sent(ids: Sequence[str]) -> list[tuple[str, str]]:
+def _ids_field(ids: Sequence[str]) -> list[tuple[str, str]]:
     """Return the ids as one JSON field: the number of fields is bounded, and ids may have line
     breaks."""
     return [("samples", json.dumps(ids))] if ids else []
 
 
 def _ids(params: Params) -> list[str]:
-    """Return the ids that `_sent` wrote. An unreadable list must not clear the entire partition."""
+    """Return the ids of `_ids_field`. An unreadable list must not clear the entire partition."""
     text = params.text("samples")
     if not text:
         return []

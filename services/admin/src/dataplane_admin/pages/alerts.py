@@ -61,4 +61,4 @@ def _cause(alert: models.Alert) -> Link:
 def _figure(kind: str, value: float) -> str:
     if kind in _SECONDS:
         return words.ago(value)
-    return f"{100 * value:.3g}%" if kind in _SHARES else number(value)
+    return f"{100 * value:.3g} %" if kind in _SHARES else number(value)

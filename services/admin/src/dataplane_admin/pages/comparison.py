@@ -9,7 +9,9 @@ from dataplane_admin import models
 from dataplane_admin.pages import words
 
 _NOTABLE = 0.02
+"""Share of a trace's duration below which a difference is ignored."""
 _CAUSE = 0.25
+"""Minimum share of the total change for a stage to be named in the headline."""
 _MAX_ROWS = 60
 
 
@@ -28,7 +30,7 @@ class PairRow:
     b_width: float
     difference: str
     trend: str
-    """``more``, ``less`` or nothing."""
+    """``more``, ``less`` or empty."""
     counts: str = ""
 
 
@@ -52,7 +54,7 @@ def comparison_page(compared: models.TraceComparison) -> ComparisonPage:
     return ComparisonPage(
         facts=compared,
         sentence=_sentence(compared, stages),
-        stages=_rows(_of_compared(stages), longest_s),
+        stages=_rows(_pairs_of(stages), longest_s),
         processes=_rows(
             ((pair.process, 0, pair.a_busy_s, pair.b_busy_s, "") for pair in compared.processes),
             longest_s,
@@ -60,8 +62,8 @@ def comparison_page(compared: models.TraceComparison) -> ComparisonPage:
         buckets=_rows(
             ((pair.bucket, 0, pair.a_s, pair.b_s, "") for pair in compared.buckets), longest_s
         ),
-        critical=_rows(_of_compared(compared.critical[:_MAX_ROWS]), longest_s),
-        spans=_rows(_of_compared(compared.rows), longest_s),
+        critical=_rows(_pairs_of(compared.critical[:_MAX_ROWS]), longest_s),
+        spans=_rows(_pairs_of(compared.rows), longest_s),
     )
 
 
@@ -102,7 +104,7 @@ def _name(facts: models.TraceFacts, *, middle: bool = False) -> str:
 _Pair = tuple[str, int, float, float, str]
 
 
-def _of_compared(rows: Iterable[models.ComparedRow]) -> Iterable[_Pair]:
+def _pairs_of(rows: Iterable[models.ComparedRow]) -> Iterable[_Pair]:
     for row in rows:
         counts = (
             f"{row.a_count}" if row.a_count == row.b_count else f"{row.a_count} → {row.b_count}"

@@ -1,6 +1,7 @@
-"""Flame graph of a trace: its paths of names, the root on top, with widths by total time.
+"""Flame graph of a trace, the root on top.
 
-A path is as wide as its share of the total time of its parent. Children that ran concurrently may
+A frame shows a path: all spans with the same services and names from the root down to them. It is
+as wide as its share of the total time of its parent. Children that ran concurrently may
 take longer in total than their parent; then they share its entire width in proportion:
 
     parent 10 s   |==================|        parent 10 s   |==================|
@@ -24,7 +25,7 @@ _MAX_FRAMES = 400
 
 @dataclass(frozen=True)
 class Frame:
-    """A path; ``key`` identifies it in addresses, ``tone`` is the color of its service."""
+    """A drawn path; ``key`` identifies it in URLs, ``tone`` is the color of its service."""
 
     key: str
     name: str
@@ -68,7 +69,7 @@ def draw_flame(paths: Sequence[models.SpanPath], tones: Mapping[str, int], zoome
     Args:
         paths: the paths.
         tones: color of each service.
-        zoomed: key of the frame that gets the full width; all paths are drawn if it is not one.
+        zoomed: key of the frame that gets the full width; any other text draws all paths.
     """
     tops, nodes = _nodes(paths)
     chosen = next((node for node in nodes if node.key == zoomed), None)

@@ -15,11 +15,10 @@ from dataplane_admin.pages import words
 from dataplane_admin.pages.links import to
 
 SHADES = 8
-_FIELD = 22
-_TASK = 44
-_GAP = 4
+# Height of a field's row, of a task's row, and between them, in pixels.
+_FIELD, _TASK, _GAP = 22, 44, 4
 _TASK_STATES = ("unclaimed", "assigned", "leased", "acknowledged")
-# From the bottom up.
+# States in a column of a task, from the bottom up.
 _PILED = ("acknowledged", "leased", "assigned", "unclaimed")
 
 

@@ -50,8 +50,8 @@ _MAX_CURVES = 8
 class Line:
     """A curve of a panel, and its last value.
 
-    ``label`` has its attributes, empty without any; in a comparison, its run. ``ink`` is the number
-    of its color: in a comparison, that of its run.
+    ``label`` is the run in a comparison, else the attributes of the curve. ``ink`` is the index of
+    its color; in a comparison, all curves of a run have the same one.
     """
 
     label: str
@@ -63,7 +63,7 @@ class Line:
 class Panel:
     """A metric; ``omitted`` counts the curves that are not drawn.
 
-    ``attributes`` is JSON: in a comparison, the attributes of all its curves; else empty.
+    ``attributes`` is empty, or in a comparison the attributes of all its curves as JSON.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Panel:
 class Learning:
     """Content of the section: documented metrics, and all others.
 
-    ``points`` is the address of the points of all curves.
+    ``points`` is the URL of the points of all curves.
     """
 
     points: Link

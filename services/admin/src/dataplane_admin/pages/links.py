@@ -1,4 +1,4 @@
-"""Addresses of the service's own pages.
+"""URLs of the service's own pages.
 
 Ids are quoted in the query, so that no id can change where a link leads.
 """
@@ -27,7 +27,7 @@ def to(page: str, **query: object) -> Link:
     return Link(f"{page}?{urlencode(given, doseq=True, quote_via=quote, safe='', errors=errors)}")
 
 
-def outward(url: str) -> str | None:
+def external_url(url: str) -> str | None:
     """Return ``url`` if it is http or https, else None; a configured base can be mistyped."""
     try:
         return url if urlsplit(url).scheme in ("http", "https") else None

@@ -246,7 +246,7 @@ def _columns_of(subject: models.LoadSubject, seconds: float) -> _ByMetric:
 
 
 def _resampled(times: Sequence[float], values: _Values, seconds: float) -> _Values:
-    """Return the mean in each column, or without a point there that of the nearest point."""
+    """Return the mean of each column; one without points has the value of the nearest point."""
     distances = [after - before for before, after in pairwise(times)]
     reach = max(_MIN_REACH_S, 1.5 * median(distances)) if distances else 10.0
     width = seconds / COLUMNS
@@ -277,7 +277,7 @@ def _mean(values: _ByMetric, metric: str) -> _Values:
 
 
 def _stacked(values: _ByMetric, metrics: Sequence[str]) -> Sequence[tuple[str, _Values]]:
-    """Return the upper line of each reported metric, each on top of those before it."""
+    """Return the upper line of each reported metric; each is stacked on those before it."""
     lines: list[tuple[str, _Values]] = []
     below: _Values = [0.0] * COLUMNS
     for metric in metrics:

@@ -39,7 +39,7 @@ class Params:
         """
         value = self.text(name)
         if not value:
-            raise Refused(f"parameter '{name}' is missing; expected ?{name}=... in the address")
+            raise Refused(f"parameter '{name}' is missing; expected ?{name}=... in the URL")
         return value
 
     def integer(self, name: str) -> int | None:

@@ -26,8 +26,8 @@ class PartitionPage:
         waits: blocked tasks, and whether each is blocked for so long that it is a fault.
         window_count: samples of the chosen window, None without one.
         history: numbers over the last hour, as lines.
-        before: address of the previous samples.
-        after: address of the next samples.
+        before: URL of the previous samples.
+        after: URL of the next samples.
     """
 
     seen: models.PartitionView
@@ -84,7 +84,7 @@ def partition_page(
         partition_id: id of the partition.
         start: index of the first sample to list; None if no window is chosen.
         count: samples of the chosen window.
-        stuck_after_s: duration from which a blocked task is a fault.
+        stuck_after_s: seconds after which a blocked task is shown as a fault.
 
     Raises:
         ServiceError: the partition does not exist or cannot be read.

@@ -356,14 +356,12 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
 
 def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_path: str) -> None:
     @routes.get("/actions/{name}")
-    def question(request: Request, name: str) -> Response:
+    def confirm(request: Request, name: str) -> Response:
         def make() -> Response:
             if name not in _ACTIONS:
                 return shell.problem(request, 404, f"action '{name}' does not exist")
-            params = Params(request.query_params)
-            return shell.page(
-                request, "confirm.html.j2", ask=confirmation(service, name, params), problem=""
-            )
+            shown = confirmation(service, name, Params(request.query_params))
+            return shell.page(request, "confirm.html.j2", confirmation=shown, problem="")
 
         return shell.answer(request, make)
 
@@ -380,7 +378,7 @@ def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_pa
         return await run_in_threadpool(shell.answer, request, make)
 
     @routes.post("/actions/{name}")
-    async def do(request: Request, name: str) -> Response:
+    async def act(request: Request, name: str) -> Response:
         # `require_csrf` has checked the form's CSRF value.
         params = Params(await request.form(max_files=0, max_fields=20))
 
@@ -401,7 +399,7 @@ def _partition_ids(service: AdminService) -> list[str]:
 
 
 def _step(service: AdminService, trace: models.Trace, away: int) -> models.TraceFacts | None:
-    """Return the trace of the step before or after, of the same run."""
+    """Return the trace of the step that is ``away`` steps later in the run; None without one."""
     if trace.step is None or trace.step + away < 0:
         return None
     try:

@@ -25,7 +25,7 @@ _SORTS: dict[models.RunSort, str] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column to sort by; ``order`` is the value of ``aria-sort``, empty if another sorts."""
+    """A column to sort by; ``order`` is its ``aria-sort``, empty if another column sorts."""
 
     title: str
     url: Link
@@ -40,8 +40,8 @@ class ComparedRuns:
         compared: the runs, and differences of their configurations.
         learning: the curves.
         axis: quantity on the horizontal axis.
-        axes: name and address of each axis.
-        without: address of the comparison without each run.
+        axes: name and URL of each axis.
+        without: URLs of the comparison, each without one of the runs.
         without_axis: runs that do not report this quantity.
         without_config: runs that report no configuration.
     """
@@ -61,7 +61,7 @@ class RunList:
 
     Attributes:
         listed: the runs.
-        query: filters and sort order, as in the address.
+        query: filters and sort order, as in the URL.
         filtered: whether a filter is set.
         columns: columns to sort by.
         states: states to filter by.

@@ -62,7 +62,7 @@ _VERSION_COLORS = 6
 
 @dataclass(frozen=True)
 class SampleList:
-    """Content of the list; ``query`` has the filters as in the address."""
+    """Content of the list; ``query`` has the filters as in the URL."""
 
     samples: Sequence[models.SampleFacts]
     query: dict[str, str]

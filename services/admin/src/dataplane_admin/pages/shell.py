@@ -39,7 +39,7 @@ _TITLES = {
     504: "Timed out",
 }
 _ADVICE = {
-    404: "Check the id in the address.",
+    404: "Check the id in the URL.",
     503: "Retry in a moment; stored telemetry is not affected.",
     504: "The data plane is busy or unreachable; retry in a moment.",
 }
@@ -86,18 +86,18 @@ class Shell:
 
     def problem(self, request: Request, status: int, detail: str) -> HTMLResponse:
         """Return an error page with links to continue."""
-        ways = [("Overview", to("/"))]
+        links = [("Overview", to("/"))]
         section = _SECTIONS.get(request.url.path)
         if section == "/samples":
-            ways.append(("Find a sample", to("/samples", q=request.query_params.get("id"))))
+            links.append(("Find a sample", to("/samples", q=request.query_params.get("id"))))
         if section == "/traces":
-            ways.append(("All traces", to("/traces")))
+            links.append(("All traces", to("/traces")))
         if status >= 500:
             again = "/"
             if request.method == "GET":
                 query = request.url.query
                 again = f"{request.url.path}?{query}" if query else request.url.path
-            ways.insert(0, ("Retry", Link(again)))
+            links.insert(0, ("Retry", Link(again)))
         title = _TITLES.get(status) or HTTPStatus(status).phrase
         sentence = printable(detail)
         return self.page(
@@ -108,7 +108,7 @@ class Shell:
             title=title,
             detail=sentence[:1].upper() + sentence[1:],
             advice=_ADVICE.get(status, ""),
-            ways=ways,
+            links=links,
         )
 
     def answer(self, request: Request, make: Callable[[], Response]) -> Response:
@@ -141,5 +141,5 @@ class Shell:
 
 
 def next_page(path: str, query: Mapping[str, object], cursor: str | None) -> Link | None:
-    """Return the address of a list's next page, None on the last page."""
+    """Return the URL of a list's next page, None on the last page."""
     return to(path, **query, cursor=cursor) if cursor else None

@@ -11,12 +11,13 @@ from typing import Any  # Any: attribute values
 from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.flame import Flame, draw_flame
-from dataplane_admin.pages.links import Link, outward, to
+from dataplane_admin.pages.links import Link, external_url, to
 from dataplane_admin.pages.load import LoadDrawing, draw_load
 from dataplane_admin.pages.span_names import NameTable, name_table
 from observability.records import Span
 from observability.views.drawing import Drawing, draw, kind_of, place
 
+# Maximum numbers of rows.
 _PATH = 10
 _TREE = 400
 _EVENTS = 12
@@ -26,7 +27,7 @@ _SPAN_LOGS = 50
 _LOGS = 200
 _SERVICES = 12
 _TONES = 8
-"""Colors of services; those after the first share the last one."""
+"""Number of colors of services; any further services share the last color."""
 
 QUERY = ("span", "name", "service", "sort", "order", "frame")
 """Parameters of the page, besides the id of the trace."""
@@ -94,13 +95,13 @@ class SpanDetail:
     resource: Mapping[str, Any]
     """Resource attributes of its process."""
     links: Sequence[tuple[str, str]]
-    """Text and address of each link."""
+    """Text and URL of each link."""
     partition: str
 
 
 @dataclass(frozen=True)
 class LogRow:
-    """A row of the list of logs, with the name and address of its span."""
+    """A row of the list of logs, with the name and URL of its span."""
 
     log: models.TraceLog
     span: str
@@ -113,13 +114,13 @@ class TracePage:
 
     facts: models.Trace
     query: Mapping[str, str]
-    """The parameters `QUERY`, as in the address."""
+    """The parameters `QUERY`, as in the URL."""
     title: str
     services: Sequence[tuple[models.ServiceSpans, int]]
     """Services with their colors."""
     names: NameTable
     marked: frozenset[str] | None
-    """Ids of the spans that ``name`` and ``service`` mark; None if the address has neither."""
+    """Ids of the spans that ``name`` and ``service`` mark; None if the URL has neither."""
     flame: Flame
     logs: Sequence[LogRow]
     drawing: Drawing
@@ -134,11 +135,11 @@ class TracePage:
     max_bytes: int
     tree: Sequence[TreeRow]
     tree_rest: int
-    """Spans, of the marked ones if there are marks, that are not in ``tree``."""
+    """Number of spans, or of marked spans if there are marks, that ``tree`` omits."""
     external: Sequence[models.ExternalLink]
 
     def url(self, **changes: str) -> Link:
-        """Return the address of this page with some parameters changed."""
+        """Return the URL of this page with some parameters changed."""
         return _url(self.facts, self.query, **changes)
 
 
@@ -202,7 +203,7 @@ def trace_page(
             for span in in_tree[:_TREE]
         ],
         tree_rest=_count(trace, query) - min(len(in_tree), _TREE),
-        external=[link for link in trace.external if outward(link.url)],
+        external=[link for link in trace.external if external_url(link.url)],
     )
 
 
@@ -211,7 +212,7 @@ def _url(trace: models.Trace, query: Mapping[str, str], **changes: str) -> Link:
 
 
 def marks_of(query: Mapping[str, str]) -> Callable[[Span], bool] | None:
-    """Return whether ``query`` marks a span; None if it marks none."""
+    """Return a predicate for the spans that ``query`` marks; None if it marks none."""
     if not query["name"] and not query["service"]:
         return None
     return lambda span: _is_marked(query, span.name, span.process.service)
@@ -230,7 +231,7 @@ def _marked(trace: models.Trace, query: Mapping[str, str]) -> frozenset[str] | N
 
 
 def _count(trace: models.Trace, query: Mapping[str, str]) -> int:
-    """Return the number of marked spans, of all without marks."""
+    """Return the number of marked spans, or of all spans if there are no marks."""
     if not query["name"] and not query["service"]:
         return len(trace.rows) + trace.rows_omitted
     return sum(group.count for group in trace.names if _is_marked(query, group.name, group.service))

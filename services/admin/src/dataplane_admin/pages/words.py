@@ -45,7 +45,7 @@ def zone_named(name: str) -> tzinfo:
     """Return an IANA time zone; UTC if there is none of this name."""
     try:
         return ZoneInfo(name) if 0 < len(name) <= _MAX_ZONE else UTC
-    except (OSError, ValueError, LookupError):  # a folder, a path out of the zones, unknown
+    except (OSError, ValueError, LookupError):  # unknown, a folder, or outside of the zones
         return UTC
 
 

@@ -73,7 +73,7 @@ def _text(url: str, timeout_s: float) -> str:
         ):
             if answer.status_code != 200:
                 raise ScrapeError(f"answered with status {answer.status_code}")
-            # The timeout is one of each read; a server may send a byte at a time.
+            # httpx applies the timeout to each read, and a server may send a byte at a time.
             for part in answer.iter_raw():
                 parts.append(part)
                 size += len(part)

@@ -56,7 +56,7 @@ class Export:
     def send(
         self, readings: Iterable[tuple[Mapping[str, str], Sequence[Reading]]], time_ns: int
     ) -> None:
-        """Send readings, with the attributes of the resource that they are about.
+        """Send readings, each list with the attributes of its resource.
 
         Raises:
             ScrapeError: the receiver did not accept them.

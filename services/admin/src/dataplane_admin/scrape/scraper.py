@@ -37,7 +37,7 @@ class _Health:
     failing: bool = False
 
     def note(self, error: str) -> None:
-        """Note the outcome; ``error`` is empty without one."""
+        """Record the outcome of an attempt; ``error`` is empty if it succeeded."""
         if error and not self.failing:
             logger.warning(f"{self.event}_failed", reason=error, **self.facts)
         if not error and self.failing:
@@ -65,7 +65,7 @@ class _Target:
             self._thread.start()
 
     def finish(self, deadline: float) -> Sequence[Reading]:
-        """Return what was read by a time of `time.monotonic`; empty if the read failed."""
+        """Return what was read before a time of `time.monotonic`; empty if the read failed."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         outcome = "no answer in time" if self._thread.is_alive() else self._outcome
         if isinstance(outcome, str):
@@ -134,7 +134,7 @@ def scrape(
 
 
 def engine_name(url: str, host: str) -> str:
-    """Return the name of an engine: host and port, and for a loopback address this host.
+    """Return the name of an engine: host and port; ``host`` replaces a loopback address.
 
     Raises:
         ValueError: it is not a URL with http or https and a host.

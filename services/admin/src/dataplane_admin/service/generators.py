@@ -35,7 +35,7 @@ def _generator(
     name: str, joined: Event | None, left: Event | None, claims: Sequence[models.Claim]
 ) -> models.Generator:
     newest = left or joined
-    assert newest is not None  # `name` is of one of them
+    assert newest is not None  # each name has joined or left
     owner = _text(newest, "owner")
     held = [claim for claim in claims if owner and claim.owner == owner]
     return models.Generator(
@@ -51,7 +51,7 @@ def _generator(
 
 
 def _by_number(name: str) -> tuple[int, str]:
-    """Sort ``rollout actor 10`` after ``rollout actor 2``."""
+    """Return a key that sorts ``rollout actor 10`` after ``rollout actor 2``."""
     return len(name), name
 
 

@@ -24,7 +24,8 @@ def life(
 ) -> models.SampleLife:
     """Return the lifecycle and the current state of a sample.
 
-    Raises NotFound if the sample has neither events nor state. Without a partition, facts suffice.
+    Raises NotFound if the sample is unknown. Facts name no partition, so they count only if
+    ``partition`` is None.
     """
     records = store.sample_records(sample_id, partition)
     try:

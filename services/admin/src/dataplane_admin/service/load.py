@@ -12,10 +12,10 @@ from dataplane_admin.store import LoadRows, Store
 
 MAX_SUBJECTS = 64
 _MARGIN_S = 60
-"""Seconds before and after the period that are read too: a value may apply until the next one."""
+"""Seconds before and after the period that are also read: a value holds until the next one."""
 _MIN_SILENT_S = 30.0
 _SILENT = 4
-"""Missed intervals after which a source was silent, if they last `_MIN_SILENT_S`."""
+"""A source is silent after this many median intervals without a point, and `_MIN_SILENT_S`."""
 
 _Point = tuple[int, float, float]
 
@@ -65,7 +65,7 @@ def _series(row: LoadRows, start_ns: int) -> models.LoadSeries:
 
 
 def _silence_s(points: Sequence[_Point]) -> float:
-    """Return the distance of two points from which on the source was silent between them."""
+    """Return the gap between points, in seconds, above which the source counts as silent."""
     distances = [after[0] - before[0] for before, after in pairwise(points)]
     return max(_MIN_SILENT_S, _SILENT * median(distances)) if distances else _MIN_SILENT_S
 
@@ -85,8 +85,8 @@ def _values(row: LoadRows, silence_s: float) -> Iterator[tuple[float, float | No
             if growth < 0:  # the counter has restarted
                 yield middle, None
             else:
-                whole = total - before[2] if is_ratio else elapsed
-                yield middle, _share(growth, whole) if is_ratio else growth / whole
+                denominator = total - before[2] if is_ratio else elapsed
+                yield middle, _share(growth, denominator) if is_ratio else growth / denominator
         before = second, value, total
 
 

@@ -1,7 +1,8 @@
 """Calls of models within a trace, from the ``gen_ai.*`` attributes of spans.
 
-Names are those of OpenTelemetry's semantic conventions, also of their older versions, and vLLM's
-own: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/ and ``vllm/tracing/utils.py``.
+The attribute names are those of OpenTelemetry's semantic conventions, also of older versions, and
+vLLM's own: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/ and
+``vllm/tracing/utils.py``.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def _row(
     seconds = sorted(latency for latency in latencies.values() if latency is not None)
     first = sorted(_numbers(span.attributes.get(_FIRST_TOKEN_S) for span in spans))
     output = {span.span_id: _tokens(span.attributes, _OUTPUT) for span in spans}
-    # Only calls with both, so that a call without a count does not lower the rate.
-    both = [
+    # Only calls with tokens and latency: a call that reports no tokens must not lower the rate.
+    timed = [
         (tokens, latency)
         for span_id, tokens in output.items()
         if tokens is not None and (latency := latencies[span_id]) is not None
     ]
-    duration_s = sum(latency for _, latency in both)
+    duration_s = sum(latency for _, latency in timed)
     return models.ModelCalls(
         service=service,
         operation=operation,
@@ -68,7 +69,7 @@ def _row(
         p50_s=quantile(seconds, 0.5),
         p95_s=quantile(seconds, 0.95),
         first_token_p50_s=quantile(first, 0.5),
-        tokens_per_s=sum(tokens for tokens, _ in both) / duration_s if duration_s > 0 else None,
+        tokens_per_s=sum(tokens for tokens, _ in timed) / duration_s if duration_s > 0 else None,
         finish_reasons=_finish_reasons(spans),
     )
 

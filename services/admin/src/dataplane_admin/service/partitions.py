@@ -63,14 +63,14 @@ def live_status(live: Live | None, snapshot: Snapshot) -> models.LiveStatus:
 
 def ask(
     live: Live | None,
-    question: Callable[[DataPlaneInspector], T],
+    query: Callable[[DataPlaneInspector], T],
     until_s: float | None = None,
 ) -> T:
     """Return the data plane's answer within the deadline, see `Live.ask`. Raises ServiceError."""
     if live is None:
         raise Unavailable("not connected to a data plane; start the service with --ray-address")
     try:
-        return live.ask(question, until_s)
+        return live.ask(query, until_s)
     except (NotAttached, TooManyQueries, UnavailableError) as error:
         raise Unavailable(str(error)) from None
     except (QueryTimeout, DeadlineExceededError) as error:

@@ -100,8 +100,8 @@ def compare_curves(
         runs: the runs.
         axis: quantity on the axis.
         names: metrics; None for all.
-        first: smallest place on the axis; None for the smallest known. ``last`` likewise.
-        last: largest place on the axis.
+        first: smallest place on the axis; None for the smallest known.
+        last: largest place on the axis; None for the largest known.
         max_points: number of points of a curve above which it is down-sampled.
     """
     without_axis: list[str] = []

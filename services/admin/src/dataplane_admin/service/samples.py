@@ -101,10 +101,13 @@ def _tokenization(
     share = len(beyond) / after
     reasons = []
     if place and tokens[place - 1].mask == 0:
-        reasons.append("it follows text that the model did not generate")
+        reasons.append("the token follows text that the model did not generate")
     if after > 1 and share > _MANY:
-        reasons.append(f"{share:.0%} of the tokens from there on diverge, as if shifted")
-    against = f"it is within a response, and only {share:.0%} of the tokens from there on diverge"
+        reasons.append(f"{100 * share:.0f} % of the tokens from there on diverge, as if shifted")
+    against = (
+        f"the token is within a response, and only {100 * share:.0f} % of the tokens from there on "
+        "diverge"
+    )
     return models.Cause(
         name="Tokenization", likely=bool(reasons), evidence="; ".join(reasons) or against
     )

@@ -315,7 +315,7 @@ class AdminService:
         ascending: bool = False,
         limit: int = limits.MAX_PAGE,
     ) -> models.Runs:
-        """Return the runs among the 1,000 last reported that match all filters.
+        """Return the runs that match all filters, of the 1,000 with the newest records.
 
         Args:
             q: part of id, tag or error, in any case.
@@ -457,7 +457,7 @@ class AdminService:
     ) -> models.Load:
         """Return the load of engines and nodes in a period.
 
-        With ``run``, those that report another run are left out.
+        With ``run``, engines and nodes that report another run are omitted.
         """
         if run is not None:
             limits.check_id("run", run)

@@ -47,7 +47,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     """
     if not ordered:
         return None
-    # The subtraction: a product such as 0.95 * 20 may exceed the integer that it is.
+    # Subtract a little: floats may make a product such as 0.95 * 20 slightly larger than 19.
     return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
 
 

@@ -200,9 +200,7 @@ def _step(facts: models.TraceFacts, records: Records) -> Step:
             return step
     spans = [span for span in records.spans if span.trace_id == facts.trace_id]
     if not spans:
-        raise NotFound(
-            f"trace {facts.trace_id} has no span: {facts.rejected} were rejected by limits"
-        )
+        raise NotFound(f"trace {facts.trace_id} has no span: the service rejected {facts.rejected}")
     events = sorted(records.events, key=lambda event: event.time_ns)
     return step_of_trace(
         Tree(spans), events, run_id=facts.run_id, number=0, trace_id=facts.trace_id
@@ -219,7 +217,7 @@ def _incomplete(store: Store, facts: models.TraceFacts, step: Step) -> list[str]
         if count
     ]
     if facts.rejected:
-        reasons.append(f"{facts.rejected} spans were rejected by the service's limits")
+        reasons.append(f"{facts.rejected} spans were rejected: invalid, or beyond the limits")
     return reasons
 
 

@@ -69,7 +69,7 @@ def apply_logs(work: Work, batches: Sequence[Batch]) -> None:
 
 
 def is_full(count: int, nbytes: int) -> bool:
-    """Return whether a trace with this number and bytes of records gets no more."""
+    """Return whether a trace with so many records, or bytes of records, has reached the limit."""
     return count >= MAX_LOGS or nbytes >= MAX_LOGS_BYTES
 
 

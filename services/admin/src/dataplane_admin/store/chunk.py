@@ -56,7 +56,7 @@ class Chunk:
         blob: compressed OTLP TracesData with the spans; empty if there are none.
         spans: number of spans; a repeated span counts each time.
         states: `span_key` of each span to its `span_state`.
-        rejected: spans rejected by limits.
+        rejected: spans rejected as invalid or beyond limits.
         run_id: ``rl.run_id``, empty if unknown.
         step: ``rl.step``, None if unknown.
         name: name of the root if present, else of the first span.

@@ -59,7 +59,7 @@ class UnfinishedRun:
 def read_unfinished_runs(
     reader: Reader, *, since_ns: int, names: tuple[str, ...]
 ) -> list[UnfinishedRun]:
-    """Return at most 100 unfinished runs seen since a time, last reported first.
+    """Return at most 100 unfinished runs seen since a time, the most recently seen first.
 
     ``names`` are the metrics to read, without attributes.
     """

@@ -38,16 +38,15 @@ _POINTS = (
 def read_load(
     reader: Reader, first_s: int, last_s: int, *, run_id: str | None, max_points: int
 ) -> Sequence[LoadRows]:
-    """Return the points of a period, of each series about ``max_points`` at most.
+    """Return the points of a period, at most about ``max_points`` of each series.
 
     Args:
         reader: reader of the store.
         first_s: start of the period, seconds since 1970.
         last_s: end of the period.
-        run_id: engines and nodes of other runs are left out, those without a run are not; None for
-            all.
-        max_points: maximum number of buckets; of a bucket with several points, the mean of levels
-            and the largest of counters.
+        run_id: run whose engines and nodes are read, with those that report no run; None for all.
+        max_points: maximum number of buckets. A bucket of several points has their mean, or the
+            largest if the metric is a counter.
     """
     query = select(LoadSeriesModel.__table__).where(
         LoadSeriesModel.last_s >= first_s, LoadSeriesModel.first_s <= last_s

@@ -53,7 +53,7 @@ _RUNS = select(
 
 
 def read_runs(reader: Reader, *, silent_after_s: float = 300.0) -> list[Run]:
-    """Return at most 1,000 runs, last reported first.
+    """Return at most 1,000 runs, those with the newest records first.
 
     A run without a reported end is silent ``silent_after_s`` seconds after its last record.
     """

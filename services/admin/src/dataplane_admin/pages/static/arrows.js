@@ -1,4 +1,4 @@
-// Makes each group of links (data-arrows) one stop of the Tab key; arrow keys move inside.
+// Makes each group of links (data-arrows) a single Tab stop; arrow keys move within it.
 // "line": left and right. "lanes": left and right within a lane, up and down to the nearest row.
 
 const PAGE = 10;
@@ -11,12 +11,12 @@ export function moveByArrows() {
     const group = stop?.closest("[data-arrows]");
     if (!group) return;
     for (const link of stops(group)) link.setAttribute("tabindex", link === stop ? "0" : "-1");
-    read(group, stop);
+    showReadout(group, stop);
   });
   document.addEventListener("pointerover", (event) => {
     const stop = event.target.closest?.("[data-stop]");
     const group = stop?.closest("[data-arrows]");
-    if (group) read(group, stop);
+    if (group) showReadout(group, stop);
   });
   document.addEventListener("keydown", (event) => {
     if (event.metaKey || event.ctrlKey || event.altKey) return;
@@ -47,7 +47,7 @@ function stops(group) {
   return [...group.querySelectorAll("[data-stop]")];
 }
 
-function read(group, stop) {
+function showReadout(group, stop) {
   const readout = document.getElementById(group.dataset.readout || "");
   if (readout) readout.textContent = stop.getAttribute("aria-label");
 }
@@ -82,7 +82,7 @@ function placeOf(stop) {
   return { stop, row: Number(stop.dataset.row), from: Number(stop.dataset.from), to: Number(stop.dataset.to) };
 }
 
-// Distance of two time ranges; of overlapping ranges, that of their middles.
+// Returns the gap between two time ranges; equal gaps are ordered by the distance of their middles.
 function distance(a, b) {
   const gap = Math.max(0, a.from - b.to, b.from - a.to);
   return gap * 1e6 + Math.abs(a.from + a.to - b.from - b.to);

@@ -1,6 +1,6 @@
 // Draws the curves of one run or of several with uPlot, which uPlot.iife.min.js defines. All panels
 // share one range of the horizontal axis and one crosshair. The axis is steps, seconds or samples. The
-// state is in the address: smooth, first and last.
+// URL has the state: smooth, first and last.
 const POINTS_PER_PIXEL = 0.5;
 const FETCH_DELAY_MS = 50;
 const X_AXIS = 22;
@@ -20,7 +20,7 @@ export function drawCurves() {
   const stepOutput = document.getElementById("curve-step");
   const range = { first: parameter("first"), last: parameter("last") };
   const axis = AXES[section.dataset.axis];
-  const byRun = "byRun" in section.dataset; // then a color is that of a run
+  const byRun = "byRun" in section.dataset; // colors distinguish runs, else the curves of a panel
   const inkOf = (curve, place) => (byRun ? curve.run : place);
   let shown = [0, 1]; // range of the axis
   let due = 0;
@@ -71,7 +71,7 @@ export function drawCurves() {
     if (known && known.inks === inks) {
       known.curves = curves;
       known.plot.setData(data);
-      read(figure, known, known.plot);
+      showValues(figure, known, known.plot);
       return;
     }
     known?.plot.destroy();
@@ -117,12 +117,12 @@ export function drawCurves() {
       ],
       series,
       bands,
-      hooks: { setCursor: [(plot) => read(figure, chart, plot)], setSelect: [zoom] },
+      hooks: { setCursor: [(plot) => showValues(figure, chart, plot)], setSelect: [zoom] },
     };
   };
 
   // Writes the values at the crosshair, or the last ones without a crosshair.
-  const read = (figure, chart, plot) => {
+  const showValues = (figure, chart, plot) => {
     const at = plot.cursor.idx;
     const isRead = plot.cursor.left >= 0 && at !== null && at !== undefined;
     chart.curves.forEach((curve, place) => {
@@ -207,7 +207,7 @@ const DURATIONS = [
   ...[1, 2, 5, 10, 20, 30].map((minutes) => minutes * MINUTE),
   ...[1, 2, 4, 8, 12, ...INTEGERS.map((days) => 24 * days)].map((hours) => hours * HOUR),
 ];
-// `end` is the place of a curve's last point if it is known: a bucket is placed at its first step.
+// `end` returns where a curve ends, 0 if unknown: its last `x` is only the first step of a bucket.
 const AXES = {
   step: { increments: INTEGERS, tick: short, text: (value) => `step ${value}`, round: Math.round, end: (curve) => curve.last_step },
   time: { increments: DURATIONS, tick: elapsed, text: elapsed, round: (value) => Number(value.toFixed(1)), end: () => 0 },
@@ -233,7 +233,7 @@ function parameter(name) {
   return value && /^\d{1,15}(\.\d{1,3})?$/.test(value) ? Number(value) : null;
 }
 
-// Writes the state to the address; null removes a parameter.
+// Writes the state to the URL; null removes a parameter.
 function remember(changes) {
   const query = new URLSearchParams(location.search);
   for (const [name, value] of Object.entries(changes)) {

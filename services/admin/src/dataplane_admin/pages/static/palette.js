@@ -32,26 +32,26 @@ export function preparePalette() {
     const item = event.target.closest("li");
     if (item) choose(shown[[...list.children].indexOf(item)]);
   });
-  // A click outside of the dialog.
+  // A click on the backdrop has the dialog as its target.
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
 }
 
 export async function openPalette() {
   if (!dialog || dialog.open) return;
-  entries = here();
+  entries = localEntries();
   input.value = "";
   dialog.showModal();
   show(0);
   const more = await Promise.all([
-    listed(`api/v1/runs?limit=${MAX_RUNS}`, "runs", ({ run_id }) => place("run", run_id, "run", { run: run_id })),
-    listed("api/v1/partitions", "partitions", ({ id }) => place("partition", id, "partition", { id })),
+    fetchEntries(`api/v1/runs?limit=${MAX_RUNS}`, "runs", ({ run_id }) => linkEntry("run", run_id, "run", { run: run_id })),
+    fetchEntries("api/v1/partitions", "partitions", ({ id }) => linkEntry("partition", id, "partition", { id })),
   ]);
   entries.push(...more.flat());
   if (dialog.open) show(at);
 }
 
-// What needs no request.
-function here() {
+// Returns the entries that need no request: pages and actions.
+function localEntries() {
   const pages = [...document.querySelectorAll(".nav a")].map((link) => ({ kind: "page", name: link.firstChild.nodeValue, go: link.href }));
   const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
   const actions = [
@@ -64,13 +64,13 @@ function here() {
   return [...pages, ...actions.map(([name, act]) => ({ kind: "action", name, act }))];
 }
 
-function place(kind, name, path, query) {
+function linkEntry(kind, name, path, query) {
   const url = new URL(path, ROOT);
   url.search = new URLSearchParams(query);
   return { kind, name, go: url.href };
 }
 
-async function listed(path, key, entryOf) {
+async function fetchEntries(path, key, entryOf) {
   try {
     const answer = await fetch(new URL(path, ROOT), { signal: AbortSignal.timeout(TIMEOUT_MS) });
     return answer.ok ? (await answer.json())[key].map(entryOf) : [];
@@ -79,27 +79,27 @@ async function listed(path, key, entryOf) {
   }
 }
 
-function found(text) {
+function matchesOf(text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const matching = entries.filter(({ kind, name }) => words.every((word) => `${kind} ${name}`.toLowerCase().includes(word)));
   const more = [];
   const id = text.trim().replace(/[\s-]/g, "");
-  if (/^[0-9a-f]{32}$/i.test(id)) more.push(place("trace", id, "trace", { id }));
-  else if (text.trim()) more.push(place("samples", `Ids that begin with ${text.trim()}`, "samples", { q: text.trim() }));
+  if (/^[0-9a-f]{32}$/i.test(id)) more.push(linkEntry("trace", id, "trace", { id }));
+  else if (text.trim()) more.push(linkEntry("samples", `Ids that begin with ${text.trim()}`, "samples", { q: text.trim() }));
   return [...matching.slice(0, MAX_SHOWN - more.length), ...more];
 }
 
 function show(place) {
-  shown = found(input.value);
+  shown = matchesOf(input.value);
   list.replaceChildren(...shown.map(({ kind, name }, number) => {
     const item = document.createElement("li");
     item.id = `palette-${number}`;
     item.setAttribute("role", "option");
     const label = document.createElement("span");
     label.textContent = name;
-    const sort = document.createElement("small");
-    sort.textContent = kind;
-    item.append(label, sort);
+    const kindLabel = document.createElement("small");
+    kindLabel.textContent = kind;
+    item.append(label, kindLabel);
     return item;
   }));
   mark(Math.min(place, shown.length - 1));

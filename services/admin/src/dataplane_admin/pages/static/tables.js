@@ -44,7 +44,7 @@ function read(table) {
   return { names: names.map((name, at) => (names.indexOf(name) < at ? `${name} ${at + 1}` : name)), rows: rows.map((row) => used.map((at) => row[at] || "")) };
 }
 
-// A drawing counts with its description; what is hidden from screen readers does not count.
+// Returns what a screen reader reads: the description of a drawing, nothing of hidden elements.
 function textOf(node) {
   if (node.nodeType === Node.TEXT_NODE) return node.nodeValue;
   if (node.nodeType !== Node.ELEMENT_NODE || node.getAttribute("aria-hidden") === "true") return "";

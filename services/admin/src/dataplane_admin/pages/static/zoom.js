@@ -11,25 +11,25 @@ export function zoom() {
   let scale = 1;
 
   // Zooms so that the moment at fraction `share` of the time range is `at` pixels from the left edge.
-  const set = (next, share, at) => {
+  const zoomTo = (next, share, at) => {
     scale = Math.min(MAX_SCALE, Math.max(1, next));
     time.setAttribute("width", `${100 * scale}%`);
     scroll.scrollLeft = share * scroll.clientWidth * scale - at;
     drawTicks(time, scale);
   };
   const shareAt = (at) => (scroll.scrollLeft + at) / (scroll.clientWidth * scale);
-  const by = (factor, at = scroll.clientWidth / 2) => set(factor ? scale * factor : 1, shareAt(at), at);
+  const zoomBy = (factor, at = scroll.clientWidth / 2) => zoomTo(factor ? scale * factor : 1, shareAt(at), at);
   const aroundFocus = (factor) => {
     const bar = document.activeElement?.closest?.("[data-stop]");
-    if (!bar || !factor) return by(factor);
+    if (!bar || !factor) return zoomBy(factor);
     const middle = (Number(bar.dataset.from) + Number(bar.dataset.to)) / 200;
-    set(scale * factor, middle, scroll.clientWidth / 2);
+    zoomTo(scale * factor, middle, scroll.clientWidth / 2);
   };
 
   if (buttons) {
     buttons.addEventListener("click", (event) => {
       const factor = event.target.closest("button")?.dataset.factor;
-      if (factor !== undefined) by(Number(factor));
+      if (factor !== undefined) zoomBy(Number(factor));
     });
   }
   chart.addEventListener("keydown", (event) => {
@@ -41,7 +41,7 @@ export function zoom() {
   scroll.addEventListener("wheel", (event) => {
     if (!event.ctrlKey) return;
     event.preventDefault();
-    by(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - scroll.getBoundingClientRect().left);
+    zoomBy(event.deltaY < 0 ? 1.25 : 0.8, event.clientX - scroll.getBoundingClientRect().left);
   }, { passive: false });
   document.addEventListener("arrowed", (event) => {
     const bar = event.detail;
@@ -59,11 +59,11 @@ export function zoom() {
   dragging(scroll, time, (from, to) => {
     const left = shareAt(from);
     const share = shareAt(to) - left;
-    set(1 / share, left, 0);
+    zoomTo(1 / share, left, 0);
   });
 }
 
-// Calls `done` with the range of pixels that was dragged; a click stays a click.
+// Calls `done` with the range of pixels that was dragged, unless it is a click.
 function dragging(scroll, time, done) {
   let from = null;
   let mark = null;
