@@ -55,9 +55,7 @@ _COMMON_PROBLEMS = problems(400, 401, 403, 422, 503)
 _LIVE_PROBLEMS = problems(404, 504)
 
 
-def routers(
-    service: AdminService, updates: LiveUpdates, *, allow_actions: bool
-) -> list[APIRouter]:
+def routers(service: AdminService, updates: LiveUpdates, *, allow_actions: bool) -> list[APIRouter]:
     """Return all API routes except those that receive telemetry.
 
     They are not nested: FastAPI would analyze the routes of a nested router twice.
