@@ -11,6 +11,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal  # Any: answers of the API
 from urllib.parse import urlencode
 
-from integration.admin_demo import LOG, Process, served_run
+from integration.admin_demo import LOG, SCRIPTS, Process, served_run
 from integration.admin_pictures import FOLDER, HEIGHT, TIMEOUT_S, WIDTH
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -36,6 +37,7 @@ _ASYNC = (
     "policy.generation.simulated_latency={median_s: 0.05, sigma: 1.0}",
 )
 _PAGES = ("run.name=demo-pages", "tracing.sample_texts=4")
+_SCRAPE = (str(SCRIPTS / "dataplane-admin"), "scrape", "--node", "--to")
 _VIEWPORTS = ((390, 844), (1280, 900), (2560, 1440))
 _SHOWN_HEIGHT, _GAP, _COLORS = 420, 12, 128
 
@@ -128,6 +130,15 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
 
 def take_pages(browser: Browser, url: str, run: Process) -> None:
     """Take every page at three widths while a run trains, each page as one picture."""
+    with subprocess.Popen([*_SCRAPE, url], stderr=subprocess.DEVNULL) as scraper:
+        try:
+            _take_pages(browser, url)
+        finally:
+            scraper.terminate()
+    assert run.poll() is None, "the run ended before its pictures were taken"
+
+
+def _take_pages(browser: Browser, url: str) -> None:
     page = opened(browser, url)
     page.goto("/")
     wait_for_step(page, 20)

@@ -55,6 +55,19 @@ def test_a_run_without_metrics_says_how_to_send_them(client, bare_client):
         assert "record_step_metrics(step" in page
 
 
+def test_the_overview_does_not_list_a_validation_as_a_step(job_of, otlp):
+    job = job_of()
+    job.send(
+        otlp.trace(step=0, seconds=2.0),
+        otlp.trace(names=("grpo.validation",), step=1, start_s=2.0, seconds=0.25),
+        otlp.trace(run="other", names=("train_step",), step=7, seconds=3.0),
+    )
+    of_run = job.client.get("/?run=run").text
+    assert "step 0 finished in 2.00 s" in of_run
+    assert "250 ms" not in of_run
+    assert "step 7 finished in 3.00 s" in job.client.get("/?run=other").text
+
+
 def test_the_overview_draws_the_reward_of_the_newest_run(job_of, otlp):
     job = job_of()
     job.send(otlp.trace(step=2), otlp.curve([-2.0, -1.0, -1.5]))

@@ -91,7 +91,10 @@ def read_traces(
 
 
 def read_steps(reader: Reader, run_id: str | None, limit: int = 10) -> list[TraceFacts]:
-    """Return the newest step traces among the newest 1,000 traces of a run, or of all."""
+    """Return the newest step traces among the newest 1,000 traces of a run, or of all.
+
+    As in `read_run_steps`, a validation is no step where traces are named `ROOT`.
+    """
     traces = select(*_COLUMNS)
     if run_id is not None:
         traces = traces.where(TraceModel.run_id == storable(run_id))
@@ -101,7 +104,13 @@ def read_steps(reader: Reader, run_id: str | None, limit: int = 10) -> list[Trac
         .execution_options(yield_per=_AT_ONCE)
     )
     with reader.connect() as connection, connection.execute(newest) as rows:
-        return [_facts(row) for row in islice((row for row in rows if row.step is not None), limit)]
+        # More than ``limit``, so that validations cannot fill the list.
+        chosen = list(islice((row for row in rows if row.step is not None), 2 * limit))
+    named = {row.run_id for row in chosen if row.has_root and row.name == ROOT}
+    steps = (
+        row for row in chosen if row.name == ROOT or not row.has_root or row.run_id not in named
+    )
+    return [_facts(row) for row in islice(steps, limit)]
 
 
 def read_trace(reader: Reader, trace_id: str) -> TraceFacts | None:
