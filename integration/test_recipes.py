@@ -71,6 +71,7 @@ class ProfilingContext:
 
 class GRPOTrainer:
     accelerator = types.SimpleNamespace(process_index=0)
+    args = types.SimpleNamespace(to_sanitized_dict=dict)
 
     def add_callback(self, callback):
         self.callback = callback
@@ -261,7 +262,10 @@ def test_real_trl_run_has_waterfalls_and_critical_paths(tmp_path: Path) -> None:
         subprocess.run(command, env=environment, check=True, timeout=300)
     with Receiver(tmp_path / "recording") as receiver:
         run([str(python), "-c", REAL_TRL + blocks("trace-trl", "python")], tmp_path, receiver)
-        steps = steps_of(receiver.snapshot())
+        records = receiver.snapshot()
+    steps = steps_of(records)
+    [started] = [event for event in records.events if event.name == "run_started"]
+    assert started.attributes["dataplane.config"]["max_completion_length"] == "8"
     assert [(step.run_id, step.number) for step in steps] == [("my-run", 0), ("my-run", 1)]
     for step in steps:
         assert step.incomplete == []

@@ -113,6 +113,7 @@ def test_fit_has_a_trace_per_step(tmp_path: Path, done: int, total: int, failing
         "run_finished" if failing < 0 else "run_failed",
     ]
     assert {event.attributes["rl.run_id"] for event in events} == {"my-run"}
+    assert events[0].attributes["dataplane.config"]["trainer.experiment_name"] == "my-run"
     metrics = (tmp_path / "recording" / "metrics.otlp").read_bytes()
     for name in ("rl.reward.mean", "rl.response.length", "rl.response.truncated"):
         assert name.encode() in metrics

@@ -37,7 +37,10 @@ def block(name):
         pass
 
 callbacks = []
-trainer = SimpleNamespace(add_callback=callbacks.append, remove_callback=callbacks.remove)
+trainer = SimpleNamespace(
+    add_callback=callbacks.append, remove_callback=callbacks.remove,
+    args=SimpleNamespace(to_sanitized_dict=lambda: {"beta": 0.1}),
+)
 def begin(step, **arguments):
     state = SimpleNamespace(global_step=step)
     callbacks[0].on_step_begin(SimpleNamespace(**arguments), state, None)
@@ -306,10 +309,11 @@ def test_an_adapter_records_the_start_and_the_end_of_the_run(program: str) -> No
         body = "\nwith setup('svc', endpoint=ENDPOINT), suppress(OSError), steps: raise OSError"
         ran = run(f"from contextlib import suppress\n{program}{body}", receiver.endpoint)
         assert ran.code == 0
-        events = [
-            (event.name, event.attributes.get("rl.run_id")) for event in receiver.snapshot().events
-        ]
-    assert events == [("run_started", "r"), ("run_failed", "r")]
+        started, ended = receiver.snapshot().events
+    assert (started.name, started.attributes["rl.run_id"]) == ("run_started", "r")
+    assert (ended.name, ended.attributes["rl.run_id"]) == ("run_failed", "r")
+    config = {"beta": "0.1"} if program.startswith(TRL) else None
+    assert started.attributes.get("dataplane.config") == config
 
 
 def test_trl_metrics_are_those_of_the_step() -> None:

@@ -77,7 +77,7 @@ def test_a_configuration_is_recorded_in_bounded_size(receiver: Receiver) -> None
         "with record_run(config): pass",
     )
     config = started["dataplane.config"]
-    assert len(config) == 500
+    assert len(config) == 1000
     assert {(len(key), len(value)) for key, value in config.items()} == {(200, 500)}
 
 

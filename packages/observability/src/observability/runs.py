@@ -16,8 +16,8 @@ from opentelemetry import baggage, context
 from dataplane_core.telemetry import RUN_ID
 from observability.middleware.lifecycle import EventName, emit
 
-MAX_KEYS = 500
-"""Maximum number of recorded keys of a configuration."""
+MAX_KEYS = 1000
+"""Maximum number of recorded keys of a configuration; verl's has about 900."""
 MAX_KEY = 200
 """Maximum length of a recorded key in characters."""
 MAX_VALUE = 500

@@ -93,11 +93,11 @@ def test_an_unknown_run_does_not_exist(job):
 
 
 def test_hostile_events_stay_text_in_bounded_size(job, otlp):
-    config = {f"{HOSTILE}{number:03}": HOSTILE * 100 for number in range(600)}
+    config = {f"{HOSTILE}{number:04}": HOSTILE * 100 for number in range(1100)}
     job.send(otlp.run("started", HOSTILE.replace("\0", ""), config=config))
     job.send(otlp.run("failed", HOSTILE.replace("\0", ""), at_s=1, error=HOSTILE, reason="x" * 900))
     run = run_of(job, HOSTILE.replace("\0", ""))
-    assert len(run["config"]) == 500
+    assert len(run["config"]) == 1000
     assert {len(value) for value in run["config"].values()} == {500}
     assert len(run["error"]) == 500
 

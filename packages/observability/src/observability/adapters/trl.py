@@ -2,7 +2,8 @@
 
 TRL times its blocks with a `ProfilingContext`; `trace_steps` makes each of them a span. Loading
 data, logging, evaluation and checkpoints are outside of the optimizer steps, so they have no spans.
-What TRL logs is recorded as metrics of the step.
+What TRL logs is recorded as metrics of the step, and the trainer's arguments as the configuration
+of the run, without tokens.
 """
 
 from __future__ import annotations
@@ -93,20 +94,20 @@ class StepTracer(TrainerCallback):
         self._step.enter_context(span("grpo.step"))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the backward pass of a micro-batch that does not end the step."""
+        """End the span of a backward pass, or of the optimizer."""
         self._phase.close()
+
+    on_optimizer_step = on_substep_end
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the backward pass, and open the optimizer's span."""
         self._open_phase("optimizer_step")
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the optimizer's span."""
-        self._phase.close()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the step."""
+        """End the step, also if training stopped in it."""
         self.end()
+
+    on_train_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record what TRL logs, except the summary of the training."""
@@ -121,10 +122,6 @@ class StepTracer(TrainerCallback):
             run_id=self._run_id,
             components=components,
         )
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End a step that training stopped in."""
-        self.end()
 
     @contextmanager
     def block(self, name: str) -> Iterator[None]:
@@ -178,8 +175,8 @@ def trace_steps(trainer: Any, run_id: str) -> Iterator[None]:
     trainer.add_callback(tracer)
     ProfilingContext.__enter__, ProfilingContext.__exit__ = traced_enter, traced_leave
     try:
-        with ExitStack() as stack:
-            stack.enter_context(record_run(run_id=run_id))
+        config = trainer.args.to_sanitized_dict()
+        with record_run(config, run_id=run_id), ExitStack() as stack:
             stack.push(tracer.end)
             yield
     finally:

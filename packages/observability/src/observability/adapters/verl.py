@@ -2,7 +2,8 @@
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
 makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
-What the trainer logs with `Tracking` is recorded as metrics of the step.
+What the trainer logs with `Tracking` is recorded as metrics of the step, and the configuration that
+it gives to `Tracking` as that of the run.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class _Run:
             if not self.run_id:  # a process has one run
                 self.run_id = os.environ.get(_RUN_ID) or str(experiment_name)
                 self.telemetry = setup("grpo.driver", run_id=self.run_id)
-                self.record.enter_context(record_run(run_id=self.run_id))
+                config = kwargs.get("config")  # as verl's trainers pass it
+                self.record.enter_context(record_run(config, run_id=self.run_id))
             initialize(tracking, project_name, experiment_name, *args, **kwargs)
 
         return announcing

@@ -50,7 +50,7 @@ _RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] =
     "run_failed": "failed",
 }
 # Of a configuration, as `observability.record_run` bounds it.
-_MAX_KEYS, _MAX_KEY, _MAX_VALUE = 500, 200, 500
+_MAX_KEYS, _MAX_KEY, _MAX_VALUE = 1000, 200, 500
 _READ = frozenset(
     f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "report_every_s")
 ) | {"rl.run_id", "rl.step", "rl.weight_version"}
