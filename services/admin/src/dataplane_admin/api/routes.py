@@ -55,9 +55,7 @@ _COMMON_PROBLEMS = problems(400, 401, 403, 422, 503)
 _LIVE_PROBLEMS = problems(404, 504)
 
 
-def routers(
-    service: AdminService, updates: LiveUpdates, *, allow_actions: bool
-) -> list[APIRouter]:
+def routers(service: AdminService, updates: LiveUpdates, *, allow_actions: bool) -> list[APIRouter]:
     """Return all API routes except those that receive telemetry.
 
     They are not nested: FastAPI would analyze the routes of a nested router twice.
@@ -155,7 +153,7 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
 
     @routes.get("/partition/claims", response_model=list[models.Claim], responses=_LIVE_PROBLEMS)
     def list_partition_claims(id: Id) -> Response:  # noqa: A002
-        """List held claims, oldest first, read from the data plane."""
+        """List leased claims, oldest first, read from the data plane."""
         return json_reply(service.partition_claims(id))
 
     @routes.get(
