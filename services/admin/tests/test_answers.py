@@ -144,7 +144,7 @@ def test_a_trace_has_its_waterfall_critical_path_and_links_out(client):
     assert {item.stage for item in trace.stages} >= {"rollout"}
 
 
-def test_two_steps_are_compared_place_by_place(client):
+def test_two_steps_are_compared_span_by_span(client):
     first, second = sorted(steps(client), key=lambda row: row.step)[:2]
     comparison = models.TraceComparison.model_validate(
         ask(client, "trace/compare", a=first.trace_id, b=second.trace_id)
@@ -159,7 +159,7 @@ def test_the_service_makes_no_spans_of_its_own_requests(client):
     assert not any(name.startswith(("GET", "POST", "fastapi")) for name in names)
 
 
-def test_an_answer_is_not_sent_twice(client):
+def test_an_unchanged_answer_is_304(client):
     first = client.get("/api/v1/staleness")
     headers = {"if-none-match": f'"other", {first.headers["etag"]}'}
     deadline = time.monotonic() + PATIENCE_S

@@ -257,7 +257,7 @@ def test_only_a_task_that_claims_has_a_backlog(plane, start_polling):
     assert {(wait["task"], wait["claim"]) for wait in job.get("why")} == {("claims", "")}
 
 
-def test_the_number_of_signs_is_bounded(plane, start_polling):
+def test_the_number_of_stuck_tasks_is_bounded(plane, start_polling):
     for number in range(MAX_SIGNS + 10):
         plane.register_partition(f"p{number}", ["a"], 8, ["by_key", "t"])
         put(plane, ["s0"], "a", partition=f"p{number}")
@@ -272,7 +272,7 @@ def test_closing_ends_the_thread(job_class, make_app, plane):
     assert "dataplane-admin-live" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_query_during_the_shutdown_learns_the_reason(plane, start_polling):
+def test_a_query_during_shutdown_is_refused_with_a_reason(plane, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
     job = start_polling()
     until(lambda: "train" in present(job))

@@ -141,7 +141,7 @@ def test_the_stop_does_not_wait_for_subscribers(service):
     assert seconds < 20
 
 
-def test_a_subscriber_during_the_shutdown_learns_the_reason(job):
+def test_a_subscriber_during_shutdown_is_refused_with_a_reason(job):
     job.app.state.updates.end()
     answer = job.client.get("/api/v1/live")
     assert answer.status_code == 503

@@ -13,7 +13,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9]
 _ORIGIN = re.compile(
     r"(?P<scheme>https?)://(?P<host>[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
 )
-# A name in braces, with or without a dollar or more braces around it, or in angle brackets.
+# A placeholder: {name}, {{name}}, ${name} or <name>.
 _PLACEHOLDER = re.compile(r"\$?\{+\s*[A-Za-z_][\w.-]*\s*\}+|<[A-Za-z_][\w.-]*>")
 _PORTS = {"http": "80", "https": "443"}
 _ROOT_PATH = re.compile(r"(/(?!\.{1,2}(/|$))[A-Za-z0-9._~-]+)*")

@@ -37,8 +37,9 @@ class Settings:
         poll_s: seconds between polls of the data plane.
         ask_s: deadline of one query to the data plane in seconds.
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
-        silent_after_s: seconds without telemetry after which a process counts as silent, if it
-            sends metrics or repeats its waits. Processes send metrics every minute.
+        silent_after_s: seconds without telemetry after which a process counts as silent. A process
+            that neither sends metrics nor repeats its waits counts as silent only if another run
+            was seen ``silent_after_s`` later.
         max_subscribers: maximum number of connections with live updates.
         failed_login_delay_s: delay in seconds of the answer to a wrong token.
         jaeger_url: base URL of Jaeger, to link traces.

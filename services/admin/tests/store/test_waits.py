@@ -146,7 +146,7 @@ def test_a_wait_ends_even_if_its_end_arrives_first(job, otlp):
     assert [wait["process"] for wait in job.get("why")] == ["another"]
 
 
-def test_a_repeated_wait_counts_once_and_its_end_ends_it(job, otlp):
+def test_a_repeated_wait_counts_once_and_ends_once(job, otlp):
     def sent(at_s, service="driver"):
         since_ns = otlp.start_ns + 1_000_000_000
         return wait_of(otlp, service, at_s=at_s, since_ns=since_ns, report_every_s=30)

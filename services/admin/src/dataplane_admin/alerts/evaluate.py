@@ -69,7 +69,8 @@ class Facts:
         runs: unfinished runs.
         waits: blocked tasks of live processes and of the data plane.
         full: used share of each store.
-        knows_plane: False while the data plane is unreachable; then its alerts stay as they are.
+        knows_plane: False in the first ten minutes in which the data plane is unreachable; then its
+            alerts stay as they are.
     """
 
     now_ns: int

@@ -1,4 +1,4 @@
-"""Webhooks: a thread for each sends signed notifications in order, and retries until accepted.
+"""Webhooks: one thread for each webhook sends signed notifications in order, with retries.
 
 The headers and the signature are those of Standard Webhooks (https://www.standardwebhooks.com), so
 receivers can verify them with its libraries.

@@ -153,7 +153,7 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
 
     @routes.get("/partition/claims", response_model=list[models.Claim], responses=_LIVE_PROBLEMS)
     def list_partition_claims(id: Id) -> Response:  # noqa: A002
-        """List held claims, oldest first, read from the data plane."""
+        """List leased claims, oldest first, read from the data plane."""
         return json_reply(service.partition_claims(id))
 
     @routes.get(

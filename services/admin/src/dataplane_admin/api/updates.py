@@ -35,7 +35,7 @@ class LiveUpdates:
     def __init__(self, service: AdminService, maximum: int) -> None:
         self._service = service
         self._maximum = maximum
-        self._waiting = 0
+        self._subscribers = 0
         self._ending = False
         self._newest: Changed | None = None
         self._changed = asyncio.Event()
@@ -45,10 +45,10 @@ class LiveUpdates:
         """Return the event stream, or 503 at the maximum of subscribers or during the shutdown."""
         if self._ending:
             return _refuse("the service is shutting down; retry later")
-        if self._waiting >= self._maximum:
+        if self._subscribers >= self._maximum:
             return _refuse(
-                f"too many live updates: {self._waiting} of at most {self._maximum} connections; "
-                "retry later"
+                f"too many live updates: {self._subscribers} of at most {self._maximum} "
+                "connections; retry later"
             )
         self._count(1)
         if self._polling is None:
@@ -63,7 +63,7 @@ class LiveUpdates:
     def leave(self) -> None:
         """Remove one subscriber."""
         self._count(-1)
-        if self._waiting == 0 and self._polling is not None:
+        if self._subscribers == 0 and self._polling is not None:
             self._polling.cancel()
             self._polling = self._newest = None
 
@@ -82,7 +82,7 @@ class LiveUpdates:
                 yield b": keep-alive\n\n"
 
     def _count(self, change: int) -> None:
-        self._waiting += change
+        self._subscribers += change
         self._service.subscribed(change)
 
     def _wake(self) -> None:
@@ -106,7 +106,7 @@ def _refuse(reason: str) -> Response:
 
 
 class _Stream(StreamingResponse):
-    """Event stream that counts its subscriber out however it ends."""
+    """Event stream that removes its subscriber at the end, also after an error."""
 
     def __init__(self, updates: LiveUpdates) -> None:
         super().__init__(

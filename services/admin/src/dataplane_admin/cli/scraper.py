@@ -34,7 +34,7 @@ def scrape(
     ] = DEFAULT_URL,
     token_file: TokenFile = None,
     run_id: Annotated[
-        str, typer.Option("--run", help="Run of the engines and the node; by default any.")
+        str, typer.Option("--run", help="Run that engines and node serve; by default all runs.")
     ] = "",
     interval_s: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds between two scrapes.")

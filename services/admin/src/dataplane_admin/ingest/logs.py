@@ -1,4 +1,4 @@
-"""Log records of traces that are no lifecycle events, reduced to what is stored.
+"""Log records of traces, other than lifecycle events, reduced to what is stored.
 
 A body often quotes samples. So it is treated like an attribute whose key names content, see
 `sample_text`: without a `Redaction`, only a number or boolean is stored.

@@ -146,7 +146,7 @@ _HEADERS = (
 
 
 def remove_sample_text(request: TracesData | LogsData | MetricsData) -> bool:
-    """Remove attributes that may quote samples, count them as dropped; return whether any was."""
+    """Remove attributes that may quote samples, and count them as dropped; return True if any."""
     return _Removal().run(request)
 
 

@@ -38,8 +38,7 @@ class Stuck:
         lacks: field to unclaimed samples that lack it; empty for a claim.
         examples: ids of some of the samples.
         claim: the claim, None for unclaimed samples.
-        waiting_for: fields that a waiting claim of the task requires; None if none is known to
-            wait.
+        waiting_for: fields that a waiting claim of the task requires; None without such a claim.
     """
 
     partition_id: str

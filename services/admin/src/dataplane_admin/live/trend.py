@@ -103,8 +103,8 @@ class Trends:
             }
             known.append(_Point(time_ns, partition.put, tasks))
             points[partition.partition_id] = known
-            for name, (_, taken, _) in tasks.items():
-                if taken:
+            for name, (_, claimed, _) in tasks.items():
+                if claimed:
                     self._claiming[partition.partition_id, name] = None
                     self._claiming.move_to_end((partition.partition_id, name))
         while len(self._claiming) > _MAX_CLAIMING:

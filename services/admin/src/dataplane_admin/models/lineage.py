@@ -22,8 +22,8 @@ class SampleHit(Model):
     last_ns: int | None
     """Time of its last event."""
     live: bool
-    """True if it was found in the live data plane. A search by id inspects it only if no stored
-    sample has exactly that id."""
+    """True if it was found in the live data plane. A search by id inspects the data plane
+    only if no stored sample has exactly that id."""
 
 
 class SampleHits(Model):

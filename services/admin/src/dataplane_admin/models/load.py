@@ -21,8 +21,8 @@ class LoadSeries(Model):
     times_s: list[float]
     """Times of the values, in seconds since the start of the period."""
     values: list[float | None]
-    """A counter has its rate, or share, over an interval, at the middle of the interval. None where
-    a counter restarted, or the source was silent."""
+    """Values at these times. The value of a counter is a rate or share over an interval, its time
+    the middle of the interval. None where a counter restarted, or the source was silent."""
 
 
 class LoadSubject(Model):

@@ -153,15 +153,15 @@ class Unit(Model):
     name: Text
     node: Text
     capacity: int | None
-    """Bytes that it can hold; null if they are not limited."""
+    """Bytes that it can hold; None if they are not limited."""
     used: int
     """Bytes that it holds; the memory of its process if it does not know them."""
     free: int | None
-    """Bytes that can still be used; null if they are not limited."""
+    """Bytes that can still be used; None if they are not limited."""
     samples: int | None = None
-    """Samples that it holds; null if it does not count them."""
+    """Samples that it holds; None if it does not count them."""
     max_samples: int | None = None
-    """Limit of ``samples``; null if there is none."""
+    """Limit of ``samples``; None if there is none."""
 
 
 class Partitions(Model):
@@ -217,7 +217,7 @@ class Sample(Model):
     claims: dict[Text, Text]
     """Task to the claim that holds it."""
     origins: dict[Text, Text]
-    """Field to the put that wrote it, a traceparent for example."""
+    """Field to the origin of the put that wrote it, for example a traceparent."""
     age_s: float | None
     """Seconds since its first put; None if unknown."""
 
@@ -248,5 +248,5 @@ class PartitionView(Model):
     generators: list[Generator]
     """Generators of the run that last registered the partition; those that take part come first."""
     problem: Text
-    """Why the data plane could not be read; empty if it was. Samples and claims are then missing,
-    and the rest is from the newest poll."""
+    """Why the data plane could not be read; then samples and claims are missing, and the rest is
+    from the newest poll. Empty if it was read."""

@@ -6,7 +6,7 @@ from dataplane_admin.models.base import Model, Text, Values
 
 
 class AuditEntry(Model):
-    """An action: one entry when requested, one with its outcome; or an alert raised or cleared."""
+    """An entry of the audit log: an action's request or outcome, or an alert raised or cleared."""
 
     id: int
     time_ns: int

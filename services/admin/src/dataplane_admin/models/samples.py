@@ -10,7 +10,7 @@ SampleSort = Literal["newest", "step", "reward", "advantage", "length"]
 
 
 class SampleFacts(Model):
-    """Facts of a sample; None or empty if unknown."""
+    """Facts of a sample; unknown ones are None or empty."""
 
     sample_id: Text
     run_id: Text
@@ -43,7 +43,7 @@ class SampleFactsPage(Model):
 
 
 class SampleGroup(Model):
-    """The samples of one prompt, by length of the id, then by id."""
+    """The samples of one prompt, sorted by length of the id, then by id."""
 
     run_id: Text
     group: Text
@@ -60,7 +60,7 @@ class Turn(Model):
 
 
 class Token(Model):
-    """A token; None if unknown."""
+    """A token; unknown values are None."""
 
     text: Text
     generator: float | None
@@ -74,7 +74,10 @@ class Token(Model):
 
     @property
     def difference(self) -> float | None:
-        """The trainer's log-probability minus the generator's; None unless it is trained on."""
+        """The trainer's log-probability minus the generator's.
+
+        None if either is unknown, or if the token is not trained on.
+        """
         if self.trainer is None or self.generator is None or self.mask == 0:
             return None
         return self.trainer - self.generator

@@ -165,7 +165,7 @@ class TraceEvent(Model):
 
 
 class TraceLog(Model):
-    """One log record within a trace that is no lifecycle event."""
+    """One log record within a trace, other than lifecycle events."""
 
     time_s: float | None
     """Seconds since the trace's start; None if not reported."""

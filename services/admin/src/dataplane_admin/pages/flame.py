@@ -64,10 +64,10 @@ class _Node:
 
 
 def draw_flame(paths: Sequence[models.SpanPath], tones: Mapping[str, int], zoomed: str) -> Flame:
-    """Draw paths, parents first.
+    """Draw a flame graph.
 
     Args:
-        paths: the paths.
+        paths: paths of the trace, each parent before its children.
         tones: color of each service.
         zoomed: key of the frame that gets the full width; any other text draws all paths.
     """

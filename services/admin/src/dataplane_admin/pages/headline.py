@@ -31,8 +31,10 @@ def runs_to_judge(
 
 
 def newest_pace(paces: Mapping[str, Pace]) -> Pace | None:
-    """Return the pace of the moving run that finished a step last; of any run if none moves; None
-    without steps."""
+    """Return the pace of the run that finished a step last, None without steps.
+
+    Runs that still finish steps precede those that do not.
+    """
     known = [pace for pace in paces.values() if pace.newest]
     # A finished run of quick steps may be newer than a moving run of slow steps.
     moving = [pace for pace in known if pace.moves]

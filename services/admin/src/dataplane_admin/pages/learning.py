@@ -1,6 +1,6 @@
 """Learning section of the page of a run, or of several: the metrics of steps, one panel each.
 
-The server names the panels, so that nothing moves when ``curves.js`` fetches and draws the curves.
+The server renders the panels, so that nothing moves when ``curves.js`` draws the curves.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Line:
 class Panel:
     """A metric; ``omitted`` counts the curves that are not drawn.
 
-    ``attributes`` is empty, or in a comparison the attributes of all its curves as JSON.
+    ``attributes`` has the attributes that its curves share, as JSON; it is empty for a single run.
     """
 
     name: str

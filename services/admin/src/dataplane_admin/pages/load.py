@@ -246,7 +246,7 @@ def _columns_of(subject: models.LoadSubject, seconds: float) -> _ByMetric:
 
 
 def _resampled(times: Sequence[float], values: _Values, seconds: float) -> _Values:
-    """Return the mean of each column; one without points has the value of the nearest point."""
+    """Return the mean of each column; a column without points has the value of a near point."""
     distances = [after - before for before, after in pairwise(times)]
     reach = max(_MIN_REACH_S, 1.5 * median(distances)) if distances else 10.0
     width = seconds / COLUMNS

@@ -152,7 +152,7 @@ def overview(
     judged = runs_to_judge(service, run, waits, _newest(service, run))
     pace = service.paces(judged, status.now_ns, stuck_after_s)
     state, first_line = headline(status, waits, silent, held.partitions, pace)
-    # Read the steps after the headline, so that the table has every step that it names.
+    # Read the steps after the headline, so that the table has the step that the headline names.
     facts = _newest(service, run)
     longest = max((item.seconds for item in facts), default=0.0)
     rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]

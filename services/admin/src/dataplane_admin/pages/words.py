@@ -32,7 +32,7 @@ shown_zone: ContextVar[tzinfo] = ContextVar("shown_zone", default=UTC)
 
 
 def count(number: float) -> str:
-    """Return ``100,000``."""
+    """Return a rounded number with thousands separators, such as ``100,000``."""
     return f"{number:,.0f}"
 
 

@@ -91,7 +91,7 @@ def _data(name: str, points: Sequence[NumberDataPoint]) -> Sum | Gauge:
 
 
 class _Reasons(logging.Handler):
-    """Keeps the last message of the exporter, which logs why an export failed."""
+    """Log handler that keeps the last message of the exporter: why an export failed."""
 
     last = ""
 

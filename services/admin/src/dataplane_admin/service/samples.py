@@ -13,7 +13,9 @@ from observability.views import printable
 THRESHOLD = 0.5
 """Difference of log-probabilities, in nats, above which a token diverges."""
 _MANY = 0.5
+"""Share of diverging tokens above which all tokens seem to be shifted."""
 _PRECISION = 1.0
+"""Difference in nats above which rounding is no explanation."""
 
 
 def content(
@@ -51,7 +53,7 @@ def group(store: Store, run: str, name: str) -> models.SampleGroup:
 
 
 def _last_response(store: Store, facts: models.SampleFacts) -> str | None:
-    """Return the last message of a sample that is a response; None if its text is not stored."""
+    """Return the last response of a sample; None if it has none, or its text is not stored."""
     if not facts.has_text:
         return None
     _, text = store.sample_text(facts.run_id, facts.sample_id)

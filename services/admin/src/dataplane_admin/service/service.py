@@ -73,7 +73,7 @@ class AdminService:
         return models.Changed(store=self._store.revision, live=live)
 
     def subscribed(self, change: int) -> None:
-        """Count a subscriber of live updates in or out; ``change`` is 1 or -1."""
+        """Add ``change`` to the number of subscribers of live updates."""
         self._subscribers += change
 
     def readiness(self) -> models.Readiness:
@@ -193,7 +193,7 @@ class AdminService:
         )
 
     def partition_claims(self, partition_id: str) -> list[models.Claim]:
-        """Return at most 1,000 held claims, oldest first; reads the data plane."""
+        """Return at most 1,000 leased claims, oldest first; reads the data plane."""
         limits.check_id("id", partition_id)
         claims = partitions.ask(self._live, lambda plane: plane.list_claims(partition_id))
         return [models.Claim.of(claim) for claim in claims]
@@ -433,7 +433,7 @@ class AdminService:
     def audit(self, *, cursor: str | None = None, limit: int = 50) -> models.Audit:
         """Return a page of the audit log, newest first."""
         limits.check("limit", limit, 1, limits.MAX_PAGE)
-        # One entry more than the page shows whether another page follows.
+        # Read one entry beyond the page, to know whether another page follows.
         entries = self._store.audit(cursors.read_audit_cursor(cursor), limit + 1)
         more = len(entries) > limit
         return models.Audit(

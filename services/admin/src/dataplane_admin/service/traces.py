@@ -74,7 +74,7 @@ def trace(
         trace_id: id of the trace.
         max_rows: maximum number of spans, besides those of ``span_id``.
         span_id: span to return, with its parent and children, however short it is.
-        prefer: returns whether a span precedes longer ones, in up to two thirds of the rows.
+        prefer: selects spans that get up to two thirds of the rows, before longer spans.
 
     Raises:
         NotFound: the trace is not stored.
@@ -200,7 +200,9 @@ def _step(facts: models.TraceFacts, records: Records) -> Step:
             return step
     spans = [span for span in records.spans if span.trace_id == facts.trace_id]
     if not spans:
-        raise NotFound(f"trace {facts.trace_id} has no span: the service rejected {facts.rejected}")
+        raise NotFound(
+            f"trace {facts.trace_id} has no span: the service rejected {facts.rejected} spans"
+        )
     events = sorted(records.events, key=lambda event: event.time_ns)
     return step_of_trace(
         Tree(spans), events, run_id=facts.run_id, number=0, trace_id=facts.trace_id

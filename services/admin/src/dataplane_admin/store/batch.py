@@ -90,7 +90,7 @@ class LifecycleEvent:
 
 @dataclass(frozen=True, slots=True)
 class TraceLog:
-    """One log record of a trace that is no lifecycle event.
+    """One log record of a trace, other than lifecycle events.
 
     Attributes:
         trace_id: 16 bytes.
@@ -105,7 +105,7 @@ class TraceLog:
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """Facts of a sample; None or empty if unknown.
+    """Facts of a sample; unknown ones are None or empty.
 
     Attributes:
         run_id: ``rl.run_id``, empty if unknown.

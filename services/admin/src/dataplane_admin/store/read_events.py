@@ -99,7 +99,7 @@ def read_samples(
         )
         .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
         .order_by(SampleModel.head, SampleModel.tail, SampleModel.key)
-        .limit(limit + 1)  # one more shows whether another page follows
+        .limit(limit + 1)  # one more, to know whether another page follows
     )
     head, tail = wanted[:HEAD_BYTES], wanted[HEAD_BYTES:]
     if tail:

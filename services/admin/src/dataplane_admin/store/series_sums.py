@@ -96,7 +96,7 @@ def _size(figures: Figures) -> float:
 
 
 def _added(left: Figures | None, right: Figures | None) -> Figures | None:
-    """Return the sum of two; figures of a histogram that only one has are dropped."""
+    """Return the sum of two aggregates without the figures that only one of them has."""
     if left is None or right is None:
         return right if left is None else left
     known = left.keys() & right.keys()

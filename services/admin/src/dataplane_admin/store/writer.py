@@ -80,8 +80,8 @@ class Writer:
     Args:
         database: a migrated database.
         tidy: runs one small sweep when the queue is empty; returns whether more remains. While
-            batches are queued it runs now and then; while more remains, it gets as much time as the
-            writes, so that the store does not outgrow its limits.
+            batches are queued, it runs at intervals. While more remains, it gets as much time as
+            the writes, so that the store does not outgrow its limits.
     """
 
     def __init__(self, database: Database, tidy: Callable[[], bool]) -> None:

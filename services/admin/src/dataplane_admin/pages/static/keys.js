@@ -52,7 +52,7 @@ function search() {
   else openPalette();
 }
 
-// Focuses the link of the next row that has one; the first or last one if none has the focus.
+// Focuses the link of the next row with a link. If no row has the focus, starts at the first or last.
 function step(by) {
   const links = [...document.querySelectorAll("main tbody tr")]
     .map((row) => [...row.querySelectorAll("a[href]")].find((link) => link.offsetParent))

@@ -8,17 +8,17 @@ const RETRY_MS = 10_000;
 const STREAM = new URL("../../api/v1/live", import.meta.url);
 
 export function follow() {
-  const sign = document.getElementById("live");
+  const indicator = document.getElementById("live");
   const parts = () => [...document.querySelectorAll("[data-live][id]")].map((part) => part.id);
-  if (!sign || !parts().length || !window.EventSource) return;
-  sign.hidden = false;
+  if (!indicator || !parts().length || !window.EventSource) return;
+  indicator.hidden = false;
   let due = 0;
   let last = performance.now();
   let stream = null;
 
   const show = (state, words) => {
-    sign.dataset.state = state;
-    sign.textContent = words;
+    indicator.dataset.state = state;
+    indicator.textContent = words;
   };
   const refresh = async () => {
     due = 0;
