@@ -88,8 +88,8 @@ class Recording:
     """Recorded run.
 
     Attributes:
-        setting: setting derived from the maxima of concurrent rollouts and of stored groups in its
-            telemetry.
+        setting: setting derived from its telemetry: all generators, and the maxima of concurrent
+            rollouts and of stored groups.
         durations: durations of its steps.
         shares: measured shares of the steps after the first.
         rescoring_s: mean duration of the pass that scores the batch with the policy, which an
@@ -343,7 +343,7 @@ class _Run:
         }
 
     def setting(self, groups_per_step: int) -> Setting:
-        """Return the largest numbers of generators, rollouts and stored groups at one time."""
+        """Return all generators, and the maxima of concurrent rollouts and of stored groups."""
         ends = sorted(
             (time_ns, change, span.process)
             for span in self.rollouts
