@@ -55,11 +55,11 @@ def holder(request):
         yield client, holder, held, meta
 
 
-def renewed(client, held):
+def renewed_samples(client, held):
     """Return the claim's number of samples in the store, after checking that its renewal works."""
     [claim] = client.list_claims("p")
     reach = claim.age_s + claim.expires_in_s
-    held.renew()
+    held.renew_all()
     [claim] = client.list_claims("p")
     assert claim.age_s + claim.expires_in_s > reach
     return claim.samples
@@ -67,16 +67,16 @@ def renewed(client, held):
 
 def test_rest_is_held_if_renewed_after_the_acknowledgement(holder):
     client, store_client, held, meta = holder
-    store_client.after = held.renew
+    store_client.after = held.renew_all
     held.acknowledge(meta.slice(0, 1))
-    assert held.samples == renewed(client, held) == 3
+    assert held.samples == renewed_samples(client, held) == 3
 
 
 def test_rest_is_held_if_acknowledged_during_a_renewal(holder):
     client, store_client, held, meta = holder
     store_client.before = lambda: held.acknowledge(meta.slice(0, 1))
-    held.renew()
-    assert held.samples == renewed(client, held) == 3
+    held.renew_all()
+    assert held.samples == renewed_samples(client, held) == 3
 
 
 def away():
@@ -94,17 +94,17 @@ def test_unacknowledged_samples_stay_held(holder, stop):
     store_client.before = late
     with pytest.raises(UnavailableError):
         held.acknowledge(meta.slice(0, stop))
-    assert held.samples == renewed(client, held) == 4
+    assert held.samples == renewed_samples(client, held) == 4
 
 
 @pytest.mark.parametrize("holder", [Disturbed], indirect=True)
 def test_withdrawn_sample_does_not_end_the_lease_of_others(holder):
     client, holder_client, held, meta = holder
     client.withdraw_samples([meta.sample_ids[0]], "p")
-    held.renew()
-    assert held.samples == renewed(client, held) == 3
+    held.renew_all()
+    assert held.samples == renewed_samples(client, held) == 3
     client.withdraw_samples([meta.sample_ids[1]], "p")
-    left, lost = held.renewed(meta)
+    left, lost = held.renew_claim(meta)
     assert (left.sample_ids, lost.sample_ids) == (meta.sample_ids[2:], meta.sample_ids[:2])
     left, lost = held.acknowledge(meta.slice(0, 3))
     assert (left.sample_ids, lost.sample_ids) == (meta.sample_ids[2:3], meta.sample_ids[:2])
@@ -116,17 +116,17 @@ def test_withdrawn_sample_does_not_end_the_lease_of_others(holder):
 def test_claim_is_forgotten_if_lost_samples_are_unknown(holder):
     client, _, held, meta = holder
     client.withdraw_samples([meta.sample_ids[0]], "p")
-    assert held.renewed(meta)[0] is None
+    assert held.renew_claim(meta)[0] is None
     assert held.samples == 0
 
 
 def test_cleared_partition_differs_from_unavailable_store(holder):
     client, store_client, held, _ = holder
     store_client.before = away
-    held.renew()
+    held.renew_all()
     assert held.samples == 4
     client.clear_samples(None, "p", force=True)
-    held.renew()
+    held.renew_all()
     assert held.samples == 0
 
 
@@ -137,7 +137,7 @@ def test_samples_known_to_be_lost_are_not_held():
     meta = maker.claim_meta("p", "a", ["x"], 2)
     held.add(meta)
     client.end_claim("p", client.list_claims("p")[0].claim, expired_only=False)
-    assert held.renewed(meta)[0] is None
+    assert held.renew_claim(meta)[0] is None
     assert held.samples == 0
 
 
@@ -150,12 +150,12 @@ def test_rest_of_a_claim_is_renewed_despite_late_reports():
     holder.acknowledge(meta.slice(0, 1))
     held.forget(meta.slice(0, 1))
     held.add(meta)
-    held.renew()
+    held.renew_all()
     assert held.samples == 2
     [claim] = client.list_claims("p")
     assert claim.age_s + claim.expires_in_s > 1000.0 + 1e-6
     held.release(kept=meta.sample_ids[1:2])
     assert counts(client) == (2, 1, 1)
     client.end_claim("p", client.list_claims("p")[0].claim, expired_only=False)
-    held.renew()
+    held.renew_all()
     assert held.samples == 0

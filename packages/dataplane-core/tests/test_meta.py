@@ -46,7 +46,7 @@ def shared(meta):
     return meta.partition_id, meta.task_name, meta.fields, meta.extra_info
 
 
-def test_there_are_seven_fields_of_which_three_are_required():
+def test_meta_has_seven_fields_of_which_three_are_required():
     assert [field.name for field in fields(KVBatchMeta)] == [
         "partition_id",
         "task_name",

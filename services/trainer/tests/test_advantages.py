@@ -132,7 +132,7 @@ def test_mean_and_spread_of_metrics_are_the_exact_ones(values):
 
 
 @pytest.mark.parametrize(("rows", "size"), [(6, 4), (3, 1), (4, 0)])
-def test_rewards_that_are_no_groups_are_refused(rows, size):
+def test_rewards_that_do_not_fill_groups_are_refused(rows, size):
     with pytest.raises(ValueError, match=f"{rows} rewards; expected groups of {size}"):
         group_statistics(torch.zeros(rows), size)
 

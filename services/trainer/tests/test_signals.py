@@ -25,12 +25,12 @@ def ends_at_once():
     return raised.value.code == TERMINATED
 
 
-def test_before_the_first_step_it_ends_the_run_at_once(stop):
+def test_sigterm_before_the_first_step_ends_the_run_at_once(stop):
     assert ends_at_once()
     assert not stop.requested
 
 
-def test_the_first_sigterm_requests_and_the_second_one_ends(stop):
+def test_first_sigterm_requests_a_stop_and_a_second_ends_the_run(stop):
     stop.start_steps()
     signal.raise_signal(signal.SIGTERM)
     assert stop.requested

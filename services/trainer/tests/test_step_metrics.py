@@ -15,7 +15,7 @@ def recorded(monkeypatch):
     return steps
 
 
-def test_names_and_rates_of_a_step(recorded):
+def test_a_step_is_recorded_with_documented_names_and_rates(recorded):
     metrics = {"reward": 0.5, "loss": 0.1, "kl": 0.0, "samples": 8, "tokens": 40.0, "groups": 2}
     step_metrics.record_step(6, metrics, seconds=2.0, has_kl=True, trained=56)
     assert recorded[6] == {

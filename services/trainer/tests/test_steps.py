@@ -243,7 +243,7 @@ def test_dynamic_sampling_fills_a_step_or_ends_the_run(run, questions):
         assert len(step.trained) == GROUP * PROMPTS
 
 
-def test_columns_metrics_and_validation_of_plain_steps(run, questions, network, tmp_path):
+def test_plain_steps_have_exact_columns_metrics_and_validation(run, questions, network, tmp_path):
     steps = run(
         list(questions.items()),
         {

@@ -51,7 +51,7 @@ class TaskCounts:
     At every moment ``put == ready + not_ready + leased + acknowledged + cleared``.
 
     Attributes:
-        put: samples put since the latest registration or present at it, minus the withdrawn
+        put: samples present at the latest registration, plus those put since, minus withdrawn
             ones.
         ready: could be claimed now.
         not_ready: unclaimed, and lacking a required field.

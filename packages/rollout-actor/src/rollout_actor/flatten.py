@@ -24,7 +24,7 @@ from rollout_actor.media import MediaForms, media_columns
 
 _TURNS = ("turn_roles", "turn_contents")
 OPT_IN_CARRY_KEYS: tuple[str, ...] = (*_TURNS, "generated_tokens")
-"""Carry keys that are returned only on request, because text is large and seldom needed."""
+"""Carry keys that are returned only on request, because few callers need them."""
 
 _LOGPROBS = "generation_logprobs"
 

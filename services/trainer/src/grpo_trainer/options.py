@@ -34,8 +34,8 @@ class _Checked:
             typer.echo(f"error: {line}", err=True)
         if wrong:
             raise typer.Exit(1)
-        taken: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # of the command
-        return taken
+        remaining: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # a mixin
+        return remaining
 
     def problems(self, given: Mapping[str, Any]) -> Iterable[str]:
         """Yield problems beyond types and ranges.

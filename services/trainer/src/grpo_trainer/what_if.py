@@ -60,7 +60,7 @@ class Durations:
         train_s: duration of each step's training without waiting.
         groups_per_step: groups that a step trains on.
         groups_per_rollout: maximum number of groups of a rollout.
-        kept: fraction of the groups that are not filtered, those with unequal rewards.
+        kept: fraction of the groups with unequal rewards, which are not filtered.
         fills_batch: whether each rollout has ``groups_per_rollout`` groups, and the surplus is
             dropped, as in a synchronous run.
     """
@@ -88,8 +88,8 @@ class Recording:
     """Recorded run.
 
     Attributes:
-        setting: setting that its telemetry shows: the maxima of concurrent rollouts and of groups
-            in the store.
+        setting: setting derived from its telemetry: all generators, and the maxima of concurrent
+            rollouts and of stored groups.
         durations: durations of its steps.
         shares: measured shares of the steps after the first.
         rescoring_s: mean duration of the pass that scores the batch with the policy, which an
@@ -332,7 +332,7 @@ class _Run:
     def groups(
         self, name: str, traces: Container[str] | None = None, reasons: Container[str] | None = None
     ) -> set[str]:
-        """Return the groups in the events of a name, of all traces and reasons if not given."""
+        """Return the groups in the events ``name``; None allows every trace or reason."""
         return {
             group
             for event in self._events
@@ -343,7 +343,7 @@ class _Run:
         }
 
     def setting(self, groups_per_step: int) -> Setting:
-        """Return the largest numbers of generators, rollouts and stored groups at one time."""
+        """Return all generators, and the maxima of concurrent rollouts and of stored groups."""
         ends = sorted(
             (time_ns, change, span.process)
             for span in self.rollouts

@@ -1,4 +1,4 @@
-"""Changes by an operator: consumption reset and claims ended.
+"""Changes by an operator: reset of consumption, and end of claims.
 
 They are for the operator of a stuck run, not for the run itself. All promises of claims still hold.
 """

@@ -63,7 +63,7 @@ class Partition:
         self._retired: list[Queue] = []
         self.tasks = {name: self._new_task(name) for name in declaration.consumer_tasks}
         self.leases = Leases(declaration.partition_id)
-        # No lease or assignment expires before this time. Deadlines only move later, so that stays
+        # No lease or assignment expires before this time. Deadlines only move later, so this stays
         # true when a lease is renewed or ends.
         self._next_expiry = math.inf
         self.put_total = 0

@@ -38,14 +38,14 @@ class Row:
         sample_id: the sample's id.
         sequence: number in the order of first puts; never reused.
         cells: field to the storage's cell of its value, or, with a ``place``, to a column and a
-            layer that other samples share: see `SharedCells`. Replaced and never changed.
+            layer that other samples share: see `SharedCells`. Never changed in place.
         place: the sample's numbers in shared columns; empty if it shares no cells.
-        origins: field to the name of the put that wrote it; shared by the samples of a put, hence
-            replaced and never changed.
-        tags: the caller's primitives; replaced and never changed.
+        origins: field to the name of the put that wrote it; shared by the samples of a put, so
+            never changed in place.
+        tags: the caller's primitives; never changed in place.
         put_at: when it was first put, on the clock of claims.
         states: task to the sample's state for it; without an entry the sample is open. Shared by
-            the samples of a claim, hence replaced and never changed.
+            the samples of a claim, so never changed in place.
         pins: number of running reads. Cells that are overwritten or cleared meanwhile are
             discarded when the last read ends.
         stale: cells that were overwritten while the row was pinned.

@@ -1,6 +1,6 @@
 """Bulk inspection of samples: the matrix of fields and states, and a search by tag.
 
-The matrix is computed column by column, the fields with C-implemented builtins alone. A row takes
+The matrix is computed column by column; for fields, only by builtins implemented in C. A row takes
 well below a microsecond, so that a page does not delay puts and claims.
 """
 

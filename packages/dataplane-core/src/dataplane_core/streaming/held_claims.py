@@ -73,7 +73,7 @@ class HeldClaims:
                 self._hold_again(forgotten)
             raise
 
-    def renewed(self, meta: KVBatchMeta) -> LeaseOutcome:
+    def renew_claim(self, meta: KVBatchMeta) -> LeaseOutcome:
         """Renew samples of a claim; forget those that it no longer holds.
 
         Raises:
@@ -87,7 +87,7 @@ class HeldClaims:
             self.add(left)
         return left, lost
 
-    def renew(self) -> None:
+    def renew_all(self) -> None:
         """Renew all claims; forget the samples that were lost."""
         with self._lock:
             held = list(self._held.items())

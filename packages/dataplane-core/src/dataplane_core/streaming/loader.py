@@ -138,12 +138,12 @@ class StreamingDataLoader:
         try:
             watch: LeaseWatch | None = None  # holders that were live at the last wait
             while True:
-                before = self._to_wait_for(watch)
+                before = self._awaited_samples(watch)
                 more = yield from self._round(workers)
                 workers = 0  # few samples remain, for which starting processes does not pay off
                 if more:
                     watch = None  # holders that were live then may be dead now
-                elif after := self._to_wait_for(watch):
+                elif after := self._awaited_samples(watch):
                     watch = self._wait_for_others(after)
                 elif not before:
                     return  # others held nothing before and after the round: no sample is left
@@ -201,7 +201,7 @@ class StreamingDataLoader:
         if LEASE not in meta.extra_info:
             return meta
         try:
-            held, lost = self._held.renewed(meta)
+            held, lost = self._held.renew_claim(meta)
         except DataPlaneError:  # store unavailable for now; `acknowledge` will report a loss
             self._held.add(meta)
             return meta
@@ -262,7 +262,8 @@ class StreamingDataLoader:
         held: KVBatchMeta | None = rest
         lost = None
         if LEASE in meta.extra_info:
-            held, lost = self._held.acknowledge(rest) if acknowledged else self._held.renewed(rest)
+            update = self._held.acknowledge if acknowledged else self._held.renew_claim
+            held, lost = update(rest)
         if held is not None:
             self._done.update(dict.fromkeys(held.sample_ids, acknowledged))
             if not acknowledged:
@@ -377,11 +378,11 @@ class StreamingDataLoader:
 
     def _renew_often(self, every_s: float) -> None:
         while not self._closing.wait(every_s):
-            self._held.renew()
+            self._held.renew_all()
 
-    def _to_wait_for(self, watch: LeaseWatch | None) -> int:
+    def _awaited_samples(self, watch: LeaseWatch | None) -> int:
         """Return the number of samples that others hold; 0 if all holders are live."""
-        self._held.renew()  # drops leases that were lost, so that they count as held by others
+        self._held.renew_all()  # drops leases that were lost, so that they count as held by others
         others = self._held_by_others()
         return 0 if watch is not None and watch.all_live() else others
 

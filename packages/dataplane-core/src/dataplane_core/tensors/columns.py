@@ -251,7 +251,7 @@ def columns_of_fields(
 def padded_tensor(tensor: torch.Tensor, pad_value: float, width: int | None) -> torch.Tensor:
     """Return ``tensor`` as a dense tensor, whose dim 1, if any, has at least the size ``width``.
 
-    It is unchanged if ``width`` is None, or if rows differ in another dimension than their first:
+    It is unchanged if ``width`` is None, or if rows differ in a dimension other than the first:
     images of different resolutions cannot be padded.
     """
     if width is None:
@@ -352,7 +352,7 @@ def tensor_on(raw: Bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Ten
 def padded_from_nested(nested: torch.Tensor, pad_value: float) -> torch.Tensor:
     """Return the rows of ``nested`` as one dense tensor (n, longest, ...), right-padded.
 
-    If they differ in another dimension than their first, return ``nested``.
+    If they differ in a dimension other than the first, return ``nested``.
     """
     if _is_plain_jagged(nested):
         return _padded_from_jagged(nested, pad_value)

@@ -108,10 +108,10 @@ class ActorCalls:
         Args:
             method: the method's name.
             calls: actor name to positional and keyword arguments.
-            awaited: the columns that the call writes, named while it blocks.
+            awaited: the columns that the call writes; a report of the blocked call names them.
             while_waiting: called several times a second until all have answered; its errors end the
                 wait.
-            timeout_s: deadline of the call, in seconds; None is that of all calls.
+            timeout_s: deadline of the call, in seconds; None is the constructor's ``timeout_s``.
             errors: collects the errors of actors that died or failed, which are then not raised.
 
         Returns:
@@ -119,8 +119,8 @@ class ActorCalls:
 
         Raises:
             WorkerError: naming the actor that died, failed or did not answer. The other calls are
-                abandoned: they may be blocked on the dead actor. With ``errors``, only if one did
-                not answer.
+                abandoned: they may be blocked on the dead actor. With ``errors``, it is raised only
+                if an actor did not answer.
         """
         for name, (args, kwargs) in calls.items():
             self._observe(name, "sent", (args, dict(kwargs)))

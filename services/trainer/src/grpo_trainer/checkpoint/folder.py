@@ -43,7 +43,7 @@ class RunState(BaseModel):
         history: the metrics of every completed step.
         config: the run's configuration as plain data.
         pending_prompts: positions of prompts taken and not trained, in an asynchronous run.
-        data: `RunInputs.digests`; an older release stored none, or digests of other inputs.
+        data: `RunInputs.digests`; older releases stored none, or some that cannot be compared.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -94,7 +94,7 @@ def save_checkpoint(
     final = folder / f"step-{state.step:06d}"
     partial = _partial(final)
     try:
-        for orphaned in folder.glob(_PARTIAL):  # by a killed process; free their disk space
+        for orphaned in folder.glob(_PARTIAL):  # left by a killed process
             shutil.rmtree(orphaned, ignore_errors=True)
         partial.mkdir(parents=True)
         written = write_policy(partial)
@@ -145,9 +145,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def intact_before(checkpoint: Path) -> tuple[Path, list[Path]] | None:
-    """Return the newest intact checkpoint before ``checkpoint``, and all that are newer than it.
+    """Return the newest intact checkpoint before ``checkpoint``, and the checkpoints after it.
 
-    None if there is none.
+    The latter include ``checkpoint``. None if no earlier checkpoint is intact.
     """
     checkpoints = _checkpoints(checkpoint.parent)
     for place in reversed(range(checkpoints.index(checkpoint))):
@@ -214,12 +214,12 @@ def _check_written(partial: Path, written: Mapping[str, int]) -> None:
 def _check_parts(checkpoint: Path, names: Collection[str]) -> None:
     """Refuse a list of files without model or optimizer."""
     weights = any(fnmatchcase(name, f"{MODEL}/*.safetensors") for name in names)
-    for what, there in (
+    for what, is_listed in (
         (f"{MODEL}/config.json", f"{MODEL}/config.json" in names),
         (f"{MODEL}/*.safetensors", weights),
         (OPTIMIZER, OPTIMIZER in names),
     ):
-        if not there:
+        if not is_listed:
             raise CheckpointError(
                 f"checkpoint {checkpoint}: {what}: not among its {len(names)} files"
             )

@@ -177,7 +177,7 @@ def _data_plane_problems(config: TrainerConfig) -> list[str]:
     if plane.get("backend") == "yuanrong" and config.refit.transport not in ("shm", "tcp"):
         problems.append(
             f"refit.transport: found {config.refit.transport!r}; expected 'shm' or 'tcp' "
-            "with data_plane.backend 'yuanrong', whose libraries and NIXL's cannot share a process"
+            "with data_plane.backend 'yuanrong', which cannot share a process with NIXL"
         )
     # With dynamic sampling a batch can arrive while all but one group of a step are stored.
     sampling = config.grpo.dynamic_sampling

@@ -85,7 +85,7 @@ def resumed_config(
     """
     raw = copy.deepcopy(dict(saved))
     added = dict(_add_missing(raw, load_config().model_dump(mode="json")))
-    ignored = dict(_without_ignored(raw))
+    ignored = dict(_clear_ignored(raw))
     before = dict(leaves(raw))
     for override in overrides:
         apply_override(raw, override)
@@ -121,7 +121,7 @@ def _add_missing(
             yield from _add_missing(raw[name], value, f"{key}.")
 
 
-def _without_ignored(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _clear_ignored(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Set keys to null that an older release ignored and this one refuses, and yield them."""
     grpo = raw["grpo"]
     if grpo["max_logprob_error"] is not None and not grpo["recompute_prev_logprobs"]:

@@ -235,7 +235,7 @@ class DynamicSamplingSection(Section):
     Attributes:
         enabled: drop and clear such groups.
         max_batches: maximum number of batches of prompts generated for a step. An asynchronous step
-            replaces the content of the store at most ``max_batches - 1`` times.
+            instead bounds the samples cleared: ``max_batches - 1`` times those of a full store.
         when_short: what to do if there are too few groups after that: "raise" ends the run,
             "proceed" trains on the remaining groups. These make as many complete optimizer steps as
             possible, or one smaller step if there are too few for one. No step is made if the ranks

@@ -46,10 +46,10 @@ def chat_turn(tokenizer: Any, model: RandomModel | PretrainedModel) -> ChatTurn 
     """Return the text that the tokenizer's chat template puts around a follow-up.
 
     Returns:
-        None if ``model`` uses no template. A predicate such as "renders no second question" if the
-        template raises, renders no second question, or does not end a response with the tokenizer's
-        end token. Generation stops only at that token, so a generated response would differ from
-        the template's.
+        None if ``model`` uses no template. The end of an error message if the template raises,
+        renders no second question, or does not end a response with the tokenizer's end token.
+        Generation stops only at that token, so a generated response would differ from the
+        template's.
     """
     if not isinstance(model, PretrainedModel) or not model.use_chat_template:
         return None

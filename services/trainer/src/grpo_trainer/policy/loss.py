@@ -62,10 +62,10 @@ def grpo_loss(
     Stale samples: with ``behavior_logprobs`` the objective is the decoupled one of Hilton et al.
     2021, arXiv:2110.00641, which AReaL uses for asynchronous training (Fu et al. 2025,
     arXiv:2505.24298). ``prev_logprobs`` are those of the proximal policy, to which the update is
-    clipped. Each token is weighted by the ratio of the proximal policy's probability to that with
-    which it was drawn, truncated at ``max_importance_ratio`` (Espeholt et al. 2018,
-    arXiv:1802.01561). The ratio is per token, so it also corrects a response that has tokens of
-    several versions of the weights.
+    clipped. A token's weight is its probability under the proximal policy, divided by the
+    probability with which it was drawn, and truncated at ``max_importance_ratio`` (Espeholt et al.
+    2018, arXiv:1802.01561). The weight is per token, so it also corrects a response that has tokens
+    of several versions of the weights.
 
     Args:
         logprobs: float (rows, width), of the policy in training.

@@ -153,7 +153,7 @@ class StreamingPolicyWorker(PolicyWorker):
     ) -> KVBatchMeta:
         """Claim up to ``missing`` samples of the next groups.
 
-        If the ranks need equal numbers of samples, the claims of all ranks share each batch.
+        If the ranks need equal numbers of samples, each drawn batch is split among all ranks.
         """
         section = self._grpo["asynchronous"]
         started = time.perf_counter()

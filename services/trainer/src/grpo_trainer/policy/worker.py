@@ -113,7 +113,7 @@ class PolicyWorker(RunActor):
         """Return once the model is loaded."""
 
     def rendezvous_address(self, world: int) -> tuple[str, int]:
-        """Host the store of ``world`` ranks on this one, the new rank 0; return its host and port.
+        """Host the store of ``world`` ranks as the new rank 0; return its host and port.
 
         The rank leaves the group that it was in.
         """

@@ -25,7 +25,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 
 class MetricSink(Protocol):
-    """A receiver of a run's metrics. Every method may raise; then no other one is called."""
+    """A receiver of a run's metrics. Every method may raise; after that, none is called."""
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin or continue the record of the run."""
@@ -159,7 +159,7 @@ class TensorBoardSink:
         self._run = run
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin an event file; TensorBoard hides steps of earlier ones that are repeated."""
+        """Begin an event file; TensorBoard hides the repeated steps of earlier files."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder, done = self._run.sink_folder() / "tensorboard", self._run.done_steps

@@ -47,6 +47,6 @@ class Pace:
         self._seconds, self._tokens = seconds, tokens
 
     def ahead_s(self, drawn: int | None = None) -> float:
-        """Return by how many seconds a response of ``drawn`` tokens, None for all, is early."""
+        """Return the seconds by which ``drawn`` tokens are early; None means all tokens."""
         share = 1.0 if drawn is None else drawn / max(1, self._tokens)
         return max(0.0, self._began_s + self._seconds * share - time.perf_counter())

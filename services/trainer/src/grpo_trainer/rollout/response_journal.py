@@ -9,7 +9,8 @@ Rows with equal input are numbered in the order of the call. Any of these rows m
 of their recorded responses, because all have the same distribution.
 
 Each file is complete in itself: the first record of a response in a file holds all its tokens, and
-each later one begins where the one before ended. A damaged or missing record ends the response.
+each later one begins where the one before ended. A damaged or missing record loses the tokens
+after it.
 
 A token takes 8 bytes; a record takes about 300, and 130 for each of its rows. A checkpoint removes
 the files whose prompts are all trained or dropped. What remains are the responses generated since

@@ -1,6 +1,6 @@
 """vLLM servers that a run starts on this machine's loopback.
 
-vLLM needs other versions than the trainer, so each server runs in another Python environment.
+vLLM needs other package versions than the trainer, so servers run in a separate environment.
 """
 
 from __future__ import annotations
