@@ -214,7 +214,7 @@ def test_tags_replace_those_of_the_run_and_are_recorded(client, otlp):
     assert client.get("/api/v1/run", params={"run": "run"}).json()["tags"] == ["good", "größe 😀"]
     [done, _] = audit(client)
     assert (done["action"], done["target"]) == ("tag-run", "run")
-    assert done["outcome"] == "done: run 'run' has 2 tags"
+    assert done["outcome"] == "done: run 'run' has the tags good, größe 😀"
     assert done["parameters"] == {"tags": ["good", "größe 😀"]}
     assert done["actor"] == "token from testclient"
 

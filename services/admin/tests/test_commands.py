@@ -74,7 +74,7 @@ def token_file(tmp_path_factory):
         (["runs", "--text", "TEST", "--sort", "steps"], ["tests", "running"]),
         (["alerts"], ["No alert is raised."]),
         (["alerts", "--schema"], ["reward_collapsed", "webhooks"]),
-        (["tag", "tests", "good", "old"], ["run 'tests' has 2 tags"]),
+        (["tag", "tests", "good", "old"], ["run 'tests' has the tags good, old"]),
         (["runs", "--tag", "old"], ["tests", "good, old"]),
     ],
 )

@@ -320,7 +320,7 @@ def test_an_incomplete_trace_is_drawn_with_a_note(client):
     page = Document(client.get(f"/trace?id={TORN}").text)
     assert "Telemetry incomplete" in page.text
     assert "no root" in page.text
-    assert "7 spans were rejected" in page.text
+    assert "rejected spans, invalid or beyond the limits: 7" in page.text
     assert [held for tag, held in page.elements if tag == "a" and held.get("class") == "bar"]
 
 

@@ -130,7 +130,9 @@ class Actions:
             {"tags": tags},
             actor,
             act,
-            lambda _: f"run '{printable(change.run)}' has {len(tags)} tags",
+            lambda _: (
+                f"run '{printable(change.run)}' has the tags {', '.join(map(printable, tags)) or 'none'}"
+            ),
         )
         return models.TaggedRun(run_id=change.run, tags=tags, sentence=text)
 

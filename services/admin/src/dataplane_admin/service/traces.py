@@ -200,9 +200,7 @@ def _step(facts: models.TraceFacts, records: Records) -> Step:
             return step
     spans = [span for span in records.spans if span.trace_id == facts.trace_id]
     if not spans:
-        raise NotFound(
-            f"trace {facts.trace_id} has no span: the service rejected {facts.rejected} spans"
-        )
+        raise NotFound(f"trace {facts.trace_id} has no span; rejected spans: {facts.rejected}")
     events = sorted(records.events, key=lambda event: event.time_ns)
     return step_of_trace(
         Tree(spans), events, run_id=facts.run_id, number=0, trace_id=facts.trace_id
@@ -214,12 +212,13 @@ def _incomplete(store: Store, facts: models.TraceFacts, step: Step) -> list[str]
     dropped = store.dropped_spans()
     lost = {label: dropped.get(process.identity) for process, label in step.labels.items()}
     reasons += [
-        f"{process} dropped {count} spans since its start, possibly some of this trace"
+        f"{process} dropped {count} {'span' if count == 1 else 'spans'} since its start, possibly "
+        "of this trace"
         for process, count in sorted(lost.items())
         if count
     ]
     if facts.rejected:
-        reasons.append(f"{facts.rejected} spans were rejected: invalid, or beyond the limits")
+        reasons.append(f"rejected spans, invalid or beyond the limits: {facts.rejected}")
     return reasons
 
 

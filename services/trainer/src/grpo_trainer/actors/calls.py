@@ -134,7 +134,7 @@ class ActorCalls:
                 for name in calls
             }
             try:
-                pending = self._send(method, calls)
+                pending = self._send(method, calls, limit_s)
                 return self._gather(
                     method, pending, waiting, deadline, limit_s, while_waiting, errors
                 )
@@ -142,12 +142,14 @@ class ActorCalls:
                 # No actor is at fault: a hung raylet blocks every process that stores or
                 # fetches a value.
                 raise WorkerError(
-                    f"{method}: Ray did not answer in {self._timeout_s:g} s; check this "
-                    "machine's raylet"
+                    f"{method}: Ray did not answer in {limit_s:g} s; check this machine's raylet"
                 ) from None
 
     def _send(
-        self, method: str, calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]
+        self,
+        method: str,
+        calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
+        limit_s: float,
     ) -> dict[Any, str]:
         """Make the calls and return the actor's name by its result's reference."""
 
@@ -157,7 +159,7 @@ class ActorCalls:
                 for name, (args, kwargs) in calls.items()
             }
 
-        return call_within(self._timeout_s, send)
+        return call_within(limit_s, send)
 
     def _gather(
         self,
