@@ -124,15 +124,14 @@ class Actions:
             except StoreError as error:
                 raise Unavailable(f"the tags were not written: {error}") from None
 
+        listed = printable(", ".join(tags)) or "none"
         _, text = self._recorded(
             "tag-run",
             change.run,
             {"tags": tags},
             actor,
             act,
-            lambda _: (
-                f"run '{printable(change.run)}' has the tags {', '.join(map(printable, tags)) or 'none'}"
-            ),
+            lambda _: f"run '{printable(change.run)}' has the tags {listed}",
         )
         return models.TaggedRun(run_id=change.run, tags=tags, sentence=text)
 
