@@ -119,6 +119,26 @@ def test_without_a_moving_run_the_headline_names_the_last_step(job, send, monkey
     assert shown.last.facts.step == 9
 
 
+@pytest.mark.parametrize(
+    ("end", "facts", "shown"),
+    [
+        ("finished", {}, "Run finished"),
+        ("stopped", {}, "Run stopped"),
+        (
+            "failed",
+            {"error": "ValueError", "reason": "x" * 300},
+            f"Run failed: ValueError: {'x' * 108}",
+        ),
+    ],
+)
+def test_the_headline_says_how_a_run_ended(job, otlp, send, monkeypatch, end, facts, shown):
+    send(step=9, ago_s=5, seconds=1, run="run")
+    job.send(otlp.run("started", "run"), otlp.run(end, "run", at_s=1, **facts))
+    assert page(job, monkeypatch).headline.startswith(f"{shown}; step 9 finished ")
+    send(step=10, ago_s=0, seconds=1, run="another")
+    assert page(job, monkeypatch).headline == "Running: step 10 finished in 1.00 s"
+
+
 def test_the_headline_never_denies_a_blocked_task(job, send, monkeypatch):
     send(step=9, run="quick", ago_s=100, seconds=1)
     # It has reported nothing else, so its step duration is unknown.

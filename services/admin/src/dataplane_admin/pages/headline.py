@@ -14,6 +14,8 @@ from dataplane_admin.service import AdminService
 from dataplane_admin.service.pace import Pace
 
 _RUNS = 5
+_ENDED = ("finished", "stopped", "failed")
+_MAX_ERROR = 120
 
 
 def runs_to_judge(
@@ -47,6 +49,7 @@ def headline(
     silent: Sequence[models.Wait],
     partitions: Sequence[models.Partition],
     paces: Mapping[str, Pace],
+    run: models.Run | None,
 ) -> tuple[str, str]:
     """Return the state, see `Overview`, and the headline.
 
@@ -56,6 +59,7 @@ def headline(
         silent: blocked tasks of silent processes.
         partitions: partitions of the data plane.
         paces: pace of each run of `runs_to_judge`.
+        run: the run of `newest_pace`; None if unknown.
     """
     newest = newest_pace(paces)
     if waits:
@@ -68,6 +72,10 @@ def headline(
     if newest is not None and newest.newest is not None:
         step = newest.newest
         what = f"Step {step.step}" if step.step is not None else "The newest trace"
+        if run is not None and run.state in _ENDED:
+            reason = f": {run.error[:_MAX_ERROR]}" if run.error else ""
+            end = f"Run {run.state}{reason}"
+            return "quiet", f"{end}; {what.lower()} finished {words.ago(newest.since_s)} ago"
         if not newest.moves:
             state = "Blocked processes are silent" if silent else "Nothing blocked"
             return "quiet", f"{state}; {what.lower()} finished {words.ago(newest.since_s)} ago"

@@ -151,13 +151,15 @@ def overview(
     silent = [item for item in waits_of_run if item.silent_s is not None]
     judged = runs_to_judge(service, run, waits, _newest(service, run))
     pace = service.paces(judged, status.now_ns, stuck_after_s)
-    state, first_line = headline(status, waits, silent, held.partitions, pace)
+    newest = newest_pace(pace)
+    ran = service.find_run(newest.newest.run_id) if newest and newest.newest else None
+    state, first_line = headline(status, waits, silent, held.partitions, pace, ran)
     # Read the steps after the headline, so that the table has the step that the headline names.
     facts = _newest(service, run)
     longest = max((item.seconds for item in facts), default=0.0)
     rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]
     steps = [_step(item, buckets.of(item), longest) for item in facts]
-    last = _last(steps, newest_pace(pace))
+    last = _last(steps, newest)
     return Overview(
         state=state,
         headline=first_line,
