@@ -103,10 +103,11 @@ class Telemetry:
         )
 
 
-def asynchronous():
+def asynchronous(replaced_after=6):
     """Two steps of 10 s: refit of 1 s, then a wait of 4 s, training of 3 s, 2 s of anything else.
 
-    Rollouts of 6 s, each of one group, two at a time; four groups fit into the store.
+    Rollouts of 6 s, each of one group, two at a time; four groups fit into the store. Another
+    generator runs those from number ``replaced_after`` on.
     """
     recorded = Telemetry()
     for step, began in enumerate((0.0, 10.0)):
@@ -125,9 +126,15 @@ def asynchronous():
         recorded.event("cleared", recorded.driver, began + 9, trace, trained)
     for group in range(6):
         trace, began = f"rollout {group}", 1 + group // 2 * 6
-        recorded.span("grpo.rollout", recorded.generator, began, began + 6, trace)
-        recorded.event("put", recorded.generator, began + 6, trace, [group])
+        generator = Process("grpo.rollout", str(group >= replaced_after))
+        recorded.span("grpo.rollout", generator, began, began + 6, trace)
+        recorded.event("put", generator, began + 6, trace, [group])
     return recorded.records
+
+
+def test_a_replaced_generator_counts_once():
+    assert recording_of(asynchronous(replaced_after=2)).setting.generators == 1
+    assert recording_of(asynchronous(replaced_after=3)).setting.generators == 2
 
 
 def test_an_asynchronous_run_is_read_from_its_telemetry():

@@ -13,6 +13,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import ceil, inf
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -88,8 +89,8 @@ class Recording:
     """Recorded run.
 
     Attributes:
-        setting: setting derived from its telemetry: all generators, and the maxima of concurrent
-            rollouts and of stored groups.
+        setting: setting derived from its telemetry: the maxima of generators at a time, of
+            concurrent rollouts and of stored groups.
         durations: durations of its steps.
         shares: measured shares of the steps after the first.
         rescoring_s: mean duration of the pass that scores the batch with the policy, which an
@@ -343,12 +344,18 @@ class _Run:
         }
 
     def setting(self, groups_per_step: int) -> Setting:
-        """Return all generators, and the maxima of concurrent rollouts and of stored groups."""
+        """Return the maxima of generators at a time, concurrent rollouts and stored groups."""
         ends = sorted(
             (time_ns, change, span.process)
             for span in self.rollouts
             for time_ns, change in ((span.start_ns, 1), (span.end_ns, -1))
         )
+        # From its first to its last rollout: a replaced generator and the new one count once.
+        lives: dict[Process, tuple[int, int]] = {}
+        for span in self.rollouts:
+            first, last = lives.get(span.process, (span.start_ns, span.end_ns))
+            lives[span.process] = min(first, span.start_ns), max(last, span.end_ns)
+        joined = sorted(each for life in lives.values() for each in zip(life, (1, -1), strict=True))
         running: Counter[Process] = Counter()
         max_running = 1
         for _, change, process in ends:
@@ -363,7 +370,8 @@ class _Run:
                 stored -= _groups_of(event)
             max_stored = max(max_stored, len(stored))
         ahead = max(0, ceil(max_stored / groups_per_step) - 1)
-        return Setting(len(running), max_running, ahead)
+        generators = max(accumulate(change for _, change in joined), default=0)
+        return Setting(generators, max_running, ahead)
 
 
 def _groups_of(event: Event) -> set[str]:
