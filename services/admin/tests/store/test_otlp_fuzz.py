@@ -137,7 +137,8 @@ def shown(job):
     paths = ["/", "/traces", "/metrics"]
     paths += [f"/api/v1/{name}" for name in ("traces", "runs", "series", "why", "status")]
     for trace in job.get("traces", limit=5)["traces"]:
-        paths += [f"{path}?id={trace['trace_id']}" for path in ("/trace", "/api/v1/trace")]
+        if trace["spans"]:  # else all were rejected, and 404 says so
+            paths += [f"{path}?id={trace['trace_id']}" for path in ("/trace", "/api/v1/trace")]
     return {path: job.client.get(path).status_code for path in paths}
 
 
