@@ -131,7 +131,7 @@ def check_put(
     partition = checked_name(method, "partition_id", partition_id)
     where = f"{method}(partition={partition!r})"
     if checked_bool(where, "acknowledge", acknowledge) and claim is None:
-        raise refused(where, "claim", claim, "a leased claim, because acknowledge is True")
+        raise refused(where, "claim", claim, "a leased claim, which acknowledge=True needs")
     ids = checked_distinct_ids(where, sample_ids)
     return PutRequest(
         where,
