@@ -124,8 +124,9 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     page.goto(f"/trace?id={steps_of(url)[1]}")
     take(page, "async-trace")
     runs = [each["run_id"] for each in ask(url, "runs")["runs"]]
-    page.goto(f"/runs/compare?{urlencode({'run': runs, 'smooth': 0.6}, doseq=True)}")
-    take(page, "runs")
+    if len(runs) > 1:  # the synchronous run was before
+        page.goto(f"/runs/compare?{urlencode({'run': runs, 'smooth': 0.6}, doseq=True)}")
+        take(page, "runs")
 
 
 def take_pages(browser: Browser, url: str, run: Process) -> None:
