@@ -33,6 +33,7 @@ with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", overrides=[
         "trainer.logger=[console]", "trainer.val_before_train=False", "trainer.total_epochs=9",
         "trainer.experiment_name=my-run", "trainer.test_freq=-1", "trainer.save_freq=100",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN=secret",
         "data.train_batch_size=1", "algorithm.use_kl_in_reward=False",
     ])
 
@@ -113,7 +114,9 @@ def test_fit_has_a_trace_per_step(tmp_path: Path, done: int, total: int, failing
         "run_finished" if failing < 0 else "run_failed",
     ]
     assert {event.attributes["rl.run_id"] for event in events} == {"my-run"}
-    assert events[0].attributes["dataplane.config"]["trainer.experiment_name"] == "my-run"
+    config = events[0].attributes["dataplane.config"]
+    assert config["trainer.experiment_name"] == "my-run"
+    assert "secret" not in config.values()
     metrics = (tmp_path / "recording" / "metrics.otlp").read_bytes()
     for name in ("rl.reward.mean", "rl.response.length", "rl.response.truncated"):
         assert name.encode() in metrics

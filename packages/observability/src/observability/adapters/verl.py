@@ -3,7 +3,7 @@
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
 makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
 What the trainer logs with `Tracking` is recorded as metrics of the step, and the configuration that
-it gives to `Tracking` as that of the run.
+it gives to `Tracking`, without ``ray_kwargs``, as that of the run.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class _Run:
             if not self.run_id:  # a process has one run
                 self.run_id = os.environ.get(_RUN_ID) or str(experiment_name)
                 self.telemetry = setup("grpo.driver", run_id=self.run_id)
-                config = kwargs.get("config")  # as verl's trainers pass it
+                config = dict(kwargs.get("config") or {})  # as verl's trainers pass it
+                config.pop("ray_kwargs", None)  # has environment variables, perhaps tokens
                 self.record.enter_context(record_run(config, run_id=self.run_id))
             initialize(tracking, project_name, experiment_name, *args, **kwargs)
 
