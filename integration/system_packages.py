@@ -61,6 +61,8 @@ NEEDS: Mapping[str, Need] = {
     "vllm": Need(("g++", "python3-dev"), ("g++",), files=("usr/include/python3*/Python.h",)),
 }
 """Needs by name; a test without these fixtures and parameters names its need in a mark `debian`."""
+POLICY = Path("/usr/sbin/policy-rc.d")
+"""A program that Debian's packages run; its status 101 forbids to start a service."""
 
 
 def missing() -> list[str]:
@@ -115,16 +117,15 @@ def main() -> int:
 @contextmanager
 def _services_forbidden() -> Iterator[None]:
     """Keep installed packages from starting services: nginx would listen on port 80."""
-    policy = Path("/usr/sbin/policy-rc.d")  # run by Debian's packages; status 101 forbids a start
-    if policy.exists():
+    if POLICY.exists():
         yield
         return
-    policy.write_text("#!/bin/sh\nexit 101\n")
-    policy.chmod(0o755)
+    POLICY.write_text("#!/bin/sh\nexit 101\n")
+    POLICY.chmod(0o755)
     try:
         yield
     finally:  # also after Ctrl-C: a remaining file would forbid services for good
-        policy.unlink(missing_ok=True)
+        POLICY.unlink(missing_ok=True)
 
 
 def _present(need: Need, cache: str) -> bool:
