@@ -121,6 +121,7 @@ def test_asynchronous_run_generates_while_it_trains(
         policy__model={"kind": "pretrained", "name": str(models(0)), "use_chat_template": False},
         policy__generation__servers=0,
         policy__generation__addresses=[servers[0].address],
+        policy__global_batch_size=ROWS,  # one optimizer step: a second one has other weights
         grpo__mode="async",
         grpo__asynchronous__max_staleness=2,
         grpo__asynchronous__concurrent_rollouts=8,
