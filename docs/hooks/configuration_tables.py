@@ -30,7 +30,7 @@ NAMES: dict[Any, str] = {
 
 
 def typed_dict_table(path: str) -> str:
-    """Return the keys of a TypedDict as a table, ``module:Class``."""
+    """Return the keys of the TypedDict ``module:Class`` as a table."""
     typed_dict = load(path)
     hints = typing.get_type_hints(typed_dict, include_extras=True)
     meanings = attributes_of(typed_dict)
@@ -57,7 +57,7 @@ def trainer_table() -> str:
 
 
 def settings_table(path: str) -> str:
-    """Return the fields and defaults of a dataclass as a table, ``module:Class``."""
+    """Return the fields and defaults of the dataclass ``module:Class`` as a table."""
     settings = load(path)
     hints = typing.get_type_hints(settings)
     meanings = attributes_of(settings)
@@ -80,7 +80,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def command_table(path: str) -> str:
-    """Return the commands and options of a Typer application as tables, ``module:app``."""
+    """Return the commands and options of the Typer application ``module:app`` as tables."""
     parts = []
     for words, command in commands_of(load(path)).items():
         if words:
