@@ -403,7 +403,7 @@ def test_environments_can_be_given_for_one_call(actor_of):
     assert carry["total_reward"].tolist() == [1.0]
 
 
-def test_an_empty_override_is_an_override(actor_of):
+def test_an_empty_override_removes_all_environments(actor_of):
     with pytest.raises(ValueError, match="task_to_env has none"):
         actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="train", task_to_env_override={})
 

@@ -12,7 +12,7 @@ IDS = ["p7_g0", "p7_g1"]
 
 @pytest.fixture
 def leasing(store):
-    """A client with leases of the actor's store; its partition holds two prompts."""
+    """A client of the actor's store that claims with leases; the partition holds two prompts."""
     client = InMemoryDataPlaneClient(DP_CFG | {"claim_lease_s": 1000.0}, bootstrap=False)
     client.register_partition("prompts", ["prompt"], 2, ["generate", "train"])
     client.put_samples(IDS, "prompts", TensorDict({"prompt": torch.ones(2)}, [2]))

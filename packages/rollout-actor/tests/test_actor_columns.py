@@ -1,6 +1,6 @@
 """`SyncRolloutActor` puts media of every shape; it refuses other kinds of columns at once.
 
-Imports internals: the kinds checked ahead are compared with those put.
+Imports internals, to compare the kinds that are checked with the kinds that are put.
 """
 
 import pytest

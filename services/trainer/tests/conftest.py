@@ -247,7 +247,7 @@ def command_line():
 
 @pytest.fixture(scope="session")
 def processes_of():
-    """Return the processes of a Ray cluster, which have its folder in their command line."""
+    """Function that returns the processes of a Ray cluster, by its folder in their commands."""
 
     def find(temp_dir):
         return [

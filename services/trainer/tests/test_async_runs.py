@@ -154,7 +154,7 @@ def test_run_ends_if_too_few_generators_remain(async_config):
         grpo_trainer.train(config, display=Recorder("ray::GenerationWorker"))
 
 
-# test_steps.py ends a synchronous run.
+# test_steps.py tests a synchronous run.
 @pytest.mark.parametrize("when_short", ["proceed", pytest.param("raise", marks=pytest.mark.long)])
 def test_a_step_that_finds_only_equal_rewards_ends(async_config, tmp_path, when_short):
     unsolvable = tmp_path / "train.jsonl"

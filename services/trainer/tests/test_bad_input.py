@@ -36,7 +36,7 @@ def refused(command_line, processes_of, tmp_path):
 
     run.temp_dir = temp_dir
     yield run
-    Path(temp_dir).rmdir()  # and nothing was left in there either
+    Path(temp_dir).rmdir()  # fails unless the folder is empty
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def unused():
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
-def test_a_configuration_that_is_not_there(refused):
+def test_a_missing_configuration_is_named(refused):
     assert refused("train", "--config", "gone.yaml") == (
         "gone.yaml: cannot be read: No such file or directory"
     )
@@ -80,7 +80,7 @@ def test_a_data_set_and_its_line_are_named(refused_config, tmp_path, key, lines,
     assert refused_config({key: str(path)}).startswith(f"data set {path}{message}")
 
 
-def test_a_data_set_that_is_not_there(refused_config, tmp_path):
+def test_a_missing_data_set_is_named(refused_config, tmp_path):
     path = tmp_path / "1: [a] folder" / "gone.jsonl"
     message = refused_config({}, "--dataset", path)
     assert message.startswith(f"data set {path}: cannot be read: ")
@@ -96,14 +96,14 @@ def test_a_data_set_that_is_not_there(refused_config, tmp_path):
         ),
     ],
 )
-def test_a_model_that_is_not_there(refused_config, name, message):
+def test_a_missing_model_is_named_with_the_places_searched(refused_config, name, message):
     model = {"kind": "pretrained", "name": name, "use_chat_template": False}
     assert refused_config({"policy.model": model}).startswith(
         f"policy.model.name: {name!r}{message}"
     )
 
 
-def test_a_cluster_that_is_not_there(refused_config, unused):
+def test_an_address_without_a_cluster_is_named(refused_config, unused):
     assert refused_config({"cluster.address": unused}).startswith(f"cluster.address: {unused!r}: ")
 
 
@@ -112,19 +112,19 @@ def test_ray_address_is_refused_while_a_run_starts_its_own_ray(
 ):
     monkeypatch.setitem(command_line.environment, "RAY_ADDRESS", unused)
     assert refused_config() == (
-        f"RAY_ADDRESS: found {unused!r}, while cluster.address is null, which starts a Ray for "
-        "the run; unset RAY_ADDRESS, or join that cluster with --set cluster.address=auto"
+        f"RAY_ADDRESS: found {unused!r}, while cluster.address is null, which starts a new "
+        "cluster; unset RAY_ADDRESS, or join its cluster with --set cluster.address=auto"
     )
     message = refused_config({"cluster.address": "auto"})
     assert message.startswith(f"RAY_ADDRESS: {unused!r}: ")
 
 
-def test_an_output_that_is_a_file(refused_config, tmp_path):
+def test_an_output_that_is_a_file_is_refused(refused_config, tmp_path):
     (tmp_path / "runs").write_text("")
     assert refused_config().startswith(f"run.output: {tmp_path / 'runs' / 'demo'}")
 
 
-def test_a_run_that_cannot_be_resumed(refused, tmp_path):
+def test_a_resume_without_a_checkpoint_is_refused(refused, tmp_path):
     assert refused("resume", tmp_path) == (
         f"{tmp_path}: no complete checkpoint below {tmp_path / 'checkpoints'}"
     )

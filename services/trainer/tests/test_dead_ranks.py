@@ -1,6 +1,6 @@
-"""A run continues without a rank that dies at any moment, and trains the same.
+"""A run with ``when_rank_dies: proceed`` continues without a dead rank and trains all samples.
 
-``integration/test_traced_step.py`` tests that it ends by default.
+``integration/test_traced_step.py`` tests the default: the run ends.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def undisturbed(rank_config):
         pytest.param("train", 1, 0.1, marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_lost_a_rank_trains_the_same(rank_config, undisturbed, phase, number, delay_s):
+def test_a_lost_rank_does_not_change_the_weights(rank_config, undisturbed, phase, number, delay_s):
     killer = Killer(phase, number, delay_s)
     with Receiver() as receiver:
         tracing = {"tracing.enabled": True, "tracing.endpoint": receiver.endpoint}

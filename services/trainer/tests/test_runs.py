@@ -123,18 +123,18 @@ def test_a_finished_run_is_resumed_without_doing_anything(finished):
     assert {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*")} == before
 
 
-class Acts(grpo_trainer.RunDisplay):
-    """Display that calls ``acts["start"]`` at the start, and ``acts[n]`` after step n."""
+class Calling(grpo_trainer.RunDisplay):
+    """Display that calls ``actions["start"]`` at the start, and ``actions[n]`` after step n."""
 
-    def __init__(self, acts):
-        self.acts = acts
+    def __init__(self, actions):
+        self.actions = actions
 
     def started(self, folder, config, done_steps):
         self.folder = folder
-        self.acts.get("start", lambda folder: None)(folder)
+        self.actions.get("start", lambda folder: None)(folder)
 
     def finished_step(self, record):
-        self.acts.get(record["step"], lambda folder: None)(self.folder)
+        self.actions.get(record["step"], lambda folder: None)(self.folder)
 
 
 def actors(name=ACTORS):
@@ -175,7 +175,7 @@ def check_no_mapped_file(folder):
 @pytest.fixture(scope="module")
 def failed(configure_run):
     """Folder of a run without disk space for its second checkpoint."""
-    display = Acts({1: check_lock, 4: fill_disks})
+    display = Calling({1: check_lock, 4: fill_disks})
     named = "^policy worker 0: checkpoint file .*step-000004.*/model: cannot be written: "
     with pytest.raises(WorkerError, match=named):
         grpo_trainer.train(configure_run(), display=display)
@@ -195,12 +195,12 @@ def test_a_full_disk_is_named_and_written_files_stay(failed):
 @pytest.mark.long  # integration/test_traced_step.py kills a policy worker
 def test_a_death_is_named_and_written_files_stay(failed):
     with pytest.raises(WorkerError, match=r"^generation worker died during "):
-        grpo_trainer.resume(failed, display=Acts({3: kill_generation_worker}))
+        grpo_trainer.resume(failed, display=Calling({3: kill_generation_worker}))
     assert_written_files_stay(failed, 3)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(failed, finished):
-    display = Acts({"start": check_no_mapped_file, 3: check_lock})
+    display = Calling({"start": check_no_mapped_file, 3: check_lock})
     resumed = grpo_trainer.resume(failed, ["cluster.call_timeout_s=900"], display=display)
     assert call_timeout_of(failed) == 900
     assert without_times(resumed.history) == without_times(finished.history)
@@ -218,7 +218,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(failed, finished):
 
 @pytest.fixture
 def command(command_line, config_file):
-    """Function that starts a run by the command, with its own Ray, up to a line of output."""
+    """Function that starts the command with its own Ray, and waits for a line of its output."""
     temp_dir = tempfile.mkdtemp(prefix="gt-")
     processes = []
 

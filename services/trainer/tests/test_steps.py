@@ -38,8 +38,9 @@ class Watch(grpo_trainer.RunDisplay):
     """Observer of a run's steps: the driver's calls, and the data plane by a separate client.
 
     Args:
-        config: of the run.
-        spoil: places of samples whose log-probabilities by the generator become NaN.
+        config: the run's configuration.
+        spoil: positions in each rank's shard of samples whose log-probabilities by the generator
+            become NaN.
         stop_after: the step after which the run is asked to stop.
     """
 
@@ -261,7 +262,7 @@ def test_plain_steps_have_exact_columns_metrics_and_validation(run, questions, n
         assert step.record["validation_reward"] == pytest.approx(statistics.fmean(step.validation))
         passed = statistics.fmean(reward == 1 for reward in step.validation)
         assert step.record["validation_pass_rate"] == pytest.approx(passed)
-    assert not list(tmp_path.rglob("checkpoints"))  # none is written, also where the run is stopped
+    assert not list(tmp_path.rglob("checkpoints"))  # not even where the run is stopped
     for step in steps:
         columns = step.columns
         ids, mask = columns["input_ids"], columns["token_mask"][:, 1:].bool()

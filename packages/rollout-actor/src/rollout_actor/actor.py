@@ -123,7 +123,7 @@ class SyncRolloutActor(RayClass):
                 ``message_log``: turns with ``role``, ``content`` and ``token_ids`` (int64, 1-D);
                 ``length``: tokens of the prompt, int (n,); ``loss_multiplier``: (n,);
                 ``task_name``; ``extra_env_info``; optionally ``stop_strings`` and any other
-                columns of n rows. It is not changed.
+                columns of n rows. The rollout does not change the batch.
             partition_id: a registered partition to put into.
             group_size: rollouts per prompt. A prompt gets one uuid, its rows the suffixes ``_g0``,
                 ``_g1`` and so on.

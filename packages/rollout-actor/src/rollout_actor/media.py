@@ -49,7 +49,7 @@ def _tensors(turns: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Te
 
 
 def media_forms(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> MediaForms:
-    """Return the media of a batch: name to the value (0, ...) of a row without items.
+    """Return the media of a batch: name to the empty tensor that a row without items gets.
 
     Raises:
         InvalidRequestError: (a ValueError) media of one name differ in dtype or number of

@@ -64,7 +64,7 @@ def run_multi_turn_rollout(
         policy_generation: the backend.
         input_batch: n rows with ``message_log`` (turns with ``role``, ``content`` and
             ``token_ids``), ``task_name``, ``extra_env_info``, and optionally ``stop_strings``.
-            Other columns are copied to the result. It is not changed.
+            Other columns are copied to the result. The rollout does not change this batch.
         tokenizer: decodes responses and encodes observations.
         task_to_env: task to environment.
         max_seq_len: maximum tokens of a conversation. An observation that would reach it is cut,

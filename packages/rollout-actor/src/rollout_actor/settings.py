@@ -35,8 +35,8 @@ class RolloutSettings:
         share_group_media: rows of a group share equal media in memory;
             ``grpo.deduplicate_multimodal_data``, default off.
         step_timeout_s: how long an environment's step may take; ``env.step_timeout_s``.
-        media: name of media to its value for a row without items; ``policy.media``, where each name
-            has a ``dtype`` and the ``dims`` of a row's tensor.
+        media: name of media to the empty tensor that a row without items gets; ``policy.media``,
+            where each name has a ``dtype`` and the ``dims`` of a row's tensor.
     """
 
     max_seq_len: int

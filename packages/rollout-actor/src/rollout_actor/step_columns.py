@@ -1,7 +1,7 @@
 """The columns of a finished rollout: those that are put, and those for the driver.
 
-Bulk columns are put, and later stages read them by sample id. The driver gets small columns with
-one value per row ("carried"). Rewards are only carried, because the driver shapes them first.
+Bulk columns are put, and later stages read them by sample id. Small columns are "carried": the
+driver gets them as the result. Rewards are only carried, because the driver shapes them first.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def check_columns(
         SchemaMismatchError: (a ValueError and a TypeError) it holds a column in another kind.
         InvalidRequestError: (a ValueError) a value is outside a column's declared vocabulary.
     """
-    names = _put_of_input(list(input_batch))
+    names = _input_columns_to_put(list(input_batch))
     columns = {name: _as_column(input_batch[name]) for name in names}
     kinds = {
         **{
@@ -214,7 +214,9 @@ def bulk_columns(
     """
     return BatchedDataDict(
         {
-            **{name: _as_column(final_batch[name]) for name in _put_of_input(input_columns)},
+            **{
+                name: _as_column(final_batch[name]) for name in _input_columns_to_put(input_columns)
+            },
             **payload,
             **_reported_versions(final_batch),
             INPUT_LENGTHS: input_lengths,
@@ -227,7 +229,7 @@ def _reported_versions(final_batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: final_batch[name] for name in (WEIGHT_VERSIONS,) if name in final_batch}
 
 
-def _put_of_input(names: Sequence[str]) -> list[str]:
+def _input_columns_to_put(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in _NOT_PUT and not name.startswith(REWARD_PREFIX)]
 
 

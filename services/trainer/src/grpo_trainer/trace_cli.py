@@ -189,7 +189,7 @@ def sample_command(
     folder: Folder = None,
     as_json: views.AsJson = False,
 ) -> None:
-    """Show the lifecycle of one sample, put to clear."""
+    """Show the lifecycle of one sample, from put to clear."""
     _guarded(lambda: views.sample(sample_id, _newest(folder), as_json=as_json))
 
 
@@ -222,7 +222,7 @@ def what_if_command(
     folder: Folder = None,
     as_json: views.AsJson = False,
 ) -> None:
-    """Predict the step time of a traced run with other generators or another staleness."""
+    """Predict a run's step time with another number of generators or another staleness."""
 
     def predict() -> None:
         from grpo_trainer.what_if import Setting, recording_of

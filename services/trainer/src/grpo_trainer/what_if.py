@@ -1,4 +1,4 @@
-"""Prediction of a run's step time with other generators or another staleness, from its trace.
+"""Prediction of a run's step time with another number of generators or another staleness.
 
 A discrete-event model replays a traced run. Generators start rollouts while the store has space for
 their samples. The trainer refits, trains on groups of samples as they become ready, and frees their
@@ -95,7 +95,7 @@ class Recording:
         shares: measured shares of the steps after the first.
         rescoring_s: mean duration of the pass that scores the batch with the policy, which an
             asynchronous step does not have.
-        max_groups: groups that the run put, without those that were dropped.
+        max_groups: number of groups that the run put and did not drop.
     """
 
     setting: Setting
@@ -126,7 +126,7 @@ def predict(
 ) -> Shares:
     """Return the means over simulated runs, each without its first ``skipped`` steps.
 
-    ``limit`` bounds the number of groups that are started, without dropped ones.
+    ``limit`` bounds the number of groups that are started and not dropped.
     """
     runs = [
         _Simulation(durations, setting, limit, SEED + number).run(steps, skipped)
@@ -308,12 +308,12 @@ class _Run:
         return sum(span.seconds for span in self._phases(step, name))
 
     def sync_seconds(self, step: Span) -> tuple[float, float]:
-        """Return the seconds of a synchronous step in which the policy waits, and works."""
+        """Return the seconds that the policy waits in a synchronous step, and those it works."""
         wait_s = self.phase_s(step, "rollout")
         return wait_s, step.seconds - wait_s - self.phase_s(step, "refit")
 
     def async_seconds(self, step: Span) -> tuple[float, float]:
-        """Return the seconds of an asynchronous step in which the policy waits, and works.
+        """Return the seconds that the policy waits in an asynchronous step, and those it works.
 
         A rank's time in `optimizer_step` without claims still includes its waits for other ranks.
         The rank with the least such time waited the least, so it shows how long the work takes.
@@ -350,7 +350,8 @@ class _Run:
             for span in self.rollouts
             for time_ns, change in ((span.start_ns, 1), (span.end_ns, -1))
         )
-        # From its first to its last rollout: a replaced generator and the new one count once.
+        # A generator exists from its first to its last rollout: one that was lost and its
+        # replacement count once.
         lives: dict[Process, tuple[int, int]] = {}
         for span in self.rollouts:
             first, last = lives.get(span.process, (span.start_ns, span.end_ns))

@@ -55,7 +55,7 @@ class VllmGeneration:
         timeout_s: deadline of one `generate`, or of one row of `generate_async`, in seconds. It
             includes waits for capacity, retries, and pauses of a server.
         server_timeout_s: a server is lost if ``/health`` does not answer within this time.
-        max_requests_per_server: maximum concurrent requests per server; other rows wait here.
+        max_requests_per_server: maximum concurrent requests per server; others queue in the client.
         api_key: the servers' ``--api-key``.
 
     Raises:

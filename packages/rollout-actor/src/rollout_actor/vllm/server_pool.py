@@ -46,7 +46,7 @@ class ServerPool:
         addresses: addresses of the servers.
         sampling: the distribution of all requests that are not greedy.
         max_length: maximum tokens of a conversation, which every server must support.
-        max_requests_per_server: maximum concurrent requests per server; others wait here.
+        max_requests_per_server: maximum concurrent requests per server; others queue in the client.
         server_timeout_s: a server is lost if its health check does not answer within this time.
         api_key: API key for every server, or None.
     """

@@ -151,7 +151,7 @@ class ActorCalls:
         calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
         limit_s: float,
     ) -> dict[Any, str]:
-        """Make the calls and return the actor's name by its result's reference."""
+        """Make the calls; return the name of each actor by the reference of its result."""
 
         def send() -> dict[Any, str]:
             return {

@@ -44,8 +44,8 @@ _NOT_CUSTOM = ("", "CPU", "GPU", "memory", "object_store_memory")
 class PlacementSection(Section):
     """Custom Ray resources that place each process on a node that has them.
 
-    Each is a mapping of resource to amount; an empty one allows any node. Storage units have
-    ``data_plane.unit_resources``.
+    Each key maps resources to amounts; an empty mapping allows any node. The resources of storage
+    units are in ``data_plane.unit_resources``.
 
     Attributes:
         policy: resources of each policy worker.
@@ -234,8 +234,9 @@ class DynamicSamplingSection(Section):
 
     Attributes:
         enabled: drop and clear such groups.
-        max_batches: maximum number of batches of prompts generated for a step. An asynchronous step
-            instead bounds the samples cleared: ``max_batches - 1`` times those of a full store.
+        max_batches: maximum number of batches of prompts generated for a step. In an asynchronous
+            step, it instead limits the number of samples that are cleared to
+            ``(max_batches - 1) * (samples of a step + max_samples_ahead)``.
         when_short: what to do if there are too few groups after that: "raise" ends the run,
             "proceed" trains on the remaining groups. These make as many complete optimizer steps as
             possible, or one smaller step if there are too few for one. No step is made if the ranks
@@ -305,8 +306,8 @@ class GRPOSection(Section):
         max_logprob_error: exclude samples whose mean absolute difference between the policy's and
             the generator's log-probabilities is larger or not finite; null excludes none. Needs
             ``recompute_prev_logprobs``.
-        overlong_filtering: exclude truncated samples from the loss, those with a response that
-            reached its token budget.
+        overlong_filtering: exclude truncated samples from the loss. A sample is truncated if one
+            of its responses reached the token budget.
         statistics_include_filtered: whether samples excluded by their ``loss_multiplier`` or by
             ``overlong_filtering`` count in the baseline and spread of their group, and so in
             dynamic sampling. Samples that ``max_logprob_error`` excludes always count, because they

@@ -1,4 +1,4 @@
-"""Driver's side of the policy: it sends shards of metas and receives a few numbers per sample."""
+"""Driver's side of the policy: it sends sample ids, and receives a few numbers per sample."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StreamedStep:
     Attributes:
         means: metrics of the optimizer steps; see `step_means`.
         sample_ids: the samples that were trained.
-        parts: the ranks' parts. Those of a rank that died are lost.
+        parts: what each rank trained; the parts of a rank that died are lost.
     """
 
     means: dict[str, float]
@@ -86,7 +86,9 @@ class Policy:
         return len(self._ranks.names)
 
     def drop_dead(self, error: WorkerError) -> None:
-        """Continue without the ranks that died, after ``error`` of a call outside of this class.
+        """Continue without the ranks that died.
+
+        ``error`` comes from a call to the ranks outside this class, such as a refit.
 
         Raises:
             WorkerError: ``error``, if no rank died or the run must not continue without one.
@@ -180,8 +182,8 @@ class Policy:
     ) -> StreamedStep:
         """Let the ranks claim the next ``samples``, and train on them.
 
-        ``while_waiting`` is called several times a second until then. If ``grad_norm`` is not
-        finite, an optimizer step was skipped, and none was made after it.
+        ``while_waiting`` is called several times a second until all ranks have finished. If
+        ``grad_norm`` is not finite, an optimizer step was skipped, and none was made after it.
         """
         batch_size = self._config.global_batch_size
         arguments = {

@@ -52,13 +52,13 @@ class LogprobGap:
         log_ratio = (policy.double() - generator.double())[mask]
         log_ratio = log_ratio[log_ratio.isfinite()]
         absolute, k3 = log_ratio.abs(), log_ratio.expm1() - log_ratio
-        places = (absolute.clamp(_LOW, _HIGH).log() - _EDGES[0].log()) / _WIDTH
+        bins = (absolute.clamp(_LOW, _HIGH).log() - _EDGES[0].log()) / _WIDTH
         return cls(
             tokens=len(absolute),
             absolute=float(absolute.sum()),
             largest=float(absolute.max()) if len(absolute) else 0.0,
             k3=float(k3.sum()),
-            histogram=torch.bincount(places.long().clamp(0, BINS - 1).cpu(), minlength=BINS),
+            histogram=torch.bincount(bins.long().clamp(0, BINS - 1).cpu(), minlength=BINS),
         )
 
     @classmethod

@@ -142,8 +142,8 @@ def token_logprobs(
     Returns:
         float32 (rows, width); position t scores token t; position 0 and padding are 0.
     """
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    attention = (places[None] < input_lengths[:, None]).long()
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    attention = (positions[None] < input_lengths[:, None]).long()
     logits = model(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
     scores = (logits[:, :-1].float() / temperature).log_softmax(-1)
     picked = scores.gather(2, input_ids[:, 1:, None])[..., 0] * attention[:, 1:]

@@ -78,10 +78,11 @@ class PolicyRanks:
 
         Args:
             error: raised if no rank has died, or the run does not continue without one.
-            progress: method of the ranks; the length of its result is their completed steps.
+            progress: method to call on each rank; its result has one item per optimizer step that
+                the rank completed.
 
         Returns:
-            What ``progress`` returned, by new rank. Rank 0 has completed the most steps.
+            The results of ``progress``, by new rank. Rank 0 has completed the most steps.
 
         Raises:
             WorkerError: ``error``; or another rank died during this call.

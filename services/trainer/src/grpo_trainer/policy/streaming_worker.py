@@ -34,7 +34,7 @@ STREAM_FIELDS = [
 
 
 def trainable_filter(version: int, max_staleness: int) -> TagFilter:
-    """Return the filter of samples that weights ``version`` may train on."""
+    """Return the filter of samples that are fresh enough to train weights ``version``."""
     return TagFilter(WEIGHT_VERSION, ">=", version - max_staleness)
 
 

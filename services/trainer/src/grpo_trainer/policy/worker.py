@@ -1,9 +1,9 @@
 """Data-parallel rank of the policy: it scores its shard, trains on it, and publishes weights.
 
-A rank receives its shard as a meta, claims its samples for the stage's task, and moves the columns
-directly between the data plane and its device. It acknowledges the samples when the stage's
-result is written. Each optimizer step has three all-reduces: the number of tokens, the metrics, and
-the flat gradient.
+A rank receives the sample ids of its shard in a `KVBatchMeta`, claims these samples for the stage's
+task, and moves the columns directly between the data plane and its device. It acknowledges the
+samples when the stage's result is written. Each optimizer step has three all-reduces: the number of
+tokens, the metrics, and the flat gradient.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ class PolicyWorker(RunActor):
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
     def _micro_batches(self, batch: BatchedDataDict[Any]) -> Iterator[BatchedDataDict[Any]]:
-        """Yield the micro-batches that the driver planned; without a plan, slices of equal rows."""
+        """Yield the planned micro-batches; without a plan, slices of ``micro_batch_size`` rows."""
         if batch.micro_batch_indices is not None:
             for micro in batch.make_microbatch_iterator_with_dynamic_shapes():
                 yield micro.to(self._device)

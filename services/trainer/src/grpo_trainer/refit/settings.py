@@ -62,7 +62,8 @@ def check_control(config: RefitSection) -> None:
     The check retries for `CONTROL_GRACE_S`. A run with an embedded control plane skips it.
 
     Raises:
-        WorkerError: it does not answer or refuses them, or they cannot be read.
+        WorkerError: the server does not answer or refuses the credentials, or a file or variable
+            with credentials cannot be read.
     """
     if config.control is None:
         return

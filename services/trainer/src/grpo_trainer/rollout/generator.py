@@ -148,7 +148,8 @@ class Generator(RolloutActor):
             lease_s: length of a claim's lease, in seconds.
             verbose: record details in the trace.
             journal: folder of the run's `Journal`; None for no journal.
-            record_responses: record responses in the worker's `ResponseJournal`, which is open.
+            record_responses: record responses in the worker's `ResponseJournal`, which the caller
+                has opened.
         """
         self._grpo = GRPOSection.model_validate(grpo)
         self._run_id, self._lease_s, self._verbose = run_id, lease_s, verbose

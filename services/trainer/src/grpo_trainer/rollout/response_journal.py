@@ -14,8 +14,8 @@ after it.
 
 A token takes 8 bytes; a record takes about 300, and 130 for each of its rows. A checkpoint removes
 the files whose prompts are all trained or dropped. What remains are the responses generated since
-the checkpoint, and each file with a prompt that was pending then. A response that was in progress
-at n checkpoints and crashes is stored up to n + 1 times.
+the checkpoint, and each file with a prompt that was pending then. If n checkpoints or crashes occur
+while a response is in progress, it is stored up to n + 1 times.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ResponseJournal:
     def append(
         self, position: int, attempt: int, rows: Sequence[tuple[_Row, Drawn]], versions: list[str]
     ) -> None:
-        """Append the tokens of responses to one prompt that are not in the open file.
+        """Append those tokens of a prompt's responses that the open file lacks.
 
         Args:
             position: the prompt's position.

@@ -1,6 +1,6 @@
-"""Facts of generated samples, and the conversation and tokens of some of those that were trained.
+"""Records of samples for the admin service: facts of all, conversation and tokens of some.
 
-The admin service lists them; see docs/telemetry.md.
+Facts are recorded after generation, conversation and tokens after training; see docs/telemetry.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Program that starts a vLLM server, and ends all of its processes when the worker is gone.
+"""Program that starts a vLLM server and ends all its processes when the generation worker exits.
 
 It imports nothing of the trainer. vLLM's engine outlives its API server if that is killed, and Ray
 kills the children of a worker. So this process detaches from the worker: its parent exits at once.

@@ -1,4 +1,4 @@
-"""vLLM backend of a configuration: checks of this machine, and the start of servers."""
+"""Checks of this machine for the vLLM backend, and the arguments of its worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_trainer.errors import ConfigurationError
 
 _CONNECT_S = 5.0
 _ANSWER_SHARE = 0.9
-"""Fraction of a call's deadline that vLLM gets, so that its error comes first: it names servers."""
+"""Fraction of a call's deadline that vLLM gets; vLLM's error then comes first and names servers."""
 
 
 def check_vllm(config: TrainerConfig) -> None:

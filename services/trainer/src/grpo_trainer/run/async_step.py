@@ -182,8 +182,8 @@ class AsyncGRPOStep(GRPOStep):
     def _check_filtered(self) -> None:
         """Fill the step with groups of equal rewards if too many were filtered, or raise.
 
-        A step may filter the samples of ``max_batches - 1`` full stores. Groups that fill the step
-        after that are excluded from the loss.
+        A step may filter ``(max_batches - 1) * max_samples_in_store`` samples. Groups that fill the
+        step after that are excluded from the loss.
         """
         sampling = self._config.grpo.dynamic_sampling
         allowed = (sampling.max_batches - 1) * self._config.max_samples_in_store

@@ -156,7 +156,7 @@ class GeneratorFleet:
             workers = [each.worker for each in self._actors.generators]
             try:
                 self._weight_sync.sync(version)
-                # This call allows requests to lost vLLM servers again.
+                # After this call, vLLM servers that were lost get requests again.
                 self._calls.each("clear_metrics", dict.fromkeys(workers, ((), {})))
             except WorkerError as error:
                 if not self.drop_dead(error):

@@ -14,7 +14,7 @@ _PAGE = 10_000
 
 
 class PromptFeed:
-    """Source of an asynchronous run's prompts: the stream, after the ``pending`` ones.
+    """Source of an asynchronous run's prompts: first the ``pending`` ones, then the stream.
 
     Args:
         client: the driver's client.

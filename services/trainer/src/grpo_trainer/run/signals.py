@@ -43,7 +43,7 @@ class GracefulStop:
     def start_steps(self) -> None:
         """Record that the steps begin; the run checks ``requested`` after each of them.
 
-        Before the first step a status of 0 would claim that something was trained.
+        An earlier SIGTERM ends the command with 143, not 0: nothing was trained.
         """
         self._steps_began = True
 

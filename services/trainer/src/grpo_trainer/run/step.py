@@ -1,7 +1,7 @@
 """Synchronous GRPO step, from prompts to cleared samples.
 
-The driver handles metas and a few floats per sample. The bulk moves from the rollout actor to the
-data plane, and between the data plane and the policy workers.
+The driver handles sample ids and a few floats per sample. The bulk moves from the rollout actor to
+the data plane, and between the data plane and the policy workers.
 """
 
 from __future__ import annotations
