@@ -65,10 +65,10 @@ def batch_of_metrics(request: MetricsData, limits: Limits, now_ns: int) -> Batch
                 for point in _points(metric):
                     reason = _reason_against(metric, point, taken, limits)
                     if reason is None:
-                        shown = load.add(process, run_id, metric, point)
-                        if shown is None:
+                        load_reason = load.add(process, run_id, metric, point)
+                        if load_reason is None:
                             series.append(_point(source, metric, point, limits))
-                        reason = shown or None
+                        reason = load_reason or None
                     if reason is None:
                         taken += 1
                     else:

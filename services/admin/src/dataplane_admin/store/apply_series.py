@@ -23,7 +23,7 @@ _MAX_POINTS = 64
 """Maximum number of stored digests of points, to recognize resent ones. At one export per second
 they cover a minute, which is how long exporters retry."""
 _MAX_POINTS_OF_REQUEST = 4096
-"""Replaces `_MAX_POINTS` for a series with more than that many points in one request."""
+"""The same maximum for a series with more than `_MAX_POINTS` points in one request."""
 
 
 def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
