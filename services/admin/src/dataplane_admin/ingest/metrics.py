@@ -125,7 +125,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
     }
     return SeriesPoint(
         digest=digest.digest(),
-        point=digest_of(point) if point.time_unix_nano else b"",
+        point_digest=digest_of(point) if point.time_unix_nano else b"",
         process=source.process.full_label,
         process_id=bytes.fromhex(source.process.identity),
         scope=source.scope,

@@ -14,11 +14,11 @@ import structlog
 from dataplane_admin import models
 from dataplane_admin.live import Live
 from dataplane_admin.service.errors import (
-    Late,
     NotAllowed,
     NotFound,
     Refused,
     ServiceError,
+    TimedOut,
     Unavailable,
 )
 from dataplane_admin.service.partitions import ask, partition_of
@@ -194,9 +194,9 @@ class Actions:
             result = act()
             text = sentence(result)
             outcome = f"done: {text}"
-        except Late as error:
+        except TimedOut as error:
             outcome = f"unknown: {error}; the action may still run"
-            raise Late(f"{error}; the action may still run") from None
+            raise TimedOut(f"{error}; the action may still run") from None
         except ServiceError as error:
             outcome = f"failed: {error}"
             raise

@@ -66,10 +66,10 @@ def _row(work: Work, points: Sequence[SeriesPoint], before: Any) -> dict[str, An
     recent = dict.fromkeys(known[at : at + _POINT] for at in range(0, len(known), _POINT))
     last = None
     for point in points:
-        if point.point and point.point in recent:
+        if point.point_digest and point.point_digest in recent:
             continue
-        if point.point:
-            recent[point.point] = None
+        if point.point_digest:
+            recent[point.point_digest] = None
         sums.add(point)
         last = point
     if last is None:

@@ -153,8 +153,8 @@ class SeriesPoint:
 
     Attributes:
         digest: digest of the series: of its resource, scope, metric and attributes.
-        point: eight bytes that only equal points share; empty without a time, since the next point
-            with the same value would look like a resent one.
+        point_digest: eight bytes that only equal points share; empty without a time, since the
+            next point with the same value would look like a resent one.
         process: label of the process.
         process_id: 16 bytes that only equal resources share.
         scope: name of the instrumentation scope, empty if unknown.
@@ -172,7 +172,7 @@ class SeriesPoint:
     """
 
     digest: bytes
-    point: bytes
+    point_digest: bytes
     process: str
     process_id: bytes
     scope: str
