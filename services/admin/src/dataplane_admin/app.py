@@ -31,8 +31,8 @@ def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = Non
 
     Args:
         settings: settings of the service.
-        inspector: a data plane of this process to inspect, which its owner closes; by default the
-            one of ``settings.ray_address``.
+        inspector: inspector of a data plane of this process; the caller closes it. None for the
+            data plane of ``settings.ray_address``.
 
     Raises:
         ValueError: the store's URL is invalid, or the root path is a path of the service.

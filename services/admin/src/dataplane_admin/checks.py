@@ -1,4 +1,4 @@
-"""Checks of settings; each returns the canonical form."""
+"""Checks of settings: hosts, origins, paths, links and token files."""
 
 from __future__ import annotations
 

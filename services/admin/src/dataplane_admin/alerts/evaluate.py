@@ -69,8 +69,8 @@ class Facts:
         runs: unfinished runs.
         waits: blocked tasks of live processes and of the data plane.
         full: used share of each store.
-        knows_plane: False in the first ten minutes in which the data plane is unreachable; then its
-            alerts stay as they are.
+        knows_plane: False while the data plane has been unreachable for less than ten minutes;
+            meanwhile alerts about it are not cleared.
     """
 
     now_ns: int
@@ -105,7 +105,7 @@ class Decision:
     Attributes:
         raised: new alerts.
         cleared: alerts that end, each with the reason.
-        kept: alerts that stay raised, with their newest values.
+        kept: raised alerts whose value is still above the bound, with the newest value.
         since: start of each condition that has not lasted long enough yet, nanoseconds since 1970.
     """
 
@@ -185,7 +185,7 @@ def _blocked(rule: Rule, facts: Facts) -> Iterator[Measure]:
         if before is None or wait.seconds > before.seconds:
             longest[wait.run_id] = wait
     for run_id, wait in longest.items():
-        # The data plane knows no runs: compare with the slowest one.
+        # Tasks of the data plane belong to no run: use the limit of the slowest run.
         late_after_s = limits.get(run_id, max(limits.values(), default=0.0))
         bound = max(rule.bound, late_after_s)
         if fnmatchcase(run_id, rule.runs):

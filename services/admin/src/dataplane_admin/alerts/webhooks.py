@@ -130,7 +130,7 @@ class Sender:
         return problem is None
 
     async def _post(self, notification: Notification) -> str | None:
-        """Send a notification within the deadline; return why it failed, None if it did not."""
+        """Send a notification within the deadline; return the error, None if it was accepted."""
         body = notification.body.encode()
         sent_s = str(time.time_ns() // 10**9)
         headers = {

@@ -53,7 +53,7 @@ def add_openapi(app: FastAPI) -> None:
 
 
 def _summarize(operation: dict[str, Any]) -> None:
-    """Use the first line of a docstring as the summary; FastAPI uses the function's name."""
+    """Use a docstring's first line as the summary; FastAPI's default is the function's name."""
     if docstring := operation.pop("description", ""):
         summary, _, rest = docstring.partition("\n\n")
         operation["summary"] = summary.removesuffix(".")

@@ -20,7 +20,7 @@ class Intake:
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """Reserve memory for one request, released at the end."""
+        """Yield the memory share of one request; it is released at the end."""
         share = Share(self)
         try:
             yield share

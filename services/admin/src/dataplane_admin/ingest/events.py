@@ -49,7 +49,7 @@ _RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] =
     "run_stopped": "stopped",
     "run_failed": "failed",
 }
-# Of a configuration, as `observability.record_run` bounds it.
+# Limits of a configuration, the same as in `observability.record_run`.
 _MAX_KEYS, _MAX_KEY, _MAX_VALUE = 1000, 200, 500
 _READ = frozenset(
     f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "report_every_s")
@@ -79,7 +79,7 @@ def batch_of_logs(
             removes them.
     """
     samples: list[SampleFacts | SampleText] = []
-    of_samples = 0  # records
+    sample_records = 0
     events: list[LifecycleEvent] = []
     logs: list[TraceLog] = []
     reasons: Counter[str] = Counter()
@@ -88,16 +88,16 @@ def batch_of_logs(
     for resource_logs in request.resource_logs:
         process, run = process_and_run(resource_logs.resource)
         for scope_logs in resource_logs.scope_logs:
-            frame = _Frame(resource_logs, scope_logs)
+            encoder = _Encoder(resource_logs, scope_logs)
             for record in scope_logs.log_records:
                 keeps_text = redaction is not None
                 if record.event_name == FACTS or (record.event_name == TEXT and keeps_text):
-                    of_record = event_of(record, process, run, only=_READ).attributes
+                    facts = event_of(record, process, run, only=_READ).attributes
                     try:
-                        if of_samples >= limits.events:
+                        if sample_records >= limits.events:
                             raise InvalidSamples(f"more than {limits.events} in a request")
-                        of_samples += 1
-                        samples += samples_of(record, of_record, limits, now_ns, redaction)
+                        sample_records += 1
+                        samples += samples_of(record, facts, limits, now_ns, redaction)
                     except InvalidSamples as reason:
                         refused.append(digest_of(record))
                         reasons[str(reason)] += 1
@@ -109,7 +109,7 @@ def batch_of_logs(
                     try:
                         if len(logs) >= limits.events:
                             raise LogRefused(f"more than {limits.events} in a request")
-                        logs.append(trace_log(record, frame.encode, limits, redaction))
+                        logs.append(trace_log(record, encoder.encode, limits, redaction))
                     except LogRefused as reason:
                         refused.append(digest_of(record))
                         reasons[str(reason)] += 1
@@ -117,7 +117,7 @@ def batch_of_logs(
                 try:
                     if len(events) >= limits.events:
                         raise _Refused(f"more than {limits.events} in a request")
-                    events.append(_event(record, process, run, frame, limits, now_ns))
+                    events.append(_event(record, process, run, encoder, limits, now_ns))
                 except _Refused as reason:
                     refused.append(digest_of(record))
                     reasons[str(reason)] += 1
@@ -131,7 +131,7 @@ def batch_of_logs(
     )
 
 
-class _Frame:
+class _Encoder:
     """Encoder of single records with their resource and scope."""
 
     def __init__(self, resource_logs: ResourceLogs, scope_logs: ScopeLogs) -> None:
@@ -152,7 +152,7 @@ def _event(
     record: LogRecord,
     process: Process,
     run: object,
-    frame: _Frame,
+    encoder: _Encoder,
     limits: Limits,
     now_ns: int,
 ) -> LifecycleEvent:
@@ -162,14 +162,14 @@ def _event(
     sample_ids = _ids(record.body, limits)
     record.ClearField("body")
     cut(record, limits)
-    blob = frame.encode(record)
+    blob = encoder.encode(record)
     digest = hashlib.blake2b(blob, digest_size=16)
     for sample_id in sample_ids:
         digest.update(len(sample_id).to_bytes(4, "little") + sample_id)
     if not time_ns:
         # Not in the digest: a resent event gets another receive time.
         time_ns = record.observed_time_unix_nano = now_ns
-        blob = frame.encode(record)
+        blob = encoder.encode(record)
     state = _RUN_STATES.get(record.event_name.removeprefix(EVENT_PREFIX))
     event = event_of(record, process, run, only=_READ if state is None else _READ_OF_RUN)
 

@@ -17,8 +17,8 @@ class Limits:
         inflated_bytes: bytes of a decompressed request.
         waiting_bytes: bytes of all requests that are being read or decoded.
         spans: spans of a request; further ones are rejected and counted.
-        events: lifecycle events, records of samples, and logs of traces, of a request; further ones
-            of each are rejected and counted.
+        events: log records of each kind in a request: lifecycle events, records of samples, logs
+            of traces; further ones are rejected and counted.
         points: data points of a request; further ones are rejected and counted.
         attributes: attributes of a span, event or link; further ones are cut and counted as
             dropped.

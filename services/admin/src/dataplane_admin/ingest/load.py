@@ -30,7 +30,7 @@ _MAX_NUMBER = 1e18
 _AHEAD_NS = 3_600 * 10**9
 _DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
 _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
-# In each tuple, the first attribute that the point has counts.
+# Of each tuple, the first attribute that is present is used.
 _ENGINES = ("engine", "dp_rank")  # vLLM, SGLang
 _DEVICES = ("hw.id", "gpu")  # OpenTelemetry, DCGM
 _STATES = ("cpu.mode", "system.memory.state", "state")  # conventions, then the collector's
@@ -47,7 +47,7 @@ class LoadPoints:
         """Add a data point.
 
         Returns:
-            None if it shows no load; empty if it was added; else why it is rejected.
+            None if it shows no load; else why it is rejected, or empty if it is not.
         """
         source = source_of(metric.name)
         kind = metric.WhichOneof("data")

@@ -46,7 +46,7 @@ def trace_log(
     Args:
         record: a record of a trace, whose attributes are redacted; it is changed.
         encode: returns OTLP LogsData with a record.
-        limits: limits of attributes, and of the body as of an attribute.
+        limits: limits of attributes; ``attribute_length`` also limits the body.
         redaction: applied to the body; None removes its text.
 
     Raises:

@@ -65,10 +65,10 @@ def batch_of_metrics(request: MetricsData, limits: Limits, now_ns: int) -> Batch
                 for point in _points(metric):
                     reason = _reason_against(metric, point, taken, limits)
                     if reason is None:
-                        shown = load.add(process, run_id, metric, point)
-                        if shown is None:
+                        load_reason = load.add(process, run_id, metric, point)
+                        if load_reason is None:
                             series.append(_point(source, metric, point, limits))
-                        reason = shown or None
+                        reason = load_reason or None
                     if reason is None:
                         taken += 1
                     else:
@@ -125,7 +125,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
     }
     return SeriesPoint(
         digest=digest.digest(),
-        point=digest_of(point) if point.time_unix_nano else b"",
+        point_digest=digest_of(point) if point.time_unix_nano else b"",
         process=source.process.full_label,
         process_id=bytes.fromhex(source.process.identity),
         scope=source.scope,

@@ -29,7 +29,7 @@ class InvalidSamples(Exception):
 
 def samples_of(
     record: LogRecord,
-    of_record: Mapping[str, Any],
+    record_attributes: Mapping[str, Any],
     limits: Limits,
     now_ns: int,
     redaction: Redaction | None,
@@ -38,7 +38,7 @@ def samples_of(
 
     Args:
         record: the record; its body is JSON.
-        of_record: its attributes.
+        record_attributes: attributes of the record.
         limits: limits of a request.
         now_ns: the time of records that report none.
         redaction: applied to text.
@@ -53,11 +53,11 @@ def samples_of(
     if not isinstance(body, dict):
         raise InvalidSamples("the body is not a JSON object")
     time_ns = min(record.time_unix_nano or record.observed_time_unix_nano or now_ns, MAX_INT)
-    run_id = attributes.text(of_record, "rl.run_id")
-    step = _integer(of_record.get("rl.step"))
+    run_id = attributes.text(record_attributes, "rl.run_id")
+    step = _integer(record_attributes.get("rl.step"))
     if record.event_name == TEXT:
         [sample] = _ids([body.get("id")], limits)
-        version = _integer(of_record.get("rl.weight_version"))
+        version = _integer(record_attributes.get("rl.weight_version"))
         redaction = redaction or Redaction()
         text = {
             "turns": _turns(body, redaction),

@@ -48,7 +48,7 @@ class Connector(Protocol):
 
 
 class LocalConnector:
-    """Connector to a data plane of this process, which its owner closes."""
+    """Connector to a data plane of this process. The caller closes the inspector."""
 
     def __init__(self, inspector: DataPlaneInspector, source: str = "") -> None:
         self._inspector = inspector
@@ -97,8 +97,8 @@ class RayConnector:
                     {**_PLANE, "ack_timeout_ms": timeout_ms}, bootstrap=False
                 )
         finally:
-            # Queries go to the directory only, or to a separate process. A process that stayed in
-            # Ray would end with the cluster.
+            # Leave Ray, because it ends its processes with the cluster. Queries do not need it:
+            # they go to the directory, or to a separate process.
             self._leave()
         if foreign:
             self._client = QueueInspector(self._address, timeout_s=self._timeout_s)

@@ -61,7 +61,7 @@ def find_stuck(
     after_s: float,
     has_claimed: Callable[[str, str], bool],
 ) -> tuple[Stuck, ...]:
-    """Return the signs older than ``after_s``, oldest first; those of waiting claims come first.
+    """Return the signs older than ``after_s``: those of waiting claims, then others; oldest first.
 
     Unclaimed samples do not count for a task that reads by key and never claims. The polls show
     which tasks claim; ``has_claimed`` knows about earlier claims of a partition and task.

@@ -47,7 +47,7 @@ class WebhookStatus(Model):
     pending: int
     """Stored notifications that are not delivered, of all services on the database."""
     error: Text
-    """Why the newest attempt of the oldest pending notification failed; empty if none did."""
+    """Error of the newest attempt to send the oldest pending notification; empty without one."""
     delivered: int
     failed: int
     """Failed delivery attempts."""

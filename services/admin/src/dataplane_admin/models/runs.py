@@ -57,7 +57,7 @@ class Runs(Model):
     total: int
     """Number of runs before filters."""
     tags: list[Text]
-    """Tags of all these runs, sorted."""
+    """Tags of the runs before filters, sorted."""
 
 
 class TagRun(Model):

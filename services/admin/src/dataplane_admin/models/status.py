@@ -59,7 +59,7 @@ class TelemetryStatus(Model):
     refused: int
     """Rejected spans, log records and data points; senders were notified."""
     ignored: int
-    """Log records of other kinds, which are not stored."""
+    """Log records that are not stored: outside of traces, or text of samples that is not kept."""
 
 
 class Status(Model):

@@ -24,7 +24,7 @@ def read_engine(url: str, timeout_s: float) -> list[Reading]:
     """Return the metrics of an engine that show its load.
 
     Raises:
-        ScrapeError: no answer in time, one beyond the limits, or one without such metrics.
+        ScrapeError: no answer in time; or an answer beyond the limits or without such metrics.
     """
     readings = readings_of(_text(url, timeout_s))
     if not readings:
@@ -34,7 +34,7 @@ def read_engine(url: str, timeout_s: float) -> list[Reading]:
 
 def readings_of(text: str) -> list[Reading]:
     """Return the readings of a text in Prometheus' format."""
-    # Most lines are buckets of histograms. Only the others are parsed.
+    # Most lines are buckets of histograms. Parse only those that show load.
     lines = [line for line in text.splitlines() if _shows_load(line)]
     if len(lines) > MAX_READINGS:
         raise ScrapeError(f"{len(lines)} series of load; expected at most {MAX_READINGS}")

@@ -1,7 +1,7 @@
 """Scraper: reads all targets at an interval, and sends what they report.
 
-Each read has its own daemon thread. One that hangs leaves a gap of its target, and delays neither
-the others nor the end of the process.
+Each read has a separate daemon thread. A read that hangs leaves a gap in the series of its target.
+It delays neither other targets nor the end of the process.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from dataplane_admin.service.errors import (
     Conflict,
-    Late,
     NotAllowed,
     NotFound,
     Refused,
     ServiceError,
+    TimedOut,
     Unavailable,
 )
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = [
     "AdminService",
     "Conflict",
-    "Late",
     "NotAllowed",
     "NotFound",
     "Refused",
     "ServiceError",
+    "TimedOut",
     "Unavailable",
 ]
 

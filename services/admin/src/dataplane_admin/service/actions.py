@@ -14,11 +14,11 @@ import structlog
 from dataplane_admin import models
 from dataplane_admin.live import Live
 from dataplane_admin.service.errors import (
-    Late,
     NotAllowed,
     NotFound,
     Refused,
     ServiceError,
+    TimedOut,
     Unavailable,
 )
 from dataplane_admin.service.partitions import ask, partition_of
@@ -63,7 +63,7 @@ class Actions:
             "clear",
             change.partition,
             change.confirm,
-            {"samples": None if ids is None else _named(ids), "force": change.force},
+            {"samples": None if ids is None else _shortened(ids), "force": change.force},
             actor,
             act,
             lambda _: (
@@ -77,7 +77,7 @@ class Actions:
             "reset-consumption",
             change.partition,
             change.confirm,
-            {"task": change.task, "samples": _named(change.sample_ids)},
+            {"task": change.task, "samples": _shortened(change.sample_ids)},
             actor,
             lambda plane: plane.reset_consumption(change.partition, change.task, change.sample_ids),
             lambda count: (
@@ -194,18 +194,18 @@ class Actions:
             result = act()
             text = sentence(result)
             outcome = f"done: {text}"
-        except Late as error:
+        except TimedOut as error:
             outcome = f"unknown: {error}; the action may still run"
-            raise Late(f"{error}; the action may still run") from None
+            raise TimedOut(f"{error}; the action may still run") from None
         except ServiceError as error:
             outcome = f"failed: {error}"
             raise
         finally:
-            unwritten = _unwritten(record, outcome)
-        return result, f"{text}; {unwritten}" if unwritten else text
+            problem = _record_outcome(record, outcome)
+        return result, f"{text}; {problem}" if problem else text
 
 
-def _unwritten(record: Callable[[str], None], outcome: str) -> str:
+def _record_outcome(record: Callable[[str], None], outcome: str) -> str:
     """Record the outcome of a finished action.
 
     Return one sentence if that fails, else an empty text: the action itself is done.
@@ -218,5 +218,5 @@ def _unwritten(record: Callable[[str], None], outcome: str) -> str:
     return ""
 
 
-def _named(ids: list[str]) -> dict[str, object]:
+def _shortened(ids: list[str]) -> dict[str, object]:
     return {"count": len(ids), "first": ids[:_MAX_IDS]}

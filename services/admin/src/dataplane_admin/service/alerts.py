@@ -42,7 +42,7 @@ def facts_of(
             for run in store.unfinished_runs(
                 since_ns=now_ns - int(_FORGET_S * 1e9), names=(REWARD, STALENESS, GAP)
             )
-            # Whether a run ended is unknown if it reports no end.
+            # Skip silent runs that report no end: they may be finished.
             if run.reports_end or now_ns - run.seen_ns <= settings.silent_after_s * 1e9
         ]
         for gone in set(cache).difference(run.run_id for run in unfinished):

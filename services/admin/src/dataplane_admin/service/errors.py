@@ -39,7 +39,7 @@ class Unavailable(ServiceError):
     status = 503
 
 
-class Late(ServiceError):
+class TimedOut(ServiceError):
     """A query that the data plane did not answer in time."""
 
     status = 504

@@ -9,7 +9,7 @@ from dataplane_admin import models
 from dataplane_admin.live import Live
 from dataplane_admin.service import partitions
 from dataplane_admin.service.cursors import read_sample_cursor, sample_cursor
-from dataplane_admin.service.errors import Late, NotFound, Refused, ServiceError
+from dataplane_admin.service.errors import NotFound, Refused, ServiceError, TimedOut
 from dataplane_admin.store import Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
 from observability.records import distinct_labels
@@ -88,7 +88,7 @@ def by_tag(
                 return models.SampleHits(samples=hits, next=None, notes=notes)
             try:
                 states = _find(live, summary.partition_id, tag, wanted, remaining, until_s)
-            except Late as error:
+            except TimedOut as error:
                 if place == 0:
                     raise
                 notes.append(_not_searched(len(searched) - place, error))

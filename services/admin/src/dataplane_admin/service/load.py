@@ -15,7 +15,8 @@ _MARGIN_S = 60
 """Seconds before and after the period that are also read: a value holds until the next one."""
 _MIN_SILENT_S = 30.0
 _SILENT = 4
-"""A source is silent after this many median intervals without a point, and `_MIN_SILENT_S`."""
+"""A source is silent after this many median intervals without a point, but not before
+`_MIN_SILENT_S` seconds."""
 
 _Point = tuple[int, float, float]
 

@@ -21,7 +21,7 @@ _MAX_REASONS = 10
 _MAX_REASON = 60
 
 _PREFIX = "gen_ai."
-# In each tuple, the first one that is present counts.
+# Of each tuple, the first attribute that is present is used.
 _PROVIDER = ("gen_ai.provider.name", "gen_ai.system")
 _MODEL = ("gen_ai.request.model", "gen_ai.response.model")
 _INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")

@@ -20,7 +20,7 @@ from dataplane_admin.live import (
     read_moment,
 )
 from dataplane_admin.service.claims import Needs
-from dataplane_admin.service.errors import Conflict, Late, NotFound, Refused, Unavailable
+from dataplane_admin.service.errors import Conflict, NotFound, Refused, TimedOut, Unavailable
 from dataplane_admin.service.generators import generators
 from dataplane_core import (
     DataPlaneError,
@@ -74,7 +74,7 @@ def ask(
     except (NotAttached, TooManyQueries, UnavailableError) as error:
         raise Unavailable(str(error)) from None
     except (QueryTimeout, DeadlineExceededError) as error:
-        raise Late(str(error)) from None
+        raise TimedOut(str(error)) from None
     except (PartitionNotFoundError, UnknownTaskError) as error:
         raise NotFound(str(error)) from None
     except SamplesLeasedError as error:
@@ -191,7 +191,7 @@ def view(
     snapshot = live.snapshot
     try:
         moment = ask(live, lambda plane: read_moment(plane, partition_id, start=start, limit=limit))
-    except (Late, Unavailable, Refused) as error:
+    except (TimedOut, Unavailable, Refused) as error:
         summary = partition_of(snapshot, partition_id)
         scan = snapshot.scans.get(partition_id)
         if scan is not None and scan.revision != summary.revision:

@@ -154,6 +154,6 @@ def _precision(difference: float, rest: Sequence[float]) -> models.Cause:
     return models.Cause(
         name="Precision",
         likely=not large and mean is not None and mean > 1e-3,
-        evidence=f"{known}; {abs(difference):.2g} nats"
-        + (" is more than rounding explains" if large else " may be rounding"),
+        evidence=f"{known}; the difference of {abs(difference):.2g} nats at this token "
+        + ("is more than rounding explains" if large else "may be rounding"),
     )

@@ -41,9 +41,9 @@ def self_times_ns(step: Step) -> dict[str, int]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that at least ``share`` of the values do not exceed.
+    """Return the smallest value with at least ``share`` of the values at or below it.
 
-    None without any.
+    None without values.
     """
     if not ordered:
         return None

@@ -89,7 +89,7 @@ class Connections:
 
 
 class Config(uvicorn.Config):
-    """uvicorn's configuration, with the connections that its protocols register in."""
+    """uvicorn's configuration, with the collection of open connections."""
 
     connections: Connections
 

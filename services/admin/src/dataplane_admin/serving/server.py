@@ -90,7 +90,7 @@ def serve_on(app: FastAPI, listener: socket.socket, *, shutdown_timeout_s: int) 
 
 
 class _Server(uvicorn.Server):
-    """Server that ends live updates first, because it waits for requests and streams never end."""
+    """Server that ends live updates at shutdown, instead of waiting for them until the timeout."""
 
     def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
         super().__init__(config)

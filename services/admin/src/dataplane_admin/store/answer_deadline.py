@@ -13,7 +13,7 @@ from typing import Any  # Any: what the driver's generators yield and are sent
 import psycopg
 
 ANSWER_S = 35.0
-"""Deadline in seconds, longer than the server's statement timeout, whose error says more."""
+"""Deadline in seconds. The server's statement timeout is shorter, since its error says more."""
 
 
 class TimedConnection(psycopg.Connection[Any]):

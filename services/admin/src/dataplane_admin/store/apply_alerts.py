@@ -85,7 +85,8 @@ def apply_alerts(
     Args:
         work: the transaction of the holder.
         alerts: the alerts.
-        notify: returns webhook, message id and body of each notification about an alert, by its id.
+        notify: takes an alert's id and the alert; returns webhook, message id and body of each
+            notification.
     """
     notifications: list[tuple[str, str, str]] = []
     for alert in alerts:

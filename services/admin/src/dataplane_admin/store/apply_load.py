@@ -16,7 +16,8 @@ MAX_LOAD_SERIES = 2_000
 """Maximum number of series; beyond it, those reported longest ago are deleted."""
 POINT_BYTES = 40
 """Approximate bytes of a stored point."""
-_SECONDS_A_STEP = 7_200
+_SECONDS_A_CALL = 7_200
+"""Seconds of points that one call of `drop_load` deletes."""
 
 _STORED = select(LoadSeriesModel.__table__).where(LoadSeriesModel.digest.in_(WANTED))
 _KNOWN = select(LoadPointModel.series, LoadPointModel.second).where(
@@ -26,7 +27,7 @@ _KNOWN = select(LoadPointModel.series, LoadPointModel.second).where(
 
 
 def apply_load(work: Work, points: Iterable[LoadPoint]) -> None:
-    """Store points; one that is sent again replaces the equal one."""
+    """Store points; a resent point replaces the stored one."""
     by_series: dict[bytes, dict[int, LoadPoint]] = {}
     for point in points:
         by_series.setdefault(point.digest, {})[point.second] = point
@@ -91,11 +92,11 @@ def drop_load(work: Work, before_s: int) -> bool:
     row = work.connection.execute(oldest).first()
     if row is None:
         return False
-    limit_s = min(before_s, row.first_s + _SECONDS_A_STEP)
+    limit_s = min(before_s, row.first_s + _SECONDS_A_CALL)
     if row.last_s < limit_s:
         _drop_series(work, [row.id])
         return True
-    # Points may be rare: the next step starts with the first point that is left.
+    # Points may be rare: the next call starts at the first remaining point.
     after = select(func.min(LoadPointModel.second)).where(
         LoadPointModel.series == row.id, LoadPointModel.second >= limit_s
     )

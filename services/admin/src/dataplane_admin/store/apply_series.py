@@ -23,7 +23,7 @@ _MAX_POINTS = 64
 """Maximum number of stored digests of points, to recognize resent ones. At one export per second
 they cover a minute, which is how long exporters retry."""
 _MAX_POINTS_OF_REQUEST = 4096
-"""Replaces `_MAX_POINTS` for a series with more than that many points in one request."""
+"""The same maximum for a series with more than `_MAX_POINTS` points in one request."""
 
 
 def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
@@ -66,10 +66,10 @@ def _row(work: Work, points: Sequence[SeriesPoint], before: Any) -> dict[str, An
     recent = dict.fromkeys(known[at : at + _POINT] for at in range(0, len(known), _POINT))
     last = None
     for point in points:
-        if point.point and point.point in recent:
+        if point.point_digest and point.point_digest in recent:
             continue
-        if point.point:
-            recent[point.point] = None
+        if point.point_digest:
+            recent[point.point_digest] = None
         sums.add(point)
         last = point
     if last is None:

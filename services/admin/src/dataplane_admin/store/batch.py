@@ -153,8 +153,8 @@ class SeriesPoint:
 
     Attributes:
         digest: digest of the series: of its resource, scope, metric and attributes.
-        point: eight bytes that only equal points share; empty without a time, since such points
-            cannot be distinguished from the next one with the same value.
+        point_digest: eight bytes that only equal points share; empty without a time, since the
+            next point with the same value would look like a resent one.
         process: label of the process.
         process_id: 16 bytes that only equal resources share.
         scope: name of the instrumentation scope, empty if unknown.
@@ -172,7 +172,7 @@ class SeriesPoint:
     """
 
     digest: bytes
-    point: bytes
+    point_digest: bytes
     process: str
     process_id: bytes
     scope: str
@@ -233,7 +233,8 @@ class Batch:
             whether a page shows the change. Each may be called again if a commit fails.
         refused: digests of rejected spans, log records and data points; a resent record has the
             same digest.
-        ignored: digests of log records outside of traces, which are not stored.
+        ignored: digests of log records that are not stored: outside of traces, or text of samples
+            that is not kept.
         reasons: why records were rejected.
     """
 

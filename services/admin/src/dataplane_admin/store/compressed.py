@@ -61,8 +61,8 @@ _DICTIONARY = b"".join(
 _WINDOW, _MEMORY = -12, 5
 """4 kB of window and a small table: to set up larger ones takes longer than the compression."""
 _MAX_RATIO = 20
-"""Maximum ratio of sizes; telemetry has four. A reader expands messages in memory, so one that was
-made to shrink a thousand times would be cheap to store and expensive to read."""
+"""Maximum ratio of compression; that of telemetry is about four. Readers expand messages in memory:
+one crafted for a ratio of a thousand would be cheap to store and expensive to read."""
 
 
 def compress(message: bytes) -> bytes:

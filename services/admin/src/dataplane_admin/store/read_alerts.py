@@ -61,7 +61,7 @@ def read_unfinished_runs(
 ) -> list[UnfinishedRun]:
     """Return at most 100 unfinished runs seen since a time, the most recently seen first.
 
-    ``names`` are the metrics to read, without attributes.
+    ``names`` are the metrics to read, from their curves without attributes.
     """
     query = (
         select(

@@ -229,7 +229,7 @@ def _fields(event: Event) -> tuple[str, ...] | None:
 
 
 def _page(connection: Connection, event_id: int, maximum: int) -> tuple[int, int]:
-    """Return the newest event, and the event after which the ``maximum`` newest ones follow."""
+    """Return the id of the newest event, and the id before the ``maximum`` newest events."""
     newest = connection.scalar(select(func.max(EventModel.id))) or event_id
     newer = select(EventModel.id).where(EventModel.id > event_id).order_by(EventModel.id.desc())
     return newest, connection.scalar(newer.offset(maximum).limit(1)) or event_id

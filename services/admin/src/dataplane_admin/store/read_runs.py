@@ -63,7 +63,7 @@ def read_runs(reader: Reader, *, silent_after_s: float = 300.0) -> list[Run]:
 
 
 def read_run(reader: Reader, run_id: str, *, silent_after_s: float = 300.0) -> RunDetail | None:
-    """Return one run with its configuration, None if it is not stored; else as `read_runs`."""
+    """Return one run as `read_runs` does, with its configuration; None if it is not stored."""
     wanted = _RUNS.add_columns(RunModel.config).where(RunModel.run_id == storable(run_id))
     with reader.connect() as connection:
         row = connection.execute(wanted).first()

@@ -161,8 +161,8 @@ def _versions_of_earlier_lives(
 ) -> dict[tuple[int, int], int | None]:
     """Return the generation version, by (key, time), of samples trained before their newest life.
 
-    A sample cleared before it is reported as trained belongs to the life that was cleared. One
-    that was not put before belongs to the next life, since a put is reported when it returns.
+    If the sample was cleared before it was reported as trained, the cleared life counts. If no put
+    was reported before, the first life counts, since a put is reported only when it returns.
     """
     wanted: dict[int, tuple[int, int]] = {}
     until_ns = 0

@@ -2,8 +2,8 @@
 
 Age counts from the receive time, since senders' clocks are not trusted. A trace or a curve is
 deleted entirely once it has received nothing for that long. Log records are deleted with their
-trace, or earlier if they are that old, since their trace may never arrive. Points of load count
-from their own time, which ingest limits to the next hour.
+trace, or earlier if they are that old, since their trace may never arrive. The age of load points
+counts from their own time; ingest rejects times more than an hour ahead.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _drop_events(work: Work, before_ns: int) -> int:
 
 
 def _drop_rest(work: Work, before_ns: int) -> bool:
-    """Delete old series, and runs without records."""
+    """Delete old series, and some old runs; return whether there were old series."""
     done = work.connection.execute(delete(SeriesModel).where(SeriesModel.updated_ns < before_ns))
     runs = work.connection.execute(
         select(RunModel.run_id).where(RunModel.updated_ns < before_ns).limit(_RUNS_A_STEP)

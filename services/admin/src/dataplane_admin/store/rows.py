@@ -101,11 +101,11 @@ class StoreTotals:
     Attributes:
         traces: number of stored traces; ``spans``, ``events`` and ``samples`` likewise.
         nbytes: bytes of the SQLite files, or of PostgreSQL's tables.
-        oldest_ns: receive time of the oldest stored record; None without any.
+        oldest_ns: receive time of the oldest stored trace or event; None without any.
         ingested_spans: new spans since the start; ``ingested_events`` likewise.
         repeated: spans and events since the start that were stored already.
         refused: spans, log records and data points rejected since the start.
-        ignored: log records since the start outside of traces, which are not stored.
+        ignored: log records that were not stored since the start, see `Batch.ignored`.
     """
 
     traces: int

@@ -30,7 +30,7 @@ class Sums:
         since: total since then.
         start_ns: time of that restart; 0 if unknown.
         time_ns: time of the last point, by its sender's clock.
-        starts: the last earlier starts of the counter, at most `_MAX_STARTS`.
+        starts: the last `_MAX_STARTS` starts of the counter before ``start_ns``.
     """
 
     before: Figures | None = None

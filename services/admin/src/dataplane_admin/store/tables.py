@@ -210,9 +210,8 @@ class SampleModel(Base):
     """A sample of a place. Its id is split into ``head`` and ``tail``, so that an index fits.
 
     ``put_ns`` is the first put of its newest life, cleared or not (see `lives`), and
-    ``weight_version`` that of the weights which generated that life. ``gone_ns`` is its latest
-    clear by id; ``live_ns`` is its latest put, 0 if that clear came later. A time that never
-    occurred is 0.
+    ``weight_version`` the version of the weights that generated it. ``gone_ns`` is its latest clear
+    by id; ``live_ns`` is its latest put, 0 if that clear came later. Unset times are 0.
     """
 
     __tablename__ = "samples"
@@ -257,8 +256,8 @@ class LogModel(Base):
 class SampleFactModel(Base):
     """Facts of a sample, see `batch.SampleFacts`; ``digest`` is that of run and sample id.
 
-    ``time_ns`` is the time of the newest facts, ``state_ns`` that of the state; ``id`` grows with
-    the first arrival.
+    ``time_ns`` is the time of the newest facts, ``state_ns`` that of the state; ``id`` grows in
+    the order of first arrivals.
     """
 
     __tablename__ = "sample_facts"

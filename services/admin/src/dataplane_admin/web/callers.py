@@ -34,8 +34,8 @@ OPEN_PREFIX = "/static/"
 CSRF_FIELD = "csrf"
 CSRF_HEADER = "x-csrf-token"
 
-_MACHINES = ("/api/", OTLP_PREFIX, "/metrics")
-_HARMLESS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+_API_PREFIXES = ("/api/", OTLP_PREFIX, "/metrics")
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _FORM = "application/x-www-form-urlencoded"
 
 
@@ -124,7 +124,7 @@ def _refusal(scope: Scope, root_path: str) -> Response:
         scope["type"] == "http"
         and scope["method"] == "GET"
         and "text/html" in Headers(scope=scope).get("accept", "")
-        and not path.startswith(_MACHINES)
+        and not path.startswith(_API_PREFIXES)
     ):
         query = scope["query_string"].decode("latin-1")
         target = f"{quote(path)}?{query}" if query else quote(path)
@@ -159,7 +159,7 @@ async def require_csrf(connection: HTTPConnection) -> None:
     request = connection
     path, caller = request.url.path, caller_of(request)
     if (
-        request.method in _HARMLESS
+        request.method in _SAFE_METHODS
         or path == LOGIN_PATH
         or path.startswith(OTLP_PREFIX)
         or caller.by == "bearer"

@@ -31,7 +31,7 @@ LOGOUT_PATH = "/logout"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 1_000
 MAX_HELD = 5
-"""Number of delayed answers per address at which its login forms are refused unchecked."""
+"""Maximum number of delayed answers per address; further login forms are refused unchecked."""
 
 
 def address_of(scope: Scope) -> str:
@@ -142,10 +142,10 @@ def login_router(token: str, sessions: Sessions, failed: FailedLogins, root_path
         form = await request.form(max_files=0, max_fields=10)
         given, target = form.get("token"), _local(form.get("next"))
         for_people = "text/html" in request.headers.get("accept", "")
-        again = f"{root_path}{LOGIN_PATH}?next={quote(target)}&failed="
+        retry_url = f"{root_path}{LOGIN_PATH}?next={quote(target)}&failed="
         if failed.has_too_many(request.scope):
             if for_people:
-                return RedirectResponse(f"{again}often", 303)
+                return RedirectResponse(f"{retry_url}often", 303)
             return ProblemResponse(
                 429,
                 "token: too many wrong tokens from this address; retry in a moment",
@@ -156,7 +156,7 @@ def login_router(token: str, sessions: Sessions, failed: FailedLogins, root_path
         ):
             await failed.hold(request.scope)
             if for_people:
-                return RedirectResponse(f"{again}1", 303)
+                return RedirectResponse(f"{retry_url}1", 303)
             return ProblemResponse(401, "token: wrong token; expected the service's token")
         answer = RedirectResponse(f"{root_path}{target}", 303)
         answer.set_cookie(

@@ -1,6 +1,6 @@
 """Compressed spans and events, and blocks of the samples that events name.
 
-Counted bytes of stored spans stay those of before; they leave the count with their traces.
+The counted bytes of stored spans stay as they are until their traces are deleted.
 """
 
 from __future__ import annotations
