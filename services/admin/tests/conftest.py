@@ -72,7 +72,7 @@ class Service:
         return self.process.returncode, time.monotonic() - start_s, out + self.written_errors()
 
     def end(self):
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         self.process.communicate()
         self.errors.close()
@@ -129,7 +129,7 @@ def make_app(tmp_path):
 
 @pytest.fixture(scope="session")
 def app_of(tmp_path_factory):
-    """Return a function that creates the application of some settings once, for read-only tests."""
+    """Return a function that creates one application per settings, for read-only tests."""
     apps = {}
 
     def app(**settings):
@@ -309,7 +309,7 @@ class Job:
         self.client.__exit__(*failure)
 
     def send(self, *requests):
-        """Send export requests, consecutive ones of a kind as one; return the last answer."""
+        """Send export requests, merging neighbors of one kind; return the last answer."""
         merged = []
         for request in requests:
             if not merged or type(merged[-1]) is not type(request):

@@ -53,7 +53,7 @@ def engine(second, *, name="node-1:8000", run="", **values):
 
 
 def cpu_times(processors, *, busy_s, idle_s):
-    """Return the points of processors that were busy and idle for these seconds in total."""
+    """Return the points of processors that were busy and idle for so long, summed over all."""
     shares = {"user": busy_s / 2, "system": busy_s / 2, "idle": idle_s - 1, "wait": 1}
     return [
         ("system.cpu.time", {"cpu": f"cpu{number}", "state": state}, 100 + seconds / processors)

@@ -1,7 +1,7 @@
 """Test program: the service with a data plane and a traced run.
 
 It prints the URL, then serves until killed. Two steps are trained; in the third, three samples lack
-a column and the trainer is blocked. The argument has the arguments of `Settings` as JSON.
+a column and the trainer is blocked. Its argument is a JSON object, the arguments of `Settings`.
 """
 
 import json
@@ -73,8 +73,8 @@ def steps(client, worker, pool):
             client.clear_samples(ids, "train")
 
 
-def main(output):
-    given = json.loads(output)
+def main(text):
+    given = json.loads(text)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if token := given.get("token"):
         os.environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{token}"

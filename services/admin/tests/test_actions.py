@@ -75,11 +75,11 @@ def test_clearing_samples_is_recorded(client, plane):
 def test_an_action_is_recorded_before_it_runs(client, plane, monkeypatch):
     clear, seen = plane.clear_samples, []
 
-    def look(*args, **kwargs):
+    def clear_after_reading(*args, **kwargs):
         seen.extend(entries(client))
         clear(*args, **kwargs)
 
-    monkeypatch.setattr(plane, "clear_samples", look)
+    monkeypatch.setattr(plane, "clear_samples", clear_after_reading)
     assert act(client, "clear", sample_ids=["s0"]).status_code == 200
     assert [entry["outcome"] for entry in seen] == ["requested"]
     done, requested = entries(client)
@@ -126,7 +126,7 @@ def test_an_unrecorded_outcome_is_still_answered(client, plane, monkeypatch, sam
         assert "are leased" in answer.json()["detail"]
 
 
-def test_clearing_a_partition_forgets_it(client, plane):
+def test_a_cleared_partition_is_no_longer_listed(client, plane):
     assert act(client, "clear").status_code == 200
     assert plane.list_partitions() == []
     until(lambda: client.get("/api/v1/partition", params={"id": "train"}).status_code == 404)

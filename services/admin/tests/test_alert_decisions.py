@@ -13,7 +13,7 @@ VALUES = st.lists(st.sampled_from([0.0, 3.5, 3.7, 4.0, 4.1, 9.0, None]), max_siz
 
 
 def facts(moment, value):
-    """Return facts in which the run has a staleness; with None, the run is finished."""
+    """Return facts of a run with this staleness; None for a finished run."""
     run = RunFacts("run", 0.0, 0.0, 60.0, True, {"rl.staleness.mean": value}, ())
     runs = [] if value is None else [run]
     return Facts(moment * EVERY_S * 10**9, 1e9, runs, (), {}, knows_plane=True)
@@ -28,7 +28,7 @@ def alert_of(measure, now_ns):
 
 
 @given(values=VALUES, for_moments=st.integers(0, 4))
-def test_alerts_change_only_after_values_that_last(values, for_moments):
+def test_alerts_change_only_after_lasting_values(values, for_moments):
     rule = Rule(name="staleness", kind="staleness", bound=BOUND, for_s=for_moments * EVERY_S)
     raised, since = [], {}
     for moment, value in enumerate(values):

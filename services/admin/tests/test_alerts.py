@@ -134,7 +134,7 @@ def test_lost_telemetry_is_raised_and_cleared_by_any_record(alerted, otlp, later
     job.send(otlp.trace(run="without events", step=0))
     later(700)
     until(lambda: raised(job))
-    # Whether a run without a reported start ended is unknown.
+    # A run without a reported start raises nothing, since it may be finished.
     assert raised(job) == [("telemetry-lost", "run")]
     job.send(otlp.gauge())
     until(lambda: cleared(job) == [("telemetry-lost", "run")])
@@ -230,7 +230,7 @@ def test_a_removed_rule_clears_its_alert(alerted, otlp):
     until(lambda: cleared(later_job) == [("staleness", "run")])
 
 
-def test_the_shipped_rules_are_on_without_a_file(job_of, otlp, later, now_s):
+def test_the_built_in_rules_apply_without_a_file(job_of, otlp, later, now_s):
     job = job_of(alerts_every_s=0.02)
     assert job.get("alerts")["rules"] == 7
     assert job.get("alerts")["webhooks"] == []
@@ -239,7 +239,7 @@ def test_the_shipped_rules_are_on_without_a_file(job_of, otlp, later, now_s):
     until(lambda: sorted(raised(job)) == [("no-step", "run"), ("telemetry-lost", "run")])
 
 
-def test_alerts_are_on_pages_and_in_metrics_as_text(alerted, otlp):
+def test_alerts_on_pages_and_in_metrics_are_escaped(alerted, otlp):
     job = alerted(
         rule("staleness", 4, severity="critical"), rule("logprob_gap", 1, severity="warning")
     )

@@ -131,7 +131,7 @@ def test_a_table_never_breaks_an_id(running, token_file, columns):
 
 
 def test_a_failed_command_prints_one_line_and_exits_with_1(running, token_file):
-    for arguments, said in (
+    for arguments, message in (
         (["why", "--url", running.url], "--token-file"),
         (["sample", "nothing", "--url", running.url, "--token-file", token_file], "no event"),
         (["partitions", "--url", "http://127.0.0.1:1"], "cannot be reached"),
@@ -141,7 +141,7 @@ def test_a_failed_command_prints_one_line_and_exits_with_1(running, token_file):
     ):
         status, out, err = command(*arguments)
         assert (status, out, err.count("\n")) == (1, "", 1)
-        assert said in err
+        assert message in err
         assert TOKEN not in err
 
 
@@ -189,10 +189,10 @@ def test_why_says_that_the_data_plane_cannot_be_read(start):
 def test_the_database_file_is_at_the_given_path(start, refused, tmp_path):
     start("--db", "here.sqlite").stop(signal.SIGTERM)
     assert (tmp_path / "here.sqlite").stat().st_mode & 0o077 == 0
-    for options, said in (
+    for options, message in (
         (["--db", "no/folder/x.sqlite"], "does not exist"),
         (["--allowed-origin", "x"], "expected a scheme"),
     ):
         status, error = refused("--port", "0", *options)
         assert (status, error.count("\n")) == (1, 1)
-        assert said in error
+        assert message in error

@@ -62,8 +62,8 @@ def peers(port, number, sent):
         yield connections
 
 
-def closed(peer):
-    """Return the data until the service closes the connection."""
+def read_until_closed(peer):
+    """Return the data that arrives before the service closes the connection."""
     arrived = b""
     with contextlib.suppress(ConnectionError):
         while chunk := peer.recv(65_536):
@@ -95,7 +95,7 @@ def test_an_incomplete_request_times_out(start):
         (HALF_BODY.replace(b"\r\nContent", authorized.encode()), b"HTTP/1.1 408 "),
     ):
         with peers(service.port, 1, sent) as [peer]:
-            assert answer in closed(peer), sent
+            assert answer in read_until_closed(peer), sent
     _, _, written = service.stop(signal.SIGTERM)
     assert "request_timed_out" in written
 
@@ -131,7 +131,7 @@ def test_peers_can_neither_flood_nor_write_the_log(start):
     for sent in hostile:
         for _ in range(20):
             with peers(service.port, 1, sent.encode()) as [peer]:
-                assert closed(peer).startswith(b"HTTP/1.1 ")
+                assert read_until_closed(peer).startswith(b"HTTP/1.1 ")
     _, _, written = service.stop(signal.SIGTERM)
     assert written.count("\n") <= len(hostile), written[:2000]
     assert SECRET not in written

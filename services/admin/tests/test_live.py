@@ -292,7 +292,7 @@ def test_a_missing_ray_cluster_is_one_sentence(job_of, address):
 
 @pytest.fixture
 def error_of(job_of, monkeypatch):
-    """Return a function that joins a cluster of a version of Python, and returns the error."""
+    """Return a function that joins a cluster with this Python version and returns the error."""
 
     def error_of(python):
         def join(*_, **__):
@@ -409,7 +409,7 @@ def test_history_is_answered_by_partition(plane, start_polling):
     assert answer["tasks"] == [{"name": "t", "unclaimed": [2], "claimed": [0], "acknowledged": [0]}]
 
 
-def test_trends_count_no_decrease_as_growth():
+def test_trends_do_not_count_a_decrease_as_growth():
     trends = Trends()
     for poll in range(POLLS + 30):
         acknowledged = poll % 10  # cleared every tenth poll

@@ -1,4 +1,4 @@
-"""Needs of tasks, and the tasks that claim, follow from reported claims."""
+"""Reported claims determine what a task needs, and whether it has a backlog."""
 
 import time
 

@@ -80,7 +80,7 @@ def test_an_inconsistent_read_reports_its_duration(plane):
     put(plane, ["a"], "x")
 
     class Busy:
-        """Check reads with a write between any two queries."""
+        """A data plane with a write after each query."""
 
         def __getattr__(self, name):
             def write_after(*args, **kwargs):

@@ -31,7 +31,7 @@ _ENDLESS = {"/api/v1/live"}
 
 @pytest.fixture
 def app(make_app):
-    """Return the schema of a service with a data plane, so that all routes answer."""
+    """Return a service with a data plane, so that all routes answer."""
     with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
         plane.register_partition("train", ["a"], 4, ["t"])
         plane.put_samples(["s0"], "train", TensorDict({"a": torch.zeros(1)}, [1]))

@@ -84,20 +84,20 @@ def test_all_interfaces_need_a_token_and_allowed_hosts(start, token_file):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "::ffff:127.0.0.1"])
 def test_a_remote_address_needs_a_token_file(refused, host):
-    status, said = refused("--host", host, "--port", "0")
+    status, errors = refused("--host", host, "--port", "0")
     assert status == 1
-    assert said.count("\n") == 1
-    assert "--token-file" in said
+    assert errors.count("\n") == 1
+    assert "--token-file" in errors
 
 
 @pytest.mark.parametrize("content", [b"\n", b"short", b"two tokens in a file", b"\xff" * 20])
 def test_a_file_without_a_token_is_refused_and_not_shown(refused, tmp_path, content):
     file = tmp_path / "token"
     file.write_bytes(content)
-    status, said = refused("--host", "0.0.0.0", "--port", "0", "--token-file", str(file))
-    assert (status, said.count("\n")) == (1, 1)
-    assert "at least 16 characters" in said
-    assert content.strip() == b"" or content.decode("latin-1") not in said
+    status, errors = refused("--host", "0.0.0.0", "--port", "0", "--token-file", str(file))
+    assert (status, errors.count("\n")) == (1, 1)
+    assert "at least 16 characters" in errors
+    assert content.strip() == b"" or content.decode("latin-1") not in errors
 
 
 @pytest.mark.parametrize(
@@ -113,21 +113,21 @@ def test_a_file_without_a_token_is_refused_and_not_shown(refused, tmp_path, cont
     ],
 )
 def test_a_wrong_option_is_reported_on_one_line(refused, arguments, named):
-    status, said = refused("--port", "0", *arguments)
-    assert (status, said.count("\n")) == (1, 1)
-    assert named in said
+    status, errors = refused("--port", "0", *arguments)
+    assert (status, errors.count("\n")) == (1, 1)
+    assert named in errors
 
 
 def test_environment_sets_any_option(refused, monkeypatch):
     variables = {"PORT": "x", "ALLOWED_HOST": "a.example a:80", "STUCK_AFTER_S": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(f"DATAPLANE_ADMIN_SERVE_{name}", value)
-    status, said = refused()
-    options = [line.split(": ")[1] for line in said.splitlines()]
+    status, errors = refused()
+    options = [line.split(": ")[1] for line in errors.splitlines()]
     assert (status, sorted(options)) == (1, ["--allowed-host", "--port", "--stuck-after-s"])
-    status, said = refused("--port", "0", "--stuck-after-s", "5")  # options come first
-    assert (status, said.count("\n")) == (1, 1)
-    assert "--allowed-host: host 'a:80'" in said
+    status, errors = refused("--port", "0", "--stuck-after-s", "5")  # options come first
+    assert (status, errors.count("\n")) == (1, 1)
+    assert "--allowed-host: host 'a:80'" in errors
 
 
 def test_wrong_options_are_reported_together(refused):
@@ -142,11 +142,11 @@ def test_wrong_options_are_reported_together(refused):
         "--allowed-origin": ("x", "expected a scheme"),
         "--root-path": ("/a b", "expected a path"),
     }
-    status, said = refused(
+    status, errors = refused(
         *(text for option, (value, _) in wrong.items() for text in (option, value))
     )
-    lines = said.splitlines()
-    assert (status, len(lines)) == (1, len(wrong)), said
+    lines = errors.splitlines()
+    assert (status, len(lines)) == (1, len(wrong)), errors
     for option, (_, reason) in wrong.items():
         [line] = [text for text in lines if text.startswith(f"dataplane-admin: {option}: ")]
         assert reason in line
@@ -188,10 +188,10 @@ def test_a_traceback_shows_no_local_variables(start):
 def test_a_port_in_use_is_reported_on_one_line(refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, said = refused("--port", str(port))
+        status, errors = refused("--port", str(port))
     assert status == 1
     in_use = "Address already in use"
-    assert said == f"dataplane-admin: --port: cannot listen on 127.0.0.1:{port}: {in_use}\n"
+    assert errors == f"dataplane-admin: --port: cannot listen on 127.0.0.1:{port}: {in_use}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -93,8 +93,8 @@ def test_too_many_subscribers_are_refused_and_pages_work(service, many):
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 500), hard))
     kept, refused = [], []
 
-    async def follow(gate):
-        async with gate:
+    async def follow(semaphore):
+        async with semaphore:
             head, reader, writer = await subscribe(service.port)
             if head.startswith(b"HTTP/1.1 200"):
                 kept.append(writer)
@@ -104,14 +104,14 @@ def test_too_many_subscribers_are_refused_and_pages_work(service, many):
             refused.append(await asyncio.wait_for(reader.read(), PATIENCE_S))
             writer.close()
 
-    async def come():
-        gate = asyncio.Semaphore(many)
-        await asyncio.gather(*(follow(gate) for _ in range(many)))
+    async def subscribe_all():
+        semaphore = asyncio.Semaphore(many)
+        await asyncio.gather(*(follow(semaphore) for _ in range(many)))
         with await asyncio.to_thread(urllib.request.urlopen, f"{service.url}/healthz") as answer:
             assert answer.status == 200
         for writer in kept:
             writer.close()
-        # Subscribers that leave free capacity for others.
+        # The closed connections leave free capacity for new subscribers.
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while True:
             head, _, writer = await subscribe(service.port)
@@ -121,7 +121,7 @@ def test_too_many_subscribers_are_refused_and_pages_work(service, many):
             assert asyncio.get_running_loop().time() < deadline
 
     try:
-        asyncio.run(come())
+        asyncio.run(subscribe_all())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (len(kept), len(refused)) == (MAX_STREAMS, many - MAX_STREAMS)

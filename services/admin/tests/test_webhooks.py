@@ -122,7 +122,7 @@ def test_a_notification_is_dropped_after_an_hour(alerted, otlp, receiver, later)
     assert (status(job)["pending"], status(job)["delivered"]) == (0, 0)
 
 
-def test_a_restart_repeats_and_loses_nothing(alerted, otlp, receiver):
+def test_a_restart_neither_repeats_nor_loses_notifications(alerted, otlp, receiver):
     first = alerted(chat=receiver.url)
     send(first, otlp, 9.0, 0)
     until(lambda: status(first)["delivered"] == 1)

@@ -1,6 +1,6 @@
 """The receiver answers as the OTLP specification requires, and enforces its limits.
 
-Stores that refuse are patched: none fails on its own.
+Tests of an unavailable store patch it, since it does not fail by chance.
 """
 
 import gzip

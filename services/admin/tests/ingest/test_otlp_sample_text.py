@@ -1,7 +1,7 @@
 """Sample text is stored only on request.
 
-Most tests call the rule itself: the API shows no log record, scope or data point as stored, and the
-rule has many hundreds of cases.
+Most tests call `remove_sample_text`: the API does not show stored log records, scopes and data
+points, and there are many hundreds of cases.
 """
 
 import json

@@ -356,6 +356,7 @@ def test_nothing_jumps_at_load_or_update(watched, served, path, width):
     for number in range(1, 4 if live else 1):
         served.change()
         page.wait_for_function("(number) => swaps >= number", arg=number)
-    # Browsers call 0.1 good. A loaded machine paints a table before its last rows arrive: 0.01.
+    # Browsers rate up to 0.1 as good. On a loaded machine, a table painted before its last rows
+    # arrive shifts by 0.01.
     shifts = page.evaluate("shifts")
     assert sum(value for value, _ in shifts) <= 0.03, shifts

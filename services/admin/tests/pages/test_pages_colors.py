@@ -85,7 +85,7 @@ def test_marks_have_a_contrast_of_3(theme, mark):
 @THEMES
 @pytest.mark.parametrize("eyes", BLIND)
 def test_buckets_are_distinguishable_for_all_color_vision(theme, eyes):
-    """Check that buckets differ by 20, or else by shape as well."""
+    """Check that the color difference is 20, or 10 if the shapes differ too."""
     seen = {}
     for bucket in ("productive", "overhead", "wasted", "idle"):
         rgb = linear(COLOURS[bucket][theme])

@@ -129,7 +129,7 @@ def test_a_page_has_one_heading_landmarks_and_named_controls(client, path):
             assert held.get("aria-label")
         if tag == "th":
             assert held.get("scope") in {"col", "row"}
-    assert named <= {None}, "labels hold what they name"
+    assert named <= {None}, "a label must contain its control"
 
 
 def test_any_id_survives_a_link(client):

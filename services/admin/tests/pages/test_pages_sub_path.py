@@ -34,8 +34,8 @@ http {{
   }}
 }}
 """
-# With a trailing slash, as documented, nginx removes the prefix; without one it passes it on. The
-# second leaves the Host header to nginx, so the service does not know its own origin.
+# With a trailing slash, as documented, nginx removes the prefix; without one it passes the prefix
+# on. PASSED_ON also lets nginx change the Host header, so the service does not know its own origin.
 DOCUMENTED = Path(__file__).parents[4] / "docs" / "recipes" / "dashboard-nginx.md"
 REMOVED = re.search(r"```nginx\n(.*?)```", DOCUMENTED.read_text(), re.S)[1]
 PASSED_ON = "location /rl { proxy_pass http://127.0.0.1:8080; }"
@@ -217,14 +217,14 @@ def post(url, body=None, **headers):
 def test_exporters_send_below_the_root_path(proxied):
     bearer = {"authorization": f"Bearer {TOKEN}"}
     assert post(f"{proxied}/v1/traces", **bearer)[0] == 200
-    status, said = post(f"{proxied}/v1/trace", **bearer)
+    status, body = post(f"{proxied}/v1/trace", **bearer)
     assert status == 404
-    assert f"{ROOT}/v1/traces" in json.loads(said)["detail"]
+    assert f"{ROOT}/v1/traces" in json.loads(body)["detail"]
 
 
 def test_a_page_of_an_allowed_origin_sends_telemetry(browser, behind_nginx):
     page = browser.new_page()
-    # A page of nginx itself has another origin for the service.
+    # This page of nginx has another origin than the service, which is addressed directly.
     page.goto(behind_nginx.url.removesuffix(ROOT))
     send = """([url, token]) => fetch(url, {
         method: "POST",

@@ -1,4 +1,4 @@
-"""Three tasks as a person does them, from the overview by clicks; each prints its seconds."""
+"""Three tasks of a user, done by clicks from the overview; each prints its duration."""
 
 import sys
 import time

@@ -180,7 +180,7 @@ def test_old_curves_are_deleted_with_their_points(url, job_of, otlp, monkeypatch
 
 
 def test_a_full_store_deletes_curves_too(postgresql, job_of, otlp):
-    """PostgreSQL's size counts what was written, so that the limit is exact."""
+    """Check on PostgreSQL, whose size is the bytes of the records and not of a file."""
     job = job_of(store_url=postgresql.make(empty=False), retention=Retention(max_bytes=100_000))
     for run in range(6):
         job.send(otlp.curve([1.0] * 1000, run=f"run {run}"))

@@ -133,7 +133,7 @@ def _with_hexadecimal_ids(message, data):
 
 
 def shown(job):
-    """Return path to status of every page and answer that shows the records."""
+    """Return the status of every page and answer that shows the records, by path."""
     paths = ["/", "/traces", "/metrics"]
     paths += [f"/api/v1/{name}" for name in ("traces", "runs", "series", "why", "status")]
     for trace in job.get("traces", limit=5)["traces"]:

@@ -1,4 +1,7 @@
-"""Keys and messages survive their encoding; the API shows only few shapes of them."""
+"""Keys and messages survive their encoding.
+
+These tests call the encoding, since requests to the API produce only few kinds of keys.
+"""
 
 import pytest
 from hypothesis import given

@@ -210,7 +210,7 @@ def test_another_programs_file_is_refused_unchanged(tmp_path, application_id, jo
         assert other.execute("PRAGMA journal_mode").fetchone()[0] == journal
 
 
-def test_a_file_from_before_stamping_is_accepted(tmp_path, batches):
+def test_a_file_without_an_application_id_is_accepted(tmp_path, batches):
     path = tmp_path / "admin.sqlite"
     with Store.open(f"sqlite:///{path}") as store:
         store.write(batches.event("put", ["a"]))

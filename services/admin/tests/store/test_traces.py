@@ -213,12 +213,12 @@ def test_no_query_scans_a_large_table(tmp_path, job_of, otlp):
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
             for row in plan:
                 words = row.detail.split()
-                # A scan in key order that takes every row it reads ends at its limit.
+                # A scan in key order without a filter reads no more rows than its limit.
                 ordered = "LIMIT" in statement and "ORDER BY" in statement
                 ordered = ordered and "WHERE" not in statement
                 scanned = words[0] == "SCAN" and words[1] in big
                 assert not scanned or ordered, f"{row.detail}: {statement}"
-                # Events, and the steps of a run, are sorted after an index has narrowed them down;
-                # lists never are.
+                # Lists are read in the order of an index. Only events and the steps of a run are
+                # sorted, after an index has selected them.
                 if "ORDER BY traces.arrival" in statement and "OVER (" not in statement:
                     assert "TEMP B-TREE" not in row.detail, f"{row.detail}: {statement}"

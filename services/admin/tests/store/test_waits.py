@@ -1,4 +1,4 @@
-"""Blocked tasks: events read about partitions, and which processes are silent."""
+"""Blocked tasks, as read from the events of partitions, and silent processes."""
 
 import os
 import re
@@ -291,7 +291,7 @@ def test_waits_of_one_run_do_not_displace_anothers(job, otlp):
     assert counts == [1, 100, 0]
 
 
-def test_a_run_is_found_by_its_own_id_and_by_the_listed_one(job, otlp):
+def test_a_run_is_found_by_its_full_and_by_its_cut_id(job, otlp):
     run = "team/" + "x" * 600
     job.send(wait_now(otlp, run=run))
     [listed] = [row["run_id"] for row in job.get("runs")["runs"]]

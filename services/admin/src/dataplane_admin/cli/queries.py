@@ -27,7 +27,7 @@ def sample(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the lifecycle of one sample, put to clear."""
+    """Show the lifecycle of one sample, from put to clear."""
     query = {"id": sample_id, "partition": partition}
     _show("/api/v1/sample", query, url, token_file, as_json=as_json)
 

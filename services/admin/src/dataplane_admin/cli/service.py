@@ -108,7 +108,7 @@ def serve(
         typer.Option(
             min=1,
             max=_MAX_S,
-            help="Seconds after which unclaimed samples and leased claims count as stuck.",
+            help="Seconds after which an unclaimed sample or a claim counts as stuck.",
         ),
     ] = 60.0,
     silent_after_s: Annotated[

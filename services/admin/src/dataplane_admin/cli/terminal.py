@@ -66,7 +66,7 @@ def _unread(live: models.LiveStatus) -> Text:
 
 
 def _status(body: str, _width: int) -> RenderableType:
-    """Return a warning if the data plane cannot be read: the list may then be incomplete."""
+    """Return a warning if the data plane cannot be read: blocked tasks may then be missing."""
     live = models.Status.model_validate_json(body).live
     return _unread(live) if live.configured and not live.attached else Group()
 
@@ -75,7 +75,7 @@ def _heading(partition: models.Partition) -> Text:
     size = "" if partition.nbytes is None else f", {_size(partition.nbytes)}"
     return Text.assemble(
         (printable(partition.id), "bold"),
-        f"  {partition.present} samples present, {partition.put} of {partition.declared} written, "
+        f"  {partition.present} samples present, {partition.put} of {partition.declared} put, "
         f"{partition.not_put} not put yet{size}",
     )
 
@@ -89,7 +89,7 @@ def _tasks(partition: models.Partition, width: int) -> list[RenderableType]:
             "assigned",
             "leased",
             "acknowledged",
-            "claims/s",
+            "claimed/s",
             "oldest unclaimed",
             "oldest claim",
         ),
@@ -108,7 +108,7 @@ def _tasks(partition: models.Partition, width: int) -> list[RenderableType]:
             for task in partition.tasks
         ],
         width,
-        optional=("oldest claim", "claims/s", "assigned", "oldest unclaimed"),
+        optional=("oldest claim", "claimed/s", "assigned", "oldest unclaimed"),
     )
 
 

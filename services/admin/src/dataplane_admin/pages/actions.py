@@ -24,7 +24,7 @@ class Confirmation:
     """The content of a confirmation page.
 
     Attributes:
-        what: one sentence on the effect of the action.
+        what: the effect of the action.
         numbers: what the action affects, as far as known.
         fields: names and values of the form's hidden fields.
         option: name and label of a checkbox.

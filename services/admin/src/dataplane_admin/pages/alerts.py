@@ -1,4 +1,4 @@
-"""Alerts: raised now, and the latest cleared ones."""
+"""Alerts page: raised alerts, and the latest cleared ones."""
 
 from __future__ import annotations
 

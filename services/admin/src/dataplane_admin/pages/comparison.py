@@ -19,7 +19,7 @@ _MAX_ROWS = 60
 class PairRow:
     """Seconds of one span, stage, process or bucket in both traces.
 
-    The widths of its bars are percent of the longest.
+    The widths of its bars are in percent of the longest bar of the table.
     """
 
     name: str
@@ -119,8 +119,8 @@ def _pairs_of(rows: Iterable[models.ComparedRow]) -> Iterable[_Pair]:
 
 
 def _rows(pairs: Iterable[_Pair], longest_trace_s: float) -> list[PairRow]:
-    held = list(pairs)
-    longest = max((max(a, b) for _, _, a, b, _ in held), default=0.0) or 1.0
+    listed = list(pairs)
+    longest = max((max(a, b) for _, _, a, b, _ in listed), default=0.0) or 1.0
     return [
         PairRow(
             name=name,
@@ -134,5 +134,5 @@ def _rows(pairs: Iterable[_Pair], longest_trace_s: float) -> list[PairRow]:
             trend=("more" if b > a else "less") if abs(b - a) >= _NOTABLE * longest_trace_s else "",
             counts=counts,
         )
-        for name, depth, a, b, counts in held
+        for name, depth, a, b, counts in listed
     ]

@@ -73,21 +73,23 @@ def draw_flame(paths: Sequence[models.SpanPath], tones: Mapping[str, int], zoome
     """
     tops, nodes = _nodes(paths)
     chosen = next((node for node in nodes if node.key == zoomed), None)
-    line: list[_Node] = []
+    ancestors: list[_Node] = []
     above = chosen.parent if chosen else None
     while above is not None:
-        line.insert(0, above)
+        ancestors.insert(0, above)
         above = above.parent
-    frames = [_frame(node, tones, 0.0, 100.0, row, above=True) for row, node in enumerate(line)]
-    waiting = _placed([chosen] if chosen else tops, 0.0, 100.0, 0.0, len(line))
+    frames = [
+        _frame(node, tones, 0.0, 100.0, row, above=True) for row, node in enumerate(ancestors)
+    ]
+    queue = _placed([chosen] if chosen else tops, 0.0, 100.0, 0.0, len(ancestors))
     hidden = 0
-    while waiting:
-        node, x, width, row = waiting.pop(0)  # by rows, so that the limit drops the lowest
+    while queue:
+        node, x, width, row = queue.pop(0)  # by rows, so that the limit drops the lowest
         if width < _MIN_WIDTH or len(frames) >= _MAX_FRAMES:
             hidden += 1
             continue
         frames.append(_frame(node, tones, x, width, row, above=False))
-        waiting += _placed(node.children, x, width, node.total_s, row + 1)
+        queue += _placed(node.children, x, width, node.total_s, row + 1)
     rows = 1 + max((frame.row for frame in frames), default=0)
     return Flame(frames, rows * _ROW, chosen.key if chosen else "", hidden)
 
@@ -96,16 +98,16 @@ def _nodes(paths: Sequence[models.SpanPath]) -> tuple[list[_Node], list[_Node]]:
     """Return the topmost nodes, and all nodes."""
     tops: list[_Node] = []
     nodes: list[_Node] = []
-    line: list[_Node] = []
+    ancestors: list[_Node] = []
     for row in paths:
-        del line[row.depth :]
-        parent = line[-1] if line else None
+        del ancestors[row.depth :]
+        parent = ancestors[-1] if ancestors else None
         text = f"{parent.key if parent else ''}\0{row.service}\0{row.name}"
         key = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
         node = _Node(row, key, parent, [])
         (parent.children if parent else tops).append(node)
         nodes.append(node)
-        line.append(node)
+        ancestors.append(node)
     return tops, nodes
 
 

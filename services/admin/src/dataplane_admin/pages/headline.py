@@ -24,7 +24,11 @@ def runs_to_judge(
     waits: Sequence[models.Wait],
     facts: Sequence[models.TraceFacts],
 ) -> list[str]:
-    """Return the runs whose pace is needed: those shown and the newest ones."""
+    """Return the runs whose pace the headline needs.
+
+    The runs with a blocked task are among them. The others are ``run`` or, if it is None, the
+    runs of ``facts`` and the newest runs.
+    """
     blocked_runs = [item.run_id for item in waits if item.kind == "wait"]
     if run is not None:
         return [run, *blocked_runs]

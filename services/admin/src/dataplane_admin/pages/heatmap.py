@@ -1,6 +1,6 @@
-"""Sample matrix of a partition, drawn as SVG paths over columns of windows.
+"""Sample matrix of a partition: a column for each window of consecutive samples.
 
-Each shade is one path for all windows, which keeps the page small. A column is one unit wide; a
+All cells of a shade are one SVG path, which keeps the page small. A column is one unit wide; a
 vertical unit is one pixel.
 """
 

@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Bars from freshest to stalest; the last of `_MAX_COLUMNS` holds all older versions."""
+    """Bars from fresh to stale; beyond `_MAX_COLUMNS` bars, the last one counts the rest."""
 
     columns: Sequence[Column]
     mean_x: float | None

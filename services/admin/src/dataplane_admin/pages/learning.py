@@ -133,7 +133,7 @@ def reward_trend(service: AdminService, run: str) -> marks.Trend | None:
 
 
 def number(value: float | None) -> str:
-    """Return a value with four significant digits; a dash if it is not finite."""
+    """Return a rounded value; a dash if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return "-"
     if value and not 1e-3 <= abs(value) < 1e6:

@@ -277,16 +277,16 @@ def _mean(values: _ByMetric, metric: str) -> _Values:
 
 
 def _stacked(values: _ByMetric, metrics: Sequence[str]) -> Sequence[tuple[str, _Values]]:
-    """Return the upper line of each reported metric; each is stacked on those before it."""
+    """Return the upper edge of each reported metric's area; areas are stacked in this order."""
     lines: list[tuple[str, _Values]] = []
-    below: _Values = [0.0] * COLUMNS
+    top: _Values = [0.0] * COLUMNS
     for metric in metrics:
         if own := _mean(values, metric):
-            below = [
+            top = [
                 None if base is None or value is None else base + value
-                for base, value in zip(below, own, strict=True)
+                for base, value in zip(top, own, strict=True)
             ]
-            lines.append((metric, below))
+            lines.append((metric, top))
     return lines
 
 

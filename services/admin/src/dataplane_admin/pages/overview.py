@@ -34,7 +34,7 @@ class TaskOnOverview:
 class PartitionOnOverview:
     """One partition as the overview shows it.
 
-    ``streams``: as `is_streaming`.
+    ``streams`` is the result of `is_streaming`.
     """
 
     facts: models.Partition

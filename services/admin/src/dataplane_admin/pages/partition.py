@@ -22,7 +22,7 @@ class PartitionPage:
 
     Attributes:
         seen: the partition and its samples, from one snapshot.
-        streams: as `is_streaming`.
+        streams: result of `is_streaming`.
         waits: blocked tasks, and whether each is blocked for so long that it is a fault.
         window_count: samples of the chosen window, None without one.
         history: numbers over the last hour, as lines.

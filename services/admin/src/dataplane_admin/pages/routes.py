@@ -238,15 +238,15 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
             )
         except ServiceError as error:
             problem, status = str(error), error.status
-        held = page.traces if page else []
-        longest = max((item.seconds for item in held), default=0.0)
+        listed = page.traces if page else []
+        longest = max((item.seconds for item in listed), default=0.0)
         return shell.page(
             request,
             "traces.html.j2",
             status=status,
             page=page,
             problem=problem,
-            rows=[(item, marks.stack([("accent", item.seconds)], longest, "")) for item in held],
+            rows=[(item, marks.stack([("accent", item.seconds)], longest, "")) for item in listed],
             runs=service.runs().runs,
             filters=query,
             filtered=any(query.values()),

@@ -153,7 +153,7 @@ def _sentence(steps: models.RunSteps) -> str:
     first, last = steps.ranges[0], steps.ranges[-1]
     now = f"{words.duration(last.median_s)} in {numbers(last)}"
     if steps.steps < _ENOUGH or not first.median_s:
-        return f"{words.plural(steps.steps, 'step')}: {now}"
+        return f"{words.plural(steps.steps, 'step')}; step duration {now}"
     before = f"{words.duration(first.median_s)} in {numbers(first)}"
     change = last.median_s / first.median_s - 1
     if abs(change) < _NOTABLE:

@@ -154,7 +154,7 @@ def tag_change(run_id: str, params: Params) -> models.TagRun:
 
 
 def next_order(column: str, sort: str, ascending: bool) -> str:
-    """Return the order that a click on a column sets: the largest first, then the smallest."""
+    """Return the order after a click on a column: descending first, ascending at the next click."""
     return "ascending" if column == sort and not ascending else ""
 
 

@@ -1,4 +1,4 @@
-"""Newest samples with filters, groups side by side, and tokens by color."""
+"""List of samples, the samples of a group, and the colored tokens of one sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of span names of a trace: its columns to sort by, and the spans that a name marks."""
+"""Table of the span names of a trace, sorted by a column. A click on a name marks its spans."""
 
 from __future__ import annotations
 

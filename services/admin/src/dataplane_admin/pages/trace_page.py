@@ -131,6 +131,7 @@ class TracePage:
     """Id of the requested span if it is not in the trace; else empty."""
     path: Sequence[PathPart]
     path_rest: tuple[int, float]
+    """Number and seconds of the spans on the critical path that ``path`` omits."""
     processes: Sequence[ProcessRow]
     max_bytes: int
     tree: Sequence[TreeRow]
@@ -148,7 +149,8 @@ def trace_page(
 ) -> TracePage:
     """Return the page of a trace, with the details of the span in ``query`` if it is received.
 
-    ``load`` is that of engines and nodes during the trace; None if its time is unknown.
+    ``load`` is the load of engines and nodes during the trace; None if the time of the trace is
+    unknown.
 
     Raises:
         Refused: the sort order is invalid.
@@ -255,7 +257,7 @@ def title_of(trace: models.TraceFacts) -> str:
 def _path(
     trace: models.Trace, spans: Mapping[str, models.SpanRow]
 ) -> tuple[list[PathPart], tuple[int, float]]:
-    """Return the spans longest on the critical path, and count and seconds of the others."""
+    """Return the spans with the longest time on the critical path, and `TracePage.path_rest`."""
     seconds: dict[str, float] = {}
     segment_of: dict[str, models.Segment] = {}
     for segment in trace.critical_path:
@@ -296,8 +298,8 @@ def _detail(
         where = "" if is_same_trace else f" in trace {link.trace_id[:8]}…"
         target = to("/trace", id=link.trace_id or trace.trace_id, span=link.span_id)
         links.append((text + where, target))
-    held = span.attributes
-    partition = held.get("messaging.destination.name") or held.get("db.collection.name") or ""
+    attributes = span.attributes
+    partition = attributes.get("messaging.destination.name") or attributes.get("db.collection.name")
     return SpanDetail(
         span=span,
         kind=kind_of(span),
@@ -313,7 +315,7 @@ def _detail(
             (row.resource for row in trace.process_times if row.process == span.process), {}
         ),
         links=links,
-        partition=str(partition),
+        partition=str(partition or ""),
     )
 
 

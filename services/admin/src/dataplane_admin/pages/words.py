@@ -70,7 +70,7 @@ def clock(time_ns: int | None, now_ns: int) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Return an age in two units: ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``4 d 3 h``."""
+    """Return an age in one or two units: ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``4 d 3 h``."""
     total_s = max(0, round(seconds))
     if total_s < 60:
         return f"{total_s} s"
