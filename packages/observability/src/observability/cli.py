@@ -106,7 +106,7 @@ def sample_command(
     recording: Recording,
     as_json: AsJson = False,
 ) -> None:
-    """Show the lifecycle of one sample, put to clear."""
+    """Show the lifecycle of one sample, from put to clear."""
     with _reported_errors():
         sample(sample_id, recording, as_json=as_json)
 

@@ -125,6 +125,19 @@ def test_a_run_without_records_is_deleted(url, batches):
         assert rows(url, "runs", "places", "samples") == [0, 0, 0]
 
 
+def test_the_deletion_of_a_run_changes_the_revision(url, batches):
+    with Store.open(url) as store:
+        store.write(batches.spans())
+    make_older(url, 1000, ["traces"])
+    with Store.open(url, retention=Retention(max_age_s=500)) as store:
+        wait_until(lambda: store.totals().traces == 0, store)
+        before = store.revision
+    make_older(url, 1000, ["runs"])
+    with Store.open(url, retention=Retention(max_age_s=500)) as store:
+        wait_until(lambda: not store.runs(), store)
+        assert store.revision > before
+
+
 def test_beyond_the_size_limit_the_oldest_is_deleted(url, batches):
     limit = 2_000_000
     with Store.open(url, retention=Retention(max_bytes=limit)) as store:

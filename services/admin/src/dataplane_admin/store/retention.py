@@ -250,13 +250,13 @@ def _drop_events(work: Work, before_ns: int) -> int:
 
 
 def _drop_rest(work: Work, before_ns: int) -> bool:
-    """Delete old series, and some old runs; return whether there were old series."""
+    """Delete old series, and some old runs; return whether there were any."""
     done = work.connection.execute(delete(SeriesModel).where(SeriesModel.updated_ns < before_ns))
-    runs = work.connection.execute(
+    runs = work.connection.scalars(
         select(RunModel.run_id).where(RunModel.updated_ns < before_ns).limit(_RUNS_A_STEP)
-    ).scalars()
+    ).all()
     places = exists().where(EventModel.place_id == PlaceModel.id)
-    for run_id in list(runs):
+    for run_id in runs:
         work.connection.execute(delete(PlaceModel).where(PlaceModel.run_id == run_id, ~places))
         work.connection.execute(delete(RunModel).where(RunModel.run_id == run_id))
-    return bool(done.rowcount)
+    return bool(done.rowcount or runs)
