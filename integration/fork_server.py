@@ -28,6 +28,7 @@ _TIMEOUT_S = 120.0
 def _serve(descriptor: int, modules: list[str]) -> list[str]:
     """Fork a child for each request. In the child, return its program and the arguments."""
     import contextlib
+    import gc
     import importlib
     import select
     import signal
@@ -36,6 +37,8 @@ def _serve(descriptor: int, modules: list[str]) -> list[str]:
         for name in modules:
             with contextlib.suppress(ImportError):  # not in this environment, so not in a worker
                 importlib.import_module(name)
+        # A child's collections would visit, and so copy, all that the modules hold.
+        gc.freeze()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])

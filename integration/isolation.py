@@ -40,7 +40,7 @@ TESTED_WITH = {  # further requirements of a package's tests
     "rollout-actor": ["rollout-actor[vllm]"],
     "refit-mx": ["refit-mx[fleet,nixl]", "opentelemetry-sdk>=1.30", "psutil>=5.9"],
 }
-SHARED_BY_TESTS = ["fork_server.py", "lean_ray.py"]  # modules of integration/
+SHARED_BY_TESTS = ["fork_server.py", "lean_ray.py", "rare_gc.py"]  # modules of integration/
 TIMEOUT_S = 1800
 _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 LANES = 3
@@ -203,6 +203,8 @@ def check(job: Job, package: str) -> str:
         str(python),
         "-m",
         "pytest",
+        "-p",
+        "integration.rare_gc",
         "-q",
         "-rs",
         "-o",

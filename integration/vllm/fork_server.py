@@ -11,6 +11,7 @@ code, or null while it runs. At the end of its input, the process kills all fork
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -41,6 +42,7 @@ def main() -> None:
     """Answer the requests on standard input."""
     for name in _PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # a fork's collections would visit, and so copy, all that the modules hold
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the imports started {threads - 1} threads, which a fork would lose")

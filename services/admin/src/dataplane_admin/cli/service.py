@@ -18,7 +18,12 @@ from dataplane_admin.checks import (
 )
 from dataplane_admin.cli.options import checked
 from dataplane_admin.cli.shared import log_to_standard_error, refuse
-from dataplane_admin.serving import exit_cleanly_on_signals, listen, resolve
+from dataplane_admin.serving import (
+    exit_cleanly_on_signals,
+    listen,
+    make_collections_rare,
+    resolve,
+)
 
 DEFAULT_DB = "dataplane-admin.sqlite"
 _DAY_S = 86_400.0
@@ -206,6 +211,7 @@ def serve(
         listener, bound = listen(address)
     except OSError as error:
         refuse(f"--port: cannot listen on {address}: {error.strerror}")
+    make_collections_rare()
     # These imports are slow, so wrong options are reported before them.
     from dataplane_admin.alerts import load_rules
     from dataplane_admin.app import create_app

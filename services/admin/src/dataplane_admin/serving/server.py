@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import socket
@@ -16,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from dataplane_admin.serving.connections import Config, Connection, Connections
+from dataplane_admin.serving.garbage import make_collections_rare
 from dataplane_admin.serving.listen import BACKLOG, listen, resolve
 from dataplane_admin.serving.signals import exit_cleanly_on_signals
 from dataplane_core.peer_log import PeerLog, fault
@@ -86,6 +88,8 @@ def serve_on(app: FastAPI, listener: socket.socket, *, shutdown_timeout_s: int) 
     )
     config.connections = Connections(_max_connections())
     logging.getLogger("uvicorn.error").addFilter(_Quiet())
+    make_collections_rare()
+    gc.freeze()  # no collection visits what was imported
     _Server(app, config).run(sockets=[listener])
 
 
