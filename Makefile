@@ -121,7 +121,7 @@ vllm: $(UV) ## Install vLLM for CPUs, and the packages that use it, into .venv-v
 .PHONY: test-vllm
 test-vllm: vllm sync sync-demo-vllm ## Run the tests against a real vLLM on the CPU
 	@if $(PYTHON) integration/system_packages.py --check vllm; then \
-		$(VLLM)/bin/pytest $(call WORKERS,2) --confcutdir integration/vllm -m "not long" integration/vllm; \
+		$(VLLM)/bin/pytest $(call WORKERS,3) --confcutdir integration/vllm -m "not long" integration/vllm; \
 	else echo "left out without g++ and python3-dev: all tests of integration/vllm"; fi
 
 .PHONY: bench-vllm
@@ -155,6 +155,7 @@ test-together: sync ## Run the tests of the trainer and of integration/
 # One target for each package and service: test-column-io, test-admin, ...
 MEMBERS := $(notdir $(wildcard packages/* services/*))
 WORKERS_refit-mx = -n 4 --dist worksteal --durations=10
+WORKERS_admin = $(call WORKERS,3)
 
 .PHONY: $(MEMBERS:%=test-%)
 $(MEMBERS:%=test-%): test-%: sync
@@ -245,8 +246,8 @@ images: sync ## Build the images without an engine and try them; needs root, bui
 	docker/build build/images
 	$(BIN)/python -m integration.try_images build/images
 
-# Fast checks first, so that their failures show within seconds.
+# Fast checks first, so that their failures show soon; meanwhile the tests' environments are installed.
 .PHONY: ci
 ci: ## Run what continuous integration runs
-	$(MAKE) --jobs=2 --output-sync=target lint types
+	$(MAKE) --jobs=5 --output-sync=target lint types system-packages vllm verl
 	$(MAKE) test

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import runpy
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any  # Any: Ray's private node
 
 import pytest
-from integration import fork_server
+from integration import fork_server, rare_gc
 
 _MODULES = (
     "tensordict",
@@ -108,5 +109,6 @@ def unforked_workers(lean_ray: None) -> Iterator[None]:
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
+    gc.set_threshold(*rare_gc.THRESHOLDS)
     with start_lean_rays():
         runpy.run_path(sys.argv[0], run_name="__main__")

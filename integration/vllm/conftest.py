@@ -37,6 +37,14 @@ os.environ.update(
 )
 
 
+_FIRST = ("test_trainer", "test_fleet_tp")
+"""Files whose tests take longest; they come first, so that none of them runs alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in _FIRST)
+
+
 class SpanCollector:
     """An OTLP receiver over HTTP that stores the spans it receives.
 

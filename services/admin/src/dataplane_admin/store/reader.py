@@ -73,21 +73,16 @@ class Reader:
             only: the only sample id to return with each event; None for all.
         """
         rows = connection.execute(chosen).all()
-        decoded = decode_logs(expand_all(row.record for row in rows)).events
-        events = [
-            replace(event, received_ns=row.received_ns)
-            for event, row in zip(decoded, rows, strict=True)
-        ]
+        events = decode_logs(expand_all(row.record for row in rows)).events
         if only is not None:
-            return [
-                replace(event, sample_ids=(only,)) if row.keys else event
-                for event, row in zip(events, rows, strict=True)
-            ]
-        keys = [unpack_keys(row.keys) for row in rows]
-        ids = self._ids_of(connection, keys)
+            ids_of_rows: list[tuple[str, ...]] = [(only,) if row.keys else () for row in rows]
+        else:
+            keys = [unpack_keys(row.keys) for row in rows]
+            ids = self._ids_of(connection, keys)
+            ids_of_rows = [tuple([ids[key] for key in each]) for each in keys]
         return [
-            replace(event, sample_ids=tuple([ids[key] for key in named])) if named else event
-            for event, named in zip(events, keys, strict=True)
+            replace(event, received_ns=row.received_ns, sample_ids=sample_ids or event.sample_ids)
+            for event, row, sample_ids in zip(events, rows, ids_of_rows, strict=True)
         ]
 
     def _ids_of(self, connection: Connection, keys: Iterable[Sequence[int]]) -> Mapping[int, str]:
