@@ -222,6 +222,22 @@ def test_admin_service_allows_its_compose_host_name() -> None:
     assert "--allowed-host=admin" in command
 
 
+def test_override_of_the_recipe_adds_alert_rules() -> None:
+    recipe = (ROOT / "docs" / "recipes" / "dashboard-service.md").read_text()
+    [block] = re.findall(r"^```yaml\n(.*?)^```", recipe, re.MULTILINE | re.DOTALL)
+    override = yaml.safe_load(block)
+    jsonschema.validate(override, schema("compose-spec"))
+    admin = override["services"]["admin"]
+    [(variable, path)] = admin["environment"].items()
+    option = variable.removeprefix("DATAPLANE_ADMIN_SERVE_").lower()
+    assert option in inspect.signature(serve_admin).parameters
+    assert admin["secrets"] == list(override["secrets"])
+    assert path.rpartition("/")[2] in admin["secrets"]
+    compose = load(COMPOSE[0])
+    assert not override["secrets"].keys() & compose["secrets"].keys()
+    assert "environment" not in compose["services"]["admin"]
+
+
 def test_compose_run_is_the_demo_on_the_compose_nodes() -> None:
     config, demo = load_config(DOCKER / "trainer.yaml"), load_config()
     assert config.policy == demo.policy

@@ -392,6 +392,24 @@ def test_overlays_agree_and_take_images_from_the_registry() -> None:
     assert run_images < cluster_images  # the driver is a node of the same cluster
 
 
+def test_overlay_mounts_the_alert_rules() -> None:
+    [spec] = [
+        each["spec"]["template"]["spec"]
+        for each in yaml.safe_load_all(kustomized("overlays/example"))
+        if (each["kind"], each["metadata"]["name"]) == ("StatefulSet", "admin")
+    ]
+    [container] = spec["containers"]
+    [path] = [
+        argument.partition("=")[2]
+        for argument in container["args"]
+        if argument.startswith("--alert-rules=")
+    ]
+    [mount] = [each for each in container["volumeMounts"] if each["name"] == "alerts"]
+    [volume] = [each for each in spec["volumes"] if each["name"] == "alerts"]
+    assert path == f"{mount['mountPath']}/alerts.yaml"
+    assert volume["secret"]["secretName"] == "alerts"
+
+
 def test_overlay_run_uses_all_gpus_of_its_cluster() -> None:
     cluster, run = (
         list(yaml.safe_load_all(kustomized(f"overlays/{name}")))
