@@ -346,11 +346,12 @@ def test_a_span_in_the_url_is_shown_in_detail(site, client):
 
 
 def test_filters_of_the_url_are_in_the_form(client):
-    page = Document(client.get("/traces?step=12&min_s=0.5&error=true&name=grpo").text)
+    page = Document(client.get("/traces?step=12&min_s=0.5&error=true&name=grpo&service=vllm").text)
     values = {held["name"]: held for tag, held in page.elements if "name" in held}
     assert values["step"]["value"] == "12"
     assert values["min_s"]["value"] == "0.5"
     assert values["name"]["value"] == "grpo"
+    assert values["service"]["value"] == "vllm"
     assert "checked" in values["error"]
 
 

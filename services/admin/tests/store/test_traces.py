@@ -42,6 +42,35 @@ def test_traces_are_selected_by_each_filter(job, otlp):
         assert sorted(steps(job.get("traces", **chosen)["traces"])) == expected, chosen
 
 
+def test_traces_are_selected_by_any_of_their_services(job, otlp):
+    first, second = os.urandom(16), os.urandom(16)
+    job.send(
+        otlp.trace(first, step=0, service="api\nserver"),
+        otlp.trace(first, step=0, names=["child"], root=False, service="100%\0"),
+        otlp.trace(second, step=1, service="apis"),
+        otlp.trace(step=2, service=""),
+    )
+    for number in range(20):
+        job.send(
+            otlp.trace(second, step=1, names=["child"], root=False, service=f"rank{number:02}")
+        )
+    for service, expected in (
+        ("api\nserver", [0]),
+        ("100%\0", [0]),
+        ("API", []),
+        ("APIS", [1]),
+        ("rank14", [1]),
+        ("rank1_", []),
+        ("rank19", []),  # only the first 16 names are stored
+        ("\n", []),
+        ("", [0, 1, 2]),
+    ):
+        assert sorted(steps(job.get("traces", service=service)["traces"])) == expected, service
+    [trace] = job.get("traces", step=0)["traces"]
+    assert trace["service_names"] == ["100%\ufffd", "api server"]
+    assert job.get("traces", step=2)["traces"][0]["service_names"] == []
+
+
 def ranges(job, run, count=10):
     answer = job.get("run/steps", run=run, ranges=count)["ranges"]
     return [(steps["first_step"], steps["max_s"], steps["failed"]) for steps in answer]

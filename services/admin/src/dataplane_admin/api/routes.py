@@ -399,6 +399,7 @@ def _history(service: AdminService) -> APIRouter:
         max_s: Seconds = None,
         error: bool | None = None,
         name: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        service_name: Annotated[str | None, Query(alias="service", max_length=MAX_ID)] = None,
         cursor: Cursor = None,
         limit: Limit = 50,
     ) -> Response:
@@ -413,6 +414,7 @@ def _history(service: AdminService) -> APIRouter:
                 max_s=max_s,
                 error=error,
                 name=name,
+                service=service_name,
                 cursor=cursor,
                 limit=limit,
             ),

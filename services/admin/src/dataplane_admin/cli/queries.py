@@ -36,6 +36,7 @@ def traces(
     run_id: Annotated[str | None, typer.Option("--run", help="Filter by run.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Filter by step.")] = None,
     name: Annotated[str | None, typer.Option(help="Filter by part of the name.")] = None,
+    service: Annotated[str | None, typer.Option(help="Filter by the name of a service.")] = None,
     min_s: Annotated[float | None, typer.Option(min=0, help="Minimum duration in seconds.")] = None,
     max_s: Annotated[float | None, typer.Option(min=0, help="Maximum duration in seconds.")] = None,
     error: Annotated[
@@ -52,6 +53,7 @@ def traces(
         "run": run_id,
         "step": step,
         "name": name,
+        "service": service,
         "min_s": min_s,
         "max_s": max_s,
         "error": None if error is None else str(error).lower(),

@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import (
 from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.values import MAX_COUNT, Attributed, cut, digest_of
 from dataplane_admin.store import Batch, Chunk
-from dataplane_admin.store.chunk import MAX_INT, NO_TRACE, run_and_step
+from dataplane_admin.store.chunk import MAX_INT, NO_TRACE, run_and_step, service_of
 from dataplane_admin.store.compressed import compress
 from observability.records import identity_of
 
@@ -51,6 +51,7 @@ def batch_of_spans(request: TracesData, body: bytes | None, limits: Limits) -> B
     for resource_spans in request.resource_spans:
         digest = identity_of(resource_spans.resource.attributes)[:_PROCESS_BYTES]
         run_id, _ = run_and_step(resource_spans.resource.attributes)
+        service = service_of(resource_spans.resource.attributes)
         for scope_spans in resource_spans.scope_spans:
             groups: dict[bytes, list[Span]] = {}
             for span in scope_spans.spans:
@@ -74,6 +75,8 @@ def batch_of_spans(request: TracesData, body: bytes | None, limits: Limits) -> B
                 if group is None:
                     group = groups[trace_id] = []
                     chunk.processes.add(digest)
+                    if service:
+                        chunk.services.add(service)
                     kept[trace_id].append((resource_spans, scope_spans, group))
                 group.append(span)
     as_sent = body if is_unchanged and len(chunks) == 1 else None

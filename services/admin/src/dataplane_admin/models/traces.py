@@ -61,6 +61,8 @@ class TraceFacts(Model):
     errors: int
     """Failed spans."""
     processes: int
+    service_names: tuple[Text, ...]
+    """Names of its services, at most 16, sorted."""
     rejected: int
     """Spans that the service rejected as invalid or beyond its limits."""
 

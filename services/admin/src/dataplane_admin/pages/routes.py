@@ -223,7 +223,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
     @routes.get("/traces")
     def traces(request: Request) -> Response:
         params = Params(request.query_params)
-        names = ("run", "step", "name", "min_s", "max_s", "error")
+        names = ("run", "step", "name", "service", "min_s", "max_s", "error")
         query = {name: params.text(name) for name in names}
         page, problem, status = None, "", 200
         try:
@@ -234,6 +234,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
                 max_s=params.number("max_s"),
                 error=True if params.flag("error") else None,
                 name=params.maybe("name"),
+                service=params.maybe("service"),
                 cursor=params.maybe("cursor"),
             )
         except ServiceError as error:

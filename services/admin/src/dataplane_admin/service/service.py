@@ -382,12 +382,13 @@ class AdminService:
         max_s: float | None = None,
         error: bool | None = None,
         name: str | None = None,
+        service: str | None = None,
         cursor: str | None = None,
         limit: int = 50,
     ) -> models.Traces:
         """Return a page of traces, newest first. Raises Refused for an invalid cursor."""
         limits.check("limit", limit, 1, limits.MAX_PAGE)
-        for parameter, text in (("run", run), ("name", name)):
+        for parameter, text in (("run", run), ("name", name), ("service", service)):
             if text:
                 limits.check_id(parameter, text)
         for parameter, seconds in (("min_s", min_s), ("max_s", max_s)):
@@ -396,9 +397,7 @@ class AdminService:
         if step is not None:
             limits.check("step", step, 0, 2**63 - 1)
         page, after = self._store.traces(
-            TraceFilter(
-                run_id=run, step=step, min_s=min_s, max_s=max_s, error=error, name=name or None
-            ),
+            TraceFilter(run, step, min_s, max_s, error, name or None, service or None),
             cursors.read_trace_cursor(cursor),
             limit,
         )

@@ -25,6 +25,9 @@ MAX_PROCESSES = 1024
 MAX_INT = (1 << 63) - 1
 """Largest integer that a database holds."""
 
+MAX_SERVICES = 16
+"""Maximum number of services named in a trace."""
+
 NO_TRACE = bytes(16)
 _NO_PARENT = (b"", bytes(8))
 RUN_ID, STEP = "rl.run_id", "rl.step"
@@ -65,6 +68,7 @@ class Chunk:
         start_ns: start of the earliest span, nanoseconds since 1970; 0 if no time was reported.
         end_ns: latest end, as ``start_ns``.
         processes: eight bytes of each process.
+        services: ``service.name`` of each process that has one.
         links: other traces that its spans link to.
     """
 
@@ -82,6 +86,7 @@ class Chunk:
     start_ns: int = 0
     end_ns: int = 0
     processes: set[bytes] = field(default_factory=set)
+    services: set[str] = field(default_factory=set)
     links: set[bytes] = field(default_factory=set)
 
     def add(self, span: Span, run_id: str) -> None:
@@ -133,6 +138,7 @@ class Chunk:
             "has_root": self.has_root,
             "processes": min(len(self.processes), MAX_PROCESSES),
             "process_digests": b"".join(sorted(self.processes)[:MAX_PROCESSES]),
+            "service_names": lines_of(map(service_name, self.services)),
             "rejected": self.rejected,
         }
 
@@ -154,8 +160,33 @@ class Chunk:
             "has_root": row["has_root"] or self.has_root,
             "processes": len(processes),
             "process_digests": b"".join(sorted(processes)),
+            "service_names": lines_of(
+                {*names_in(row["service_names"]), *map(service_name, self.services)}
+            ),
             "rejected": row["rejected"] + self.rejected,
         }
+
+
+def service_name(given: str) -> str:
+    """Return the name of a service as the rows of traces have it: on one line."""
+    return storable(given.replace("\n", " "))
+
+
+def lines_of(services: Iterable[str]) -> str:
+    """Return the names of services, each between two line breaks; empty without any."""
+    names = sorted(services)[:MAX_SERVICES]
+    return "\n".join(["", *names, ""]) if names else ""
+
+
+def names_in(lines: str) -> list[str]:
+    """Return the names of services from `lines_of`."""
+    return lines.split("\n")[1:-1]
+
+
+def service_of(pairs: Iterable[KeyValue]) -> str:
+    """Return ``service.name`` of a resource, empty if unknown; the last of equal keys counts."""
+    names = [pair.value.string_value for pair in pairs if pair.key == "service.name"]
+    return names[-1] if names else ""
 
 
 def run_and_step(pairs: Iterable[KeyValue]) -> tuple[str, int | None]:

@@ -8,6 +8,7 @@ from typing import Any  # Any: rows
 from sqlalchemy import Select, exists, func, or_, select
 
 from dataplane_admin.models import TraceFacts
+from dataplane_admin.store.chunk import names_in, service_name
 from dataplane_admin.store.read_runs import NEWEST_RUN
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
 from dataplane_admin.store.rows import StepRow, TraceCursor, TraceFilter
@@ -163,6 +164,9 @@ def _filtered(query: Select[*tuple[Any, ...]], chosen: TraceFilter) -> Select[*t
         query = query.where(TraceModel.errors > 0 if chosen.error else TraceModel.errors == 0)
     if chosen.name:
         query = query.where(TraceModel.name.icontains(storable(chosen.name), autoescape=True))
+    if chosen.service:
+        line = f"\n{service_name(chosen.service)}\n"
+        query = query.where(TraceModel.service_names.icontains(line, autoescape=True))
     return query
 
 
@@ -173,5 +177,6 @@ def _facts(row: Any) -> TraceFacts:
         trace_id=row.trace_id.hex(),
         start_ns=row.start_ns or None,
         end_ns=row.end_ns or None,
+        service_names=tuple(names_in(row.service_names)),
         seconds=max(0, row.end_ns - row.start_ns) / 1e9,
     )

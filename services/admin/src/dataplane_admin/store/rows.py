@@ -40,6 +40,7 @@ class TraceFilter:
         max_s: maximum duration in seconds.
         error: True for traces with a failed span, False for others.
         name: part of the name, case-insensitive.
+        service: name of a service that took part, case-insensitive.
     """
 
     run_id: str | None = None
@@ -48,6 +49,7 @@ class TraceFilter:
     max_s: float | None = None
     error: bool | None = None
     name: str | None = None
+    service: str | None = None
 
 
 @dataclass

@@ -88,7 +88,8 @@ class TraceModel(Base):
 
     ``start_ns`` and ``end_ns`` are 0 if no span reported a time. ``arrival`` grows in order of
     arrival, independent of senders' clocks. ``process_digests`` has eight bytes of each process,
-    ``nbytes`` the bytes of its chunks.
+    ``service_names`` at most 16 names, see `chunk.lines_of`; ``nbytes`` the bytes of
+    its chunks.
     """
 
     __tablename__ = "traces"
@@ -110,6 +111,7 @@ class TraceModel(Base):
     errors: Mapped[int]
     processes: Mapped[int]
     process_digests: Mapped[bytes]
+    service_names: Mapped[str] = mapped_column(server_default="")
     rejected: Mapped[int]
     nbytes: Mapped[int]
     updated_ns: Mapped[int]
