@@ -174,7 +174,7 @@ def service_name(given: str) -> str:
 
 def lines_of(services: Iterable[str]) -> str:
     """Return the names of services, each between two line breaks; empty without any."""
-    names = sorted(services)[:MAX_SERVICES]
+    names = sorted(set(services))[:MAX_SERVICES]
     return "\n".join(["", *names, ""]) if names else ""
 
 
