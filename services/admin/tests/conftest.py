@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
-from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
 from dataplane_admin import Settings, create_app
@@ -275,6 +275,18 @@ class Otlp:
         scope = _resource(data.resource_metrics.add(), service, run).scope_metrics.add()
         points = scope.metrics.add(name=name).gauge.data_points
         points.add(as_int=value, time_unix_nano=time.time_ns())
+        return data
+
+    def dropped(self, counts, *, run="run"):
+        """Return the numbers of items that a process dropped since its start, by signal."""
+        data = MetricsData()
+        scope = _resource(data.resource_metrics.add(), "grpo.driver", run).scope_metrics.add()
+        counter = scope.metrics.add(name="dataplane.telemetry.dropped").sum
+        counter.is_monotonic = True
+        counter.aggregation_temporality = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
+        for signal, count in counts.items():
+            point = counter.data_points.add(as_int=count, time_unix_nano=time.time_ns())
+            _set(point.attributes, {"dataplane.signal": signal})
         return data
 
     def curve(self, values, *, run="run", name="rl.reward.mean", unit="1", first=0, **attributes):

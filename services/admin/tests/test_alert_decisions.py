@@ -14,7 +14,7 @@ VALUES = st.lists(st.sampled_from([0.0, 3.5, 3.7, 4.0, 4.1, 9.0, None]), max_siz
 
 def facts(moment, value):
     """Return facts of a run with this staleness; None for a finished run."""
-    run = RunFacts("run", 0.0, 0.0, 60.0, True, {"rl.staleness.mean": value}, ())
+    run = RunFacts("run", 0.0, 0.0, 60.0, True, {"rl.staleness.mean": value}, (), {})
     runs = [] if value is None else [run]
     return Facts(moment * EVERY_S * 10**9, 1e9, runs, (), {}, knows_plane=True)
 

@@ -140,6 +140,21 @@ def test_lost_telemetry_is_raised_and_cleared_by_any_record(alerted, otlp, later
     until(lambda: cleared(job) == [("telemetry-lost", "run")])
 
 
+def test_dropped_telemetry_is_raised_until_the_run_ends(alerted, otlp, now_s):
+    job = alerted(rule("telemetry_dropped", 0))
+    start_run(job, otlp, now_s)
+    start_run(job, otlp, now_s, "other")
+    job.send(otlp.dropped({"spans": 0, "events": 0}))
+    evaluate(job)
+    assert raised(job) == []
+    job.send(otlp.dropped({"spans": 7, "events": 2, "steps": 0}))
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert (alert["name"], alert["run_id"], alert["value"]) == ("telemetry-dropped", "run", 9)
+    assert alert["sentence"] == "its processes dropped 2 events, 7 spans"
+    job.send(otlp.run("finished", at_s=now_s()))
+    until(lambda: cleared(job) == [("telemetry-dropped", "run")])
+
+
 def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
     usage = shutil.disk_usage("/")
     job = alerted(rule("store_full", 0.9))
@@ -232,7 +247,7 @@ def test_a_removed_rule_clears_its_alert(alerted, otlp):
 
 def test_the_built_in_rules_apply_without_a_file(job_of, otlp, later, now_s):
     job = job_of(alerts_every_s=0.02)
-    assert job.get("alerts")["rules"] == 7
+    assert job.get("alerts")["rules"] == 8
     assert job.get("alerts")["webhooks"] == []
     start_run(job, otlp, now_s)
     later(2_000)

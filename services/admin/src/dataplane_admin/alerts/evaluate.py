@@ -48,6 +48,7 @@ class RunFacts:
         reports_end: whether its end would be reported.
         last: values of metrics at its newest step.
         rewards: mean reward of its steps, in order.
+        dropped: items of telemetry that its processes dropped, by signal.
     """
 
     run_id: str
@@ -57,6 +58,7 @@ class RunFacts:
     reports_end: bool
     last: Mapping[str, float]
     rewards: Sequence[float]
+    dropped: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,9 @@ def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:
             # Without a reported start, a run that ended and one that is silent look the same.
             if run.reports_end:
                 yield of(run.seen_s, f"no telemetry for {duration(run.seen_s)}")
+        case "telemetry_dropped":
+            counts = [f"{count} {name}" for name, count in sorted(run.dropped.items())]
+            yield of(float(sum(run.dropped.values())), f"its processes dropped {', '.join(counts)}")
         case "reward_collapsed":
             collapse = _collapse(run.rewards)
             if collapse is not None:

@@ -40,8 +40,9 @@ class Rule(_Section):
     """Kind of the value that is compared with the bound."""
     bound: Annotated[float, Field(strict=True, ge=0)]
     """Maximum value without an alert. Seconds for ``no_step``, ``blocked`` and
-    ``telemetry_lost``; a fraction for ``store_full``; the lost fraction of the best reward for
-    ``reward_collapsed``; weight versions for ``staleness``; nats for ``logprob_gap``."""
+    ``telemetry_lost``; items for ``telemetry_dropped``; a fraction for ``store_full``; the lost
+    fraction of the best reward for ``reward_collapsed``; weight versions for ``staleness``; nats
+    for ``logprob_gap``."""
     for_s: Annotated[float, Field(strict=True, ge=0, le=86_400)] = 0.0
     """Seconds for which the value must be above the bound to raise the alert, and at most 90 % of
     the bound to clear it."""

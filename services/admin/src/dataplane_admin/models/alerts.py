@@ -11,6 +11,7 @@ AlertKind = Literal[
     "blocked",
     "reward_collapsed",
     "telemetry_lost",
+    "telemetry_dropped",
     "store_full",
     "staleness",
     "logprob_gap",

@@ -12,6 +12,7 @@ from dataplane_admin.pages.links import Link, to
 from dataplane_admin.service import AdminService
 
 _SECONDS = frozenset({"no_step", "blocked", "telemetry_lost"})
+_TELEMETRY = frozenset({"telemetry_lost", "telemetry_dropped"})
 _SHARES = frozenset({"store_full", "reward_collapsed"})
 
 
@@ -55,7 +56,7 @@ def _cause(alert: models.Alert) -> Link:
     if alert.kind in ("blocked", "no_step", "store_full"):
         return to("/", run=alert.run_id)
     run = to("/run", run=alert.run_id)
-    return run if alert.kind == "telemetry_lost" else Link(f"{run}#learning")
+    return run if alert.kind in _TELEMETRY else Link(f"{run}#learning")
 
 
 def _figure(kind: str, value: float) -> str:

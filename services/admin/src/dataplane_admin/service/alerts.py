@@ -48,6 +48,7 @@ def facts_of(
         for gone in set(cache).difference(run.run_id for run in unfinished):
             del cache[gone]
         limits = paces(store, [run.run_id for run in unfinished], now_ns, settings.stuck_after_s)
+        dropped = store.dropped_items()
         blocked = waits(store, live, silent_after_s=settings.silent_after_s)
         return Facts(
             now_ns=now_ns,
@@ -62,6 +63,7 @@ def facts_of(
                     reports_end=run.reports_end,
                     last=run.last,
                     rewards=rewards(run),
+                    dropped=dropped.get(run.run_id, {}),
                 )
                 for run in unfinished
             ],

@@ -82,6 +82,7 @@ def _row(work: Work, points: Sequence[SeriesPoint], before: Any) -> dict[str, An
         "process": storable(last.process),
         "process_id": last.process_id,
         "scope": storable(last.scope),
+        "run_id": storable(last.run_id),
         "name": storable(last.name),
         "unit": storable(last.unit),
         "attributes": last.attributes,

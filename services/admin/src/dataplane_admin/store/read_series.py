@@ -16,6 +16,8 @@ from dataplane_admin.store.texts import storable
 
 _MAX_SERIES = 10_000
 _DROPPED = "dataplane.telemetry.dropped"
+SIGNALS = ("spans", "events", "steps")
+"""Values of ``dataplane.signal``; ``steps`` are exports of step metrics."""
 
 
 def read_series(reader: Reader, name: str | None = None) -> list[Series]:
@@ -45,6 +47,17 @@ def read_dropped_spans(reader: Reader) -> dict[str, int]:
     for row in _series(reader, _DROPPED):
         if json.loads(row.attributes).get("dataplane.signal") == "spans":
             dropped[row.process_id.hex()] += int(row.value or 0)
+    return dropped
+
+
+def read_dropped_items(reader: Reader) -> dict[str, dict[str, int]]:
+    """Return how many items the processes of each run report as dropped, by run and signal."""
+    dropped: dict[str, dict[str, int]] = {}
+    for row in _series(reader, _DROPPED):
+        signal = json.loads(row.attributes).get("dataplane.signal")
+        if row.run_id and row.value and signal in SIGNALS:
+            of_run = dropped.setdefault(row.run_id, {})
+            of_run[signal] = of_run.get(signal, 0) + int(row.value)
     return dropped
 
 

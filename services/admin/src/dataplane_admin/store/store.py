@@ -44,7 +44,12 @@ from dataplane_admin.store.read_samples import (
     read_sample_facts,
     read_sample_text,
 )
-from dataplane_admin.store.read_series import read_audit, read_dropped_spans, read_series
+from dataplane_admin.store.read_series import (
+    read_audit,
+    read_dropped_items,
+    read_dropped_spans,
+    read_series,
+)
 from dataplane_admin.store.read_staleness import read_staleness, read_trace_staleness
 from dataplane_admin.store.read_traces import (
     read_linked,
@@ -195,6 +200,7 @@ class Store:
     load = _bound(read_load)
     series = _bound(read_series)
     dropped_spans = _bound(read_dropped_spans)
+    dropped_items = _bound(read_dropped_items)
     audit = _bound(read_audit)
     unfinished_runs = _bound(read_unfinished_runs)
     raised_alerts = _bound(read_raised_alerts)

@@ -317,8 +317,8 @@ class OpenWaitModel(Base):
 class SeriesModel(Base):
     """A metric series, aggregated: ``value``, or ``histogram`` as JSON.
 
-    ``sums`` is `series_sums.Sums` as JSON; ``points`` has eight bytes of each of the last points,
-    to recognize resent ones.
+    ``run_id`` is that of the newest point, empty if not reported; ``sums`` is `series_sums.Sums` as
+    JSON; ``points`` has eight bytes of each of the last points, to recognize resent ones.
     """
 
     __tablename__ = "series"
@@ -335,6 +335,7 @@ class SeriesModel(Base):
     updated_ns: Mapped[int]
     process_id: Mapped[bytes] = mapped_column(server_default="")
     scope: Mapped[str] = mapped_column(server_default="")
+    run_id: Mapped[str] = mapped_column(server_default="")
     sums: Mapped[str] = mapped_column(server_default="{}")
     points: Mapped[bytes] = mapped_column(server_default="")
 
