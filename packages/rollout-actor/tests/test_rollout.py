@@ -246,20 +246,23 @@ def test_named_rewards_are_kept_and_summed(rollout):
             "terminated": len(log) > 2,
         }
     )
-    batch, _ = rollout(batch_of(["1+2=", "3+4="]), env)
+    batch, metrics = rollout(batch_of(["1+2=", "3+4="]), env)
     assert batch["reward/right"].tolist() == [1.0, 1.0]
     assert batch["format"].tolist() == [0.5, 0.5]
     assert batch["late"].tolist() == [2.0, 2.0]
     assert batch["total_reward"].tolist() == [3.5, 3.5]
+    assert metrics["reward/right"] == 1.0
+    assert not {"format", "late"} & metrics.keys()
 
 
 def test_rows_of_a_task_without_named_rewards_have_zero_components(rollout):
     plain = Scripted(lambda log, info: {"reward": 0.25})
     named = Scripted(lambda log, info: {"reward": {"reward/x": 2.0}})
-    batch, _ = rollout(
+    batch, metrics = rollout(
         batch_of(["1+2=", "3+4="], tasks=["plain", "named"]), {"plain": plain, "named": named}
     )
     assert batch["reward/x"].tolist() == [0.0, 2.0]
+    assert metrics["reward/x"] == 1.0
     assert batch["total_reward"].tolist() == [0.25, 2.0]
 
 

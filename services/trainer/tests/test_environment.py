@@ -131,7 +131,8 @@ def test_rows_at_different_turns_are_scored_separately():
     infos = [{"questions": ["a", "b"], "answers": ["1", "2"], "turn": turn} for turn in (0, 1)]
     logs = [[{"role": "assistant", "content": said}] for said in (" 1\n", "2")]
     returned = environment.step(logs, infos)
-    assert returned["rewards"].tolist() == [0.5, 0.5]
+    parts = {name: values.tolist() for name, values in returned["rewards"].items()}
+    assert parts == {"reward/turn_1": [0.5, 0.0], "reward/turn_2": [0.0, 0.5]}
     assert returned["terminateds"].tolist() == [False, True]
     assert [observation["content"] for observation in returned["observations"]] == ["+b", ""]
     assert [info["turn"] for info in returned["metadata"]] == [1, 2]

@@ -9,9 +9,13 @@ from grpo_trainer.report import step_metrics  # noqa: TID251  # no run has each 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Return what is recorded, by step."""
+    """Return what is recorded, by step; reward components have the key "components"."""
     steps = {}
-    monkeypatch.setattr(step_metrics, "record_step_metrics", steps.__setitem__)
+
+    def record(step, metrics, *, components=None):
+        steps[step] = {**metrics, "components": components} if components else metrics
+
+    monkeypatch.setattr(step_metrics, "record_step_metrics", record)
     return steps
 
 
@@ -38,3 +42,10 @@ def test_a_validation_belongs_to_the_weights_that_it_used(recorded):
 def test_a_loss_without_a_kl_term_has_no_kl(recorded):
     step_metrics.record_step(0, {"kl": 0.0, "samples": 8}, seconds=2.0, has_kl=False, trained=8)
     assert "rl.kl" not in recorded[0]
+
+
+def test_reward_components_are_recorded_by_name(recorded):
+    metrics = {"reward": 0.75, "reward/turn_1": 0.5, "reward/turn_2": 0.25, "samples": 8}
+    step_metrics.record_step(0, metrics, seconds=2.0, has_kl=False, trained=8)
+    assert recorded[0]["components"] == {"turn_1": 0.5, "turn_2": 0.25}
+    assert "reward/turn_1" not in recorded[0]

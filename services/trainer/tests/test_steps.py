@@ -170,6 +170,8 @@ def check(config, step):
     rewards = [sample.reward for sample in samples]
     assert record["reward"] == pytest.approx(statistics.fmean(rewards))
     assert record["reward_std"] == pytest.approx(statistics.stdev(rewards))
+    components = [value for name, value in record.items() if name.startswith("reward/")]
+    assert sum(components) == pytest.approx(record["reward"])
     for name in ("mean_gen_tokens_per_sample", "truncation_rate", "avg_turns_per_sample"):
         mean = statistics.fmean(rollout[name] for rollout in step.rollouts)
         assert record[name] == pytest.approx(mean)

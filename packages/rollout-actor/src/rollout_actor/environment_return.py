@@ -14,6 +14,9 @@ from dataplane_core.arguments import is_utf8
 from dataplane_core.errors import listed
 from rollout_actor.interfaces import EnvironmentReturn, Observation
 
+REWARD_PREFIX = "reward/"
+"""Prefix of the reward components that are metrics, and that the driver gets."""
+
 _OPTIONAL = "answers"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from rollout_actor.conversation import Conversation
+from rollout_actor.environment_return import REWARD_PREFIX
 
 
 def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
@@ -23,7 +24,9 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
         - Turns: ``total_turns``, ``avg_turns_per_sample``, ``max_turns_per_sample``.
         - Tokens: ``mean_gen_tokens_per_sample``, ``max_gen_tokens_per_sample``,
             ``mean_env_tokens_per_sample``, ``mean_total_tokens_per_sample``.
-        - Rewards: ``mean_total_reward``, ``min_total_reward``, ``max_total_reward``.
+        - Rewards: ``mean_total_reward``, ``min_total_reward``, ``max_total_reward``, and
+            ``reward/<component>``: mean of each reward component whose name begins with "reward/",
+            over all rows; a row without it counts as 0.
         - ``truncation_rate``: fraction of rows with a response that reached its token budget.
         - ``natural_termination_rate``: fraction of rows that their environment ended, without a
             truncated response.
@@ -56,6 +59,10 @@ def rollout_metrics(rows: Sequence[Conversation]) -> dict[str, float | int]:
         "sequence_full_rate": _mean(row.full for row in rows),
         "max_turns_reached_rate": _mean(row.active for row in rows),
     }
+    components = sorted({name for row in rows for name in row.rewards})
+    for name in components:
+        if name.startswith(REWARD_PREFIX):
+            metrics[name] = _mean(row.rewards.get(name, 0.0) for row in rows)
     versions = [row.weight_versions for row in rows if row.weight_versions is not None]
     if rows and len(versions) == len(rows):
         metrics["mixed_weight_version_rate"] = _mean(

@@ -28,11 +28,9 @@ from dataplane_core.declaration import PartitionDeclaration, check_enums, check_
 from dataplane_core.errors import listed
 from dataplane_core.tensors.columns import object_array
 from dataplane_core.tensors.rows import OBJECT, Column
+from rollout_actor.environment_return import REWARD_PREFIX
 from rollout_actor.flatten import OPT_IN_CARRY_KEYS
 from rollout_actor.generation import WEIGHT_VERSIONS
-
-REWARD_PREFIX = "reward/"
-"""Prefix of reward components that are carried."""
 
 _INPUT_COLUMNS = ("message_log", "length", "loss_multiplier", "task_name", "extra_env_info")
 _NOT_PUT = frozenset({"message_log", "length", "loss_multiplier", "total_reward", "truncated"})

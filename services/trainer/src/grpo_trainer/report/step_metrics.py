@@ -7,6 +7,9 @@ from typing import Any  # Any: metrics of a step
 
 from observability import record_step_metrics
 
+REWARD_PREFIX = "reward/"
+"""Prefix of reward components among the metrics of a step, as in those of the rollout actor."""
+
 # Names in docs/trainer.md, mapped to those of docs/telemetry.md.
 _TRAINING = {
     "reward": "rl.reward.mean",
@@ -53,6 +56,11 @@ def record_step(
     for key in ("samples", "tokens"):
         named[f"rl.{key}_per_s"] = metrics.get(key, 0) / seconds
     named["rl.samples"] = trained
-    record_step_metrics(step, named)
+    components = {
+        name.removeprefix(REWARD_PREFIX): value
+        for name, value in metrics.items()
+        if name.startswith(REWARD_PREFIX)
+    }
+    record_step_metrics(step, named, components=components)
     validated = {name: metrics[key] for key, name in _VALIDATION.items() if key in metrics}
     record_step_metrics(step + 1, validated)

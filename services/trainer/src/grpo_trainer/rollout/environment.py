@@ -2,7 +2,8 @@
 
 A response that equals the answer scores 1. Otherwise its score is the fraction of the answer that
 it has before its first mistake. The answer's end counts as one more character, because the model
-must learn to stop. All turns have the same share of the conversation's reward.
+must learn to stop. All turns have the same share of the conversation's reward. The part that each
+turn adds is a reward component, such as ``reward/turn_1``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.model.chat_turn import ChatTurn
+from grpo_trainer.report.step_metrics import REWARD_PREFIX
 from observability import traced
 
 if TYPE_CHECKING:  # the environment's process needs neither the rollout actor nor the data plane
@@ -61,8 +63,10 @@ class VerifierEnvironment(RunActor):
     ) -> EnvironmentReturnDict:
         """Score the last response of each conversation; the protocol defines the arguments."""
         observations: list[Observation] = []
-        metadata, rewards, terminated = [], [], []
-        for log, info in zip(message_logs, infos, strict=True):
+        metadata, terminated = [], []
+        turns = sorted({info["turn"] for info in infos})
+        rewards = {turn: torch.zeros(len(infos)) for turn in turns}
+        for row, (log, info) in enumerate(zip(message_logs, infos, strict=True)):
             turn = info["turn"]
             response, ended = self._read(log[-1]["content"])
             points = score(response.strip(), info["answers"][turn])
@@ -72,13 +76,13 @@ class VerifierEnvironment(RunActor):
             follow_up = "" if last else self._follow_up(question, ended)
             observations.append({"role": "environment", "content": follow_up})
             metadata.append({**info, "turn": turn + 1})
-            rewards.append(points / len(info["answers"]))
+            rewards[turn][row] = points / len(info["answers"])
             terminated.append(last)
         return {
             "observations": observations,
             "metadata": metadata,
-            "next_stop_strings": [None] * len(rewards),
-            "rewards": torch.tensor(rewards),
+            "next_stop_strings": [None] * len(infos),
+            "rewards": {f"{REWARD_PREFIX}turn_{turn + 1}": each for turn, each in rewards.items()},
             "terminateds": torch.tensor(terminated),
         }
 

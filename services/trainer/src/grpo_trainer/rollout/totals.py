@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any  # Any: metrics of a rollout and of the generation worker
 
+from grpo_trainer.report.step_metrics import REWARD_PREFIX
+
 _MEANS = (
     "avg_turns_per_sample",
     "mean_gen_tokens_per_sample",
@@ -26,6 +28,7 @@ class RolloutTotals:
     def __init__(self) -> None:
         self._samples = 0
         self._sums = dict.fromkeys(_MEANS, 0.0)
+        self._components: dict[str, float] = {}
         self._largest = dict.fromkeys(_LARGEST, 0.0)
         self._mixed: float | None = 0.0
         self._tokens = self._seconds = 0.0
@@ -43,6 +46,9 @@ class RolloutTotals:
         self._samples += samples
         for name in _MEANS:
             self._sums[name] += rollout[name] * samples
+        for name, mean in rollout.items():
+            if name.startswith(REWARD_PREFIX):
+                self._components[name] = self._components.get(name, 0.0) + mean * samples
         if self._mixed is not None:
             mixed = rollout.get(_VERSIONS)
             self._mixed = None if mixed is None else self._mixed + mixed * samples
@@ -54,7 +60,8 @@ class RolloutTotals:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the rollouts, with means over all samples, and generated ``tokens_per_s``."""
-        means = {name: value / max(1, self._samples) for name, value in self._sums.items()}
+        sums = self._sums | self._components
+        means = {name: value / max(1, self._samples) for name, value in sums.items()}
         if self._mixed is not None and self._samples:
             means[_VERSIONS] = self._mixed / self._samples
         rate = self._tokens / self._seconds if self._seconds else 0.0
