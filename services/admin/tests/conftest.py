@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -111,13 +112,29 @@ def refused(tmp_path):
     return run
 
 
+@pytest.fixture(scope="session")
+def sqlite_with_tables(tmp_path_factory):
+    """Return a database with empty tables; copying it is faster than creating the tables."""
+    path = tmp_path_factory.mktemp("template") / "admin.sqlite"
+    create_app(Settings(store_url=f"sqlite:///{path}")).state.store.close()
+    return path
+
+
 @pytest.fixture
-def make_app(tmp_path):
+def store_url(tmp_path, sqlite_with_tables):
+    """Return the URL of a database with empty tables in the test's folder."""
+    path = tmp_path / "admin.sqlite"
+    shutil.copyfile(sqlite_with_tables, path)
+    return f"sqlite:///{path}"
+
+
+@pytest.fixture
+def make_app(store_url):
     """Return a function that creates applications on one file, with the arguments of `Settings`."""
     apps = []
 
     def make(*, inspector=None, **settings):
-        settings.setdefault("store_url", f"sqlite:///{tmp_path / 'admin.sqlite'}")
+        settings.setdefault("store_url", store_url)
         settings.setdefault("failed_login_delay_s", 0.0)
         apps.append(create_app(Settings(**settings), inspector=inspector))
         return apps[-1]
@@ -370,12 +387,12 @@ def job_class():
 
 
 @pytest.fixture
-def job_of(tmp_path):
+def job_of(store_url):
     """Return a function that creates jobs with a service of some settings."""
     with contextlib.ExitStack() as stack:
 
         def make(*, inspector=None, **given):
-            given.setdefault("store_url", f"sqlite:///{tmp_path / 'admin.sqlite'}")
+            given.setdefault("store_url", store_url)
             return stack.enter_context(Job(create_app(Settings(**given), inspector=inspector)))
 
         yield make

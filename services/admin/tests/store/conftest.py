@@ -23,10 +23,6 @@ BINARIES = Path("/usr/lib/postgresql")
 PATIENCE_S = 30.0
 
 
-def make_tables(url):
-    create_app(Settings(store_url=url)).state.store.close()
-
-
 def _binaries():
     folders = sorted(BINARIES.glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     if not folders:
@@ -92,7 +88,7 @@ class PostgreSQL:
         if not empty:
             if self._ours is None:
                 self._ours = self.make(empty=True)
-                make_tables(self._ours)
+                Store.open(self._ours).close()
             template = self._ours.rpartition("/")[2]
         self._made += 1
         dsn = f"host=127.0.0.1 port={self.port} user=postgres dbname=postgres"
@@ -121,13 +117,6 @@ def postgresql():
         if server is not None:
             server.stop()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def sqlite_with_tables(tmp_path_factory):
-    path = tmp_path_factory.mktemp("template") / "admin.sqlite"
-    make_tables(f"sqlite:///{path}")
-    return path
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

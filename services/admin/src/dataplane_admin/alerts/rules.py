@@ -147,7 +147,8 @@ def load_rules(path: Path | None = None) -> AlertRules:
         ValueError: the file is invalid; the message names it and each problem.
     """
     raw = _read(path or _DEFAULT)
-    raw.setdefault("rules", _read(_DEFAULT)["rules"])
+    if "rules" not in raw:
+        raw["rules"] = _read(_DEFAULT)["rules"]
     try:
         rules = AlertRules.model_validate(raw)
     except ValidationError as error:
