@@ -226,7 +226,7 @@ REQUESTS = {
     "begin": lambda name: p.BeginPut(name, ["b"], {"x": LAYOUT.kind}, [LAYOUT], "n", None, 0.0),
     "check": lambda name: p.CheckPut(),
     "commit": lambda name: p.CommitPut(None),
-    "commit, to be reported": lambda name: p.CommitPut(None, reported=True),
+    "commit, to be reported": lambda name: p.CommitPut(None, will_report=True),
     "reported": lambda name: p.Reported(),
     "read": lambda name: p.Read(name, ["a"], ["x"]),
     "clear": lambda name: p.Clear(name, ["a"], False, 0.0),

@@ -29,7 +29,7 @@ class DirectoryClient(Calls):
         with self.link.session("put") as session:
             kinds = {"x": "torch.int64"}
             session.ask(p.BeginPut("p", ids, kinds, [], "n", None, TIMEOUT_S), p.PutAnswer)
-            session.ask(p.CommitPut(None, reported=True), type(None))
+            session.ask(p.CommitPut(None, will_report=True), type(None))
             session.keep()
         return session
 
@@ -47,7 +47,7 @@ def client():
     client.link.close()
 
 
-def test_put_under_report_is_read_and_claimed(client):
+def test_unreported_put_is_read_and_claimed(client):
     client.put(["a", "b"])
     with client.link.session("get") as session:
         session.ask(p.Read("p", ["a", "b"], ["x"]), p.ReadAnswer)

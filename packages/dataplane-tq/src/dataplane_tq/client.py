@@ -82,7 +82,7 @@ class TQDataPlaneClient(DataPlaneClient):
 
     Args:
         cfg: see `DataPlaneConfig`; ``backend`` names the storage. ``ack_timeout_ms`` is the
-            deadline of each operation (default 30 s).
+            deadline of each request (default 30 s); a put or clear makes several requests.
         bootstrap: True starts TransferQueue, and `close` stops it. False attaches to the running
             one and leaves it running.
 
@@ -148,7 +148,7 @@ class TQDataPlaneClient(DataPlaneClient):
             timeout_s=timeout_s,
         )
 
-    def _store_of(self, connection: topology.Connection) -> Store:
+    def _store_of(self, connection: topology.ConnectionData) -> Store:
         if connection.backend == "packed":
             return PackedStore(connection.storage, self._timeout_s)
         assert self._engine is not None  # `topology.bootstrap` ensures it
@@ -269,8 +269,8 @@ class TQDataPlaneClient(DataPlaneClient):
                     self._store.write(
                         put, encoded, answer, lambda: session.ask(p.CheckPut(), type(None))
                     )
-            # A store with `registers` has reported the rows during the write.
-            reporter = None if self._store.registers or not sample_ids else self._reporter
+            # A store with `reports_rows` has reported the rows during the write.
+            reporter = None if self._store.reports_rows or not sample_ids else self._reporter
             commit = p.CommitPut(put.tags, reporter is not None, put.origin, put.acknowledge)
             if put.acknowledge:
                 for each in session.ask(commit, list[p.Consumption]):

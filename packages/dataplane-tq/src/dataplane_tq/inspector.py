@@ -110,7 +110,7 @@ class DirectoryInspector:
 
         The directory decides claims, so the samples can be claimed again. TransferQueue's own
         controller cannot undo the consumption of single samples. It still shows them as consumed if
-        that was reported to it before, or is being reported now.
+        a client has reported that to the controller, or is reporting it now.
         """
         method = "reset_consumption"
         partition_id, task_name = check_inspection(method, partition_id, task_name=task_name)

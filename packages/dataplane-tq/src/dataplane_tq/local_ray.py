@@ -1,8 +1,9 @@
-"""Starts and joins a Ray that listens on loopback only.
+"""Starts and joins a Ray cluster that listens on loopback only.
 
 Each part of Ray listens on all interfaces unless the node's address is a loopback address, and Ray
 replaces a given loopback address by the machine's own. A switch prevents that. Ray reads it from
-``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` on import; this module sets it later, only while Ray starts.
+``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` on import; this module sets it later, only while it starts or
+joins a cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ray._private import ray_constants, services
 from dataplane_core import UnavailableError
 
 ANSWER_S = 5.0
-"""Deadline of the answer to `join_ray` from a running Ray's control store, in seconds."""
+"""Time in which the cluster's control store (GCS) must answer `join_ray`, in seconds."""
 
 _LOOPBACK = "127.0.0.1"
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -28,7 +29,7 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 def start_local_ray(**options: Any) -> None:
-    """Start a Ray for this process to which no other machine can connect.
+    """Start a Ray cluster for this process; no other machine can connect to it.
 
     Actors that listen on their node's address listen on loopback too: the data plane's and
     TransferQueue's do. ``RAY_ADDRESS`` is ignored.
@@ -52,7 +53,7 @@ def start_local_ray(**options: Any) -> None:
 
 
 def join_ray(address: str, **options: Any) -> None:
-    """Connect this process to a running Ray, also to one that listens on loopback only.
+    """Connect this process to a running Ray cluster, also to one that listens on loopback only.
 
     Without the check here, Ray would wait minutes for an answer, and might exit the process.
 

@@ -1,7 +1,7 @@
 """`NeMoRLClient`: client for NeMo-RL's factory, with NeMo-RL's configuration and classes.
 
 It imports ``nemo_rl``, so only processes of NeMo-RL import this module. docs/recipes/nemo-rl.md of
-the repository has the branch for the factory.
+the repository has the ``elif`` for the factory.
 """
 
 from __future__ import annotations

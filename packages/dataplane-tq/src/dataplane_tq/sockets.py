@@ -1,7 +1,8 @@
 """Limits of TCP connections: their number, and when the kernel closes one whose peer is silent.
 
-A stopped process keeps its connections, because its kernel continues to answer. But the kernel
-accepts no more bytes once its receive buffer is full; to the sender the machine then seems gone.
+A process stopped by SIGSTOP keeps its connections, because its kernel continues to answer. But the
+kernel accepts no more bytes once its receive buffer is full; to the sender the machine then seems
+gone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import resource
 import socket
 
 CLIENT_PROBE_S = 3
-"""Probe interval of a client's connection: its machine counts as gone after 12 s, as in Ray."""
+"""Probe interval of a client's connection: its machine counts as gone after 12 s."""
 PART_PROBE_S = 1
 """Probe interval of a storage unit's or another actor's connection: gone after 4 s."""
 
@@ -48,9 +49,9 @@ def close_when_silent(sock: socket.socket, probe_s: int) -> None:
 def limit_unacknowledged(sock: socket.socket, nbytes: int, probe_s: int) -> None:
     """Have the kernel close the connection if a message of ``nbytes`` is not acknowledged.
 
-    The limit is that of `close_when_silent`; without it the kernel would resend the message for a
-    quarter of an hour. A message larger than the peer's buffer has no limit, because it may wait
-    for a stopped process.
+    The time limit is that of `close_when_silent`; without it the kernel would resend the message
+    for a quarter of an hour. A message larger than the peer's buffer has no time limit, because it
+    may wait for a stopped process.
     """
     _set_limit(sock, probe_s if nbytes <= _BUFFERED_BYTES else 0)
 

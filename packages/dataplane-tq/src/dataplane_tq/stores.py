@@ -53,7 +53,7 @@ class Encoded:
     Attributes:
         kinds: field to kind.
         values: values in a form private to the store.
-        layouts: layouts of the fields that the directory places.
+        layouts: layouts of the fields whose bytes the directory places.
         forms: field to form, for fields that have one.
     """
 
@@ -67,11 +67,11 @@ class Store(ABC):
     """Store of values, as one process accesses it.
 
     Attributes:
-        registers: whether `write` reports the rows to TransferQueue; if False, the client reports
-            them after the commit.
+        reports_rows: whether `write` reports the rows to TransferQueue; if False, the client
+            reports them after the commit.
     """
 
-    registers: ClassVar[bool] = True
+    reports_rows: ClassVar[bool] = True
 
     @abstractmethod
     def encode(self, fields: TensorDict, count: int) -> Encoded:
@@ -91,7 +91,7 @@ class Store(ABC):
     def write(
         self, put: PutRequest, encoded: Encoded, answer: PutAnswer, check: Callable[[], None]
     ) -> None:
-        """Make the values readable by every process, and report the rows if `registers` is set.
+        """Make the values readable by every process, and report the rows if `reports_rows`.
 
         ``check`` raises if the put cannot be committed any more. A store that overwrites values in
         place calls it right before the write.
@@ -121,7 +121,7 @@ class TransferQueueStore(Store):
     """Store that uses the storage manager of TransferQueue's client.
 
     Args:
-        engine: the process's connection.
+        engine: this process's client of TransferQueue.
         rows_as_bytes: whether to store each row as bytes with a checksum, because the backend
             changes tensors or returns the wrong ones.
     """
@@ -196,11 +196,11 @@ class PackedStore(Store):
     """Store of the packed backend: this process accesses the storage units' memory itself.
 
     Args:
-        connection: connection of the storage backend ``packed``.
+        connection: `StorageBackend.connection` of ``packed``.
         timeout_s: deadline of each exchange with a unit, in seconds.
     """
 
-    registers: ClassVar[bool] = False
+    reports_rows: ClassVar[bool] = False
 
     def __init__(self, connection: dict[str, Any], timeout_s: float) -> None:
         self._units = UnitAccess(

@@ -45,7 +45,7 @@ _SILENT = (
 
 
 @dataclass(frozen=True)
-class Connection:
+class ConnectionData:
     """Data with which a client connects.
 
     Attributes:
@@ -73,7 +73,7 @@ class Topology:
     """Actors of one TransferQueue, and the data to connect to them."""
 
     actors: dict[str, Any]
-    connection: Connection
+    connection: ConnectionData
     storage: StorageBackend | None = None
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             ],
             timeout=_START_TIMEOUT_S,
         )
-        connection = Connection(
+        connection = ConnectionData(
             backend=backend,
             manager=storage.manager,
             rows_as_bytes=storage.rows_as_bytes,
@@ -174,7 +174,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     return Topology(actors, connection, storage)
 
 
-def _for_transfer_queue(connection: Connection) -> Any:
+def _for_transfer_queue(connection: ConnectionData) -> Any:
     """Return the configuration with which ``transfer_queue.init`` itself attaches."""
     config = OmegaConf.create({}, flags={"allow_objects": True})
     shipped = {"controller": {"polling_mode": True, "zmq_info": connection.controller}}
@@ -189,7 +189,7 @@ def _for_transfer_queue(connection: Connection) -> Any:
 def has_foreign_queue(timeout_s: float) -> bool:
     """Return whether this Ray cluster runs a TransferQueue that another program started.
 
-    It may also be one that this package is just starting; `QueueInspector` refuses that.
+    While this package starts its own, the answer is True too; `QueueInspector` refuses that queue.
 
     Raises:
         UnavailableError: Ray is not initialized, or does not answer within ``timeout_s``.
@@ -242,7 +242,7 @@ def _attach(timeout_s: float) -> Topology:
         directory = directory or _find(DIRECTORY)
 
 
-def _attached(connection: Connection, names: list[str]) -> Topology:
+def _attached(connection: ConnectionData, names: list[str]) -> Topology:
     actors = {name: _find(name) for name in names}
     gone = [name for name, actor in actors.items() if actor is None]
     if gone:

@@ -2,7 +2,7 @@
 
 TransferQueue imports Yuanrong's libraries wherever they are installed. These contain their own gRPC
 and protobuf, which crash a process that has loaded another library's copies, such as NIXL's. So
-here they are imported only when a client of that backend first uses them.
+here they are imported only when a client of the backend ``yuanrong`` first uses them.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ __all__ = [
     "TransferQueueController",
     "ZMQMessage",
     "ZMQRequestType",
-    "bound_yuanrong",
     "extract_field_schema",
+    "set_yuanrong_timeout",
 ]
 
 
 class _YuanrongWhenUsed(ModuleType):
-    """Stand-in for Yuanrong's module, which imports it at the first use."""
+    """Stand-in for Yuanrong's module; its first use imports the module."""
 
     timeout_ms = 60_000
     """Deadline of a connection and of a call; the library's default."""
@@ -87,7 +87,7 @@ class _YuanrongWhenUsed(ModuleType):
         return value
 
 
-def bound_yuanrong(timeout_s: float) -> None:
+def set_yuanrong_timeout(timeout_s: float) -> None:
     """Set the deadline of each call, for Yuanrong clients that this process creates from now on."""
     datasystem = _YuanrongWhenUsed("yr.datasystem")
     datasystem.timeout_ms = ceil(timeout_s * 1000)

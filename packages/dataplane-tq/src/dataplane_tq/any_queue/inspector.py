@@ -116,12 +116,12 @@ class QueueInspector:
     """Inspector of the TransferQueue of a Ray cluster, whichever program started it.
 
     It reads through Ray, in another thread than the one in which TransferQueue's controller answers
-    its clients, and changes nothing. Reads of all partitions take at most a twentieth of the time
-    in the controller's process; in between, answers are as old as the last such read. Ages count
+    its clients, and changes nothing. Reads of all partitions run in the controller's process for at
+    most a twentieth of the time; in between, answers are as old as the last such read. Ages count
     from the read in which a sample was first seen.
 
     TransferQueue does not know leases, owners or required fields: a task's samples are unclaimed or
-    consumed. Samples without a key are named by their index, such as "#17".
+    acknowledged. Samples without a key are named by their index, such as "#17".
 
     Args:
         address: address of the cluster, as for `ray.init`; "auto" for the one on this machine.

@@ -23,7 +23,7 @@ def read_controller(controller: Any, known: dict[str, int]) -> dict[str, Any]:
 
     Args:
         controller: TransferQueue's controller.
-        known: checksum of each partition's samples that the caller has.
+        known: partition to the checksum that the caller got from its last read.
 
     Returns:
         ``sampler`` (module of the controller's sampler), ``busy_s`` (duration of this call),
@@ -88,7 +88,7 @@ def _partition(status: Any, known: int | None) -> dict[str, Any]:
 
 
 def _flags(columns: list[Any], rows: Any) -> Any:
-    """Return (rows, columns), True where the column is 1; a column may end before a row."""
+    """Return flags (rows, columns): True where the column is 1, False past a column's end."""
     flags = np.zeros((len(rows), len(columns)), dtype=np.bool_)
     for place, column in enumerate(columns):
         inside = rows < len(column)
@@ -118,10 +118,10 @@ def _waiting(controller: Any) -> list[dict[str, Any]]:
     """
     claims = []
     for frame in sys._current_frames().values():
-        place: FrameType | None = frame
-        while place is not None and place.f_code.co_name != "get_metadata":
-            place = place.f_back
-        names = {} if place is None else place.f_locals
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code.co_name != "get_metadata":
+            caller = caller.f_back
+        names = {} if caller is None else caller.f_locals
         if names.get("self") is controller and "start_time" in names:
             claims.append(
                 {

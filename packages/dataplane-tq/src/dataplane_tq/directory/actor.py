@@ -15,7 +15,7 @@ from dataplane_tq.packed.unit_wire import UnitAddress, UnitSpec
 
 
 class DirectoryActor:
-    """Ray actor of the directory, started by `dataplane_tq.topology`.
+    """Ray actor of the directory.
 
     Its process imports neither torch nor TransferQueue. It therefore holds no handle of an actor
     whose class imports them: see `bind_actor`.
@@ -48,8 +48,8 @@ class DirectoryActor:
         """Store the connection data for clients, and start watching the packed backend's units.
 
         Args:
-            connection: one Ray reference to the connection data. It is never resolved here, because
-                its types would import TransferQueue.
+            connection: a list with one Ray reference to the connection data, or with none. It is
+                never resolved here, because its types would import TransferQueue.
             units: units to watch. Other actors connect to the directory: see `bind_actor`.
             token: secret that opens the units.
         """

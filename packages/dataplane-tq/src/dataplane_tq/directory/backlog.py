@@ -55,7 +55,7 @@ class Backlog:
         for task_name, waiting in list(self.unreported.items()):
             if ready := waiting & known:
                 consumed.append(Consumption(task_name, sorted(ready)))
-                self.unconsume(task_name, ready)
+                self.forget_consumption(task_name, ready)
         return consumed
 
     def consume(self, task_name: str, sample_ids: Sequence[str]) -> list[str]:
@@ -67,7 +67,7 @@ class Backlog:
             self.unreported.setdefault(task_name, set()).update(waiting)
         return [sample_id for sample_id in sample_ids if sample_id not in waiting]
 
-    def unconsume(self, task_name: str, sample_ids: Iterable[str]) -> None:
+    def forget_consumption(self, task_name: str, sample_ids: Iterable[str]) -> None:
         """Forget that the task consumed the samples."""
         waiting = self.unreported.get(task_name)
         if waiting is not None:
@@ -108,7 +108,7 @@ class Backlog:
         self.dropping.update(taken)
         return taken
 
-    def blocks(self, sample_ids: Sequence[str]) -> bool:
+    def blocks_put(self, sample_ids: Sequence[str]) -> bool:
         """Return True if a put of the samples is blocked on a drop."""
         if self.closing:
             return True

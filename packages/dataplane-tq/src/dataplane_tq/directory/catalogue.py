@@ -27,6 +27,8 @@ _SMALL_ROW = 256
 class Catalogue:
     """Free and used bytes of several units, and the live rows of each block.
 
+    The owner of a row is the sample that has it.
+
     Args:
         units: one or more units with distinct names.
         first_block: number of the first block.

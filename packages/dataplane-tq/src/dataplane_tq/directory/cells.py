@@ -1,4 +1,8 @@
-"""Cells of the samples in the storage units: a cell is a block and the number of a row in it."""
+"""Cells of the samples in the storage units: a cell is a block and the number of a row in it.
+
+The samples of a put share their cells: `dataplane_core.ledger.cells` has an example, and says what
+a layer and a place are. A column there is a block here.
+"""
 
 from __future__ import annotations
 

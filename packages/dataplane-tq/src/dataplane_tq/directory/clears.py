@@ -72,13 +72,13 @@ class Clearing(Operation):
                 self._dismantling = None
             await asyncio.sleep(0)  # serve other connections
         if self._dismantling is None:
-            await self._until_read()
+            await self._wait_for_reads()
         samples = backlog.take(limit=_PAGE)
         self._drops = Drops(self._store, self._partition_id, samples)
         more = self._dismantling is not None or bool(backlog.orphans)
         return p.ClearAnswer(dropped, grouped(samples), more)
 
-    async def _until_read(self) -> None:
+    async def _wait_for_reads(self) -> None:
         """Wait until the reads of cleared samples end, or the timeout expires."""
         pinned = self._store.backlog[self._partition_id].pinned
         deadline = time.monotonic() + self._timeout_s

@@ -89,7 +89,7 @@ def _reset_consumption(store: StoreState, request: p.ResetConsumption) -> int:
     partition = _partition(store, request.partition_id)
     reset = actions.reset_consumption(partition, request.task_name, request.sample_ids)
     if (backlog := store.backlog.get(request.partition_id)) is not None:
-        backlog.unconsume(request.task_name, reset)
+        backlog.forget_consumption(request.task_name, reset)
     store.changed(request.partition_id)
     return len(reset)
 

@@ -85,14 +85,14 @@ class CommitPut(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         tags: one dict per sample; None leaves their tags as they are.
-        reported: True if the client will report the rows to TransferQueue and then send `Reported`.
-            Until then no client drops them there.
+        will_report: True if the client will report the rows to TransferQueue and then send
+            `Reported`. Until then no client drops them there.
         origin: name of the put.
         acknowledge: also acknowledge the samples that the put's lease holds.
     """
 
     tags: list[dict[str, Any]] | None
-    reported: bool = False
+    will_report: bool = False
     origin: str | None = None
     acknowledge: bool = False
 
@@ -103,7 +103,7 @@ class SavedBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
     Attributes:
         id: number of the block; it is part of the cells in the metas of TransferQueue's clients.
         layout: layout of all rows of the block.
-        rows: int64 array with the numbers of the live rows, ascending; empty if all are.
+        rows: int64 array with the numbers of the live rows, ascending; empty if all are live.
         sample_ids: sample of each live row.
     """
 

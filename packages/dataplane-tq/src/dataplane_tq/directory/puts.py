@@ -51,11 +51,11 @@ class Putting(Operation):
     def consumption(self, request: p.CommitPut) -> list[p.Consumption] | None:
         """Return the consumption for the commit's answer; None without ``acknowledge``.
 
-        With ``reported`` it is empty, because the answer to `Reported` has it.
+        With ``will_report`` it is empty, because the answer to `Reported` has it.
         """
         if not request.acknowledge:
             return None
-        if request.reported:
+        if request.will_report:
             return []
         lease = self._ticket.partition.leases[self._ticket.token or ""]
         held = [each for each in self._ticket.sample_ids if each in lease.rows]
@@ -79,7 +79,7 @@ class Putting(Operation):
                 if block.layout.rows == len(rows):
                     store.catalogue.own(block, rows)
         consumed = store.ledger.acknowledge_put(ticket) if request.acknowledge else None
-        if request.reported:
+        if request.will_report:
             backlog = store.backlog[ticket.partition_id]
             backlog.reporting.update(ticket.sample_ids)
             if consumed is not None:
@@ -120,7 +120,8 @@ class Putting(Operation):
 class Reporting(Operation):
     """Report under way: the put is visible, and its client reports the rows to TransferQueue.
 
-    The rows are pinned, so that they are neither dropped there nor, after a clear, put again.
+    The rows are pinned until the report ends. If they are cleared meanwhile, no client drops them
+    in TransferQueue, and their ids cannot be put again.
     """
 
     state = State.REPORTING
@@ -154,7 +155,7 @@ async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer
         store.check_failure()
         store.ledger.check_registered(partition)
         backlog = store.backlog.get(request.partition_id)
-        busy = backlog is not None and backlog.blocks(request.sample_ids)
+        busy = backlog is not None and backlog.blocks_put(request.sample_ids)
         ticket = None
         if not busy:
             ticket = store.ledger.begin_put(

@@ -24,7 +24,7 @@ from dataplane_tq.directory.catalogue import Catalogue, bytes_of
 from dataplane_tq.packed.unit_wire import UnitSpec
 
 DISMANTLED_AT_ONCE = 64
-"""Samples of a cleared partition that are dropped before other requests are served."""
+"""Number of a cleared partition's samples to drop before other requests are served."""
 
 
 class StoreState:
@@ -106,7 +106,7 @@ class StoreState:
                 self._changed[partition_id].discard(future)
 
     def dismantle(self, partition_id: str, partition: Partition) -> None:
-        """Finish the clear of a detached partition whose client is gone."""
+        """Finish the clear of a detached partition, whose clearing client is gone."""
 
         async def drop_remaining() -> None:
             backlog = self.backlog[partition_id]

@@ -42,7 +42,7 @@ class Engine:
         manager: name of TransferQueue's storage manager.
         storage: configuration of the storage manager.
         actors: name to Ray handle of every actor that operations depend on.
-        timeout_s: deadline of one operation, in seconds.
+        timeout_s: deadline of one call, in seconds.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 The directory decides what is readable and claimable, so a put need not wait until the controller
 has registered its rows. A client's puts are reported in their order. A bounded number may be
 unreported, so a slow controller slows puts down. If a report fails, the client's next put raises
-the error. Claims are reported in batches: one report each would slow down the claim after it.
+the error. Claims are reported in batches: a report after each claim would slow down the next one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Reporter:
         orphans: Sequence[p.Orphans],
         fields: Sequence[str],
     ) -> None:
-        """Report, in the background, a put that was committed with ``reported=True``.
+        """Report, in the background, a put that was committed with ``will_report``.
 
         Args:
             session: session of the put; it ends with the report.

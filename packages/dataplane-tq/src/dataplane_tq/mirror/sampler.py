@@ -2,9 +2,9 @@
 
 A sampler is the only user code that TransferQueue runs inside its controller. It runs in the thread
 that serves all requests, so it is atomic. The directory decides claims, at a cost that does not
-grow with the consumed samples. This sampler copies them to the controller's consumption status, for
-TransferQueue's own tools and metrics. Requests of other clients go to another sampler, which the
-user may configure.
+grow with the consumed samples. This sampler copies the claims to the controller's consumption
+status, for TransferQueue's own tools and metrics. Requests of other clients go to another sampler,
+which the user may configure.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from dataplane_tq.packed.unit_wire import UnitAddress
 
 T = TypeVar("T")
 
-_ROW_NUMBER = np.dtype(np.int64).itemsize
+_ROW_NUMBER_BYTES = np.dtype(np.int64).itemsize
 
 
 class UnitAccess:
@@ -193,7 +193,7 @@ def _estimated_nbytes(parts: FieldParts) -> int:
     first = parts.blocks[0].layout
     if not parts.rows:
         return first.nbytes
-    count = len(parts.rows) // _ROW_NUMBER
+    count = len(parts.rows) // _ROW_NUMBER_BYTES
     return first.nbytes * count // max(1, first.rows)
 
 

@@ -70,7 +70,7 @@ def decode(pieces: Sequence[Piece], *, allow_pickle: bool = False) -> torch.Tens
         InvalidRequestError: (a ValueError) the pieces are of several kinds, lack bytes, or do not
             fill every row of the answer.
     """
-    pieces, places = _placed(pieces)
+    pieces, places = _checked(pieces)
     layout = pieces[0].layout
     if layout.kind == OBJECT:
         values = _decode_objects(pieces, places, allow_pickle)
@@ -103,7 +103,7 @@ def decode_column(pieces: Sequence[Piece], pad_value: float, width: int | None) 
     Raises:
         InvalidRequestError: (a ValueError) as `decode`.
     """
-    pieces, places = _placed(pieces)
+    pieces, places = _checked(pieces)
     layout = pieces[0].layout
     if layout.kind == OBJECT:
         return object_array(_decode_objects(pieces, places))
@@ -114,7 +114,7 @@ def decode_column(pieces: Sequence[Piece], pad_value: float, width: int | None) 
     return padded_tensor(_decode_tensor(pieces, places), pad_value, width)
 
 
-def _placed(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[slice | Indices]]:
+def _checked(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[slice | Indices]]:
     """Check pieces; return those that have rows, and their places in the answer."""
     pieces = [piece for piece in pieces if piece.count]
     if not pieces:

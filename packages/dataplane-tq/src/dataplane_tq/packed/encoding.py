@@ -1,7 +1,7 @@
 """Encodes the fields of a put as flat buffers.
 
 The cost must be per byte, not per row: dense and jagged tensors are encoded as views of their
-storage and copied by a few memcpys. torch does not make these copies: it would split each over
+storage and copied by a few memcpys. numpy copies them, because torch would split each copy over
 threads, which on a busy machine wait for each other longer than the copy takes.
 
 A padded column with lengths [3, 1] is not cut before the copy; its slices are::

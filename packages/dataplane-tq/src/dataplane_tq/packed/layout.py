@@ -165,7 +165,7 @@ class Block(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Contiguous run of rows of one field in one unit.
 
     Attributes:
-        id: number of the block, never reused in a catalogue.
+        id: number of the block, unique in the store; a restored block keeps it.
         unit: name of the unit.
         offset: start of the block in the unit's memory, in bytes.
         layout: layout of these rows; its byte ranges are relative to ``offset``.

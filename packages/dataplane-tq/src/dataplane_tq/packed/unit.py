@@ -93,7 +93,10 @@ class UnitServer:
                     continue
                 self._pending[sock] = None
                 thread = threading.Thread(
-                    target=self._attend, args=(sock, serve), name="unit-connection", daemon=True
+                    target=self._serve_connection,
+                    args=(sock, serve),
+                    name="unit-connection",
+                    daemon=True,
                 )
                 self._connections[sock] = thread
                 thread.start()
@@ -109,7 +112,9 @@ class UnitServer:
             _shut(oldest)  # this also ends its thread
         return True
 
-    def _attend(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _serve_connection(
+        self, sock: socket.socket, serve: Callable[[socket.socket], None]
+    ) -> None:
         try:
             deadline = time.monotonic() + _HANDSHAKE_S
             hello = wire.receive(sock, wire.HELLO_NBYTES, deadline)

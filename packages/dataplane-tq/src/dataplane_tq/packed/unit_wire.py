@@ -221,7 +221,7 @@ async def wait_until_gone(address: UnitAddress, token: bytes) -> str:
 
     The connection carries no data. The kernel closes it at once when the unit's process ends, and
     within seconds when its machine no longer answers. Ray itself detects a silent machine only
-    after several failed health checks. A stopped unit keeps the connection.
+    after several failed health checks. A unit stopped by SIGSTOP keeps the connection.
 
     Returns:
         A sentence with the reason.

@@ -22,7 +22,7 @@ from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, Unavail
 from dataplane_core.deadlines import call_within
 
 _KILL_S = 5.0
-_OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
+_BUILT_IN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 class StorageBackend(ABC):
@@ -93,9 +93,9 @@ class StorageBackend(ABC):
 
 
 def end_actor(actor: Any) -> None:
-    """Kill an actor, unless its Ray was shut down already or does not answer."""
-    if ray.is_initialized():  # `ray.kill` would start a Ray
-        # A handle of an earlier Ray raises a ValueError.
+    """Kill an actor, unless its Ray cluster was shut down already or does not answer."""
+    if ray.is_initialized():  # `ray.kill` would start a Ray cluster
+        # A handle of an earlier cluster raises a ValueError.
         with suppress(RayError, ValueError, TimeoutError):
             call_within(_KILL_S, lambda: ray.kill(actor))
 
@@ -128,7 +128,7 @@ def require_resources(cfg: DataPlaneConfig) -> None:
     available = ray.cluster_resources() if ray.is_initialized() else {}
     for name, amount in cfg.get("unit_resources", {}).items():
         what = f"data-plane config: unit_resources.{name}: found {amount!r}; "
-        if name in _OWN_RESOURCES:
+        if name in _BUILT_IN_RESOURCES:
             raise ConfigError(f"{what}expected a custom resource of Ray's nodes")
         if not amount > 0:
             raise ConfigError(f"{what}expected more than 0")

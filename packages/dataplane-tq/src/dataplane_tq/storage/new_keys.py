@@ -16,7 +16,7 @@ from dataplane_tq.upstream import StorageManager, ZMQMessage, ZMQRequestType
 async def forget_new_keys(
     manager: StorageManager, partition_id: str, indexes: Sequence[int], timeout_s: float
 ) -> None:
-    """Remove the keys that have no tags from the controller.
+    """Remove from the controller the keys that have no tags.
 
     A row without a key stays: the caller has its meta and can put again. As after a clear, a
     concurrent put to one of these keys is lost if it is reported before this removal.

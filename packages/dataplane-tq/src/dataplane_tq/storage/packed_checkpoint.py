@@ -136,7 +136,7 @@ def _files(link: Link, units: UnitAccess, partition_id: str) -> Iterator[_File]:
     data: list[bytes] = []
     size = 0
     with link.session(what) as session:
-        for samples, live in _together(_live_blocks(link, partition_id)):
+        for samples, live in _block_groups(_live_blocks(link, partition_id)):
             # The rows are pinned while their bytes are read.
             fields = list({each.block.layout.name: None for each in live})
             answer = session.ask(p.Read(partition_id, samples, fields), p.ReadAnswer)
@@ -160,7 +160,7 @@ def _live_blocks(link: Link, partition_id: str) -> list[_Live]:
     """Return the partition's blocks with their live rows."""
     live: dict[int, _Live] = {}
     with link.session(f"save_checkpoint(partition={partition_id!r})") as session:
-        for sample_ids, fields in _alike(link, partition_id):
+        for sample_ids, fields in _sample_groups(link, partition_id):
             answer = session.ask(p.Read(partition_id, sample_ids, fields), p.ReadAnswer)
             for parts in answer.parts:
                 count_rows = len(sample_ids)
@@ -185,7 +185,7 @@ def _numbers(
     return [0] * count_rows if repeat else list(range(count_rows))
 
 
-def _together(live: list[_Live]) -> Iterator[tuple[list[str], list[_Live]]]:
+def _block_groups(live: list[_Live]) -> Iterator[tuple[list[str], list[_Live]]]:
     """Yield samples and all of their blocks, so that one request pins many blocks.
 
     A group joins puts of the same fields, so all of its samples have blocks of the same fields.
@@ -232,7 +232,7 @@ def _restore(link: Link, units: UnitAccess, node: str, file: _File) -> None:
         session.ask(p.CommitRestore(), type(None))
 
 
-def _alike(link: Link, partition_id: str) -> Iterator[tuple[list[str], list[str]]]:
+def _sample_groups(link: Link, partition_id: str) -> Iterator[tuple[list[str], list[str]]]:
     """Yield all samples with their fields, in groups of samples with the same fields."""
     what = f"save_checkpoint(partition={partition_id!r})"
     start = 0

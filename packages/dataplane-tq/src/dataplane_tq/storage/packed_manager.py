@@ -97,7 +97,7 @@ class PackedStorageManager(StorageManager):
             InvalidRequestError: the rows are of several partitions, or a value cannot be stored.
             DataPlaneError: as `RawStore.put`.
         """
-        raw = self._served("write")
+        raw = self._require_raw("write")
         try:
             await self._put(raw, data, metadata, data_parser)
         except _REFUSALS:
@@ -168,7 +168,7 @@ class PackedStorageManager(StorageManager):
             UnsupportedError: the queue belongs to a data plane.
             DataPlaneError: as `RawStore.get`.
         """
-        raw = self._served("read")
+        raw = self._require_raw("read")
         fields = list(metadata.field_names)
         if metadata.size == 0 or not fields:
             return TensorDict({}, batch_size=[metadata.size])
@@ -202,7 +202,7 @@ class PackedStorageManager(StorageManager):
             UnsupportedError: the queue belongs to a data plane; save its partitions instead.
             DataPlaneError: as `packed_checkpoint.save`.
         """
-        await asyncio.to_thread(self._served("save").save, Path(checkpoint_dir))
+        await asyncio.to_thread(self._require_raw("save").save, Path(checkpoint_dir))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Replace all rows by those of a checkpoint.
@@ -211,9 +211,9 @@ class PackedStorageManager(StorageManager):
             UnsupportedError: the queue belongs to a data plane.
             DataPlaneError: as `packed_checkpoint.load`.
         """
-        await asyncio.to_thread(self._served("load").load, Path(checkpoint_dir))
+        await asyncio.to_thread(self._require_raw("load").load, Path(checkpoint_dir))
 
-    def _served(self, verb: str) -> RawStore:
+    def _require_raw(self, verb: str) -> RawStore:
         if self._raw is None:
             raise UnsupportedError(
                 f"this queue belongs to a data plane; use TQDataPlaneClient to {verb}"

@@ -4,8 +4,8 @@ A row is packed to bytes when it is put, and becomes TransferQueue's tensors aga
 
 TransferQueue reuses the index of a cleared row, so an index does not identify a row. Therefore each
 value has a cell, a number that is never reused. A put returns the cells of its values, and each
-meta carries them. A meta is refused if all cells that it has for one of its rows are out of date:
-that row was cleared or completely overwritten.
+meta (TransferQueue's `BatchMeta`) carries them. A meta is refused if all cells that it has for one
+of its rows are out of date: that row was cleared or completely overwritten.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import ray
 from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
 from dataplane_tq.storage.base import StorageBackend, collect_results, require_bytes, require_module
 from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port
-from dataplane_tq.upstream import bound_yuanrong
+from dataplane_tq.upstream import set_yuanrong_timeout
 
 _WORKER = "YuanrongWorker"
 _HOST = "127.0.0.1"
@@ -24,7 +24,7 @@ _MEBIBYTE = 1 << 20
 
 
 class Yuanrong(StorageBackend):
-    """Backend of one worker with ``global_segment_size`` bytes, on a Ray of one node."""
+    """Backend of one worker with ``global_segment_size`` bytes, on a Ray cluster of one node."""
 
     manager = "Yuanrong"
     survivable = False
@@ -41,8 +41,8 @@ class Yuanrong(StorageBackend):
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) != 1:
             raise ConfigError(
-                f"backend 'yuanrong': found a Ray of {len(nodes)} nodes; expected 1, because its "
-                "worker listens on loopback only"
+                f"backend 'yuanrong': found a Ray cluster of {len(nodes)} nodes; expected 1, "
+                "because its worker listens on loopback only"
             )
         worker = (
             ray.remote(YuanrongWorker)
@@ -65,7 +65,7 @@ class Yuanrong(StorageBackend):
 
     @classmethod
     def bounded(cls, connection: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        bound_yuanrong(timeout_s)
+        set_yuanrong_timeout(timeout_s)
         return connection
 
     def stop(self) -> None:
