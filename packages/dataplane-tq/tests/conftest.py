@@ -1,6 +1,6 @@
-"""Fixtures: per module a real Ray with a real TransferQueue, and a client in another process.
+"""Fixtures: a real Ray cluster with a real TransferQueue, and a client in another process.
 
-They are not per session, because tests of other packages in the same process start their own Ray.
+Each module gets its own, because tests of other packages in the same process start Ray too.
 Tests that stop processes half-way use a directory and a unit without Ray.
 
 Imports internals: the stepped store executes a client's protocol step by step.

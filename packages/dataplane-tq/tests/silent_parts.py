@@ -162,7 +162,7 @@ def main(result, *silences):
             logging_level="ERROR",
             log_to_driver=False,
         )
-        Path(result).write_text(json.dumps({spoken: silence(spoken) for spoken in silences}))
+        Path(result).write_text(json.dumps({name: silence(name) for name in silences}))
         ray.shutdown()
 
 

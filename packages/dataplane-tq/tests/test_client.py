@@ -111,13 +111,13 @@ def test_stopped_controller_fails_puts_but_not_reads(owner, partition, config, s
         try:
             started = time.monotonic()
 
-            def put_on() -> None:
+            def put_repeatedly() -> None:
                 for number in range(100):  # the first puts do not wait for the controller
                     client.put_samples([f"s{number}"], partition, batch(1))
                     ids.append(f"s{number}")
 
             with pytest.raises(TimeoutError, match=r"no answer|did not register"):
-                put_on()
+                put_repeatedly()
             assert time.monotonic() - started < 10
             assert owner.get_samples(ids, partition, ["x"]).batch_size == (len(ids),)
         finally:

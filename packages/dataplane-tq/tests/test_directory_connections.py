@@ -166,10 +166,10 @@ def both_ends(monkeypatch):
     link.close()
 
 
-def test_large_messages_to_a_stopped_process_have_no_limit(
+def test_large_messages_to_a_stopped_process_have_no_time_limit(
     both_ends,
 ):
-    """The kernel of a stopped process does not accept them; its machine then seems to be gone."""
+    """Check that a stopped process does not count as gone because its receive buffer is full."""
     session, ends = both_ends
     ids = [f"sample {i}" for i in range(10_000)]
     layout = FieldLayout("x", "torch.int64", False, (), b"", 8, len(ids))

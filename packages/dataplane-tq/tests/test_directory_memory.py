@@ -1,4 +1,4 @@
-"""The directory's memory for one sample is bounded, and its cells are where the bytes are."""
+"""The directory's memory for one sample is bounded, and the cells of a put match its blocks."""
 
 # ruff: noqa: TID251
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests that are blocked in the directory see what happens meanwhile. No Ray.
+"""Requests blocked in the directory react to changes by other requests. No Ray.
 
 Imports internals: tests check that the directory has a blocked request, which a client cannot.
 """
@@ -20,7 +20,7 @@ from dataplane_tq.directory.wire import Link
 SOON_S = 5.0
 
 
-class Here(Calls):
+class LocalDirectory(Calls):
     """Directory in this process, and a client that makes blocking calls in a thread."""
 
     def __init__(self, pool):
@@ -36,38 +36,38 @@ class Here(Calls):
 
 
 @pytest.fixture
-def here():
+def local():
     with ThreadPoolExecutor(1) as pool:
-        here = Here(pool)
-        yield here
-        here.link.close()
+        local = LocalDirectory(pool)
+        yield local
+        local.link.close()
 
 
-def test_blocked_claim_wakes_for_an_assignment_by_another_blocked_claim(here):
-    here.register(num_samples=3, fields=["x", "y"])
-    here.put(["a", "b"], fields=["x", "y"], tags=[{"v": 2}] * 2)
-    here.put(["c"], tags=[{"v": 1}])
-    assert here.claim(1, fields=("x", "y"), dp_rank=0, dp_world=2).sample_ids == ["a"]
-    blocked = here.block(
-        here.claim, 1, fields=("x", "y"), where=(TagFilter("v", "<=", 2),), timeout_s=TIMEOUT_S
+def test_blocked_claim_wakes_for_an_assignment_by_another_blocked_claim(local):
+    local.register(num_samples=3, fields=["x", "y"])
+    local.put(["a", "b"], fields=["x", "y"], tags=[{"v": 2}] * 2)
+    local.put(["c"], tags=[{"v": 1}])
+    assert local.claim(1, fields=("x", "y"), dp_rank=0, dp_world=2).sample_ids == ["a"]
+    blocked = local.block(
+        local.claim, 1, fields=("x", "y"), where=(TagFilter("v", "<=", 2),), timeout_s=TIMEOUT_S
     )
     # This claim is blocked on "z". It releases the assignment of rank 1 to the first claim.
     assert (
-        here.claim(1, fields=("z",), where=(TagFilter("v", "==", 2),), timeout_s=SOON_S).sample_ids
+        local.claim(1, fields=("z",), where=(TagFilter("v", "==", 2),), timeout_s=SOON_S).sample_ids
         == []
     )
     assert blocked.result(SOON_S).sample_ids == ["b"]
 
 
-def test_blocked_put_does_not_enter_a_new_partition(here):
-    here.register(num_samples=3, fields=["x", "y"])
-    here.put(["a", "b", "c"])
-    stale = here.block(here.put, ["stale"])
-    with here.link.session("clear") as session:
+def test_blocked_put_does_not_enter_a_new_partition(local):
+    local.register(num_samples=3, fields=["x", "y"])
+    local.put(["a", "b", "c"])
+    stale = local.block(local.put, ["stale"])
+    with local.link.session("clear") as session:
         session.ask(p.Clear("p", None, False, TIMEOUT_S), p.ClearAnswer)
         # The clear is still being reported to TransferQueue.
-        here.register(num_samples=3, fields=["x", "y"])
+        local.register(num_samples=3, fields=["x", "y"])
         session.ask(p.Dropped(), type(None))
     with pytest.raises(PartitionNotFoundError):
         stale.result(SOON_S)
-    assert here.directory.store.ledger.partition("p").held == 0
+    assert local.directory.store.ledger.partition("p").held == 0

@@ -53,7 +53,7 @@ def test_put_with_an_expired_lease_overwrites_nothing(client, attach, monkeypatc
         register = rows_in.register
         again = []
 
-        def succeed():
+        def take_over():
             deadline = time.monotonic() + 20
             while not (meta := successor.claim_meta("train", "train", ["x"], 3)).size:
                 assert time.monotonic() < deadline, "the lease does not expire"
@@ -63,7 +63,7 @@ def test_put_with_an_expired_lease_overwrites_nothing(client, attach, monkeypatc
         async def register_late(*args):
             monkeypatch.setattr(rows_in, "register", register)
             rows = await register(*args)
-            await asyncio.to_thread(succeed)
+            await asyncio.to_thread(take_over)
             return rows
 
         monkeypatch.setattr(rows_in, "register", register_late)

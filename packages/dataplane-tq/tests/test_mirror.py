@@ -30,7 +30,7 @@ def put(client, ids, tags=None):
 def listed():
     """List all keys through TransferQueue's own API, in a process that imports nothing else."""
 
-    # Ray pickles a function of a function by value, so the worker does not import this module.
+    # Ray pickles a nested function by value, so the worker does not import this module.
     @ray.remote(num_cpus=0, max_calls=1)  # TransferQueue allows one client per process
     def read():
         import sys

@@ -86,7 +86,7 @@ class Model:
             self.store.clear(partition, ids, {})
 
     def check(self, store):
-        """Check all values by the cells of the metas from before the checkpoint."""
+        """Check all values, with the cells that the puts before the checkpoint returned."""
         for (partition, i), row in self.rows.items():
             known = {name: np.array([cell]) for name, (_, cell) in row.items()}
             read = store.get(partition, [i], list(row), known)

@@ -150,7 +150,7 @@ def ones(count):
     return torch.ones(count, 4)
 
 
-# 1. A part that is killed.
+# A part that is killed.
 
 SERVE = """
 import json, threading
@@ -238,7 +238,7 @@ def test_refused_clear_reports_success_and_leaks_rows(raw, partition, monkeypatc
     assert sorted(held) == sorted(meta.global_indexes)
 
 
-# 2. Claims that are blocked inside the controller.
+# Claims that are blocked inside the controller.
 
 
 def test_claim_with_too_little_data_blocks_the_request_thread(make_raw, monkeypatch):
@@ -262,7 +262,7 @@ def test_claim_with_too_little_data_blocks_the_request_thread(make_raw, monkeypa
     assert slept == [5]
 
 
-# 3. No pin holds a row between its lookup and its read.
+# No pin holds a row between its lookup and its read.
 
 
 def test_read_of_cleared_rows_returns_another_partitions_rows(raw, partition):
@@ -278,7 +278,7 @@ def test_read_of_cleared_rows_returns_another_partitions_rows(raw, partition):
         raw.run(raw.client.async_clear_partition(other))
 
 
-# 4. A put of another dtype.
+# A put of another dtype.
 
 
 def test_put_of_another_dtype_is_accepted_and_read_truncated(raw, partition):
@@ -290,7 +290,7 @@ def test_put_of_another_dtype_is_accepted_and_read_truncated(raw, partition):
     assert [row.tolist() for row in rows] == [[1, 1], [2, 2]]
 
 
-# 5. A notification that the controller does not answer.
+# A notification that the controller does not answer.
 
 
 def test_put_with_a_lost_notification_stays_invisible(raw, partition, monkeypatch):
@@ -307,7 +307,7 @@ def test_put_with_a_lost_notification_stays_invisible(raw, partition, monkeypatc
     assert raw.claim(partition, 1).size == 0
 
 
-# 6. Keys and fields that do not exist.
+# Keys and fields that do not exist.
 
 
 def test_unknown_keys_and_fields_are_ignored(raw, partition):
@@ -320,7 +320,7 @@ def test_unknown_keys_and_fields_are_ignored(raw, partition):
     assert set(raw.get(meta, "x", "y", "nothing").keys()) == {"x"}
 
 
-# 7. A key that is given twice.
+# A key that is given twice.
 
 
 def test_duplicate_key_leaves_a_row_that_no_key_clears(raw, partition):
@@ -332,7 +332,7 @@ def test_duplicate_key_leaves_a_row_that_no_key_clears(raw, partition):
     assert raw.claim(partition, 1, task="other").size == 1
 
 
-# 8. Keys of puts that failed or had tags only.
+# Keys of puts that failed or had tags only.
 
 
 def test_put_failed_at_capacity_blocks_complete_consumption(make_raw):
@@ -346,7 +346,7 @@ def test_put_failed_at_capacity_blocks_complete_consumption(make_raw):
     assert not raw.consumed("p")
 
 
-# 9. Capacity.
+# Capacity.
 
 
 def test_free_slots_of_one_unit_cannot_take_rows_of_another(make_raw):
@@ -361,7 +361,7 @@ def test_free_slots_of_one_unit_cannot_take_rows_of_another(make_raw):
         raw.put([keys[8], keys[10]], "p", x=ones(2))
 
 
-# 10. Claims.
+# Claims.
 
 
 def test_claim_takes_a_complete_batch_or_nothing(raw, partition):
@@ -384,7 +384,7 @@ def test_samples_of_a_dead_claimer_are_lost(raw, partition):
     assert raw.claim(partition, 1).size == 0
 
 
-# 12. Values that change in the store.
+# Values that change in the store.
 
 
 def test_rows_of_one_shape_are_returned_jagged_unless_scalar(raw, partition):
@@ -416,7 +416,7 @@ def test_nested_tensordict_is_stored_and_cannot_be_read(raw, partition):
         raw.get(meta, "inner")
 
 
-# 13. Memory.
+# Memory.
 
 
 def test_one_row_keeps_the_memory_of_its_entire_put(raw, partition):
@@ -450,7 +450,7 @@ def test_empty_partition_stays_listed_with_a_full_size_status(raw):
         assert name not in raw.run(raw.client.async_get_partition_list())
 
 
-# 15. Security.
+# Security.
 
 
 class Payload:
@@ -479,7 +479,7 @@ def test_any_peer_of_a_port_can_run_code(raw, tmp_path, port):
     assert mark.is_dir()
 
 
-# 17. Placeholders at registration.
+# Placeholders at registration.
 
 
 def test_claim_works_without_a_placeholder(raw, partition):

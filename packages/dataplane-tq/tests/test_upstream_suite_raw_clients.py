@@ -356,7 +356,7 @@ def test_dead_unit_gives_an_error_within_seconds(client):
 
 
 def test_queue_starts_from_a_struct_config_and_closes_quietly(cluster, caplog, monkeypatch):
-    """Hydra's configurations refuse new keys, and verl passes one of them."""
+    """verl passes a configuration of Hydra, which refuses new keys."""
     tq.close()
     conf = config(allow_pickle=True)
     OmegaConf.set_struct(conf, True)

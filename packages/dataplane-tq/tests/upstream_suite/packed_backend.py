@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def start_ray():
-    """Start a Ray with four CPUs; the tests would start one with as many as the machine has.
+    """Start Ray with four CPUs; the tests would start it with as many as the machine has.
 
     Their actors need three.
     """
