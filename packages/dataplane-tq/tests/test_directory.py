@@ -30,6 +30,7 @@ from dataplane_core import (
     InvalidRequestError,
     MissingDataError,
     PartitionNotFoundError,
+    UnavailableError,
 )
 from dataplane_tq.directory import connection
 from dataplane_tq.directory import protocol as p
@@ -374,6 +375,11 @@ def test_incomplete_request_closes_its_connection(monkeypatch):
         half.settimeout(TIMEOUT_S)
         half.sendall(address.token + HEADER.pack(100) + b"half")
         assert half.recv(1) == b""
+
+
+def test_host_that_is_not_local_is_refused_at_once():
+    with pytest.raises(UnavailableError, match=r"cannot listen on 192\.0\.2\.1: .*assign"):
+        Directory(100, [], "192.0.2.1").start()
 
 
 def test_wrong_token_and_oversized_frame_get_no_answer(served):

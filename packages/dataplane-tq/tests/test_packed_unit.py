@@ -205,6 +205,19 @@ def test_silent_connections_do_not_exhaust_the_limit(unit):
             sock.close()
 
 
+@both
+def test_unit_accepts_again_after_threads_ran_out(unit, transport, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with client_of(unit.address, transport) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(UnavailableError):
+                client.read([(0, 8)], 10)
+        assert not client.read([(0, 8)], 10).any()
+
+
 def test_stopped_reader_blocks_no_other_client(unit):
     address = unit.address
     with socket.create_connection((address.host, address.port)) as stopped:

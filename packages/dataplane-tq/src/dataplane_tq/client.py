@@ -24,7 +24,6 @@ from dataplane_core import (
     ClosedError,
     DataPlaneClient,
     DataPlaneConfig,
-    DataPlaneError,
     KVBatchMeta,
     TagFilter,
     UnavailableError,
@@ -122,7 +121,7 @@ class TQDataPlaneClient(DataPlaneClient):
             connection = running.connection
             self._link = Link(connection.directory, timeout_s=self._timeout_s)
             self._engine = self._connect_engine(running)
-        except DataPlaneError:
+        except BaseException:  # the caller gets no client that it could close
             if self._owned is not None:
                 self._owned.stop()
             raise

@@ -108,12 +108,13 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         )
     sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
     load_order(cfg.get("claim_order"))  # fail here rather than in the directory's process
-    if _find(DIRECTORY) is not None:
+    running = _running()
+    if DIRECTORY in running:
         raise ConfigError(
             "this Ray cluster already runs a data plane; attach to it with bootstrap=False, or "
             "close the client that started it"
         )
-    if mirrored and _find(CONTROLLER) is not None:
+    if mirrored and CONTROLLER in running:
         raise ConfigError(f"{_FOREIGN}; start the data plane in a separate Ray cluster")
     storage = BACKENDS[backend]()
     options = {"num_cpus": _ACTOR_CPUS, "namespace": NAMESPACE}
@@ -184,6 +185,17 @@ def _for_transfer_queue(connection: ConnectionData) -> Any:
     if connection.manager == BACKEND:
         backend[BACKEND] = {**connection.storage, "registration": Registration()}
     return OmegaConf.merge(config, {**shipped, "backend": backend})
+
+
+def _running() -> set[str]:
+    """Return which of controller and directory this Ray cluster runs."""
+    try:
+        return call_within(
+            _START_TIMEOUT_S,
+            lambda: {name for name in (DIRECTORY, CONTROLLER) if _find(name) is not None},
+        )
+    except TimeoutError:
+        raise UnavailableError(_SILENT.format(_START_TIMEOUT_S)) from None
 
 
 def has_foreign_queue(timeout_s: float) -> bool:

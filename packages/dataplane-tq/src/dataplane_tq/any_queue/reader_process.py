@@ -101,15 +101,18 @@ class QueueReader:
             address = full.backend[_PACKED].raw.directory
             self._packed = Link(address, timeout_s=self._timeout_s)
             return
-        named = {
-            actor["name"]: actor["namespace"]
-            for actor in ray.util.list_named_actors(all_namespaces=True)
-        }
-        self._units = {
-            name: ray.get_actor(name, namespace=named[name])
-            for name in config["units"]
-            if name in named
-        }
+        try:
+            named = {
+                actor["name"]: actor["namespace"]
+                for actor in ray.util.list_named_actors(all_namespaces=True)
+            }
+            self._units = {
+                name: ray.get_actor(name, namespace=named[name])
+                for name in config["units"]
+                if name in named
+            }
+        except (ValueError, RayError) as error:  # an actor that is ending has no handle
+            raise UnavailableError(f"TransferQueue cannot be read: {error}") from None
 
     def _read(self, actor: Any, read: Callable[..., Any], *arguments: Any) -> Any:
         return self._results([actor.__ray_call__.remote(read, *arguments)])[0]

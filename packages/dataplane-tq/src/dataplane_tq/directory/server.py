@@ -62,31 +62,35 @@ class Directory:
         self._max_connections = max_connections()
 
     def start(self) -> Address:
-        """Start to serve, until the process ends; return the address."""
-        listening = threading.Event()
-        thread = threading.Thread(target=self._serve, args=(listening,), daemon=True)
-        thread.start()
-        if not listening.wait(10.0):
-            raise UnavailableError(f"the partition directory could not listen on {self._host}")
-        return Address(self._host, self._port, self._token)
+        """Start to serve, until the process ends; return the address.
 
-    def _serve(self, listening: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
+        Raises:
+            UnavailableError: it cannot listen on the host.
+        """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening_on = socket.create_server((self._host, 0), family=family)
+        try:
+            listening_on = socket.create_server((self._host, 0), family=family)
+        except OSError as error:
+            raise UnavailableError(
+                f"the partition directory cannot listen on {self._host}: {error}"
+            ) from error
+        port: int = listening_on.getsockname()[1]
+        threading.Thread(target=self._serve, args=(listening_on,), daemon=True).start()
+        return Address(self._host, port, self._token)
+
+    def _serve(self, listening_on: socket.socket) -> None:
+        asyncio.set_event_loop(self._loop)
         # asyncio accepts up to `backlog` connections in a row and serves no request meanwhile. So
         # it gets a small number here, and the kernel a larger one below.
         self._loop.run_until_complete(
             asyncio.start_server(self._connected, sock=listening_on, backlog=_ACCEPTED_AT_ONCE)
         )
         listening_on.listen(_BACKLOG)
-        self._port: int = listening_on.getsockname()[1]
         # Garbage collections would be the directory's worst latencies. Collections of young
         # objects stay below a millisecond; full ones, over the ledger's many objects, become rare.
         gc.collect()
         gc.freeze()
         gc.set_threshold(1_000, 5, 200_000)
-        listening.set()
         self._loop.run_forever()
 
     def watch(self, units: Iterable[UnitAddress], token: bytes) -> None:

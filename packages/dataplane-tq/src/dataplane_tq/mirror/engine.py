@@ -29,6 +29,9 @@ T = TypeVar("T")
 # With fewer than eight cores, TransferQueue warns in every call about a default that it set.
 logging.getLogger("transfer_queue.utils.common").setLevel(logging.ERROR)
 
+FAILURES = (RuntimeError, ValueError, KeyError, OSError, ImportError, zmq.ZMQError)
+"""Errors of TransferQueue's client, and of the libraries of its storage backends."""
+
 _CHECK_S = 0.5
 _STOP_S = 1.0
 _PROBE_S = 1.0
@@ -63,7 +66,7 @@ class Engine:
             self.client: AsyncTransferQueueClient = self.run(
                 "connect", self._connect, controller, manager, storage
             )
-        except DataPlaneError:
+        except BaseException:  # the caller gets no engine that it could close
             self._stop_loop()
             raise
 
@@ -132,7 +135,7 @@ class Engine:
             if cancel:
                 future.cancel()
             raise
-        except (RuntimeError, ValueError, KeyError, OSError, zmq.ZMQError) as error:
+        except FAILURES as error:
             self.check_alive(what)
             raise UnavailableError(f"{what}: TransferQueue failed: {error}") from error
 

@@ -22,7 +22,7 @@ from dataplane_core import DeadlineExceededError, UnavailableError
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Link, Session
 from dataplane_tq.mirror import rows
-from dataplane_tq.mirror.engine import Engine
+from dataplane_tq.mirror.engine import FAILURES, Engine
 
 logger = structlog.get_logger("dataplane_tq.mirror")
 
@@ -148,7 +148,7 @@ class Reporter:
                 report = rows.consume(self._engine.client, sample_ids, partition_id, task_name)
                 try:
                     await asyncio.wait_for(report, self._engine.timeout_s)
-                except (TimeoutError, RuntimeError, ValueError, OSError) as error:
+                except (TimeoutError, *FAILURES) as error:
                     # The claims stay valid; only their report is dropped.
                     logger.warning(
                         "transfer_queue_report_failed", claims=len(sample_ids), error=repr(error)

@@ -99,7 +99,11 @@ class UnitServer:
                     daemon=True,
                 )
                 self._connections[sock] = thread
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread can be started now
+                    del self._connections[sock], self._pending[sock]
+                    sock.close()
 
     def _admit(self) -> bool:
         """Admit a connection; at the limit, close the oldest one that has not sent the token."""

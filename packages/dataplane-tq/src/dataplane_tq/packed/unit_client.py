@@ -159,7 +159,7 @@ class UnitClient:
             if self._memory(deadline) is None and len(ranges) <= wire.MAX_RANGES:
                 self._read_frame(ranges, into, deadline)
                 return
-        data, at = self.read(ranges, timeout_s).data, 0
+        data, at = self.read(ranges, max(0.0, deadline - time.monotonic())).data, 0
         for view in into:
             view[:] = data[at : at + view.nbytes]
             at += view.nbytes
