@@ -144,7 +144,7 @@ def tag(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replace the tags of a run; needs a service with --allow-actions."""
+    """Replace the tags of a run; needs a service with --allow-actions and --token-file."""
     change = {"run": run_id, "tags": tags or []}
     _show("/api/v1/actions/tag-run", {}, url, token_file, as_json=as_json, body=change)
 

@@ -166,7 +166,11 @@ async def require_csrf(connection: HTTPConnection) -> None:
     ):
         return
     if "origin" not in request.headers:
-        raise Forbidden("Origin header: found none; expected the address of this service")
+        raise Forbidden(
+            "Origin header: found none; a browser sends the address of this service. Any other "
+            "client needs a service with --token-file, and the header 'Authorization: Bearer "
+            "<token>'"
+        )
     given = request.headers.get(CSRF_HEADER)
     if given is None and request.headers.get("content-type", "").partition(";")[0].strip() == _FORM:
         values = (await request.form()).getlist(CSRF_FIELD)
