@@ -109,7 +109,7 @@ def beyond_float32(output, row, start, stop):
 
 
 FAULTS = {
-    "begin token": (begin_token, "expected the second to be the first plus the prompt"),
+    "begin token": (begin_token, r"expected unpadded_sequence_lengths = .* \+ prompt"),
     "begin token, counted": (begin_token_counted, "token 7 at index 0 of the prompt; expected 49"),
     "other prompt token": (other_prompt_token, "of the prompt; expected 61, as in the request"),
     "shifted": (shifted_log_probabilities, "of the prompt; expected 0"),
@@ -120,7 +120,10 @@ FAULTS = {
     "impossible": (log_probability(-math.inf), "log-probability -inf at index"),
     "beyond float32": (beyond_float32, r"log-probability -1e\+39 at index"),
     "positive": (log_probability(0.25), "log-probability 0.25 at index .*of at most 0"),
-    "lengths": (longer_response_than_reported, "generation_lengths .*the first plus the prompt"),
+    "lengths": (
+        longer_response_than_reported,
+        r"generation_lengths .* = generation_lengths \+ prompt",
+    ),
     "too wide": (longer_than_its_columns, "wide; expected at least"),
     "too short": (shorter_than_its_prompt, "generation_lengths -1"),
     "negative token": (negative_token, "token -100 at index"),

@@ -204,7 +204,8 @@ class SyncRolloutActor(RayClass):
 
         if claim is not None and claim.size != rows:
             raise InvalidRequestError(
-                f"rollout_to_tq: a claim of {claim.size} samples for {rows} rows; expected one each"
+                f"rollout_to_tq: a claim of {claim.size} samples for {rows} rows; expected one "
+                "sample per row"
             )
         generation = self.policy_generation
         sample_ids = _new_sample_ids(rows, group_size) if claim is None else claim.sample_ids

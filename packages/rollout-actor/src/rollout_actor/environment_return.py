@@ -165,7 +165,7 @@ def _read_rewards(
 
 
 def _column(values: Any, dtype: torch.dtype, what: str, count: int) -> list[Any]:
-    """Return a number or, for ``torch.bool``, a boolean per row.
+    """Return one number per row, or one boolean per row if ``dtype`` is ``torch.bool``.
 
     Numbers are not accepted as booleans, because a probability of 0.3 is not a decision. Neither is
     the shape (n, 1): its rows would be lists, and a non-empty list is true.

@@ -241,7 +241,7 @@ def _check_lengths(columns: Mapping[str, torch.Tensor], request: GenerationReque
         request,
         lambda row: (
             f"{_GENERATED} {generated[row]}, {_LENGTHS} {stops[row]} and a prompt of "
-            f"{starts[row]} tokens; expected the second to be the first plus the prompt"
+            f"{starts[row]} tokens; expected {_LENGTHS} = {_GENERATED} + prompt"
         ),
     )
     _refuse(

@@ -13,7 +13,7 @@ from dataplane_core import (
 )
 
 
-class FailingTail(Adder):
+class FailingAfterPut(Adder):
     """An `Adder` that raises in the call that ``fails`` names, after calling ``before``."""
 
     def __init__(self, fails, before=lambda: None):
@@ -44,7 +44,7 @@ def test_failure_after_the_put_withdraws_the_samples(actor_of, store, fails, lea
     def claim():
         claimed.append(consumer.claim_meta("train", "train", ["input_ids"], 1, blocking=False))
 
-    actor = actor_of(FailingTail(fails, claim))
+    actor = actor_of(FailingAfterPut(fails, claim))
     with pytest.raises(OSError, match=f"no {fails}") as caught:
         actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
     assert not hasattr(caught.value, "__notes__")
@@ -58,7 +58,7 @@ def test_failure_after_the_put_withdraws_the_samples(actor_of, store, fails, lea
 def test_claim_after_a_failure_waits_for_the_retry(actor_of, store):
     store.register_partition("two", list(DP_TRAIN_FIELDS), 2, ["train"])
     wanted = ("two", "train", ["input_ids"], 2)
-    actor = actor_of(FailingTail("metrics"))
+    actor = actor_of(FailingAfterPut("metrics"))
     with pytest.raises(OSError, match="no metrics"):
         actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="two")
     with pytest.raises(ClaimTimeoutError, match="2 of 2 declared samples were not put"):
@@ -116,14 +116,14 @@ def test_failed_withdrawal_is_noted_on_the_error(actor_of, store, monkeypatch, f
     if fails is None:
         lose_answer(monkeypatch, OSError("no metrics"))
     with pytest.raises(OSError, match="no metrics") as caught:
-        actor_of(FailingTail(fails)).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
+        actor_of(FailingAfterPut(fails)).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     assert caught.value.__notes__ == [
         "the 1 samples put into partition 'train' may still be there: UnavailableError: away"
     ]
 
 
 def test_failing_finish_does_not_hide_the_first_error(actor_of):
-    class Broken(FailingTail):
+    class Broken(FailingAfterPut):
         def generate(self, data, *, greedy):
             raise MemoryError("no room")
 
