@@ -1,6 +1,6 @@
 """Bin packing by sizes alone.
 
-Imports internals: how well bins are filled shows only before they are dealt to ranks.
+Imports internals: how well bins are filled shows only before they are assigned to ranks.
 """
 
 from __future__ import annotations

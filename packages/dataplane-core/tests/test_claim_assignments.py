@@ -48,14 +48,14 @@ def claim(ledger, size, **more):
     return None if result is None else [row.sample_id for row in result.rows]
 
 
-def waiting(ledger):
+def assigned_ids(ledger):
     """Return the ids of assigned samples."""
     return in_state(ledger.partition("p"), "assigned")
 
 
-def in_state(book, *states):
+def in_state(partition, *states):
     """Return the samples in these states for task a, ordered by id."""
-    states_of_rows = (state_of(book, row, 0.0) for row in book.rows.values())
+    states_of_rows = (state_of(partition, row, 0.0) for row in partition.rows.values())
     return sorted(each.sample_id for each in states_of_rows if each.tasks["a"] in states)
 
 
@@ -123,12 +123,12 @@ def test_assignment_is_kept_while_its_rank_is_active(sign):
     else:
         claim(ledger, 2, dp_rank=1, now=9.5, **leased)
         end = 19.5
-    expected = waiting(ledger)
+    expected = assigned_ids(ledger)
     assert len(expected) in (2, 4)
     ledger.expire(end - 0.1)
-    assert waiting(ledger) == expected
+    assert assigned_ids(ledger) == expected
     ledger.expire(end)
-    assert waiting(ledger) == []
+    assert assigned_ids(ledger) == []
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_untimed_assignment_is_kept_while_others_are_ready():
     ledger = new_ledger(num_samples=6)
     put(ledger, list("abcdef"))
     first = claim(ledger, 2, dp_rank=0, dp_world=2)
-    expected = waiting(ledger)
+    expected = assigned_ids(ledger)
     assert claim(ledger, 2) == ["e", "f"]
     assert sorted(claim(ledger, 2, dp_rank=1, dp_world=2)) == expected
     assert not set(first) & set(expected)
@@ -170,7 +170,7 @@ def test_rank_claims_its_assignment_in_batches(lease_s):
     put(ledger, [f"p{i}_g{j}" for i in range(8) for j in range(2)])
     rank_1 = {"dp_rank": 1, "dp_world": 2, "lease_s": lease_s}
     claim(ledger, 8, dp_rank=0, dp_world=2, lease_s=lease_s)
-    expected = waiting(ledger)
+    expected = assigned_ids(ledger)
     got = [claim(ledger, size, **rank_1) for size in (2, 4, 4)]
     assert [len(batch) for batch in got] == [2, 4, 2]
     assert all(len({i.split("_")[0] for i in batch}) == len(batch) // 2 for batch in got)
@@ -201,7 +201,7 @@ def test_assignment_of_too_large_groups_opens_to_all():
     ledger = new_ledger(num_samples=9, group_size=2)
     put(ledger, [f"p{i}_g{j}" for i in range(2) for j in range(3)])
     claim(ledger, 4, dp_rank=0, dp_world=2, lease_s=9.0)
-    expected = waiting(ledger)
+    expected = assigned_ids(ledger)
     assert len(expected) == 3
     assert claim(ledger, 2, dp_rank=1, dp_world=2, lease_s=9.0) == []
     assert sorted(claim(ledger, 4)) == expected
@@ -211,7 +211,7 @@ def test_reset_opens_assigned_samples():
     ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"))
     first = claim(ledger, 2, dp_rank=0, dp_world=2)
-    assigned = waiting(ledger)
+    assigned = assigned_ids(ledger)
     assert reset_consumption(ledger.partition("p"), "a", assigned) == assigned
     assert claim(ledger, 4) == assigned
     assert sorted(first + assigned) == list("abcd")
@@ -260,7 +260,7 @@ class AssignmentMachine(RuleBasedStateMachine):
         self.held = []
 
     @property
-    def book(self):
+    def partition(self):
         return self.ledger.partition("p")
 
     @rule(
@@ -281,7 +281,7 @@ class AssignmentMachine(RuleBasedStateMachine):
     )
     def claim(self, terms, size, required, lease, value, blocking):
         where = () if value is None else (TagFilter("v", "in", [value]),)
-        before = set(in_state(self.book, "unclaimed", "assigned"))
+        before = set(in_state(self.partition, "unclaimed", "assigned"))
         result = claimed(
             self.ledger,
             size,
@@ -308,9 +308,9 @@ class AssignmentMachine(RuleBasedStateMachine):
         token, got = data.draw(st.sampled_from(self.held))
         try:
             if how == "renew":
-                self.book.renew(token, got, self.now)
+                self.partition.renew(token, got, self.now)
                 return
-            getattr(self.book, how)(token, got)
+            getattr(self.partition, how)(token, got)
         except LeaseLostError:
             pass
         else:
@@ -322,7 +322,7 @@ class AssignmentMachine(RuleBasedStateMachine):
     def time_passes(self, step):
         self.now += step
         self.ledger.expire(self.now)
-        expiry = self.book.next_expiry()
+        expiry = self.partition.next_expiry()
         assert expiry is None or expiry > self.now
 
     @rule(ids=st.sets(st.sampled_from(IDS), min_size=1))
@@ -333,39 +333,39 @@ class AssignmentMachine(RuleBasedStateMachine):
 
     @rule(ids=st.sets(st.sampled_from(IDS), min_size=1))
     def reset(self, ids):
-        if ids.isdisjoint(in_state(self.book, "leased")):
-            reset_consumption(self.book, "a", sorted(ids))
+        if ids.isdisjoint(in_state(self.partition, "leased")):
+            reset_consumption(self.partition, "a", sorted(ids))
             for sample_id in ids:
                 del self.acknowledged[sample_id]
 
     @rule()
     def register_again(self):
         self.ledger.register(declared(len(IDS), self.group_size))
-        assert not self.book.tasks["a"].assigned
+        assert not self.partition.tasks["a"].assigned
 
     @invariant()
     def every_sample_is_in_one_state(self):
-        task = self.book.tasks["a"]
+        task = self.partition.tasks["a"]
         states = ("unclaimed", "assigned", "leased", "acknowledged")
-        assert task.totals == [len(in_state(self.book, state)) for state in states]
-        assert sorted(self.acknowledged.elements()) == in_state(self.book, "acknowledged")
+        assert task.totals == [len(in_state(self.partition, state)) for state in states]
+        assert sorted(self.acknowledged.elements()) == in_state(self.partition, "acknowledged")
         assert not self.acknowledged or max(self.acknowledged.values()) == 1
 
     @invariant()
     def assignments_hold_what_is_assigned(self):
-        task = self.book.tasks["a"]
+        task = self.partition.tasks["a"]
         assignments = list(task.assignments)
         assert all(each.rows for each in assignments)
         assert all(any(ranks) for ranks in task.assignments.by_group.values())
-        assert sorted(chain(*(each.rows for each in assignments))) == waiting(self.ledger)
+        assert sorted(chain(*(each.rows for each in assignments))) == assigned_ids(self.ledger)
         timed = {each for each in assignments if each.seconds < 100}
         assert timed == set(task.assignments.timed)
 
     @invariant()
     def queues_agree_with_a_scan_of_every_sample(self):
-        task = self.book.tasks["a"]
+        task = self.partition.tasks["a"]
         for (required, where, _), queue in task.queues.items():
-            rows = [self.book.rows[each] for each in in_state(self.book, "unclaimed")]
+            rows = [self.partition.rows[each] for each in in_state(self.partition, "unclaimed")]
             fit = [row for row in rows if all(c.matches(row.tags) for c in where)]
             ready = [row for row in fit if required <= row.cells.keys()]
             if where:
@@ -381,7 +381,7 @@ class AssignmentMachine(RuleBasedStateMachine):
         # All claimers die; a new one gets every sample that was not acknowledged.
         self.ledger.expire(self.now + 100.0)
         put(self.ledger, IDS)
-        rest = self.book.rows.keys() - self.acknowledged.keys()
+        rest = self.partition.rows.keys() - self.acknowledged.keys()
         got = []
         while more := claim(self.ledger, 4, blocking=bool(self.group_size)):
             got += more

@@ -192,18 +192,18 @@ def test_lease_numbers_grow_across_registrations():
 def test_put_under_a_claim_cannot_write_samples_of_another():
     ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
-    book = ledger.partition("p")
+    partition = ledger.partition("p")
     request = ClaimRequest("a", ("x",), 2, lease_s=9.0)
-    first = book.claim(request, 0.0)
-    other_task = book.claim(ClaimRequest("b", ("x",), 2, lease_s=9.0), 0.0)
+    first = partition.claim(request, 0.0)
+    other_task = partition.claim(ClaimRequest("b", ("x",), 2, lease_s=9.0), 0.0)
     under_way = ledger.begin_put("p", ["a", "b"], {"y": "torch.int64"}, first.token)
-    book.release(first.token, ["b"])
-    assert [row.sample_id for row in book.claim(request, 0.0).rows] == ["b"]
+    partition.release(first.token, ["b"])
+    assert [row.sample_id for row in partition.claim(request, 0.0).rows] == ["b"]
     with pytest.raises(LeaseLostError, match=r"1 of the samples, .* task 'a' has them: 'b'"):
         ledger.begin_put("p", ["a", "b"], {"y": "torch.int64"}, first.token)
     with pytest.raises(LeaseLostError, match="'b'"):
         ledger.commit_put(under_way, {"y": ["late", "late"]}, None)
-    assert "y" not in book.rows["b"].cells
+    assert "y" not in partition.rows["b"].cells
     put(ledger, ["a", "new"], ["y"], token=first.token)
     put(ledger, ["a", "b"], ["y"], token=other_task.token)
 
@@ -211,9 +211,9 @@ def test_put_under_a_claim_cannot_write_samples_of_another():
 def test_put_under_a_claim_cannot_write_released_samples():
     ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"))
-    book = ledger.partition("p")
-    held = book.claim(ClaimRequest("a", ("x",), 3, lease_s=9.0), 0.0)
-    book.release(held.token, ["a"])
+    partition = ledger.partition("p")
+    held = partition.claim(ClaimRequest("a", ("x",), 3, lease_s=9.0), 0.0)
+    partition.release(held.token, ["a"])
     ledger.clear("p", ["b"], force=True)
     put(ledger, ["b"])
     assert claim(ledger, 1) == ["a"]  # without a lease
@@ -237,12 +237,12 @@ def test_put_under_a_claim_cannot_write_consumed_samples():
 def test_put_can_be_retried_under_a_partly_acknowledged_claim():
     ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
-    book = ledger.partition("p")
-    held = book.claim(ClaimRequest("a", ("x",), 2, lease_s=9.0), 0.0)
-    book.acknowledge(held.token, ["a"])
+    partition = ledger.partition("p")
+    held = partition.claim(ClaimRequest("a", ("x",), 2, lease_s=9.0), 0.0)
+    partition.acknowledge(held.token, ["a"])
     put(ledger, ["a", "b"], ["y"], token=held.token)
     # After an operator's reset the next claim gets it.
-    reset_consumption(book, "a", ["a"])
+    reset_consumption(partition, "a", ["a"])
     with pytest.raises(LeaseLostError, match="'a'"):
         put(ledger, ["a", "b"], ["y"], token=held.token)
 
@@ -265,8 +265,8 @@ def test_put_never_enters_a_partition_registered_later():
 def test_a_put_under_a_lost_lease_is_refused_and_changes_nothing():
     ledger = new_ledger(num_samples=1)
     put(ledger, ["a"])
-    book = ledger.partition("p")
-    claimed = book.claim(ClaimRequest("a", ("x",), 1, lease_s=1.0), 0.0)
+    partition = ledger.partition("p")
+    claimed = partition.claim(ClaimRequest("a", ("x",), 1, lease_s=1.0), 0.0)
     put(ledger, ["a"], ["y"], token=claimed.token)
     ticket = ledger.begin_put("p", ["a"], {"y": "torch.int64"}, claimed.token)
     ledger.expire(1.0)
@@ -274,23 +274,23 @@ def test_a_put_under_a_lost_lease_is_refused_and_changes_nothing():
         ledger.begin_put("p", ["a"], {"y": "torch.int64"}, claimed.token)
     with pytest.raises(LeaseLostError):
         ledger.commit_put(ticket, {"y": ["late"]}, None)
-    assert book.rows["a"].cells["y"] == ("y", "a")
+    assert partition.rows["a"].cells["y"] == ("y", "a")
 
 
 def test_each_lease_expires_at_its_last_deadline():
     ledger = new_ledger()
     put(ledger, ["long", "renewed", "short"])
-    book = ledger.partition("p")
-    assert book.next_expiry() is None
+    partition = ledger.partition("p")
+    assert partition.next_expiry() is None
     leases = [ClaimRequest("a", ("x",), 1, lease_s=each) for each in (5.0, 2.0, 1.5)]
-    tokens = [book.claim(request, 0.0).token for request in leases]
-    book.renew(tokens[1], ["renewed"], 1.0)
+    tokens = [partition.claim(request, 0.0).token for request in leases]
+    partition.renew(tokens[1], ["renewed"], 1.0)
     ends = {}
-    while (now := book.next_expiry()) is not None:
-        before = dict(book.leases)
+    while (now := partition.next_expiry()) is not None:
+        before = dict(partition.leases)
         assert not ledger.expire(now - 0.01)
         ledger.expire(now)
-        ends.update({token: now for token in before if token not in book.leases})
+        ends.update({token: now for token in before if token not in partition.leases})
     assert ends == dict(zip(tokens, (5.0, 3.0, 1.5), strict=True))
 
 
@@ -309,9 +309,9 @@ def test_count_without_a_queue_equals_count_with_one():
     ledger = new_ledger(num_samples=9)
     put(ledger, ["a", "b", "c"])
     put(ledger, ["b"], ["y"])
-    book = ledger.partition("p")
+    partition = ledger.partition("p")
     selections = [["x"], ["y"], ["x", "y"], ["y", "z"], []]
-    counts = [book.counts("a", fields) for fields in selections]
+    counts = [partition.counts("a", fields) for fields in selections]
     assert [(each.ready, each.not_ready) for each in counts] == [
         (3, 0),
         (1, 2),
@@ -319,10 +319,10 @@ def test_count_without_a_queue_equals_count_with_one():
         (0, 3),
         (3, 0),
     ]
-    assert not book.tasks["a"].queues
+    assert not partition.tasks["a"].queues
     for fields in selections:
-        book.claim(ClaimRequest("a", tuple(fields), 9, blocking=True), 0.0)
-    assert [book.counts("a", fields) for fields in selections] == counts
+        partition.claim(ClaimRequest("a", tuple(fields), 9, blocking=True), 0.0)
+    assert [partition.counts("a", fields) for fields in selections] == counts
 
 
 def test_used_queue_is_kept_when_others_are_built():
@@ -371,15 +371,15 @@ def test_constant_filter_is_evaluated_once_per_sample(evaluated):
 def test_expired_lease_is_ended_without_force():
     ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
-    book = ledger.partition("p")
-    claimed = book.claim(ClaimRequest("a", ("x",), 2, lease_s=1.0, owner="host:1"), 5.0)
-    [shown] = claims(book, 5.5)
+    partition = ledger.partition("p")
+    claimed = partition.claim(ClaimRequest("a", ("x",), 2, lease_s=1.0, owner="host:1"), 5.0)
+    [shown] = claims(partition, 5.5)
     assert (shown.owner, shown.samples, shown.age_s, shown.expires_in_s) == ("host:1", 2, 0.5, 0.5)
     with pytest.raises(SamplesLeasedError, match="2 samples are leased by 'host:1'"):
-        end_claim(book, shown.claim, 5.5, expired_only=True)
-    assert end_claim(book, shown.claim, 6.0, expired_only=True) == 2
+        end_claim(partition, shown.claim, 5.5, expired_only=True)
+    assert end_claim(partition, shown.claim, 6.0, expired_only=True) == 2
     with pytest.raises(LeaseLostError):
-        book.acknowledge(claimed.token, ["a", "b"])
+        partition.acknowledge(claimed.token, ["a", "b"])
     assert claim(ledger, 2) == ["a", "b"]
 
 
@@ -387,10 +387,10 @@ def test_partly_reset_group_waits_like_an_incomplete_one():
     ledger = new_ledger(num_samples=8, group_size=2)
     put(ledger, ["p0_g0", "p0_g1"])
     claim(ledger, 2)
-    book = ledger.partition("p")
-    assert reset_consumption(book, "a", ["p0_g0"]) == ["p0_g0"]
+    partition = ledger.partition("p")
+    assert reset_consumption(partition, "a", ["p0_g0"]) == ["p0_g0"]
     assert claim(ledger, 2) == []
-    assert reset_consumption(book, "a", ["p0_g1"]) == ["p0_g1"]
+    assert reset_consumption(partition, "a", ["p0_g1"]) == ["p0_g1"]
     assert claim(ledger, 2) == ["p0_g0", "p0_g1"]
 
 
@@ -424,17 +424,17 @@ def test_search_continues_where_its_last_step_ended():
     for start in range(0, count, 10_000):
         ids = [f"s{i}" for i in range(start, min(start + 10_000, count))]
         put(ledger, ids, (), [{"last": i == f"s{count - 1}"} for i in ids])
-    book = ledger.partition("p")
+    partition = ledger.partition("p")
     steps, start = [], 0
     while start is not None:
-        matches, start = search(book, "last", True, start, 5, 0.0)
+        matches, start = search(partition, "last", True, start, 5, 0.0)
         steps.append([state.sample_id for state in matches])
     assert steps == [[], [], [f"s{count - 1}"]]
 
 
 def test_a_page_that_is_too_large_is_refused():
     ledger = new_ledger()
-    for look in (scan, lambda book, start, limit: page(book, start, limit, 0.0)):
+    for look in (scan, lambda partition, start, limit: page(partition, start, limit, 0.0)):
         with pytest.raises(InvalidRequestError, match=rf"expected an int of 0 to {MAX_PAGE_ROWS}"):
             look(ledger.partition("p"), 0, MAX_PAGE_ROWS + 1)
 

@@ -60,13 +60,13 @@ class LedgerMachine(RuleBasedStateMachine):
         task, token, _, got = lease
         places = self.where[task]
 
-        def its(sample_id):
+        def may_write(sample_id):
             place = places.get(sample_id, "open")
             if place == "acknowledged":
                 return self.acknowledged_by[task, sample_id] == token
             return place == token or (place == "open" and sample_id not in got)
 
-        if token is None or (token in places.values() and all(map(its, ids))):
+        if token is None or (token in places.values() and all(map(may_write, ids))):
             self.put_under(token, ids, {"y"}, size)
         else:
             with pytest.raises(LeaseLostError):
@@ -149,14 +149,16 @@ class LedgerMachine(RuleBasedStateMachine):
         task, token, _, got = lease
         got = [sample_id for sample_id in got if sample_id in subset] or got
         alive = token is not None and all(self.where[task].get(i) == token for i in got)
-        book = self.ledger.partition("p")
+        partition = self.ledger.partition("p")
 
         def act():
             if how == "renew":
                 # The deadline stays the same, so that the model need not follow it.
-                book.renew(token, got, book.leases[token].deadline - 2.0 if alive else 0.0)
+                partition.renew(
+                    token, got, partition.leases[token].deadline - 2.0 if alive else 0.0
+                )
             else:
-                getattr(book, how)(token, got)
+                getattr(partition, how)(token, got)
 
         if alive:
             act()
@@ -170,28 +172,28 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(task=st.sampled_from(["a", "b"]), ids=st.sets(st.sampled_from(IDS)))
     def reset(self, task, ids):
-        book, places = self.ledger.partition("p"), self.where[task]
+        partition, places = self.ledger.partition("p"), self.where[task]
         if any(places.get(each, "open") not in ("open", "acknowledged") for each in ids):
             with pytest.raises(SamplesLeasedError):
-                reset_consumption(book, task, sorted(ids))
+                reset_consumption(partition, task, sorted(ids))
             return
         consumed = [each for each in sorted(ids) if places.get(each) == "acknowledged"]
-        assert reset_consumption(book, task, sorted(ids)) == consumed
+        assert reset_consumption(partition, task, sorted(ids)) == consumed
         places.update(dict.fromkeys(consumed, "open"))
 
     @rule(lease=leases, expired_only=st.booleans())
     def end_a_claim(self, lease, expired_only):
         task, token, _, _ = lease
-        book = self.ledger.partition("p")
-        if token not in book.leases:
+        partition = self.ledger.partition("p")
+        if token not in partition.leases:
             return
-        name, held = book.leases[token].name, set(book.leases[token].rows)
-        if expired_only and book.leases[token].deadline > self.now:
+        name, held = partition.leases[token].name, set(partition.leases[token].rows)
+        if expired_only and partition.leases[token].deadline > self.now:
             with pytest.raises(SamplesLeasedError):
-                end_claim(book, name, self.now, expired_only=True)
+                end_claim(partition, name, self.now, expired_only=True)
             return
-        assert end_claim(book, name, self.now, expired_only=expired_only) == len(held)
-        assert end_claim(book, name, self.now, expired_only=False) == 0
+        assert end_claim(partition, name, self.now, expired_only=expired_only) == len(held)
+        assert end_claim(partition, name, self.now, expired_only=False) == 0
         self.where[task].update(dict.fromkeys(held, "open"))
 
     @rule(step=st.floats(0.0, 3.0))
@@ -257,35 +259,35 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_by_field_are_those_of_the_cells(self):
-        book = self.ledger.partition("p")
+        partition = self.ledger.partition("p")
         for field in FIELDS:
-            cells = [row.cells[field] for row in book.rows.values() if field in row.cells]
-            assert book.samples.sizes.of(field, len(cells)) == nbytes(cells)
-            assert book.samples.field_counts.get(field, 0) == len(cells)
+            cells = [row.cells[field] for row in partition.rows.values() if field in row.cells]
+            assert partition.samples.sizes.of(field, len(cells)) == nbytes(cells)
+            assert partition.samples.field_counts.get(field, 0) == len(cells)
 
     @invariant()
     def the_oldest_unclaimed_sample_is_the_one_put_first(self):
-        book = self.ledger.partition("p")
+        partition = self.ledger.partition("p")
         for name, places in self.where.items():
-            oldest = next((each for each in book.rows if places[each] == "open"), None)
-            row = book.tasks[name].oldest_unclaimed(book.rows)
+            oldest = next((each for each in partition.rows if places[each] == "open"), None)
+            row = partition.tasks[name].oldest_unclaimed(partition.rows)
             assert (row and row.sample_id) == oldest
 
     @invariant()
     def scan_agrees_with_the_states(self):
-        book = self.ledger.partition("p")
-        page = scan(book, 0, 10)
+        partition = self.ledger.partition("p")
+        page = scan(partition, 0, 10)
         code = {"open": 0, "acknowledged": 3}
-        expected = [code.get(self.where[task][each], 2) for each in book.rows for task in "ab"]
+        expected = [code.get(self.where[task][each], 2) for each in partition.rows for task in "ab"]
         assert (page.tasks, list(page.states)) == (("a", "b"), expected)
-        written = [field in self.written[each] for each in book.rows for field in page.fields]
+        written = [field in self.written[each] for each in partition.rows for field in page.fields]
         assert list(page.written) == written
 
     @invariant()
     def claims_hold_what_is_leased(self):
-        book = self.ledger.partition("p")
+        partition = self.ledger.partition("p")
         held = {"a": 0, "b": 0}
-        for claim in claims(book, self.now):
+        for claim in claims(partition, self.now):
             held[claim.task] += claim.samples
         for task, places in self.where.items():
             assert held[task] == sum(

@@ -12,7 +12,7 @@ from dataplane_core.ledger import ClaimRequest, Ledger, TagFilter
 
 
 class Cell:
-    """Value whose end can be observed."""
+    """Value that a weak reference can observe."""
 
     __slots__ = ("__weakref__",)
 
@@ -32,7 +32,7 @@ class Store:
         )
 
     @property
-    def book(self):
+    def partition(self):
         return self.ledger.partition("p")
 
     def put(self, step, count):
@@ -45,7 +45,7 @@ class Store:
         return ids
 
     def claim(self, count, task="a", **terms):
-        return self.book.claim(ClaimRequest(task, ("x",), count, **terms), 0.0)
+        return self.partition.claim(ClaimRequest(task, ("x",), count, **terms), 0.0)
 
     @property
     def alive(self):
@@ -69,7 +69,7 @@ def test_changing_filter_keeps_no_samples_alive(store):
             store.claim(32, where=(TagFilter("step", ">=", 10 * step),))
         if len(steps) > 3:
             store.ledger.clear("p", steps.pop(0), force=True)
-    assert store.alive == len(store.book.rows) == 3 * 8 * 64
+    assert store.alive == len(store.partition.rows) == 3 * 8 * 64
 
 
 def test_dismantled_partition_frees_all_cells(store):

@@ -250,7 +250,7 @@ def test_timeout_counts_leased_and_assigned_apart():
 def test_claiming_rank_gets_part_of_few_reopened_samples():
     ledger = Ledger(None)
     ledger.register(PartitionDeclaration.checked("p", ["x"], 0, ["a"]))
-    book = ledger.partition("p")
+    partition = ledger.partition("p")
 
     def put_more(*ids):
         ticket = ledger.begin_put("p", list(ids), {"x": "torch.int64"})
@@ -258,17 +258,17 @@ def test_claiming_rank_gets_part_of_few_reopened_samples():
 
     def claim(rank, now):
         request = ClaimRequest("a", ("x",), 1, dp_rank=rank, dp_world=3, lease_s=10.0)
-        return [row.sample_id for row in book.claim(request, now).rows]
+        return [row.sample_id for row in partition.claim(request, now).rows]
 
     put_more("a", "b")
     assert claim(2, 0.0) == []  # they are assigned to ranks 0 and 1
     ledger.expire(10.0)
     assert claim(2, 10.0) == ["a"]
-    assert [each.rank for each in assignments(book, 10.0)] == [1]
+    assert [each.rank for each in assignments(partition, 10.0)] == [1]
     put_more("c")
     assert claim(2, 10.0) == []
     ledger.clear("p", ["a", "b", "c"], force=True)
-    assert book.tasks["a"].assignments.missed == set()
+    assert partition.tasks["a"].assignments.missed == set()
 
 
 def test_assignment_summary_has_rank_and_activity():
@@ -276,13 +276,15 @@ def test_assignment_summary_has_rank_and_activity():
     ledger.register(PartitionDeclaration.checked("p", ["x"], 9, ["a"]))
     ticket = ledger.begin_put("p", [f"s{i:02d}" for i in range(9)], {"x": "torch.int64"})
     ledger.commit_put(ticket, {"x": list(range(9))}, None)
-    book = ledger.partition("p")
+    partition = ledger.partition("p")
 
     def claim(rank, now):
-        return book.claim(ClaimRequest("a", ("x",), 1, dp_rank=rank, dp_world=3, lease_s=10.0), now)
+        return partition.claim(
+            ClaimRequest("a", ("x",), 1, dp_rank=rank, dp_world=3, lease_s=10.0), now
+        )
 
     def summaries(now):
-        current = assignments(book, now)
+        current = assignments(partition, now)
         assert {(each.task, each.world) for each in current} <= {("a", 3)}
         return {each.rank: (each.samples, each.expires_in_s, each.seen_s) for each in current}
 
@@ -291,7 +293,7 @@ def test_assignment_summary_has_rank_and_activity():
     assert summaries(2.0) == {1: (2, 8.0, None), 2: (2, 8.0, None)}
     held = claim(1, 3.0)
     assert summaries(4.0) == {1: (1, 9.0, 1.0), 2: (2, 6.0, None)}
-    book.renew(held.token, [row.sample_id for row in held.rows], 5.0)
+    partition.renew(held.token, [row.sample_id for row in held.rows], 5.0)
     claim(0, 6.0)
     assert summaries(7.0) == {1: (2, 8.0, 2.0), 2: (3, 3.0, None)}
     ledger.expire(11.5)

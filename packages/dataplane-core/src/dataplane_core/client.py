@@ -133,7 +133,7 @@ class DataPlaneClient(OptionalMethods, ABC):
             wait_for_leased: False returns no ids when only leased samples remain, instead of
                 waiting for them. Use it in a consumer that prefetches while it holds claims. For
                 clients with ``capabilities.leases``.
-            sample_ids: claim these samples, in this order, instead of those that are ready first;
+            sample_ids: claim these samples, in this order, instead of the first ready ones;
                 ``batch_size`` is their number. A blocking claim waits until all of them have the
                 fields and no other claim of the task holds one. They need not be complete groups.
                 Excludes ``dp_world``, ``where`` and ``seed``. For clients with
@@ -196,8 +196,8 @@ class DataPlaneClient(OptionalMethods, ABC):
             origin: name of this put, a W3C traceparent for example. The store keeps it with the
                 values, for clients with ``capabilities.origins``.
             acknowledge: also `acknowledge`, in the same step, those of ``sample_ids`` that
-                ``claim`` holds. If False, they can be claimed again if the caller dies after the
-                put.
+                ``claim`` holds. Without it, the samples of a caller that dies after the put can be
+                claimed again.
 
         Returns:
             A meta of the ids, with ``fields`` = the names written (None if none) and the tags.

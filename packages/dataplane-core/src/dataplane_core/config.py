@@ -61,12 +61,12 @@ class DataPlaneConfig(TypedDict):
             units run on the nodes that have it (``packed`` and ``simple``). Without it units are
             spread over all nodes.
         packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
-            ``auto`` (the default), which is ``shm`` on the unit's own node.
+            ``auto`` (the default): ``shm`` on the unit's own node, ``tcp`` elsewhere.
         claim_order: ``module:function`` that maps a sample's id and tags to a number. Claims
             without a seed take the samples with the smallest numbers first. Without it the order
             is that of first puts.
         sampler: ``module:Class`` of a TransferQueue sampler, which serves TransferQueue's own
-            clients. Without it the controller serves rows in order.
+            clients. Without it TransferQueue's controller serves rows in order.
         transfer_queue_mirror: whether rows, tags and consumption are mirrored to TransferQueue's
             controller, for readers through TransferQueue's own API (the default). False, with
             backend ``packed``, starts no controller.
@@ -127,7 +127,7 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
 
     Raises:
         ConfigError: (a ValueError) the error names every unknown key, missing key and value of a
-            wrong type; without these, the first number that is out of range.
+            wrong type; if there are none of these, the first number that is out of range.
     """
     if cfg is None:
         raise ConfigError("data-plane config: found None; expected a mapping like DataPlaneConfig")

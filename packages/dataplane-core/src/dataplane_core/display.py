@@ -17,7 +17,7 @@ def short(value: object) -> str:
 
 
 def first_of(names: Sequence[str], total: int) -> str:
-    """Return the first names in quotes, with an ellipsis if there are more than these."""
+    """Return ``names`` in quotes, and an ellipsis if they are only the first of ``total`` names."""
     more = ["…"] if total > len(names) else []
     return ", ".join([*(repr(short(name)) for name in names), *more])
 

@@ -38,7 +38,7 @@ def as_client(client: Any) -> DataPlaneClient:
     for name in sorted({*DataPlaneClient.__abstractmethods__, "get_data"}):
         if not callable(getattr(client, name, None)):
             raise refused("as_client", "client", client, f"an object with the method {name!r}")
-    return _Documented(client)  # type: ignore[abstract]  # cleared below the class
+    return _Documented(client)  # type: ignore[abstract]  # its abstract methods are cleared below
 
 
 class _Documented(DataPlaneClient):
@@ -48,7 +48,7 @@ class _Documented(DataPlaneClient):
         self._client = client
         capabilities = getattr(client, "capabilities", None)
         if isinstance(capabilities, Capabilities):
-            self.capabilities = capabilities  # type: ignore[misc]  # a class variable there
+            self.capabilities = capabilities  # type: ignore[misc]  # a class variable in the base
         for name in _METHODS:
             method = getattr(client, name, None)
             if callable(method):

@@ -57,7 +57,7 @@ class InvalidTypeError(InvalidRequestError, TypeError):
 
 
 class DuplicateSampleError(InvalidRequestError):
-    """One put names a sample id more than once; nothing was stored."""
+    """A put or a claim names a sample id more than once; nothing was changed."""
 
 
 class SchemaMismatchError(InvalidRequestError, TypeError):

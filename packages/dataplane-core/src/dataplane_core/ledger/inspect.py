@@ -132,7 +132,8 @@ class PartitionSummary:
     Attributes:
         partition_id: name of the partition.
         declared: number of samples that will be put, as declared.
-        put: number of samples present at the latest registration, plus those put since.
+        put: number of samples present at the latest registration, plus those put since, minus
+            withdrawn ones.
         present: number of samples in the store.
         reserved: number of samples of running puts.
         group_size: samples per prompt, or None.

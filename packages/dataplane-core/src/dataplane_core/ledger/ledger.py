@@ -128,8 +128,8 @@ class Ledger:
     def check_registered(self, partition: Partition) -> None:
         """Raise `PartitionNotFoundError` if ``partition`` was cleared.
 
-        It also raises if the name was registered again since. A put that began with ``partition``
-        and had to wait calls it.
+        It also raises if the name was registered again since. It is for a put that had to wait:
+        ``partition`` is the one with which the put began.
         """
         partition_id = partition.declaration.partition_id
         if self.partition(partition_id) is not partition:

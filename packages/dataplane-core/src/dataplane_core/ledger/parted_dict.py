@@ -9,7 +9,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 D = TypeVar("D")
 
-_PARTS = 4095
+_PART_MASK = 4095
 """Mask of a part's number: one less than a power of two."""
 _BITS = 7
 """Low bits of a hash that do not select the part, so that a range of integers uses few parts."""
@@ -32,14 +32,14 @@ class PartedDict(Mapping[K, V]):
         return self._length
 
     def __contains__(self, key: Any) -> bool:
-        part = self._parts.get(hash(key) >> _BITS & _PARTS)
+        part = self._parts.get(hash(key) >> _BITS & _PART_MASK)
         return part is not None and key in part
 
     def __getitem__(self, key: K) -> V:
-        return self._parts[hash(key) >> _BITS & _PARTS][key]
+        return self._parts[hash(key) >> _BITS & _PART_MASK][key]
 
     def __setitem__(self, key: K, value: V) -> None:
-        number = hash(key) >> _BITS & _PARTS
+        number = hash(key) >> _BITS & _PART_MASK
         part = self._parts.get(number)
         if part is None:
             part = self._parts[number] = {}
@@ -48,7 +48,7 @@ class PartedDict(Mapping[K, V]):
         self._length += len(part) - before
 
     def __delitem__(self, key: K) -> None:
-        number = hash(key) >> _BITS & _PARTS
+        number = hash(key) >> _BITS & _PART_MASK
         part = self._parts[number]
         del part[key]
         self._length -= 1
@@ -65,12 +65,12 @@ class PartedDict(Mapping[K, V]):
     def get(self, key: K, default: D) -> V | D: ...
     def get(self, key: K, default: Any = None) -> Any:
         """Return the value of ``key``, or ``default`` if there is none."""
-        part = self._parts.get(hash(key) >> _BITS & _PARTS)
+        part = self._parts.get(hash(key) >> _BITS & _PART_MASK)
         return default if part is None else part.get(key, default)
 
     def pop(self, key: K) -> V | None:
         """Remove ``key`` and return its value; None if it is not there."""
-        number = hash(key) >> _BITS & _PARTS
+        number = hash(key) >> _BITS & _PART_MASK
         part = self._parts.get(number)
         if part is None or key not in part:
             return None

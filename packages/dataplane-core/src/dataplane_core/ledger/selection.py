@@ -130,7 +130,7 @@ class ClaimRequest:
         lease_s: length of the claim's lease in seconds; None is a claim without a lease.
         owner: "host:pid" of the claiming process, for inspectors.
         wait_for_leased: with ``blocking`` and nothing ready, wait for leased samples.
-        sample_ids: claim these samples and no others; None claims those that are ready first.
+        sample_ids: claim these samples and no others; None claims the first ready ones.
     """
 
     task_name: str

@@ -36,7 +36,7 @@ class HeldClaims:
         """Hold a claim, if it has a lease.
 
         A claim that is held already stays as it is: its entry may be newer than ``meta``. A claim
-        that expired before is forgotten when its renewal fails.
+        whose lease has expired already is forgotten when its renewal fails.
         """
         token = meta.extra_info.get(LEASE)
         if token is not None:

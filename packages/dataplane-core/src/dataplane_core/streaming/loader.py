@@ -67,9 +67,9 @@ class StreamingDataLoader:
 
     With several ranks and ``"commit"``, a rank may die after others have left their loops. Once
     every live rank has committed, iterate again, until an iteration delivers nothing. On a resume,
-    each rank loads the union of all ranks' ``done``, because it may claim samples that another did.
-    Without ``capabilities.inspection`` the loader cannot see whether a lease is renewed, and waits
-    for every lease: commit each batch inside the loop.
+    each rank loads the union of all ranks' ``done``, because it may claim samples that another rank
+    has done. Without ``capabilities.inspection`` the loader cannot see whether a lease is renewed,
+    and waits for every lease: commit each batch inside the loop.
 
     Args:
         dataset: what to claim.
@@ -152,7 +152,7 @@ class StreamingDataLoader:
             self._held.release(self._uncommitted)
 
     def _round(self, workers: int) -> Generator[Any, None, bool]:
-        """Claim until nothing is left; return False if no batch was delivered or lost."""
+        """Claim until nothing is left; return whether a batch was delivered or lost."""
         more = False
         with contextlib.ExitStack() as stack:
             if workers:

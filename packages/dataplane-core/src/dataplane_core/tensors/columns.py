@@ -97,7 +97,7 @@ def check_columns(
         given = "no" if row_lengths is None else len(row_lengths)
         raise InvalidRequestError(
             f"{what}: {given} lengths for {count} rows of columns {listed(cut_columns)}; expected "
-            "one each"
+            "one per row"
         )
     for name in cut_columns:
         column = columns[name]
@@ -311,7 +311,7 @@ def _object_value(name: str, row: Any) -> Any:
 
 
 def jagged_from_padded(padded: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return a jagged tensor with the first ``lengths[i]`` values of row i of (n, width, ...)."""
+    """Return a jagged tensor whose row i is ``padded[i, : lengths[i]]``."""
     features = padded.shape[2:]
     if padded.device.type != "cpu" or padded.requires_grad or not padded.numel():
         rows = [row[:length] for row, length in zip(padded, lengths, strict=True)]

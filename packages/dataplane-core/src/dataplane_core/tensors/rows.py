@@ -245,7 +245,7 @@ def collate_rows(kind: str, rows: Sequence[Any]) -> torch.Tensor | NonTensorStac
 
 
 def are_ragged(rows: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``rows``, at least one, differ in no dimension except their first."""
+    """Return whether ``rows`` (at least one) have equal shapes except in their first dimension."""
     first = rows[0]
     return first.dim() > 0 and all(
         row.dim() == first.dim() and row.shape[1:] == first.shape[1:] for row in rows
