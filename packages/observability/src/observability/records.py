@@ -312,8 +312,10 @@ def sample_ids_of(body: AnyValue) -> tuple[str, ...] | None:
     """
     if body.WhichOneof("value") not in (None, "string_value"):
         return None
+    if not body.string_value:
+        return ()
     try:
-        ids = json.loads(body.string_value or "[]")
+        ids = json.loads(body.string_value)
     except (ValueError, RecursionError):
         return None
     if not isinstance(ids, list) or not all(isinstance(item, str) for item in ids):

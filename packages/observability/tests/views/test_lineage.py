@@ -78,6 +78,14 @@ def test_a_repeated_event_happened_once():
     assert life_of(sample_ids()[0], records) == once
 
 
+def test_different_events_of_one_moment_all_happened():
+    maker = TraceMaker()
+    for _ in range(2):
+        for version in (1, 2, 3):
+            maker.event("trained", POLICIES[0], 1, ["a"], version=version)
+    assert names("a", maker.records) == ["trained"] * 3
+
+
 def test_an_unknown_sample_is_named_with_ids_that_begin_alike():
     ids = [f"abc_g{i}" for i in range(8)]
     maker = TraceMaker()

@@ -61,10 +61,25 @@ def timed_events(events: Iterable[Event]) -> Iterator[Event]:
 
 def distinct_events(events: Iterable[Event]) -> list[Event]:
     """Return the events in the given order, identical ones once."""
-    by_key: dict[tuple[object, ...], Event] = {}
+    # A key takes longer than all else here, so only events of one moment get keys.
+    first: dict[tuple[str, int, str], Event | None] = {}
+    keys: set[tuple[object, ...]] = set()
+    distinct = []
     for event in events:
-        by_key.setdefault(_key(event), event)
-    return list(by_key.values())
+        moment = event.name, event.time_ns, event.span_id
+        if moment in first:
+            known = first[moment]
+            if known is not None:
+                keys.add(_key(known))
+                first[moment] = None
+            key = _key(event)
+            if key in keys:
+                continue
+            keys.add(key)
+        else:
+            first[moment] = event
+        distinct.append(event)
+    return distinct
 
 
 def _key(event: Event) -> tuple[object, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any  # Any: rows
 
 from sqlalchemy import ColumnElement, Connection, Select, or_, select
@@ -81,7 +80,17 @@ class Reader:
             ids = self._ids_of(connection, keys)
             ids_of_rows = [tuple([ids[key] for key in each]) for each in keys]
         return [
-            replace(event, received_ns=row.received_ns, sample_ids=sample_ids or event.sample_ids)
+            # `dataclasses.replace` takes several times as long.
+            Event(
+                event.name,
+                event.time_ns,
+                event.attributes,
+                sample_ids or event.sample_ids,
+                event.process,
+                event.trace_id,
+                event.span_id,
+                row.received_ns,
+            )
             for event, row, sample_ids in zip(events, rows, ids_of_rows, strict=True)
         ]
 
