@@ -2,13 +2,19 @@
 
 import gzip
 import os
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from opentelemetry import trace
 from tensordict import TensorDict
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from alerting import rule, rules_in, until
 
 from dataplane_core import InMemoryDataPlaneClient, telemetry
 from observability import InstrumentedDataPlaneClient, emit, record_trained
@@ -72,6 +78,29 @@ def run_steps(count):
             emit("waiting", "train", fields=["x", "y"], **waiting)
 
 
+def send(job, collector):
+    for path, body, headers in collector.arrived:
+        assert job.client.post(path, content=body, headers=headers).status_code == 200
+
+
+def test_spans_that_a_process_drops_raise_an_alert(job_of, collector, tmp_path, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    url = f"http://127.0.0.1:{collector.server_port}"
+    exported = setup("grpo.policy", run_id="the-run", endpoint=url)
+    try:
+        for _ in range(100):
+            trace.get_tracer("test").start_span("train").end()
+        dropped = exported.counts()["spans"]["dropped"]
+    finally:
+        exported.shutdown()
+    job = job_of(alerts=rules_in(tmp_path, rule("telemetry_dropped", 0)), alerts_every_s=0.02)
+    send(job, collector)
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert (alert["run_id"], alert["value"]) == ("the-run", dropped)
+    assert alert["sentence"] == f"its processes dropped {dropped} spans"
+
+
 def test_a_real_run_looks_the_same_in_the_views(job, collector):
     exported = setup(
         "grpo.driver", run_id="the-run", endpoint=f"http://127.0.0.1:{collector.server_port}"
@@ -81,8 +110,8 @@ def test_a_real_run_looks_the_same_in_the_views(job, collector):
     finally:
         exported.shutdown()
     everything = Records()
+    send(job, collector)
     for path, body, headers in collector.arrived:
-        assert job.client.post(path, content=body, headers=headers).status_code == 200
         if path != "/v1/metrics":
             plain = gzip.decompress(body) if "content-encoding" in headers else body
             everything.add({"/v1/traces": decode_traces, "/v1/logs": decode_logs}[path](plain))
