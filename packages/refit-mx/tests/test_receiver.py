@@ -213,7 +213,7 @@ def test_unreadable_version_is_refused(world, published, version, error):
 
 
 def test_two_targets_with_the_same_name_are_refused(world):
-    with pytest.raises(RefitConfigError, match="one name"):
+    with pytest.raises(RefitConfigError, match="the same name"):
         world.receiver(targets_of() + targets_of())
 
 
@@ -228,7 +228,7 @@ def test_unknown_transport_is_refused(world):
         world.receiver(transport="carrier pigeon")
 
 
-def test_missing_rows_of_an_unfilled_slot_are_a_lost_source(world, published):
+def test_missing_rows_of_a_lost_slot_name_the_slot(world, published):
     publishers, _ = published
     silent = Meddling(new_transport("tcp"), before=lambda source_reads: None)
     receiver = world.receiver(transport=silent, on_phase=lambda name: at.get(name, int)())

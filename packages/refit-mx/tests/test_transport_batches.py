@@ -75,7 +75,7 @@ def test_batches_are_bounded_and_report_each_complete_row_once(seed, count, max_
     received_bytes = np.zeros(count, np.int64)
     reported: list[int] = []
     for batch in parts:
-        np.add.at(received_bytes, origins[batch.first : batch.last], sizes(batch.rows_of(split)))
+        np.add.at(received_bytes, origins[batch.first : batch.stop], sizes(batch.rows_of(split)))
         first, last = rows.done(batch)
         reported += range(first, last)
         assert set(reported) == set(np.flatnonzero(received_bytes == sizes(reads)).tolist())

@@ -29,7 +29,7 @@ from refit_mx.transports import nixl as nixl_module  # noqa: TID251
 from refit_mx.transports import shm as shm_module  # noqa: TID251
 from refit_mx.transports import tcp as tcp_module  # noqa: TID251
 from refit_mx.transports.base import ReadTable, SourceReads
-from refit_mx.transports.batches import Batch, Work  # noqa: TID251
+from refit_mx.transports.batches import Batch, BatchQueue  # noqa: TID251
 
 pytestmark = pytest.mark.slow
 # UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.
@@ -73,7 +73,7 @@ def source(kind: str, nbytes: int = MIB, **options) -> SourceProcess:
 
 
 def rows(count: int, nbytes: int = MIB, first: int = 0) -> ReadTable:
-    """Return reads: read r is of bytes ``r * nbytes`` on, to ``first`` bytes later in scratch."""
+    """Return consecutive reads of ``nbytes``; byte b of the arena goes to byte ``first + b``."""
     table = np.zeros((count, 9), np.int64)
     table[:, 0] = np.arange(count) * nbytes
     table[:, 1] = table[:, 0] + first
@@ -236,16 +236,16 @@ def test_restarted_source_is_another_source(kind, transport):
 
 def test_version_dropped_during_a_fetch_is_gone(kind, transport, small_batches, monkeypatch):
     with source(kind, 16 * MIB) as there, registered(transport, 16 * MIB) as scratch:
-        take = Work.take
+        take = BatchQueue.take
 
-        def dropping(work: Work) -> Batch | None:
-            batch = take(work)
+        def dropping(batch_queue: BatchQueue) -> Batch | None:
+            batch = take(batch_queue)
             if batch is not None and batch.first == 8:
                 there.command("drop v1")
                 there.command("fill 9")
             return batch
 
-        monkeypatch.setattr(Work, "take", dropping)
+        monkeypatch.setattr(BatchQueue, "take", dropping)
         with pytest.raises(SourceLostError, match="'gone': version 'v1'"):
             transport.read([SourceReads(there.manifest, rows(16))], scratch, deadline=soon())
 

@@ -28,8 +28,8 @@ class EmbeddedControlServer:
     """Server of ``RefitService`` and ``P2pService`` in threads of this process.
 
     Args:
-        host: address to listen on. Anything but loopback is open to every host that can reach it:
-            this server has no TLS, so use the service refit-server for that.
+        host: address to listen on. This server has no TLS: on any address but loopback, use the
+            service refit-server instead.
         advertised_host: host that clients connect to; None for ``host``.
         port: port to listen on; 0 picks a free one.
         store: storage of the state; None keeps it in memory only. Closed with the server.

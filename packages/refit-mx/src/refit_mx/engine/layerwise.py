@@ -242,7 +242,7 @@ def _install_layer(layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
             parameter.data.copy_(live[1][leaf])  # a buffer that no checkpoint has
         if live is not None and getattr(layer, "_cpu_skip_gemm_dispatch", False):
             # On a CPU with AMX, latent attention packed this weight at launch and freed it. It does
-            # so again, but only after its layers: until then vLLM needs a tensor to copy into.
+            # so again once its layers are processed. Until then vLLM needs a tensor to copy into.
             freed = live[0].get(leaf)
             if freed is not None and freed.numel() == 0:
                 live[0][leaf] = nn.Parameter(torch.empty_like(parameter), requires_grad=False)

@@ -2,7 +2,8 @@
 
 A model's ``load_weights`` runs once over tensors without memory, and each copy is recorded instead
 of executed. The loaders know the naming, fusing, sharding and expert placement of their vLLM
-version, so none of that is repeated here. vLLM's layerwise reload also runs them over such tensors.
+version, so none of that is repeated here. vLLM's layerwise reload also runs loaders over tensors
+without memory.
 """
 
 from __future__ import annotations

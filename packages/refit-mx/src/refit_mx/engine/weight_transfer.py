@@ -63,14 +63,14 @@ class _Fetch:
         return self.future.done() and self.future.exception() is not None
 
     @property
-    def received(self) -> str:
+    def success_text(self) -> str:
         """Description of the fetch once it has succeeded."""
         return f"version {self.version_id}"
 
     def __str__(self) -> str:
         """Describe the state; equal on all ranks if all have received the version."""
         if self.succeeded:
-            return self.received
+            return self.success_text
         if self.failed:
             return f"version {self.version_id} has failed: {_text(self.future.exception())}"
         return f"version {self.version_id} is still being fetched"
@@ -144,8 +144,8 @@ class MxWeightTransfer:
     def begin(self, info: MxUpdateInfo) -> None:
         """Begin to fetch a version, unless that version is being or has been fetched.
 
-        The layout is derived here, in the worker's thread, since that runs the model's loaders. A
-        failure is in `status`, and `join` raises it.
+        The layout is derived here, in the worker's thread, since deriving it runs the model's
+        loaders. A failure is in `status`, and `join` raises it.
         """
         fetching = self._fetch
         if fetching is not None and fetching.version_id == info.version_id and not fetching.failed:
@@ -200,7 +200,7 @@ class MxWeightTransfer:
         state = "no fetch" if fetch is None else str(fetch)  # read once: the fetch may complete
         states = gather_from_ranks(state)
         try:
-            if len(set(states)) > 1 or (fetch is not None and state != fetch.received):
+            if len(set(states)) > 1 or (fetch is not None and state != fetch.success_text):
                 with self._failing_together("finish_weight_update"):
                     each = "; ".join(dict.fromkeys(states))
                     raise PhaseError(f"nothing was installed; states of the ranks: {each}")

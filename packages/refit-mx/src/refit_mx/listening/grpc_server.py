@@ -102,5 +102,5 @@ def decoded(handler: Handler, data: bytes | None) -> Any:
         return data
     try:
         return handler.request_deserializer(data)
-    except Exception:  # noqa: BLE001 - protobuf's error class has no stable place
+    except Exception:  # noqa: BLE001 - protobuf's error class has no stable import path
         return None

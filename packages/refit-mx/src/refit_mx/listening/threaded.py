@@ -136,7 +136,7 @@ class ThreadedListener:
             except OSError:
                 # The client disconnected before it was accepted, or no descriptor is free.
                 with self._lock:
-                    self._drop_silent()
+                    self._evict()
                 if self._stopped.wait(_ACCEPT_PAUSE_S):
                     return
                 continue
@@ -152,7 +152,7 @@ class ThreadedListener:
         with self._lock:
             if self._closed:
                 return False
-            if len(self.connections) >= self._max and not self._drop_silent():
+            if len(self.connections) >= self._max and not self._evict():
                 return False
             self.connections.add(connection)
             self.pending.add(connection, connection.peer, connection.end)
@@ -163,13 +163,13 @@ class ThreadedListener:
                 return False
             return True
 
-    def _drop_silent(self) -> bool:
+    def _evict(self) -> bool:
         """Close a connection in favor of another; return whether one was closed. Needs the lock.
 
         A peer without a first request loses nothing, and an idle peer reconnects for its next one.
         """
-        silent = self.pending.drop_oldest()
-        if silent is None:
+        evicted = self.pending.drop_oldest()
+        if evicted is None:
             before = time.monotonic() - _IDLE_S
             idle = [
                 (each.idle_since, each)
@@ -178,9 +178,9 @@ class ThreadedListener:
             ]
             if not idle:
                 return False
-            _, silent = min(idle, key=lambda pair: pair[0])
-            silent.end()
-        self.connections.discard(silent)
+            _, evicted = min(idle, key=lambda pair: pair[0])
+            evicted.end()
+        self.connections.discard(evicted)
         return True
 
     def run(self, connection: Connection) -> None:

@@ -33,7 +33,7 @@ Side = Literal["source", "scratch"]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Box(NamedTuple):
+class RunBox(NamedTuple):
     """``n2`` by ``n1`` runs of ``run`` bytes in one memory, starting at ``at``."""
 
     at: int
@@ -107,7 +107,7 @@ class Chunk(NamedTuple):
     """
 
     nbytes: int
-    boxes: list[Box]
+    boxes: list[RunBox]
     pieces: list[tuple[int, int]]
 
 
@@ -129,28 +129,28 @@ def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def boxes(reads: ReadTable, side: Side) -> Iterator[Box]:
+def boxes(reads: ReadTable, side: Side) -> Iterator[RunBox]:
     """Yield the boxes of at most `CHUNK_BYTES` that rows are cut into, in stream order."""
     at, stride1, stride2 = _COLUMNS[side]
     columns = reads.rows[:, (at, 2, 3, stride1, 6, stride2)]
     for start, run, n1, s1, n2, s2 in columns.tolist():
         if run * n1 * n2 <= CHUNK_BYTES:
-            yield Box(start, run, n1, s1, n2, s2)
+            yield RunBox(start, run, n1, s1, n2, s2)
         elif run * n1 <= CHUNK_BYTES:
             step = CHUNK_BYTES // (run * n1)
             for j in range(0, n2, step):
-                yield Box(start + j * s2, run, n1, s1, min(step, n2 - j), s2)
+                yield RunBox(start + j * s2, run, n1, s1, min(step, n2 - j), s2)
         elif run <= CHUNK_BYTES:
             step = CHUNK_BYTES // run
             for j in range(n2):
                 for i in range(0, n1, step):
-                    yield Box(start + j * s2 + i * s1, run, min(step, n1 - i), s1, 1, 0)
+                    yield RunBox(start + j * s2 + i * s1, run, min(step, n1 - i), s1, 1, 0)
         else:
             for j in range(n2):
                 for i in range(n1):
                     first = start + j * s2 + i * s1
                     for k in range(0, run, CHUNK_BYTES):
-                        yield Box(first + k, min(CHUNK_BYTES, run - k), 1, 0, 1, 0)
+                        yield RunBox(first + k, min(CHUNK_BYTES, run - k), 1, 0, 1, 0)
 
 
 def chunks(reads: ReadTable, side: Side) -> Iterator[Chunk]:
@@ -184,7 +184,7 @@ def _small_chunks(reads: ReadTable, sizes: npt.NDArray[np.int64], side: Side) ->
             yield Chunk(nbytes, [], list(zip(starts, stops, strict=True)))
         else:
             columns = rows[:, (at, 2, 3, stride1, 6, stride2)].tolist()
-            yield Chunk(nbytes, [Box(*row) for row in columns], [])
+            yield Chunk(nbytes, [RunBox(*row) for row in columns], [])
         first, before = last, before + nbytes
 
 
@@ -248,7 +248,7 @@ class ByteSpans:
                 self._store(box, self._staging()[used : used + box.nbytes])
                 used += box.nbytes
 
-    def _used_in_place(self, box: Box) -> bool:
+    def _used_in_place(self, box: RunBox) -> bool:
         return self._view is not None and _joined(box).run >= min(DIRECT_RUN_BYTES, box.nbytes)
 
     def _staging(self) -> Bytes:
@@ -256,19 +256,19 @@ class ByteSpans:
             self._bounce = host_buffer(CHUNK_BYTES, self._memory.device).numpy()
         return self._bounce
 
-    def _load(self, box: Box, staged: Bytes) -> None:
+    def _load(self, box: RunBox, staged: Bytes) -> None:
         if self._host is not None:
             staged.reshape(box.n2, box.n1, box.run)[:] = _strided(self._host, box)
         else:
             torch.from_numpy(staged).view(box.n2, box.n1, box.run).copy_(self._device_box(box))
 
-    def _store(self, box: Box, staged: Bytes) -> None:
+    def _store(self, box: RunBox, staged: Bytes) -> None:
         if self._host is not None:
             _strided(self._host, box)[:] = staged.reshape(box.n2, box.n1, box.run)
         else:
             self._device_box(box).copy_(torch.from_numpy(staged).view(box.n2, box.n1, box.run))
 
-    def _device_box(self, box: Box) -> torch.Tensor:
+    def _device_box(self, box: RunBox) -> torch.Tensor:
         offset = self._memory.storage_offset() + box.at
         return torch.as_strided(
             self._memory, (box.n2, box.n1, box.run), (box.stride2, box.stride1, 1), offset
@@ -278,21 +278,21 @@ class ByteSpans:
 _COLUMNS: dict[Side, tuple[int, int, int]] = {"source": (0, 4, 7), "scratch": (1, 5, 8)}
 
 
-def _boxes_of(chunk: Chunk) -> list[Box]:
-    return chunk.boxes or [Box(at, stop - at, 1, 0, 1, 0) for at, stop in chunk.pieces]
+def _boxes_of(chunk: Chunk) -> list[RunBox]:
+    return chunk.boxes or [RunBox(at, stop - at, 1, 0, 1, 0) for at, stop in chunk.pieces]
 
 
-def _joined(box: Box) -> Box:
+def _joined(box: RunBox) -> RunBox:
     """Return the same bytes as a box with the longest possible runs."""
     at, run, n1, stride1, n2, stride2 = box
     if n1 == 1 or stride1 == run:
         run, n1, stride1 = run * n1, 1, 0
         if n2 == 1 or stride2 == run:
             run, n2, stride2 = run * n2, 1, 0
-    return Box(at, run, n1, stride1, n2, stride2)
+    return RunBox(at, run, n1, stride1, n2, stride2)
 
 
-def _strided(array: Bytes, box: Box) -> Bytes:
+def _strided(array: Bytes, box: RunBox) -> Bytes:
     shape, strides = (box.n2, box.n1, box.run), (box.stride2, box.stride1, 1)
     # Unlike `as_strided`, this checks the bounds, and it is faster.
     return np.ndarray(shape, np.uint8, array, box.at, strides)

@@ -61,7 +61,9 @@ def block_digests(memory: torch.Tensor, offset: int, nbytes: int) -> bytes:
 
 
 def host_block_digests(memory: memoryview, begin: int, end: int) -> bytes:
-    """Return the block digests of a contiguous range of CPU memory that starts at a block.
+    """Return the block digests of a contiguous range of CPU memory.
+
+    The first block begins at the first byte of the range.
 
     Args:
         memory: bytes.

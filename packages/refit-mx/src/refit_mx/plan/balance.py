@@ -29,12 +29,12 @@ def spread(
     Returns:
         The position of each item's source within its group.
     """
-    now = load.tolist()
+    loads = load.tolist()
     heaps = []
     for members in sources:
-        turn = _preferred(seed, len(members))
+        preferred = _preferred(seed, len(members))
         heap = [
-            (now[source], (place - turn) % len(members), place)
+            (loads[source], (place - preferred) % len(members), place)
             for place, source in enumerate(members)
         ]
         heapify(heap)
@@ -46,12 +46,12 @@ def spread(
         known, turn, place = heap[0]
         # An entry's load is out of date if its source got items of another group. Loads only grow,
         # so the first entry whose load is current has the least.
-        while known != now[members[place]]:
-            heapreplace(heap, (now[members[place]], turn, place))
+        while known != loads[members[place]]:
+            heapreplace(heap, (loads[members[place]], turn, place))
             known, turn, place = heap[0]
         chosen[item] = place
-        now[members[place]] += sizes[item]
-        heapreplace(heap, (now[members[place]], turn, place))
+        loads[members[place]] += sizes[item]
+        heapreplace(heap, (loads[members[place]], turn, place))
     return chosen
 
 

@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Taken:
+class _Assignment:
     """Boxes with the source chosen for each, one per row.
 
     Attributes:
@@ -115,8 +115,8 @@ def plan_reads(
     boxes = choices(pieces, wanted)
     if isinstance(boxes, Missing):
         raise LayoutError(_describe_missing(boxes, shards, targets, wanted, excluded))
-    taken = _chosen(shards, wanted, pieces, boxes, sources_of_held, seed)
-    return _as_plan(shards, wanted, taken)
+    assignment = _chosen(shards, wanted, pieces, boxes, sources_of_held, seed)
+    return _as_plan(shards, wanted, assignment)
 
 
 def _nbytes(
@@ -137,27 +137,27 @@ def _chosen(
     boxes: Choices,
     sources_of_held: Sequence[Sequence[int]],
     seed: int,
-) -> _Taken:
-    """Choose one source for each box."""
+) -> _Assignment:
+    """Choose one source for each box. A box that several sources hold is undecided at first."""
     first_piece = boxes.pieces[boxes.first[:-1]]
     only = np.array([s[0] if len(s) == 1 else -1 for s in sources_of_held], dtype=np.int64)
     source = only[pieces.held[first_piece]]
     source[np.diff(boxes.first) > 1] = -1
     nbytes = _nbytes(shards, wanted, boxes.part, boxes.start, boxes.stop)
-    assigned, open_ = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
-    if not len(open_):
-        return _Taken(boxes.part, boxes.start, boxes.stop, source, pieces.row[first_piece])
+    assigned, undecided = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
+    if not len(undecided):
+        return _Assignment(boxes.part, boxes.start, boxes.stop, source, pieces.row[first_piece])
 
     load = np.zeros(len(shards.manifests), dtype=np.int64)
     np.add.at(load, source[assigned], nbytes[assigned])
-    group, members, places = _groups(pieces, boxes, open_, sources_of_held)
+    group, members, places = _groups(pieces, boxes, undecided, sources_of_held)
     several = np.array([len(sources) > 1 for sources in members], dtype=np.bool_)[group]
     which, start, stop = _split(
-        boxes.start[open_],
-        boxes.stop[open_],
-        np.where(several, -(-nbytes[open_] // SPLIT_BYTES), 1),
+        boxes.start[undecided],
+        boxes.stop[undecided],
+        np.where(several, -(-nbytes[undecided] // SPLIT_BYTES), 1),
     )
-    box, group = open_[which], group[which]
+    box, group = undecided[which], group[which]
     box_bytes = _nbytes(shards, wanted, boxes.part[box], start, stop)
     picked = np.array(spread(box_bytes, group.tolist(), members, load, seed=seed), dtype=np.int64)
     # Concatenate all groups, so that ``at`` is the place of each box's source and piece.
@@ -166,7 +166,7 @@ def _chosen(
     source_of = np.array([s for sources in members for s in sources], dtype=np.int64)
     place_of = np.array([p for group_places in places for p in group_places], dtype=np.int64)
     piece = boxes.pieces[boxes.first[box] + place_of[at]]
-    return _Taken(
+    return _Assignment(
         np.concatenate([boxes.part[assigned], boxes.part[box]]),
         np.concatenate([boxes.start[assigned], start]),
         np.concatenate([boxes.stop[assigned], stop]),
@@ -178,21 +178,21 @@ def _chosen(
 def _groups(
     pieces: Pieces,
     boxes: Choices,
-    open_: npt.NDArray[np.int64],
+    undecided: npt.NDArray[np.int64],
     sources_of_held: Sequence[Sequence[int]],
 ) -> tuple[npt.NDArray[np.int64], list[list[int]], list[list[int]]]:
-    """Group the open boxes by the sources that have them.
+    """Group the undecided boxes by the sources that have them.
 
     Returns:
-        The group of each open box; the sources of each group; and for each of those sources, which
-        of the box's pieces it has.
+        The group of each undecided box; the sources of each group; and for each of those sources,
+        which of the box's pieces it has.
     """
     held = pieces.held[boxes.pieces]
     group_of: dict[bytes, int] = {}
     members: list[list[int]] = []
     places: list[list[int]] = []
-    group = np.empty(len(open_), dtype=np.int64)
-    firsts, ends = boxes.first[open_].tolist(), boxes.first[open_ + 1].tolist()
+    group = np.empty(len(undecided), dtype=np.int64)
+    firsts, ends = boxes.first[undecided].tolist(), boxes.first[undecided + 1].tolist()
     for number, (first, end) in enumerate(zip(firsts, ends, strict=True)):
         holders = held[first:end]
         key = holders.tobytes()
@@ -233,12 +233,12 @@ def _split(
     return which, new_start, new_stop
 
 
-def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
+def _as_plan(shards: ShardTable, wanted: TargetColumns, assignment: _Assignment) -> Plan:
     max_rows = max((len(held) for held in shards.held), default=0) + 1
     # Order by source, then by row of its shards.
-    key = taken.source * max_rows + taken.row
+    key = assignment.source * max_rows + assignment.row
     order = np.argsort(key, kind="stable")
-    source = taken.source[order]
+    source = assignment.source[order]
     bytes_by_source = np.zeros(len(shards.manifests), dtype=np.int64)
     source_reads = []
     shard_of_read = []
@@ -246,8 +246,8 @@ def _as_plan(shards: ShardTable, wanted: TargetColumns, taken: _Taken) -> Plan:
         rows_of = order[
             np.searchsorted(source, index) : np.searchsorted(source, index, side="right")
         ]
-        part, row = taken.part[rows_of], taken.row[rows_of]
-        start, stop = taken.start.take(rows_of, axis=0), taken.stop.take(rows_of, axis=0)
+        part, row = assignment.part[rows_of], assignment.row[rows_of]
+        start, stop = assignment.start.take(rows_of, axis=0), assignment.stop.take(rows_of, axis=0)
         held = shards.boxes(index)
         axes = start.shape[1]
         item_size = shards.tensors.item_size[wanted.tensor[part]]

@@ -54,7 +54,7 @@ class TargetColumns:
         """Place the targets one after another in scratch.
 
         Raises:
-            LayoutError: two targets have one name; or a part's tensor is not published, has
+            LayoutError: two targets have the same name; or a part's tensor is not published, has
                 another dtype or shape, or does not contain the part's box.
         """
         _check_names(targets)

@@ -213,8 +213,8 @@ def stacked_experts_target(
         first = expert_ids[row]
         at = (row, *(0,) * len(shape))
         if isinstance(experts, TensorSpec):
-            of = Box((first, *taken.start), (length, *taken.shape))
-            parts.append(TargetPart(experts.name, of, at, experts.shape))
+            rows = Box((first, *taken.start), (length, *taken.shape))
+            parts.append(TargetPart(experts.name, rows, at, experts.shape))
         else:
             parts.append(TargetPart(experts[first].name, taken, at, shape))
     return TargetTensor(name, dtype, (len(expert_ids), *taken.shape), tuple(parts))

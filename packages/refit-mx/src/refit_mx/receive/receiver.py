@@ -87,7 +87,9 @@ class MxV2RefitReceiver:
     ) -> None:
         self._targets = {target.name: target for target in targets}
         if len(self._targets) != len(targets):
-            raise RefitConfigError(f"{model_name}: two of {len(targets)} targets have one name")
+            raise RefitConfigError(
+                f"{model_name}: two of {len(targets)} targets have the same name"
+            )
         self._model_name = model_name
         self._settings = settings or ReceiverSettings()
         self._on_phase = on_phase

@@ -179,17 +179,17 @@ class Verifier:
 
     def _digests_of(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> bytes:
         """Return the digests of a read's blocks between its bytes ``skip`` and ``stop``."""
-        digests, current, held = [], xxhash.xxh3_128(), 0
+        digests, current, filled = [], xxhash.xxh3_128(), 0
         for piece in self._pieces(row, skip, stop):
             at = 0
             while at < len(piece):
-                taken = min(len(piece) - at, BLOCK_BYTES - held)
-                current.update(piece[at : at + taken])
-                at, held = at + taken, held + taken
-                if held == BLOCK_BYTES:
+                count = min(len(piece) - at, BLOCK_BYTES - filled)
+                current.update(piece[at : at + count])
+                at, filled = at + count, filled + count
+                if filled == BLOCK_BYTES:
                     digests.append(current.digest())
-                    current, held = xxhash.xxh3_128(), 0
-        if held:
+                    current, filled = xxhash.xxh3_128(), 0
+        if filled:
             digests.append(current.digest())
         return b"".join(digests)
 

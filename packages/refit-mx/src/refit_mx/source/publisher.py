@@ -97,7 +97,7 @@ class MxV2TrainingPublisher:
             then ignore the source.
         transports: ``nixl``, ``shm`` and ``tcp``; None for all available ones. The TCP server runs
             in any case: receivers request digests from it.
-        host: host to listen on. Anything but loopback is open to every host that can reach it.
+        host: host to listen on. Every machine that can connect to it can read the weights.
         advertised_host: host that receivers connect to; None for ``host``.
         device: device of the arenas, such as ``cpu`` or ``cuda:0``.
         heartbeat_ttl_s: time after which a silent publisher counts as dead.

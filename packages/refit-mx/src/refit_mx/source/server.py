@@ -1,8 +1,8 @@
 """`SourceServer`: serves bytes and digests of a publisher's versions over TCP.
 
-Receivers that read over NIXL also use it, to check that the version was still held when the last
-byte arrived, and that this is still the process that published it. Everyone who can connect can
-read: bind it to loopback or a private network.
+Receivers that read over NIXL or shared memory also use it: they check that this is still the
+process that published the version, and that the version was held until the last byte. Everyone who
+can connect can read: bind it to loopback or a private network.
 """
 
 from __future__ import annotations
@@ -184,47 +184,47 @@ class SourceServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self, served: Connection) -> None:
-        connection = served.sock
+    def _serve(self, connection: Connection) -> None:
+        sock = connection.sock
         with contextlib.suppress(OSError, RefitTimeoutError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                if self._greet(served):
-                    for data in self._frames(served):
-                        self._answer(connection, data)
+                if self._greet(connection):
+                    for data in self._frames(connection):
+                        self._answer(sock, data)
             except ProtocolError as error:
-                served.warn("sent a malformed request")
-                self._send(connection, Answer("refused", str(error)))
+                connection.warn("sent a malformed request")
+                self._send(sock, Answer("refused", str(error)))
 
-    def _frames(self, served: Connection) -> Iterator[bytearray]:
-        connection = served.sock
+    def _frames(self, connection: Connection) -> Iterator[bytearray]:
+        sock = connection.sock
         while not self._closed:
-            connection.settimeout(self._idle_timeout_s)
-            served.idle_since = time.monotonic()
-            if not connection.recv(1, socket.MSG_PEEK):
+            sock.settimeout(self._idle_timeout_s)
+            connection.idle_since = time.monotonic()
+            if not sock.recv(1, socket.MSG_PEEK):
                 return
-            connection.settimeout(None)
-            data = receive_frame(connection, MAX_FRAME, self._deadline())
-            served.idle_since = None
+            sock.settimeout(None)
+            data = receive_frame(sock, MAX_FRAME, self._deadline())
+            connection.idle_since = None
             yield data
 
-    def _greet(self, served: Connection) -> bool:
-        connection = served.sock
-        hello = decode_request(receive_frame(connection, MAX_HELLO_FRAME, self._deadline()))
-        served.mark_greeted()
+    def _greet(self, connection: Connection) -> bool:
+        sock = connection.sock
+        hello = decode_request(receive_frame(sock, MAX_HELLO_FRAME, self._deadline()))
+        connection.mark_greeted()
         if not isinstance(hello, Hello):
             raise ProtocolError("a connection must begin with HELLO")
         if hello.incarnation != self.incarnation:
             answer = Answer("incarnation", "this is another process than the one expected")
         else:
             answer = Answer("ok")
-        self._send(connection, answer)
+        self._send(sock, answer)
         return answer.status == "ok"
 
-    def _answer(self, connection: socket.socket, data: bytearray) -> None:
+    def _answer(self, sock: socket.socket, data: bytearray) -> None:
         request = decode_request(data)
         if isinstance(request, Read):
-            answer = self._read(connection, request)
+            answer = self._read(sock, request)
         elif isinstance(request, Digest):
             answer = self._digest(request)
         elif isinstance(request, Ping | GetStructure | GetManifest):
@@ -235,9 +235,9 @@ class SourceServer:
                 answer = Answer("ok", data=_stored(held, request))
         else:
             raise ProtocolError("HELLO was sent twice")
-        self._send(connection, answer)
+        self._send(sock, answer)
 
-    def _read(self, connection: socket.socket, request: Read) -> Answer:
+    def _read(self, sock: socket.socket, request: Read) -> Answer:
         answer = Answer("ok")
         held = self._version(request.version_id)
         if held is None:
@@ -248,15 +248,15 @@ class SourceServer:
             except ProtocolError as error:
                 answer = Answer("refused", str(error))
             else:
-                self._send_chunks(connection, held, reads)
+                self._send_chunks(sock, held, reads)
                 # Checked after the last byte was read from the memory: if the version was dropped
                 # before, some bytes may belong to another version.
                 if held.dropped:
                     answer = self._gone(request.version_id)
-        send_buffers(connection, [memoryview(LENGTH.pack(0))], self._deadline())
+        send_buffers(sock, [memoryview(LENGTH.pack(0))], self._deadline())
         return answer
 
-    def _send_chunks(self, connection: socket.socket, held: _Held, reads: ReadTable) -> None:
+    def _send_chunks(self, sock: socket.socket, held: _Held, reads: ReadTable) -> None:
         spans = ByteSpans(held.memory)
         for chunk in chunks(reads, "source"):
             if held.dropped:
@@ -264,7 +264,7 @@ class SourceServer:
             with on_separate_stream(held.memory.device):
                 buffers = spans.buffers(chunk, load=True)
             length = LENGTH.pack(chunk.nbytes)
-            send_buffers(connection, [memoryview(length), *buffers], self._deadline())
+            send_buffers(sock, [memoryview(length), *buffers], self._deadline())
 
     def _digest(self, request: Digest) -> Answer:
         held = self._version(request.version_id)
@@ -293,8 +293,8 @@ class SourceServer:
             "gone", f"version {version_id!r} is not held; this source holds {self.versions}"
         )
 
-    def _send(self, connection: socket.socket, answer: Answer) -> None:
-        send_buffers(connection, [memoryview(frame(answer))], self._deadline())
+    def _send(self, sock: socket.socket, answer: Answer) -> None:
+        send_buffers(sock, [memoryview(frame(answer))], self._deadline())
 
     def _deadline(self) -> Deadline:
         return Deadline(self._timeout_s, "source server")

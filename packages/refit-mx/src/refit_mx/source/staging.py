@@ -211,14 +211,14 @@ def _copied_blocks(
     row_bytes = size // rows
     step = max(1, BLOCK_BYTES // row_bytes)
     # Without a cast, NumPy copies a block in a fifth less time than PyTorch.
-    same = (_integers(source), _integers(place)) if source.dtype == place.dtype else None
+    integers = (_integers(source), _integers(place)) if source.dtype == place.dtype else None
     digested = 0
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        if same is None:
+        if integers is None:
             place[part].copy_(source[part])
         else:
-            np.copyto(same[1][part], same[0][part])
+            np.copyto(integers[1][part], integers[0][part])
         copied = min(size, (first + step) * row_bytes)
         complete = copied if copied == size else copied // BLOCK_BYTES * BLOCK_BYTES
         yield host_block_digests(memory, digested, complete)

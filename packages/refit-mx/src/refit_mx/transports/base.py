@@ -20,7 +20,7 @@ from refit_mx.manifest.format import Manifest
 from refit_mx.manifest.reads import ReadTable
 
 UNUSED_FETCHES = 4
-"""Number of fetches after which an unused source is disconnected, and its memory released."""
+"""Number of fetches for which an unused source stays connected, and its memory mapped."""
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ Rows = npt.NDArray[np.int64]
 
 
 class Batch(NamedTuple):
-    """Rows ``first`` to ``last`` - 1 of a table."""
+    """Rows of a table, from ``first`` up to but not including ``stop``."""
 
     first: int
-    last: int
+    stop: int
     nbytes: int
 
     def rows_of(self, reads: ReadTable) -> ReadTable:
         """Return the batch's rows of a table."""
-        return ReadTable(reads.rows[self.first : self.last])
+        return ReadTable(reads.rows[self.first : self.stop])
 
 
 def batches(
@@ -38,12 +38,12 @@ def batches(
     run_ends = np.cumsum(reads.rows[:, 3] * reads.rows[:, 6]).tolist()
     first, before, runs_before = 0, 0, 0
     while first < len(ends):
-        last = min(first + max_reads, bisect_right(ends, before + max_bytes, first))
+        stop = min(first + max_reads, bisect_right(ends, before + max_bytes, first))
         if max_runs is not None:
-            last = min(last, bisect_right(run_ends, runs_before + max_runs, first))
-        last = max(first + 1, last)
-        yield Batch(first, last, ends[last - 1] - before)
-        first, before, runs_before = last, ends[last - 1], run_ends[last - 1]
+            stop = min(stop, bisect_right(run_ends, runs_before + max_runs, first))
+        stop = max(first + 1, stop)
+        yield Batch(first, stop, ends[stop - 1] - before)
+        first, before, runs_before = stop, ends[stop - 1], run_ends[stop - 1]
 
 
 def split_reads(
@@ -90,8 +90,8 @@ class RowsDone:
         # Number of batches of each row that have not arrived.
         self._remaining = np.zeros(rows, np.int64)
         for batch in () if self._unsplit else parts:
-            first, last = self._rows(batch)
-            self._remaining[first:last] += 1
+            first, stop = self._rows(batch)
+            self._remaining[first:stop] += 1
 
     def done(self, batch: Batch) -> tuple[int, int]:
         """Record the arrival of a batch.
@@ -100,18 +100,18 @@ class RowsDone:
             The first row and the row after the last that it completes; equal if it completes none.
         """
         if self._unsplit:
-            return batch.first, batch.last
-        first, last = self._rows(batch)
-        self._remaining[first:last] -= 1
+            return batch.first, batch.stop
+        first, stop = self._rows(batch)
+        self._remaining[first:stop] -= 1
         # Only the first and the last row may have parts in other batches.
         if self._remaining[first]:
             first += 1
-        if first < last and self._remaining[last - 1]:
-            last -= 1
-        return first, max(first, last)
+        if first < stop and self._remaining[stop - 1]:
+            stop -= 1
+        return first, max(first, stop)
 
     def _rows(self, batch: Batch) -> tuple[int, int]:
-        return int(self._origins[batch.first]), int(self._origins[batch.last - 1]) + 1
+        return int(self._origins[batch.first]), int(self._origins[batch.stop - 1]) + 1
 
 
 def _sizes(reads: ReadTable) -> Rows:
@@ -142,8 +142,8 @@ OnDone = Callable[[int, int, int], None]
 """Callback as in `refit_mx.transports.base.Transport.read`."""
 
 
-class Work:
-    """Batches of one source that remain to be read; safe to use from many threads.
+class BatchQueue:
+    """Queue of the batches of one source; safe to use from many threads.
 
     Args:
         index: index of the source in ``source_reads`` of `Transport.read`.
@@ -189,6 +189,6 @@ class Work:
     def done(self, batch: Batch, on_done: OnDone | None) -> None:
         """Report the rows that an arrived batch completes."""
         with self._lock:
-            first, last = self._rows.done(batch)
-        if on_done is not None and last > first:
-            on_done(self.index, first, last)
+            first, stop = self._rows.done(batch)
+        if on_done is not None and stop > first:
+            on_done(self.index, first, stop)

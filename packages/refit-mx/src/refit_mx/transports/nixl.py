@@ -19,7 +19,7 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest.format import Manifest
 from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
-from refit_mx.transports.batches import OnDone, Work
+from refit_mx.transports.batches import BatchQueue, OnDone
 from refit_mx.transports.nixl_lane import DRAIN_S, IN_FLIGHT, Lane, agent_of
 from refit_mx.transports.nixl_library import has_rdma, nixl_available, prepare_environment
 from refit_mx.transports.nixl_source import NixlSource
@@ -173,8 +173,8 @@ class NixlTransport:
             return ReadStats(0, 0.0, 0)
         local = all(self._client(each.source).local for each in wanted)
         max_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
-        works = [
-            Work(
+        queues = [
+            BatchQueue(
                 index,
                 each,
                 batch_bytes=max_bytes,
@@ -186,11 +186,11 @@ class NixlTransport:
         ]
         started = time.monotonic()
         try:
-            self._carry_out(lanes, works, scratch, deadline, on_done)
+            self._carry_out(lanes, queues, scratch, deadline, on_done)
             seconds = time.monotonic() - started
-            for work in works:
-                client = self._client(work.source)
-                client.check_held(version_id=work.source.version_id, deadline=deadline)
+            for queue in queues:
+                client = self._client(queue.source)
+                client.check_held(version_id=queue.source.version_id, deadline=deadline)
         except BaseException:  # an interrupt also leaves reads in progress
             self._abandon(lanes, deadline)
             raise
@@ -227,13 +227,13 @@ class NixlTransport:
     def _carry_out(
         self,
         lanes: Sequence[Lane],
-        works: Sequence[Work],
+        queues: Sequence[BatchQueue],
         scratch: torch.Tensor,
         deadline: Deadline,
         on_done: OnDone | None,
     ) -> None:
         def carry_out(lane: Lane, stopped: Callable[[], bool]) -> None:
-            lane.carry_out(works, scratch, deadline=deadline, on_done=on_done, stopped=stopped)
+            lane.carry_out(queues, scratch, deadline=deadline, on_done=on_done, stopped=stopped)
 
         if len(lanes) > 1 and self._threads is None:
             self._threads = ThreadPoolExecutor(self._max_lanes - 1, thread_name_prefix="refit-nixl")

@@ -28,7 +28,7 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitError, SourceLostError
 from refit_mx.manifest.format import Manifest, NixlAgent
 from refit_mx.manifest.reads import ReadTable
-from refit_mx.transports.batches import Batch, OnDone, Work
+from refit_mx.transports.batches import Batch, BatchQueue, OnDone
 from refit_mx.transports.nixl_library import is_disconnect, is_unreachable, new_agent
 from refit_mx.transports.nixl_source import register_memory
 from refit_mx.transports.source_client import is_gone
@@ -78,10 +78,10 @@ class _Read:
 
 
 class _Flight:
-    """Reads of one work in progress in a lane."""
+    """Reads from one source that are in progress in a lane."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, queue: BatchQueue) -> None:
+        self.queue = queue
         self.more = True
         self.reads: deque[tuple[_Read, Batch]] = deque()
 
@@ -186,7 +186,7 @@ class Lane:
 
     def carry_out(
         self,
-        works: Sequence[Work],
+        queues: Sequence[BatchQueue],
         scratch: torch.Tensor,
         *,
         deadline: Deadline,
@@ -198,7 +198,7 @@ class Lane:
         If this raises, the caller must abandon the reads in progress.
 
         Args:
-            works: one per source.
+            queues: queues of batches, one per source.
             scratch: registered buffer.
             deadline: time limit of all reads.
             on_done: callback as in `Transport.read`.
@@ -206,32 +206,32 @@ class Lane:
                 with reads in progress.
         """
         idle = 0
-        active = [_Flight(work) for work in works]
+        active = [_Flight(queue) for queue in queues]
         while active and not stopped():
             progressed = False
             for flight in active:
-                work = flight.work
+                queue = flight.queue
                 while flight.more and len(flight.reads) < IN_FLIGHT:
-                    batch = work.take()
+                    batch = queue.take()
                     if batch is None:
                         flight.more = False
                         break
-                    flight.reads.append((self._post(work, batch, scratch), batch))
-                    deadline.check(f"reading from {work.source.worker_id!r}")
+                    flight.reads.append((self._post(queue, batch, scratch), batch))
+                    deadline.check(f"reading from {queue.source.worker_id!r}")
                     if flight.reads[0][0].ended:
                         break  # copied within the call
                 while flight.reads and self._is_done(flight.reads[0][0]):
                     _, batch = flight.reads.popleft()
                     progressed = True
                     deadline.record_progress()
-                    work.done(batch, on_done)
+                    queue.done(batch, on_done)
             active = [flight for flight in active if flight.reads or flight.more]
             if progressed:
                 idle = 0
                 continue
             idle += 1
             if active and not deadline.left_s:
-                missing = ", ".join(repr(flight.work.source.worker_id) for flight in active[:4])
+                missing = ", ".join(repr(flight.queue.source.worker_id) for flight in active[:4])
                 raise deadline.error(f"reading from {missing} ({len(active)} sources)")
             # Poll without sleep at first, for small transfers that take microseconds; then sleep,
             # so that long ones do not use a core.
@@ -250,13 +250,13 @@ class Lane:
         self._abandoned = [read for read in self._abandoned if not self._is_finished(read, probed)]
         return not self._abandoned
 
-    def _post(self, work: Work, batch: Batch, scratch: torch.Tensor) -> _Read:
-        agent = agent_of(work.source)
+    def _post(self, queue: BatchQueue, batch: Batch, scratch: torch.Tensor) -> _Read:
+        agent = agent_of(queue.source)
         remote = self._remotes[agent.name]
-        src, dst, length = runs(batch.rows_of(work.reads))
+        src, dst, length = runs(batch.rows_of(queue.reads))
         local_memory = "DRAM" if scratch.device.type == "cpu" else "VRAM"
         local = descriptors(dst, length, scratch.data_ptr(), scratch.device.index or 0)
-        remote_runs = descriptors(src, length, work.source.arena_address, agent.device_id)
+        remote_runs = descriptors(src, length, queue.source.arena_address, agent.device_id)
         try:
             handle = self._agent.initialize_xfer(
                 "READ",

@@ -19,7 +19,7 @@ from refit_mx.errors import RefitConfigError
 # In modelexpress's order of preference: a second build cannot be loaded into a process.
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _RDMA = Path("/sys/class/infiniband")
-# Asking CUDA would prevent it in processes that are forked afterwards.
+# Checked without CUDA: a process cannot use CUDA if its parent has initialized it before the fork.
 _GPU = Path("/dev/nvidiactl")
 _POLL_US = 1000
 # Modules that bundle their own gRPC and protobuf, which conflict with NIXL's.

@@ -28,7 +28,7 @@ from refit_mx.manifest.reads import ReadTable
 from refit_mx.memory.cuda import on_separate_stream
 from refit_mx.memory.mapping import attach, shared_memory_missing
 from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
-from refit_mx.transports.batches import OnDone, Work
+from refit_mx.transports.batches import BatchQueue, OnDone
 from refit_mx.transports.source_client import SourceClient
 from refit_mx.transports.tcp import check_source_reads
 
@@ -123,16 +123,17 @@ class ShmTransport:
         try:
             connected = sum(self._connect(each.source, deadline) for each in wanted)
             self._forget_unused(keys)
-            works = [
-                Work(index, each, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
+            queues = [
+                BatchQueue(index, each, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
                 for index, each in enumerate(source_reads)
                 if len(each.reads)
             ]
             memories = {
-                work.index: self._sources[key].memory for work, key in zip(works, keys, strict=True)
+                queue.index: self._sources[key].memory
+                for queue, key in zip(queues, keys, strict=True)
             }
             started = time.monotonic()
-            copying = partial(_copy, works, memories, _writable(scratch), deadline, on_done)
+            copying = partial(_copy, queues, memories, _writable(scratch), deadline, on_done)
             lanes = self._max_lanes if nbytes >= LANE_BYTES else 1
             if lanes > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(lanes - 1, thread_name_prefix="refit-shm")
@@ -207,7 +208,7 @@ def can_map(source: Manifest) -> bool:
 
 
 def _copy(
-    works: Sequence[Work],
+    queues: Sequence[BatchQueue],
     memories: Mapping[int, _Bytes],
     scratch: _Bytes | torch.Tensor,
     deadline: Deadline,
@@ -215,21 +216,21 @@ def _copy(
     stopped: Callable[[], bool],
 ) -> None:
     """Copy the batches that other threads do not take."""
-    active = list(works)
+    active = list(queues)
     while active and not stopped():
-        for work in tuple(active):
-            batch = work.take()
+        for queue in tuple(active):
+            batch = queue.take()
             if batch is None:
-                active.remove(work)
+                active.remove(queue)
                 continue
-            deadline.check(f"reading from {work.source.worker_id!r}")
-            reads, memory = batch.rows_of(work.reads), memories[work.index]
+            deadline.check(f"reading from {queue.source.worker_id!r}")
+            reads, memory = batch.rows_of(queue.reads), memories[queue.index]
             if isinstance(scratch, torch.Tensor):
                 _copy_to_device(reads, _as_tensor(memory), scratch)
             else:
                 _copy_reads(reads, memory, scratch)
             deadline.record_progress()
-            work.done(batch, on_done)
+            queue.done(batch, on_done)
 
 
 def _copy_reads(reads: ReadTable, source: _Bytes, scratch: _Bytes) -> None:

@@ -1,10 +1,10 @@
-"""`TcpTransport`: reads through the source servers, on any platform."""
+"""`TcpTransport`: reads through the source servers, without NIXL or shared memory."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from time import monotonic
 
 import torch
@@ -13,7 +13,7 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest.byte_spans import ByteSpans, check_reads
 from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
-from refit_mx.transports.batches import Batch, OnDone, Work
+from refit_mx.transports.batches import Batch, BatchQueue, OnDone
 from refit_mx.transports.source_client import SourceClient
 from refit_mx.transports.source_protocol import MAX_READS
 
@@ -23,7 +23,7 @@ BATCH_BYTES = 16 << 20
 _Key = tuple[str, str]
 
 
-_Event = tuple[Work, Batch] | BaseException
+_Event = tuple[BatchQueue, Batch] | BaseException
 
 
 class TcpTransport:
@@ -74,22 +74,22 @@ class TcpTransport:
         """See `Transport.read`."""
         check_source_reads(source_reads, scratch, self._registered)
         started = monotonic()
-        works = [
-            Work(index, each, batch_bytes=BATCH_BYTES, batch_reads=MAX_READS)
+        queues = [
+            BatchQueue(index, each, batch_bytes=BATCH_BYTES, batch_reads=MAX_READS)
             for index, each in enumerate(source_reads)
         ]
-        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        events: SimpleQueue[_Event] = SimpleQueue()
         clients: list[SourceClient] = []
         threads: list[threading.Thread] = []
         connected = 0
-        for work, each in zip(works, source_reads, strict=True):
-            connected += bool(work.count) and not self._is_connected(each)
-            for client in self._of(each, min(self._connections, work.count)):
+        for queue, each in zip(queues, source_reads, strict=True):
+            connected += bool(queue.count) and not self._is_connected(each)
+            for client in self._of(each, min(self._connections, queue.count)):
                 clients.append(client)
                 threads.append(
                     threading.Thread(
                         target=_run,
-                        args=(work, client, ByteSpans(scratch), deadline, events),
+                        args=(queue, client, ByteSpans(scratch), deadline, events),
                         name="refit-tcp",
                         daemon=True,
                     )
@@ -97,7 +97,7 @@ class TcpTransport:
         try:
             for thread in threads:
                 thread.start()
-            self._collect(events, sum(work.count for work in works), deadline, on_done)
+            self._collect(events, sum(queue.count for queue in queues), deadline, on_done)
         except BaseException:  # end the threads also on an interrupt
             # The caller may reuse the buffer when this returns, so no thread may remain.
             for client in clients:
@@ -146,7 +146,7 @@ class TcpTransport:
 
     @staticmethod
     def _collect(
-        events: queue.SimpleQueue[_Event],
+        events: SimpleQueue[_Event],
         count: int,
         deadline: Deadline,
         on_done: OnDone | None,
@@ -155,8 +155,8 @@ class TcpTransport:
             event = _next(events, deadline)
             if isinstance(event, BaseException):
                 raise _with_other_errors(event, events)
-            work, batch = event
-            work.done(batch, on_done)
+            queue, batch = event
+            queue.done(batch, on_done)
 
 
 def _key(source_reads: SourceReads) -> _Key:
@@ -182,39 +182,39 @@ def check_source_reads(
 
 
 def _run(
-    work: Work,
+    queue: BatchQueue,
     client: SourceClient,
     spans: ByteSpans,
     deadline: Deadline,
-    events: queue.SimpleQueue[_Event],
+    events: SimpleQueue[_Event],
 ) -> None:
     try:
         while True:
-            batch = work.take()
+            batch = queue.take()
             if batch is None:
                 return
             client.read(
-                batch.rows_of(work.reads),
+                batch.rows_of(queue.reads),
                 spans,
-                version_id=work.source.version_id,
+                version_id=queue.source.version_id,
                 deadline=deadline,
             )
-            events.put((work, batch))
+            events.put((queue, batch))
     except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
         events.put(error)
 
 
-def _next(events: queue.SimpleQueue[_Event], deadline: Deadline) -> _Event:
+def _next(events: SimpleQueue[_Event], deadline: Deadline) -> _Event:
     while True:
         try:
             # The threads have the same deadline, and their errors name the source.
             return events.get(timeout=deadline.left_s + 1.0)
-        except queue.Empty:
+        except Empty:
             if not deadline.left_s:  # part of a batch may have arrived meanwhile
                 raise deadline.error("reading") from None
 
 
-def _with_other_errors(first: BaseException, events: queue.SimpleQueue[_Event]) -> BaseException:
+def _with_other_errors(first: BaseException, events: SimpleQueue[_Event]) -> BaseException:
     """Return the first error, with the workers of all sources lost so far."""
     if not isinstance(first, SourceLostError):
         return first
@@ -222,7 +222,7 @@ def _with_other_errors(first: BaseException, events: queue.SimpleQueue[_Event]) 
     while True:
         try:
             event = events.get_nowait()
-        except queue.Empty:
+        except Empty:
             break
         if isinstance(event, SourceLostError):
             lost.update(dict.fromkeys(event.worker_ids))
