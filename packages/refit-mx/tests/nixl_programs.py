@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from transport_processes import SourceProcess, whole
+from transport_processes import SourceProcess, one_read
 
 from refit_mx import Deadline, RefitTimeoutError
 from refit_mx.transports.base import SourceReads
@@ -20,7 +20,7 @@ def read_and_leave() -> None:
         transport = NixlTransport()
         scratch = torch.zeros(MIB, dtype=torch.uint8)
         transport.register(scratch)
-        wanted = SourceReads(source.manifest, whole(MIB))
+        wanted = SourceReads(source.manifest, one_read(MIB))
         transport.read([wanted], scratch, deadline=Deadline(60, "program"))
         globals()["kept"] = (transport, scratch)
 
@@ -31,7 +31,7 @@ def leave_with_an_abandoned_read() -> None:
         transport = NixlTransport()
         scratch = torch.zeros(8 * MIB, dtype=torch.uint8)
         transport.register(scratch)
-        wanted = SourceReads(source.manifest, whole(8 * MIB))
+        wanted = SourceReads(source.manifest, one_read(8 * MIB))
         transport.read([wanted], scratch, deadline=Deadline(60, "program"))
         source.stop()
         try:

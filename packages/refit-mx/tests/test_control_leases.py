@@ -101,7 +101,7 @@ def test_lease_on_a_deleted_version_is_lost(server, client):
             lease.check()
 
 
-def test_lease_keeps_its_term_without_a_control_plane(client, server):
+def test_lease_lasts_its_time_to_live_without_a_control_plane(client, server):
     uid = publish(client)
     started = time.monotonic()
     with client.lease(uid, "g", ttl_s=2) as lease:

@@ -246,7 +246,7 @@ def test_leased_version_without_shards_is_not_forgotten():
     assert version.uid not in state.ledger.versions
 
 
-def test_remembered_released_versions_are_bounded():
+def test_number_of_released_versions_is_bounded():
     state = ControlState(Limits(max_released=2))
     versions = [state.create_version(body(str(n)), now_ms=n) for n in range(4)]
     for version in versions:

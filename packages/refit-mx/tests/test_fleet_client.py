@@ -53,8 +53,8 @@ def refit(*servers, **options):
     fleet_of([server.url for server in servers], **{"timeout_s": 20.0, **options}).refit("v1")
 
 
-def assert_only_asked(*servers):
-    """Check that nothing was called that changes a server."""
+def assert_only_queried(*servers):
+    """Check that the servers got queries only."""
     for server in servers:
         paths = {path for _, path in server.requests}
         assert paths <= {"/version", "/collective_rpc", "/get_world_size"}
@@ -69,7 +69,7 @@ def test_unsupported_vllm_is_refused_before_the_pause(scripted, version):
     assert other.url in str(caught.value)
     assert repr(version) in str(caught.value)
     assert known.url not in str(caught.value)
-    assert_only_asked(known, other)
+    assert_only_queried(known, other)
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.28.1.dev3+cpu", "0.33.0rc1"])
@@ -107,7 +107,7 @@ def test_server_with_wrong_options_gets_advice(scripted, changes, advice):
     with pytest.raises(RefitConfigError, match=advice) as caught:
         refit(known, other)
     assert other.url in str(caught.value)
-    assert_only_asked(known, other)
+    assert_only_queried(known, other)
 
 
 REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"
@@ -137,7 +137,7 @@ def test_invalid_answer_is_a_clear_error(scripted, name):
     with pytest.raises(FleetError, match=named) as caught:
         refit(server, timeout_s=3.0)
     assert list(caught.value.failed) == [server.url]
-    assert_only_asked(server)
+    assert_only_queried(server)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_missing_server_is_named_and_none_is_paused(scripted):
     assert time.monotonic() - began < 30
     assert list(caught.value.failed) == [gone.url]
     assert fleet.server_versions == {here.url: None}
-    assert_only_asked(here)
+    assert_only_queried(here)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_replicas_follow_one_source_of_each_slot(world, ranks):
     assert [manifest.source_slot_id for manifest in sources.manifests] == [*SLOTS, "fsdp-2"]
 
 
-def test_freshest_of_a_slot_comes_first(world, ranks):
+def test_freshest_source_of_a_slot_comes_first(world, ranks):
     replica = world.publisher("fsdp-2")
     replica.publish("v1", fsdp_shards(weights(1), 4, 2))
     control = world.control

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from refit_fixtures import needs_nixl, new_transport
-from transport_processes import SourceProcess, pattern, whole
+from transport_processes import SourceProcess, one_read, pattern
 
 from refit_mx import Deadline, ReceiverSettings, RefitTimeoutError
 from refit_mx.deadline import StallDeadline  # noqa: TID251
@@ -86,7 +86,7 @@ def slowly_over_tcp() -> Iterator[tuple[SlowLink, SourceReads]]:
     with SourceProcess(16 * MIB) as source:
         link = SlowLink(source.manifest.endpoint, burst=1 << 18, pause_s=0.05)
         manifest = msgspec.structs.replace(source.manifest, endpoint=link.address)
-        yield link, SourceReads(manifest, whole(16 * MIB))
+        yield link, SourceReads(manifest, one_read(16 * MIB))
         link.close()
 
 
@@ -148,7 +148,7 @@ def over_nixl(monkeypatch) -> Iterator[tuple[list[SourceProcess], list[SourceRea
     with SourceProcess(32 * MIB, nixl=True) as first, SourceProcess(32 * MIB, nixl=True) as second:
         sources = [first, second]
         source_reads = [
-            SourceReads(source.manifest, whole(32 * MIB, index * 32 * MIB))
+            SourceReads(source.manifest, one_read(32 * MIB, index * 32 * MIB))
             for index, source in enumerate(sources)
         ]
         yield sources, source_reads
@@ -231,7 +231,7 @@ def test_one_remote_source_makes_all_transfers_small(monkeypatch, remote, maximu
             property(lambda self: self._source.endpoint not in links and local(self)),
         )
         source_reads = [
-            SourceReads(source.manifest, whole(32 * MIB, index * 32 * MIB))
+            SourceReads(source.manifest, one_read(32 * MIB, index * 32 * MIB))
             for index, source in enumerate(sources)
         ]
         transport = stack.enter_context(contextlib.closing(new_transport("nixl")))

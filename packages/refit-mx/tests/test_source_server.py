@@ -20,7 +20,7 @@ import torch
 from control_clients import until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transport_processes import manifest, pattern, random_reads, soon, whole
+from transport_processes import manifest, one_read, pattern, random_reads, soon
 
 from refit_mx import (
     Manifest,
@@ -225,7 +225,7 @@ def test_reads_outside_the_arena_are_refused(rows):
 
 def test_repeated_bytes_of_one_request_are_bounded():
     nbytes = 1 << 20
-    rows = np.repeat(whole(nbytes).rows, protocol.MAX_READ_BYTES // nbytes + 1, axis=0)
+    rows = np.repeat(one_read(nbytes).rows, protocol.MAX_READ_BYTES // nbytes + 1, axis=0)
     with serving(nbytes) as (_, _, source), raw(source) as sock:
         greeted(sock, source)
         sock.sendall(protocol.frame(protocol.Digest("v1", rows.astype("<i8").tobytes())))
@@ -316,7 +316,7 @@ def test_client_that_does_not_read_is_disconnected():
     nbytes = 64 << 20
     with serving(nbytes, timeout_s=0.2) as (server, _, source), raw(source) as sock:
         greeted(sock, source)
-        sock.sendall(protocol.frame(protocol.Read("v1", protocol.encode_reads(whole(nbytes)))))
+        sock.sendall(protocol.frame(protocol.Read("v1", protocol.encode_reads(one_read(nbytes)))))
         (connection,) = server._listener.connections
         connection.thread.join(20)
         assert not connection.thread.is_alive()
@@ -437,7 +437,7 @@ def test_invalid_answer_is_a_protocol_error(sent, message):
         client = SourceClient(msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}"))
         scratch = torch.zeros(100, dtype=torch.uint8)
         with pytest.raises(ProtocolError, match=message):
-            read(client, whole(100), scratch)
+            read(client, one_read(100), scratch)
         thread.join(20)
 
 
@@ -447,5 +447,5 @@ def test_wrong_number_of_digests_is_a_protocol_error():
         port = listener.getsockname()[1]
         client = SourceClient(msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}"))
         with pytest.raises(ProtocolError, match="15 bytes of digests for 1 reads"):
-            client.digests(whole(100), version_id="v1", deadline=soon())
+            client.digests(one_read(100), version_id="v1", deadline=soon())
         thread.join(20)

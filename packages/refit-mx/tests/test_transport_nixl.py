@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transport_processes import SourceProcess, pattern, soon, whole
+from transport_processes import SourceProcess, one_read, pattern, soon
 
 from refit_mx import (
     ProtocolError,
@@ -65,7 +65,7 @@ def test_buffer_is_busy_until_late_bytes_have_landed(monkeypatch, lanes):
     transport = NixlTransport(lanes=lanes)
     pool = ScratchPool(transport, max_bytes=NBYTES)
     with SourceProcess(NBYTES, nixl=True) as source:
-        wanted = SourceReads(source.manifest, whole(NBYTES))
+        wanted = SourceReads(source.manifest, one_read(NBYTES))
         abandoned = pool.take(NBYTES, soon())
         memory = abandoned.memory
         transport.read([wanted], memory, deadline=soon())
@@ -100,7 +100,7 @@ def test_buffer_is_free_once_the_stopped_peer_is_killed():
     transport = NixlTransport()
     pool = ScratchPool(transport, max_bytes=NBYTES)
     with SourceProcess(NBYTES, nixl=True) as source:
-        wanted = SourceReads(source.manifest, whole(NBYTES))
+        wanted = SourceReads(source.manifest, one_read(NBYTES))
         scratch = pool.take(NBYTES, soon())
         transport.read([wanted], scratch.memory, deadline=soon())
         source.stop()
@@ -131,7 +131,7 @@ def test_source_with_a_released_arena_is_lost():
     with SourceProcess(MIB, nixl=True) as source:
         scratch = torch.zeros(MIB, dtype=torch.uint8)
         transport.register(scratch)
-        wanted = SourceReads(source.manifest, whole(MIB))
+        wanted = SourceReads(source.manifest, one_read(MIB))
         transport.read([wanted], scratch, deadline=soon())
         source.command("unregister")
         with pytest.raises(SourceLostError):
@@ -182,7 +182,7 @@ def test_source_without_valid_nixl_metadata_is_refused():
         assert plain.nixl is not None
         without = msgspec.structs.replace(plain, nixl=None)
         with pytest.raises(RefitConfigError, match="has no NIXL agent; read it over TCP"):
-            transport.read([SourceReads(without, whole(MIB))], scratch, deadline=soon())
+            transport.read([SourceReads(without, one_read(MIB))], scratch, deadline=soon())
         for changed, message in (
             ({"metadata": b"garbage"}, "NIXL refuses its metadata"),
             ({"metadata": b""}, "NIXL refuses its metadata"),
@@ -191,8 +191,8 @@ def test_source_without_valid_nixl_metadata_is_refused():
             nixl = msgspec.structs.replace(plain.nixl, **changed)
             hostile = msgspec.structs.replace(plain, nixl=nixl)
             with pytest.raises(ProtocolError, match=message):
-                transport.read([SourceReads(hostile, whole(MIB))], scratch, deadline=soon())
-        transport.read([SourceReads(plain, whole(MIB))], scratch, deadline=soon())
+                transport.read([SourceReads(hostile, one_read(MIB))], scratch, deadline=soon())
+        transport.read([SourceReads(plain, one_read(MIB))], scratch, deadline=soon())
     transport.close()
 
 
@@ -201,9 +201,9 @@ def test_unused_source_is_disconnected():
     with SourceProcess(MIB, nixl=True) as old, SourceProcess(MIB, nixl=True) as new:
         scratch = torch.zeros(MIB, dtype=torch.uint8)
         transport.register(scratch)
-        transport.read([SourceReads(old.manifest, whole(MIB))], scratch, deadline=soon())
+        transport.read([SourceReads(old.manifest, one_read(MIB))], scratch, deadline=soon())
         for _ in range(6):
-            transport.read([SourceReads(new.manifest, whole(MIB))], scratch, deadline=soon())
+            transport.read([SourceReads(new.manifest, one_read(MIB))], scratch, deadline=soon())
         assert new.manifest.nixl is not None
         assert list(transport._sources) == [new.manifest.nixl.name]
     transport.close()
@@ -218,7 +218,7 @@ def two_lanes(monkeypatch):
     with SourceProcess(NBYTES, nixl=True) as source:
         scratch = torch.zeros(NBYTES, dtype=torch.uint8)
         transport.register(scratch)
-        rows = np.repeat(whole(MIB).rows, NBYTES // MIB, axis=0)
+        rows = np.repeat(one_read(MIB).rows, NBYTES // MIB, axis=0)
         rows[:, 0] = rows[:, 1] = np.arange(len(rows)) * MIB
         yield transport, SourceReads(source.manifest, ReadTable(rows)), scratch
     transport.close()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from refit_fixtures import World, a_world, needs_nixl, needs_shm, zeros
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
-from transport_processes import SourceProcess, pattern, whole
+from transport_processes import SourceProcess, one_read, pattern
 
 from refit_mx import Deadline, Manifest, ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.manifest.format import SharedMemory  # noqa: TID251
@@ -38,7 +38,7 @@ def fetch(transport: ShmTransport, source: Manifest) -> torch.Tensor:
     """Return all of a source's bytes."""
     scratch = torch.zeros(NBYTES, dtype=torch.uint8)
     transport.register(scratch)
-    transport.read([SourceReads(source, whole(NBYTES))], scratch, deadline=Deadline(30, "test"))
+    transport.read([SourceReads(source, one_read(NBYTES))], scratch, deadline=Deadline(30, "test"))
     transport.unregister(scratch)
     return scratch
 

@@ -32,8 +32,8 @@ def soon(timeout_s: float = 60.0) -> Deadline:
     return Deadline(timeout_s, "test")
 
 
-def whole(nbytes: int, first: int = 0) -> ReadTable:
-    """Return a read of the first bytes of an arena to offset ``first`` of the scratch."""
+def one_read(nbytes: int, first: int = 0) -> ReadTable:
+    """Return one read of the arena's first ``nbytes`` to offset ``first`` of the scratch."""
     return ReadTable(np.array([[0, first, nbytes, 1, 0, 0, 1, 0, 0]], np.int64))
 
 

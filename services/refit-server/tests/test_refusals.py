@@ -122,7 +122,7 @@ def test_file_without_a_token_is_refused(refused, tmp_path, content):
     assert not content or content not in message
 
 
-def test_all_wrong_options_are_reported_together_as_typed(refused, tmp_path):
+def test_wrong_options_are_all_reported_in_one_run(refused, tmp_path):
     wrong = {
         "--retention": "-1",
         "--metrics-port": "x",
