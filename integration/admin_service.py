@@ -9,6 +9,7 @@ import sysconfig
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import ray
 from integration.waiting import wait_until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 ADMIN = Path(sysconfig.get_path("scripts")) / "dataplane-admin"
 TIMEOUT_S = 60.0
@@ -40,13 +41,10 @@ class Admin:
         return wait_until(condition, TIMEOUT_S, state=lambda: self.ask("status"))
 
 
-@pytest.fixture(scope="module")
-def admin(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
-    """Run ``dataplane-admin serve``, which inspects the cluster."""
-    folder = tmp_path_factory.mktemp("admin")
-    address = ray.get_runtime_context().gcs_address
-    serve = [str(ADMIN), "serve", "--port", "0", "--ray-address", address, "--poll-s", "0.1"]
-    serve += ["--keep-sample-text"]
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Admin]:
+    """Run ``dataplane-admin serve`` in ``folder`` during the block."""
+    serve = [str(ADMIN), "serve", "--port", "0", *options]
     with (folder / "log").open("wb") as log:
         service = subprocess.Popen(serve, cwd=folder, stdout=subprocess.PIPE, stderr=log)
         assert service.stdout is not None
@@ -59,6 +57,27 @@ def admin(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         finally:
             service.kill()
             service.wait()
+
+
+@contextmanager
+def quiet_tab(browser: Browser, url: str) -> Iterator[Page]:
+    """Open a tab during the block; afterwards fail on any console message or page error."""
+    complaints: list[str] = []
+    tab = browser.new_page(viewport={"width": 1280, "height": 900}, base_url=url)
+    tab.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    yield tab
+    tab.close()
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def admin(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
+    """Run ``dataplane-admin serve``, which inspects the cluster."""
+    address = ray.get_runtime_context().gcs_address
+    options = ["--ray-address", address, "--poll-s", "0.1", "--keep-sample-text"]
+    with serving(tmp_path_factory.mktemp("admin"), *options) as admin:
+        yield admin
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from integration.admin_service import Admin
+from integration.admin_service import Admin, quiet_tab
 from integration.conftest import configured
 from integration.waiting import wait_until
 from playwright.sync_api import Browser, Page, expect
@@ -98,19 +98,10 @@ def _kill_a_generation_worker() -> None:
 @pytest.fixture
 def tabs(admin: Admin, browser: Browser) -> Iterator[tuple[Page, Page]]:
     """Yield two tabs; the test fails on any console message or page error."""
-    complaints: list[str] = []
-    opened = []
-    for _ in range(2):
-        tab = browser.new_page(viewport={"width": 1280, "height": 900}, base_url=admin.url)
-        tab.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        opened.append(tab)
     expect.set_options(timeout=PATIENCE_MS)
-    yield opened[0], opened[1]
+    with quiet_tab(browser, admin.url) as overview, quiet_tab(browser, admin.url) as partition:
+        yield overview, partition
     expect.set_options(timeout=5_000)
-    for tab in opened:
-        tab.close()
-    assert complaints == []
 
 
 def test_pages_follow_an_asynchronous_run(

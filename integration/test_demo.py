@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +14,11 @@ from statistics import fmean
 from typing import IO
 
 import pytest
+from integration.environments import ROOT, UV
 from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 from integration.listening import Listener, listeners
 from integration.waiting import wait_until
 
-ROOT = Path(__file__).parents[1]
-UV = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 SCRIPTS = Path(sys.executable).parent
 TIMEOUT_S = 300.0
 

@@ -6,7 +6,6 @@ import email
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,8 +15,8 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from integration.environments import ROOT, UV
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = {path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml")}
 
 
@@ -25,10 +24,9 @@ PACKAGES = {path.parent.name for path in (ROOT / "packages").glob("*/pyproject.t
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build all distributions, and return their folder."""
     folder = tmp_path_factory.mktemp("distributions")
-    uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
     for package in sorted(PACKAGES):
         subprocess.run(
-            [uv, "build", "--quiet", "--no-sources", "--package", package, "--out-dir", folder],
+            [UV, "build", "--quiet", "--no-sources", "--package", package, "--out-dir", folder],
             cwd=ROOT,
             check=True,
             timeout=300,
@@ -114,7 +112,6 @@ def test_source_distribution_has_tests_and_changelog(built: Path, package: str) 
 
 
 def test_admin_service_installs_without_torch_and_ray(built: Path, tmp_path: Path) -> None:
-    uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
 
     def run(*words: str | Path) -> str:
         done = subprocess.run(
@@ -123,10 +120,10 @@ def test_admin_service_installs_without_torch_and_ray(built: Path, tmp_path: Pat
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run(uv, "build", "--quiet", "--wheel", "--no-sources", "--package", "dataplane-admin",
+    run(UV, "build", "--quiet", "--wheel", "--no-sources", "--package", "dataplane-admin",
         "--out-dir", tmp_path)  # fmt: skip
     environment = tmp_path / "environment"
-    run(uv, "venv", "--quiet", "--python", sys.executable, environment)
+    run(UV, "venv", "--quiet", "--python", sys.executable, environment)
     python = environment / "bin" / "python"
     # --find-links replaces UV_FIND_LINKS, so its folders are repeated.
     folders = [tmp_path, built, *os.environ.get("UV_FIND_LINKS", "").replace(",", " ").split()]
@@ -139,10 +136,10 @@ def test_admin_service_installs_without_torch_and_ray(built: Path, tmp_path: Pat
     pins = tmp_path / "constraints.txt"
     pins.write_text("\n".join([*project["constraint-dependencies"], *built_here]))
     find_links = [word for folder in folders for word in ("--find-links", folder)]
-    run(uv, "pip", "install", "--quiet", "--python", python, *find_links, "--constraint", pins,
+    run(UV, "pip", "install", "--quiet", "--python", python, *find_links, "--constraint", pins,
         "--exclude-newer", project["exclude-newer"], "dataplane-admin")  # fmt: skip
 
-    listed = json.loads(run(uv, "pip", "list", "--python", python, "--format", "json"))
+    listed = json.loads(run(UV, "pip", "list", "--python", python, "--format", "json"))
     names = {each["name"] for each in listed}
     assert {"dataplane-admin", "dataplane-core", "observability"} <= names
     assert not names & {"torch", "tensordict", "ray", "transferqueue", "dataplane-tq"}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from integration.admin_service import ADMIN, Admin
+from integration.admin_service import ADMIN, Admin, quiet_tab
 from integration.conftest import configured
 from playwright.sync_api import Browser, Page, expect
 
@@ -111,13 +111,8 @@ def recorded(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture
 def page(admin: Admin, browser: Browser) -> Iterator[Page]:
     """Yield a tab; the test fails on any console message or page error."""
-    tab = browser.new_page(viewport={"width": 1280, "height": 900}, base_url=admin.url)
-    complaints: list[str] = []
-    tab.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    yield tab
-    tab.close()
-    assert complaints == []
+    with quiet_tab(browser, admin.url) as tab:
+        yield tab
 
 
 @pytest.fixture(scope="module")

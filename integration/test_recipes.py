@@ -1,8 +1,8 @@
 """Recipes of docs/recipes whose programs need a launcher, or packages that are not installed here.
 
 TRL, verl and SkyRL are replaced by modules with the names that the adapters use. Tests marked
-`long` train with TRL 1.16, and find the names in the wheel of verl 0.9.1; `integration/verl` runs
-verl's loop, and `test_skyrl.py` SkyRL's.
+`long` find the names in the wheel of verl 0.9.1; `test_trl.py` trains with TRL, `integration/verl`
+runs verl's loop, and `test_skyrl.py` SkyRL's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from integration.environments import UV
+from integration.recipes import blocks
 
 from observability.receiver import Receiver
 from observability.views import Step, steps_of
-
-ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "docs" / "recipes"
-
-
-def blocks(name: str, language: str) -> str:
-    text = (RECIPES / f"{name}.md").read_text()
-    return "\n".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 
 
 def stages(step: Step) -> list[str]:
@@ -102,39 +96,6 @@ for name in ("trl", "trl.extras", "trl.extras.profiling"):
 sys.modules["trl.extras.profiling"].ProfilingContext = ProfilingContext
 trainer = GRPOTrainer()
 """
-
-REAL_TRL = """
-import sys
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
-
-vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", *"abcdefgh"])}
-words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(vocabulary), **sizes, **heads, **ends))
-model.save_pretrained("model")  # the reference model is loaded from there
-
-def count_a(completions, **kwargs):
-    return [float(text.count("a")) for text in completions]
-
-data = Dataset.from_dict({"prompt": ["a b", "c d", "e f", "g h"] * 4})
-arguments = GRPOConfig(
-    output_dir="out", max_steps=2, per_device_train_batch_size=4, num_generations=4, beta=0.1,
-    gradient_accumulation_steps=2, max_completion_length=8, use_cpu=True, report_to=[],
-    save_strategy="no", eval_strategy="steps", eval_steps=1, disable_tqdm=True,
-)
-trainer = GRPOTrainer(
-    model="model", reward_funcs=count_a, processing_class=tokenizer, args=arguments,
-    train_dataset=data, eval_dataset=data.select(range(4)),
-)
-"""
-
 
 VERL = """
 import sys, types
@@ -244,48 +205,9 @@ def test_steps_have_their_stages(
                 assert inside == ["generate", "environment_step"]
 
 
-def uv() -> str:
-    return shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
-
-
-@pytest.mark.long
-def test_real_trl_run_has_waterfalls_and_critical_paths(tmp_path: Path) -> None:
-    python = tmp_path / "venv" / "bin" / "python"
-    links = os.environ.get("PIP_FIND_LINKS", "")  # a CPU build of torch, say
-    environment = {**os.environ, **({"UV_FIND_LINKS": links} if links else {})}
-    core, observability = ROOT / "packages/dataplane-core", ROOT / "packages/observability"
-    wheels = ["trl==1.16.0", "torch==2.13.0", str(core), f"{observability}[sdk,views]"]
-    for command in (
-        [uv(), "venv", "--quiet", "--python", sys.executable, str(python.parents[1])],
-        [uv(), "pip", "install", "--quiet", "--python", str(python), *wheels],
-    ):
-        subprocess.run(command, env=environment, check=True, timeout=300)
-    with Receiver(tmp_path / "recording") as receiver:
-        run([str(python), "-c", REAL_TRL + blocks("trace-trl", "python")], tmp_path, receiver)
-        records = receiver.snapshot()
-    steps = steps_of(records)
-    [started] = [event for event in records.events if event.name == "run_started"]
-    assert started.attributes["dataplane.config"]["max_completion_length"] == "8"
-    assert [(step.run_id, step.number) for step in steps] == [("my-run", 0), ("my-run", 1)]
-    for step in steps:
-        assert step.incomplete == []
-        micro_batch = ["rollout", "forward", "backward"]
-        assert stages(step) == [*micro_batch, *micro_batch, "optimizer_step"]
-        rollout, *_ = step.children(step.root.span_id)
-        inside = [span.name for span in step.children(rollout.span_id)]
-        assert inside == ["generate", "logprobs", "environment_step"]
-    show = [str(python), "-m", "observability", "show", "recording"]
-    shown = subprocess.run(
-        show, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    assert shown.count("of run my-run") == 2
-    assert shown.count("Critical path") == 2
-    assert "count_a" in shown
-
-
 @pytest.mark.long
 def test_wheel_of_verl_has_what_the_adapter_replaces(tmp_path: Path) -> None:
-    install = [uv(), "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+    install = [UV, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
     subprocess.run([*install, "--target", str(tmp_path), "verl==0.9.1"], check=True, timeout=300)
     for name in ("trainer/ppo/ray_trainer.py", "trainer/ppo/v1/trainer_sync.py"):
         source = (tmp_path / "verl" / name).read_text()

@@ -7,16 +7,15 @@ which would only run the entry point in another process.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from integration.environments import ROOT, UV, create_environment
 
 from observability.receiver import Receiver
 from observability.views import steps_of
 
-ROOT = Path(__file__).parents[1]
 SKYRL = ["skyrl==0.4.0", "skyrl-gym"]
 IMPORTED = [
     "aiohttp",
@@ -130,29 +129,18 @@ STAGES = [
 ]
 
 
-def uv() -> str:
-    return shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
-
-
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Install SkyRL, and return the Python that has it."""
-    links = os.environ.get("PIP_FIND_LINKS", "")  # a CPU build of torch, say
-    environment = {**os.environ, **({"UV_FIND_LINKS": links} if links else {})}
-    find = [uv(), "python", "find", "--no-python-downloads", "--no-project", ">=3.12,<3.14"]
+    find = [UV, "python", "find", "--no-python-downloads", "--no-project", ">=3.12,<3.14"]
     search = subprocess.run(find, capture_output=True, text=True, timeout=60)
     if search.returncode:
         pytest.skip("needs Python 3.12 or 3.13, as SkyRL does")
     folder = tmp_path_factory.mktemp("skyrl") / "venv"
-    python = str(folder / "bin" / "python")
     workspace = [str(ROOT / "packages/dataplane-core"), f"{ROOT}/packages/observability[skyrl]"]
-    for command in (
-        [uv(), "venv", "--quiet", "--python", search.stdout.strip(), str(folder)],
-        [uv(), "pip", "install", "--quiet", "--python", python, *IMPORTED, *workspace],
-        [uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", *SKYRL],
-    ):
-        subprocess.run(command, env=environment, check=True, timeout=900)
-    return python
+    return create_environment(
+        folder, search.stdout.strip(), [*IMPORTED, *workspace], ["--no-deps", *SKYRL]
+    )
 
 
 @pytest.mark.long

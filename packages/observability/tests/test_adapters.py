@@ -1,6 +1,6 @@
 """Adapters of other trainers, with stand-ins for the trainers.
 
-`integration/test_recipes.py` trains with TRL, `integration/verl` runs verl's loop, and
+`integration/test_trl.py` trains with TRL, `integration/verl` runs verl's loop, and
 `integration/test_skyrl.py` SkyRL's.
 """
 

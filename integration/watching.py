@@ -1,0 +1,58 @@
+"""`WatchedRun`: a tab with the page of a run, opened before the run and never reloaded."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from integration.waiting import wait_until
+from playwright.sync_api import Locator, Page, expect
+
+PATIENCE_MS = 300_000
+"""Time in which a run starts: it may load torch, Ray and vLLM first."""
+
+
+class WatchedRun:
+    """The page of a run.
+
+    Args:
+        tab: a tab of the admin service.
+        run_id: id of the run, which has not started; None for the newest run.
+    """
+
+    def __init__(self, tab: Page, run_id: str | None = None) -> None:
+        self._tab = tab
+        tab.goto("/run" if run_id is None else f"/run?run={run_id}")
+        expect(tab.locator("#run")).to_contain_text("No step metrics")
+        tab.evaluate("window.kept = true")
+
+    def follow(self, process: subprocess.Popen[bytes], curves: Sequence[str]) -> None:
+        """Check that the page shows state, steps and curves while the run's process lives.
+
+        Args:
+            process: process of the run.
+            curves: metrics of which the page must draw curves.
+        """
+        expect(self._fact("State")).to_contain_text("running", timeout=PATIENCE_MS)
+        for name in curves:
+            curve = self._tab.locator(f"figure[data-curve='{name}']").first
+            expect(curve.locator("canvas")).to_be_visible(timeout=PATIENCE_MS)
+        seen = self._steps()
+        wait_until(lambda: self._steps() > seen, PATIENCE_MS / 1000)
+        assert process.poll() is None, "the run ended before the page showed a further step"
+
+    def finish(self, *, steps: int) -> None:
+        """Check the page after the end of the run: ``steps`` are its finished steps."""
+        expect(self._fact("State")).to_contain_text("finished", timeout=PATIENCE_MS)
+        wait_until(lambda: self._steps() == steps, 60)
+        assert self._tab.evaluate("window.kept"), "the page was reloaded"
+        self._fact("Slowest").get_by_role("link").click()
+        expect(self._tab.locator("#chart")).to_be_visible()
+        expect(self._tab.get_by_role("heading", name="Critical path")).to_be_visible()
+
+    def _steps(self) -> int:
+        shown = self._fact("Steps")
+        return int(shown.inner_text().split()[0].replace(",", "")) if shown.count() else 0
+
+    def _fact(self, name: str) -> Locator:
+        return self._tab.locator("#run dl.facts > div").filter(has_text=name).locator("dd").first
