@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -103,14 +103,9 @@ def run_list(service: AdminService, params: Params) -> RunList:
         listed=listed,
         query=query,
         filtered=any(query[name] for name in ("q", "state", "tag")),
-        columns=[
-            Column(
-                title,
-                to("/runs", **{**query, "sort": name, "order": next_order(name, sort, ascending)}),
-                ("ascending" if ascending else "descending") if name == sort else "",
-            )
-            for name, title in _SORTS.items()
-        ],
+        columns=sort_columns(
+            _SORTS.items(), sort, ascending, lambda **order: to("/runs", **{**query, **order})
+        ),
         states=states,
     )
 
@@ -153,9 +148,26 @@ def tag_change(run_id: str, params: Params) -> models.TagRun:
     return checked(lambda: models.TagRun(run=run_id, tags=[tag for tag in tags if tag]))
 
 
-def next_order(column: str, sort: str, ascending: bool) -> str:
-    """Return the order after a click on a column: descending first, ascending at the next click."""
-    return "ascending" if column == sort and not ascending else ""
+def sort_columns(
+    titles: Iterable[tuple[str, str]], sort: str, ascending: bool, url: Callable[..., Link]
+) -> list[Column]:
+    """Return the columns by which a list can be sorted.
+
+    A click on a column sorts in descending order, the next click in ascending order.
+
+    Args:
+        titles: name and title of each column.
+        sort: the column that sorts now.
+        ascending: whether its smallest value comes first.
+        url: returns the URL with the given ``sort`` and ``order``.
+    """
+    columns = []
+    for name, title in titles:
+        sorts = name == sort
+        order = "ascending" if sorts and not ascending else ""
+        shown = ("ascending" if ascending else "descending") if sorts else ""
+        columns.append(Column(title, url(sort=name, order=order), shown))
+    return columns
 
 
 def seen_ago(run: models.Run, now_ns: int) -> str:

@@ -10,7 +10,7 @@ from dataplane_admin import models
 from dataplane_admin.pages.learning import number
 from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.params import Params
-from dataplane_admin.pages.runs import Column
+from dataplane_admin.pages.runs import Column, sort_columns
 from dataplane_admin.pages.shell import next_page
 from dataplane_admin.service import AdminService, Refused
 from dataplane_admin.service.samples import THRESHOLD
@@ -126,17 +126,13 @@ def sample_list(service: AdminService, params: Params) -> SampleList:
         ascending=ascending,
         cursor=params.maybe("cursor"),
     )
-    columns = []
-    for name, title in _SORTS.items():
-        order = "ascending" if name == sort and not ascending else ""
-        url = to("/samples", **{**query, "sort": name, "order": order})
-        shown = ("ascending" if ascending else "descending") if name == sort else ""
-        columns.append(Column(title, url, shown))
     return SampleList(
         samples=page.samples,
         query=query,
         filtered=any(query[name] for name in _FILTERS if name not in ("sort", "order")),
-        columns=columns,
+        columns=sort_columns(
+            _SORTS.items(), sort, ascending, lambda **order: to("/samples", **{**query, **order})
+        ),
         next_url=next_page("/samples", query, page.next),
         first_url=to("/samples", **query) if params.text("cursor") else None,
     )

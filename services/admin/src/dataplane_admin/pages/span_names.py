@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.pages.links import Link
-from dataplane_admin.pages.runs import Column, next_order
+from dataplane_admin.pages.runs import Column, sort_columns
 from dataplane_admin.service import Refused
 
 _MAX_NAMES = 100
@@ -78,14 +78,8 @@ def name_table(
                 marked,
             )
         )
-    columns = [
-        Column(
-            title,
-            url(sort=name, order=next_order(name, sort, ascending)),
-            ("ascending" if ascending else "descending") if name == sort else "",
-        )
-        for name, (title, _) in _SORTS.items()
-    ]
+    titles = [(name, title) for name, (title, _) in _SORTS.items()]
+    columns = sort_columns(titles, sort, ascending, url)
     return NameTable(rows, columns, trace.names_omitted + max(0, len(groups) - _MAX_NAMES))
 
 
