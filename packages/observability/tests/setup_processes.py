@@ -44,7 +44,7 @@ FORKING = "ignore:This process:DeprecationWarning"
 
 
 @dataclass
-class Ran:
+class ScriptResult:
     """Result of a script."""
 
     code: int
@@ -60,7 +60,7 @@ class Ran:
 def started(script: str, endpoint: str = "", **variables: str) -> subprocess.Popen[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")}
     return subprocess.Popen(
-        # Python 3.12 and later warn of a fork in a process with threads, which some of these are.
+        # Some scripts fork after starting threads, of which Python 3.12 and later warn.
         [sys.executable, "-W", FORKING, "-c", PREAMBLE + script, endpoint],
         env=inherited | variables,
         stdout=subprocess.PIPE,
@@ -69,12 +69,12 @@ def started(script: str, endpoint: str = "", **variables: str) -> subprocess.Pop
     )
 
 
-def ended(process: subprocess.Popen[str]) -> Ran:
+def ended(process: subprocess.Popen[str]) -> ScriptResult:
     try:
         out, err = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
-    ran = Ran(process.returncode, [json.loads(line) for line in out.splitlines()], [])
+    ran = ScriptResult(process.returncode, [json.loads(line) for line in out.splitlines()], [])
     for line in err.splitlines():
         if line.startswith("{"):
             ran.warnings.append(json.loads(line))
@@ -83,7 +83,7 @@ def ended(process: subprocess.Popen[str]) -> Ran:
     return ran
 
 
-def run(script: str, endpoint: str = "", **variables: str) -> Ran:
+def run(script: str, endpoint: str = "", **variables: str) -> ScriptResult:
     ran = ended(started(script, endpoint, **variables))
     assert ran.noise == [], ran.noise
     return ran
@@ -102,7 +102,7 @@ class Collector:
             def do_POST(self) -> None:
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                with collector._lock:  # requests come at once, and each has its body at its index
+                with collector._lock:  # so a request and its body have one index
                     collector.requests.append((self.path, headers))
                     collector.bodies.append(body)
                 answer(self)
@@ -125,7 +125,7 @@ class Collector:
 def step_points(
     received: Collector, *, times: bool = False
 ) -> Iterable[tuple[str, str, float, dict[str, Any]]]:
-    """Yield name, unit, value and attributes of the exported points of steps, or of their times."""
+    """Yield name, unit, value and attributes of each point of step metrics, or of ``rl.time``."""
     for (path, _), body in zip(received.requests, received.bodies, strict=True):
         if path != "/v1/metrics":
             continue

@@ -185,7 +185,7 @@ from observability.adapters import skyrl
 
 
 def traced_skyrl(receiver: Receiver, body: str, **variables: str) -> list[Step]:
-    """Run a program with stand-ins for what the adapter uses of skyrl 0.4.0, read 2026-11-27."""
+    """Run a program with stand-ins for the parts of skyrl 0.4.0 that the adapter uses."""
     methods = "Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__, Tracking.log"
     program = f"{SKYRL}{body}\nreport(restored=originals == ({methods}))"
     ran = run(program, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, **variables)
@@ -214,7 +214,7 @@ with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
         assert (rollout.name, rollout.attributes["rl.bucket"]) == ("rollout", "idle")
         assert (train.name, train.attributes["rl.bucket"]) == ("train", "idle")
         assert [span.name for span in step.children(train.span_id)] == ["policy_train"]
-    assert len(receiver.snapshot().spans) == 8  # none of the evaluations
+    assert len(receiver.snapshot().spans) == 8  # evaluations have none
 
 
 def test_skyrl_dynamic_sampling_stays_in_its_step(receiver: Receiver) -> None:

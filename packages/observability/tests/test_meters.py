@@ -180,21 +180,21 @@ def test_samples_of_a_store_with_several_clients_count_once(metrics, attached):
     store.close()
 
 
-def test_equal_partitions_of_two_stores_are_added_up(metrics):
+def test_partitions_of_one_name_in_two_stores_are_summed(metrics):
     with claiming(InMemoryDataPlaneClient()), claiming(InMemoryDataPlaneClient(), samples=3):
         assert metrics.states() == (3 + 2, 2)
 
 
 class Counting(InMemoryDataPlaneClient):
-    """Client that counts questions, and can fail."""
+    """Client that records queries, and can fail."""
 
     def __init__(self):
         super().__init__()
-        self.questions = []
+        self.queries = []
         self.error = None
 
     def count_samples(self, partition_id, *more):
-        self.questions.append(partition_id)
+        self.queries.append(partition_id)
         if self.error is not None:
             raise self.error
         return super().count_samples(partition_id, *more)
@@ -212,14 +212,14 @@ def test_each_place_is_queried_once_per_collection(metrics):
         clients.append(InstrumentedDataPlaneClient(clients[-1]))
         clients[-1].claim_meta("train_7", "train", ["x"], 1, blocking=False)
     assert metrics.states() == (1, 3)
-    assert store.questions == ["train_7"]
+    assert store.queries == ["train_7"]
     clients[0].put_samples(["more"], "train_7", batch(1))
     assert metrics.states() == (2, 3)
     clients[0].clear_samples(None, "train_7")
-    store.questions.clear()
+    store.queries.clear()
     for _ in range(2):  # a cleared place is not queried again
         assert metrics.points("dataplane.ready") == metrics.points("dataplane.acknowledged") == []
-    assert len(store.questions) <= len(clients)
+    assert len(store.queries) <= len(clients)
     store.close()
 
 
@@ -235,7 +235,7 @@ def test_a_failing_store_costs_only_its_own_series(metrics):
         claiming(foreign, partition="val_1") as other,
         capture_logs() as logs,
     ):
-        foreign.error = RuntimeError("an adapter's own mistake")
+        foreign.error = RuntimeError("a bug in an adapter")
         for _ in range(2):
             for name in ("dataplane.ready", "dataplane.acknowledged", "dataplane.outstanding"):
                 assert metrics.values(name).keys() == {"train_#"}
@@ -244,17 +244,17 @@ def test_a_failing_store_costs_only_its_own_series(metrics):
 
 
 @pytest.mark.parametrize("error", [UnavailableError("away"), DeadlineExceededError("late")])
-def test_an_unreachable_store_is_asked_once_per_collection(metrics, error):
+def test_an_unreachable_store_is_queried_once_per_collection(metrics, error):
     store = Counting()
     with claiming(store, partition="train_1"), claiming(store, partition="val") as client:
         client.register_partition("last", ["x"], 1, ["train"])
         client.put_samples(["a"], "last", batch(1))
         client.claim_meta("last", "train", ["x"], 1)
-        store.questions.clear()
+        store.queries.clear()
         store.error = error
         with claiming(InMemoryDataPlaneClient(), partition="other"):
             assert metrics.values("dataplane.ready").keys() == {"other"}
-        assert len(store.questions) == 1
+        assert len(store.queries) == 1
         store.error = None
         assert metrics.values("dataplane.ready").keys() == {"train_#", "val", "last"}
 
@@ -272,7 +272,7 @@ def test_only_the_last_claimed_places_are_reported(metrics):
         claim("first")
         claim("last")  # instead of p0
         metrics.read()
-        assert set(store.questions) == {
+        assert set(store.queries) == {
             "first",
             "last",
             *(f"p{n}" for n in range(1, MAX_WATCHED - 1)),

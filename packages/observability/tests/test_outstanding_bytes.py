@@ -107,7 +107,7 @@ def test_samples_that_others_clear_are_forgotten_oldest_first():
 )
 def test_a_sample_cleared_before_its_put_returns_is_not_counted(cleared, left):
     class FastConsumer(InMemoryDataPlaneClient):
-        """Claim and clear each sample in another process before the put returns."""
+        """Store whose samples another client clears before their put returns."""
 
         def put_samples(self, *args, **kwargs):
             meta = super().put_samples(*args, **kwargs)
@@ -175,7 +175,7 @@ class Model:
         written = {(partition, i, name) for i in ids for name in fields}
         self.owned = [byte for byte in self.owned if byte not in written]
         self.keys |= {(partition, i) for i in ids}
-        dealt, remainders = [], []  # what divides evenly, then the rest of all fields in turn
+        dealt, remainders = [], []  # the evenly divided bytes, then the remainders, field by field
         for name, lengths in fields.items():
             even = sum(lengths) // len(ids) * len(ids)
             dealt += [name] * even

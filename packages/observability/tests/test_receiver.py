@@ -47,7 +47,7 @@ def raw(receiver: Receiver, request: bytes) -> bytes:
 
 
 def eventually(succeeds: Callable[[], bool]) -> bool:
-    """Try until it succeeds, or for as long as a test may take."""
+    """Call a function until it returns True, for as long as a test may take."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         with suppress(OSError, http.client.HTTPException):
@@ -320,7 +320,7 @@ def test_an_unreachable_collector_costs_one_warning() -> None:
     assert [each["event"] for each in logged] == ["forwarding_failed"]
 
 
-def test_a_slow_collector_delays_neither_answers_nor_the_end(
+def test_a_slow_collector_delays_neither_answers_nor_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("observability.receiver.forward._MAX_BYTES", 3 * len(traces("a")))
@@ -377,7 +377,7 @@ def test_a_request_that_is_sent_again_counts_once(tmp_path: Path) -> None:
     ("trace_id", "span_id"),
     [(b"", b"s" * 8), (bytes(16), b"s" * 8), (b"t" * 16, bytes(8)), (b"t" * 15, b"s" * 8)],
 )
-def test_a_span_without_valid_ids_costs_itself_only(trace_id: bytes, span_id: bytes) -> None:
+def test_only_the_span_without_valid_ids_is_rejected(trace_id: bytes, span_id: bytes) -> None:
     request = ExportTraceServiceRequest.FromString(traces("a", "b"))
     request.resource_spans[0].scope_spans[0].spans.add(trace_id=trace_id, span_id=span_id)
     with Receiver() as receiver:

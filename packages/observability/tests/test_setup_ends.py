@@ -84,7 +84,7 @@ def test_sigterm_ends_a_process_in_time_though_the_collector_hangs() -> None:
     with hanging() as result:
         process = started(
             "setup('svc', endpoint=ENDPOINT, shutdown_timeout_s=0.5); spans(3)\n"
-            # Brief: Python delays a signal that arrives as a sleep begins until the sleep ends.
+            # Short sleeps: a signal that arrives as a sleep begins is handled when it ends.
             "report(ready=1)\nwhile True: time.sleep(0.1)",
             result.endpoint,
         )

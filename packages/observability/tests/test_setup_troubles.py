@@ -1,4 +1,4 @@
-"""A broken collector costs a warning and its data, never the run."""
+"""A broken collector causes one warning and loses data, but never ends the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from setup_processes import Collector, Ran, balanced, collector, hanging, run, status
+from setup_processes import Collector, ScriptResult, balanced, collector, hanging, run, status
 
 from observability.receiver import Receiver
 
@@ -29,7 +29,7 @@ report(seconds=time.monotonic() - begin, counts=telemetry.counts())
 SPANS_ALONE = {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
 
 
-def troubled(endpoint: str) -> Ran:
+def troubled(endpoint: str) -> ScriptResult:
     ran = run(TROUBLE, endpoint, OTEL_BSP_MAX_EXPORT_BATCH_SIZE="10")
     assert ran.code == 0
     assert balanced(ran.report[0]["counts"])
@@ -209,7 +209,7 @@ report(before=before, after=lost())
     assert line.endswith(" 1.0")
 
 
-def test_a_log_of_the_sdk_per_item_is_reported_once(receiver: Receiver) -> None:
+def test_a_repeated_log_of_the_sdk_is_reported_once(receiver: Receiver) -> None:
     ran = run(
         """
 setup("svc", endpoint=ENDPOINT)
@@ -288,7 +288,7 @@ def until_sent():
 """
 
 
-def run_with_restart(script: str, **variables: str) -> tuple[Ran, list[str]]:
+def run_with_restart(script: str, **variables: str) -> tuple[ScriptResult, list[str]]:
     """Run a script with a collector that is unavailable until it calls ``opened``."""
     with collector(restarting()) as result:
         ran = run(RESTART + script, result.endpoint, **SPANS_ALONE, **variables)
@@ -371,7 +371,7 @@ report(seconds=time.monotonic() - began, **counts())
     assert (ran.report[0]["pending"], ran.report[0]["dropped"]) == (0, 1)
 
 
-def test_a_hostile_name_costs_its_own_item_only(
+def test_only_the_item_that_cannot_be_encoded_is_lost(
     receiver: Receiver,
 ) -> None:
     ran = run(

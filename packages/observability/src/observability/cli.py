@@ -119,7 +119,7 @@ def show(
     perfetto: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print the steps of a recording, or one of them, and write them where a path is given.
+    """Print the steps of a recording, or one of them, and write them to the given paths.
 
     Raises:
         CommandError: the recording cannot be read, has no such step, or a path cannot be written.
@@ -204,7 +204,7 @@ def print_steps(steps: Sequence[Step]) -> None:
 def write_steps(
     steps: Sequence[Step], html: Path | None, perfetto: Path | None, *, to_stderr: bool = False
 ) -> None:
-    """Write steps as a page and for Perfetto, where a path is given, and print the paths.
+    """Write steps as a page and for Perfetto to the given paths, and print these paths.
 
     Raises:
         CommandError: a file cannot be written.

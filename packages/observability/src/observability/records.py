@@ -4,7 +4,7 @@ Every view of a run, during it or afterwards, reads these records. They are deco
 of OTLP export requests and need neither an SDK nor the process that sent them.
 
 In OTLP, zero and empty mean that a field was not set. Here an unset field is never read as a value:
-an unset time takes the nearest known one, and a flag marks it.
+a span with one unset time takes the other one, and a flag marks it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Span:
         kind: the span kind of OpenTelemetry.
         start_ns: nanoseconds since 1970 by the clock of its process; ``end_ns`` if only that was
             reported, 0 if neither was.
-        end_ns: as ``start_ns``; ``start_ns`` if only that was reported.
+        end_ns: end by the same clock; ``start_ns`` if only that was reported, 0 if neither was.
         attributes: name to value.
         process: the process that recorded it.
         links: the spans it links to.
@@ -192,7 +192,7 @@ class Event:
         sample_ids: ids of the samples; for a large batch, the ids of one part.
         process: the process that recorded it.
         trace_id: trace of the span it belongs to; empty if there is none.
-        span_id: as ``trace_id``.
+        span_id: that span; empty if there is none.
         received_ns: time of receipt by the clock of the receiver; 0 if unknown.
     """
 
@@ -212,7 +212,7 @@ class Records:
 
     Attributes:
         spans: in order of arrival.
-        events: as ``spans``.
+        events: in order of arrival.
         refused: number of received spans without a valid trace or span id; not among ``spans``.
     """
 
@@ -406,7 +406,7 @@ def process_and_run(resource: Resource) -> tuple[Process, Any]:
 
 
 class _Processes:
-    """Decoder of resources. A request of stored records repeats the resource of each process."""
+    """Decoder of resources that decodes equal ones once: a request may repeat a resource."""
 
     def __init__(self) -> None:
         self._decoded: dict[bytes, tuple[Process, Any]] = {}

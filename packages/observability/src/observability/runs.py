@@ -26,13 +26,13 @@ _MAX_REASON = 500
 
 
 class RunRecord:
-    """The end of a run that `record_run` records."""
+    """The kind of end that `record_run` records if no error leaves the block."""
 
     def __init__(self) -> None:
         self.end: EventName = "run_finished"
 
     def stop(self) -> None:
-        """Let the run count as stopped, not as finished: it ended on request and may be resumed."""
+        """Record the end as stopped, not finished: it was requested, and the run may be resumed."""
         self.end = "run_stopped"
 
 
@@ -45,9 +45,9 @@ def record_run(
 ) -> Iterator[RunRecord]:
     """Record the start and the end of a run; use it inside of `setup`, which exports the end.
 
-    If an error leaves the block, the run counts as failed; class and first line of the message are
-    recorded. After an interrupt or `SystemExit` it counts as stopped. Without an SDK in this
-    process, nothing is recorded.
+    If an error leaves the block, the run counts as failed; the error's class and the first line of
+    its message are recorded. After an interrupt or `SystemExit` it counts as stopped. Without an
+    SDK in this process, nothing is recorded.
 
     Args:
         config: the run's configuration, possibly nested. It must have no secrets.

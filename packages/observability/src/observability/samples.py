@@ -37,7 +37,7 @@ def record_samples(
 ) -> None:
     """Record facts of samples; without an SDK in this process, do nothing.
 
-    A fact that is recorded again replaces the earlier value; all others keep theirs.
+    A fact that is recorded again replaces its earlier value; other facts stay.
 
     Args:
         sample_ids: ids of the samples.

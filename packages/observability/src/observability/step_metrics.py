@@ -61,7 +61,7 @@ def record_step_metrics(
         metrics: name to number; values that are not numbers are skipped. Characters that a metric's
             name must not contain become ``_``.
         components: mean reward by component, such as the name of a reward function.
-        names: documented name of each metric that has another name in ``metrics``.
+        names: name in ``metrics`` to documented name, where the two differ.
         run_id: id of the run; None if the process's resource has it.
     """
     if not has_sdk(get_meter_provider()):
@@ -91,11 +91,11 @@ def _number(value: object) -> float | None:
         return None
     try:
         return float(cast("SupportsFloat", value))
-    except (TypeError, ValueError, RuntimeError):  # of torch, for more than one element
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for several elements
         return None
 
 
 def _valid(name: str) -> str:
-    """Return a name that the SDK accepts: ASCII, from a letter, at most 255 characters."""
+    """Return a name that the SDK accepts: ASCII, starts with a letter, at most 255 characters."""
     valid = _NOT_IN_NAMES.sub("_", name)
     return (valid if valid[:1].isalpha() else f"m{valid}")[:_MAX_NAME]

@@ -50,7 +50,7 @@ def test_every_call_is_within_its_caller_whatever_the_clocks(ahead):
             assert span.start_ns - MIN_NS < called.start_ns
             assert called.end_ns < span.end_ns + MIN_NS
     for host, by in step.clocks.items():
-        # Never by more than is true, and never the wrong way.
+        # The correction never exceeds the true error, and never has the wrong sign.
         assert 0 < abs(by) <= abs(ahead[host])
         assert (by > 0) == (ahead[host] > 0)
 

@@ -22,7 +22,7 @@ def bucket_of(span):
 
 
 def bucket_at(step, process, second):
-    """Return the bucket of a process in a second: that of its innermost span with a bucket."""
+    """Return the bucket of a process at a second: that of its innermost span with a bucket."""
     own = [span for span in step.spans if span.process == process and bucket_of(span)]
     at = BEGIN + second * 10**9
     inside = [span for span in own if span.start_ns <= at < span.end_ns]

@@ -211,7 +211,7 @@ def test_staleness_is_right_for_trained_reported_after_clear():
 def test_staleness_is_right_for_trained_reported_before_put():
     maker = TraceMaker(step=3)
     root = maker.span("grpo.step", DRIVER, 0, 10)
-    # A claim that waited got it before the put returned.
+    # A blocked claim got the sample before the put returned.
     maker.event("trained", POLICIES[0], 2, ["a", "b"], root, version=3)
     maker.event("put", ROLLOUT, 2.1, ["a"], root, version=1, fields=["x"])
     maker.event("put", POLICIES[0], 2.2, ["a"], root, version=3, fields=["y"])

@@ -187,7 +187,7 @@ def test_an_integer_instance_is_part_of_the_label():
     assert span.process.label == "unknown 7"
 
 
-def test_labels_differ_even_without_any_difference_to_show():
+def test_labels_differ_if_only_the_digests_do():
     two = [Process("a", identity="1" * 32), Process("a", identity="2" * 32)]
     assert len(set(distinct_labels(two).values())) == 2
     assert distinct_labels([replace(two[0], pid=7), two[1]])[two[1]] != "a"

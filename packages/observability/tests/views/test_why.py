@@ -238,7 +238,7 @@ def test_a_claim_blocked_on_leases_names_who_holds_them():
     assert (wait.holders, wait.ready) == ({}, 20)
 
 
-def test_live_holders_of_leases_win_over_folded_ones():
+def test_live_holders_of_leases_win_over_those_from_events():
     maker = stuck(put=512, advantages=512)
     maker.event("claimed", POLICIES[0], 3, IDS, task="train", leased=True)
     written = [
@@ -299,7 +299,7 @@ def live(**changes):
     )
 
 
-def test_live_numbers_win_over_folded_ones():
+def test_live_numbers_win_over_those_from_events():
     (wait,) = why(stuck(put=100).records, ns(9), [live()])
     assert (wait.present, wait.ready, wait.claimed, wait.not_put) == (500, 50, 250, 8)
     assert wait.lacks == {"advantages": Lack(200, tuple(IDS[:10]))}

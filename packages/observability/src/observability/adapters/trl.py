@@ -2,8 +2,8 @@
 
 TRL times its blocks with a `ProfilingContext`; `trace_steps` makes each of them a span. Loading
 data, logging, evaluation and checkpoints are outside of the optimizer steps, so they have no spans.
-What TRL logs is recorded as metrics of the step, and the trainer's arguments as the configuration
-of the run, without tokens.
+What TRL logs is recorded as metrics of the step. The trainer's arguments are recorded as the
+configuration of the run, without access tokens.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
 makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
-What the trainer logs with `Tracking` is recorded as metrics of the step, and the configuration that
-it gives to `Tracking`, without ``ray_kwargs``, as that of the run.
+What the trainer logs with `Tracking` is recorded as metrics of the step. The configuration that it
+gives to `Tracking` is recorded as the run's, without ``ray_kwargs``.
 """
 
 from __future__ import annotations

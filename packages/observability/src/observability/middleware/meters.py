@@ -203,9 +203,10 @@ class Meters(Observer):
             self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
 
     def outstanding(self) -> Iterator[tuple[str, str, int]]:
-        """Yield label, its value, and the bytes put and not cleared.
+        """Yield name and value of a label, and the bytes put and not cleared.
 
-        The label is ``dataplane.unit`` if the store reports its bytes, else the class of partition.
+        The label is ``dataplane.unit`` if the store reports its bytes, else
+        ``messaging.destination.name`` with the class of partition.
         """
         if self._account is None:
             for unit in self._storage():
@@ -324,8 +325,7 @@ class _Counts:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # By state, for the instrument that has not read the last query yet: time of the query and
-        # its totals.
+        # Time and totals of the last query, by the state whose instrument has not read it yet.
         self._pending: dict[str, tuple[float, _Totals]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:

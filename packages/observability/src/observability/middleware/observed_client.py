@@ -217,7 +217,7 @@ class ObservedClient(DataPlaneClient):
             put = set(meta.sample_ids)
             rows = [row for row, each in enumerate(claim.sample_ids) if each in put]
             with self._observed(_on_claim("acknowledge", claim.subset(rows))):
-                pass  # the put did it
+                pass  # the put acknowledged the claim
         return meta
 
     def get_samples(

@@ -53,7 +53,7 @@ class Cells:
         self.total = sum(by_field.values())
 
     def with_put(self, put: Cells) -> Cells:
-        """Return the cells of a sample that had these cells before ``put``."""
+        """Return a sample's cells after ``put``, if these were its cells before."""
         return Cells({**self.by_field, **put.by_field})
 
 

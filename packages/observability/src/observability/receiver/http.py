@@ -31,7 +31,7 @@ from observability.wire import (
 )
 
 MAX_CONNECTIONS = 256
-"""Maximum number of concurrent connections; each exporting process keeps up to three."""
+"""Maximum number of concurrent connections; an exporting process keeps up to four open."""
 
 _ANSWER_S = 30.0
 _BODY_S = 30.0

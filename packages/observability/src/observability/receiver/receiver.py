@@ -45,10 +45,10 @@ class ReceiverCounts(TypedDict):
 class Receiver:
     """An endpoint for OTLP over HTTP with protobuf on loopback. It listens until it is closed.
 
-    A request is answered once `snapshot` includes its records and, with a folder, the operating
-    system has its bytes: they survive the end of this process, not of the machine. Spans and
-    lifecycle events stay in memory as long as the receiver exists. Metrics go only to the folder
-    and to ``forward``. Every method may be called from any thread.
+    A request is answered once `snapshot` includes its records. With a folder, its bytes were
+    written by then, or it counts as ``unsaved``: written bytes survive a crash of this process, not
+    of the machine. Spans and lifecycle events stay in memory as long as the receiver exists.
+    Metrics go only to the folder and to ``forward``. Every method may be called from any thread.
 
     Args:
         folder: folder to append every request to, created if absent; see `read_folder`. None
@@ -197,7 +197,7 @@ class Receiver:
         return records.refused
 
     def _is_repeated(self, kind: Kind, body: bytes) -> bool:
-        """Return whether the request is a repeat: an exporter without an answer sends it again."""
+        """Return whether the request is a repeat: an exporter repeats it if it gets no answer."""
         digest = kind, hashlib.blake2b(body, digest_size=16).digest()
         with self._arrived:
             if digest in self._seen:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import Span, SpanProcessor
 
 
 class BaggageProcessor(SpanProcessor):
-    """A processor that copies baggage into starting spans; given attributes win."""
+    """A processor that copies baggage into starting spans; a span's own attributes win."""
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Copy the baggage of the parent context, or of the current one."""

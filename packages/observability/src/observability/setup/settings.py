@@ -26,7 +26,7 @@ _INTERVAL_S: dict[Signal, float] = {"spans": 5.0, "events": 5.0, "metrics": 60.0
 # An event names up to 4,096 samples, so a batch stays far below the 64 MiB limit of a request.
 _BATCH: dict[Signal, int] = {"spans": 512, "events": 128, "metrics": 1}
 _QUEUE = 2048
-# While the collector is unreachable, half of the queue is retained: exports of ten minutes.
+# While the collector is unreachable, half of the queue is retained: ten minutes of exports.
 _STEPS_INTERVAL_S, _STEPS_QUEUE = 5.0, 240
 
 AttributeValue: TypeAlias = str | bool | int | float
@@ -87,7 +87,7 @@ class Otlp:
     def of_steps(self, interval_s: float | None) -> Otlp:
         """Return the settings for metrics of steps, from those of metrics.
 
-        They are exported as often as spans, but not less often than other metrics.
+        They are exported at least as often as other metrics, and every 5 s by default.
         """
         default = min(self.interval_s, _STEPS_INTERVAL_S)
         return replace(self, queue=_STEPS_QUEUE, interval_s=interval_s or default)

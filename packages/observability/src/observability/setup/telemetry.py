@@ -285,7 +285,7 @@ class Telemetry:
             CountedMetricExporter(delivery),
             export_interval_millis=delivery.otlp.interval_s * 1000,
         )
-        # The reader's flush, not the provider's: that would also collect for Prometheus, whose
+        # Flush this reader only. The provider's flush would also collect for Prometheus, whose
         # reader stores every collection until the next scrape.
         self._pipelines["metrics"] = _Pipeline(delivery, reader.force_flush, reader.shutdown)
         return reader

@@ -62,7 +62,7 @@ class Hop:
         whole_partition: whether the entire partition was cleared, not this sample by id.
         run_id: ``rl.run_id``; empty if not reported.
         trace_id: trace of the span in which it happened; empty if there is none.
-        span_id: as ``trace_id``.
+        span_id: that span; empty if there is none.
     """
 
     name: str

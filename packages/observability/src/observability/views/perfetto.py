@@ -128,7 +128,7 @@ def _arrows(steps: Sequence[Step], slices: Mapping[Key, Entry]) -> Iterator[Entr
 
 
 def _microseconds(nanoseconds: int) -> float:
-    # A float holds the nanoseconds of weeks since the first span, but not those since 1970.
+    # A float is exact to the nanosecond for weeks since the first span, but not since 1970.
     return nanoseconds / 1000
 
 

@@ -268,7 +268,7 @@ def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
 
 
 def _below_root(spans: list[Span]) -> list[Span]:
-    """Return spans without parents below a root that is as long as all of them."""
+    """Return spans without parents below an artificial root that covers all of them."""
     root = replace(
         spans[0],
         span_id=spans[0].trace_id[:16],
