@@ -236,9 +236,9 @@ threading.Thread(target=be_inside, daemon=True).start()
 inside.wait(30)
 if (child := os.fork()) == 0:
     signal.alarm(20)  # what hangs must not outlive the test
-    reported, heard = [], threading.Event()
-    own = waits.begin(lambda wait: (reported.append(wait.name), heard.set()))
-    heard.wait(10)
+    reported, was_reported = [], threading.Event()
+    own = waits.begin(lambda wait: (reported.append(wait.name), was_reported.set()))
+    was_reported.wait(10)
     waits.end(own)
     waits.end(parents)
     os._exit(0 if reported == [own.name] and not parents.reported else 1)

@@ -332,13 +332,13 @@ def outstanding(telemetry):
 before = client("before")
 telemetry = setup("parent", prometheus_port=0)
 after = client("after")
-report(found=outstanding(telemetry))
+report(clients=outstanding(telemetry))
 if (child := os.fork()) == 0:
     telemetry = setup("child", prometheus_port=0)
     childs = client("child")
-    report(found=outstanding(telemetry))
+    report(clients=outstanding(telemetry))
     os._exit(0)
 os.waitpid(child, 0)
 """
     )
-    assert ran.report == [{"found": ["after", "before"]}, {"found": ["child"]}]
+    assert ran.report == [{"clients": ["after", "before"]}, {"clients": ["child"]}]

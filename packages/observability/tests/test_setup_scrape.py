@@ -44,10 +44,10 @@ for number in range(64):
 until = time.monotonic() + 30
 while (answer := scrape())[0] == 503 and time.monotonic() < until:
     time.sleep(0.05)
-gone = all([ended(one) for one in peers])
+gone = all([ended(peer) for peer in peers])
 until = time.monotonic() + 30
 def serving():
-    return sum("process_request" in one.name for one in threading.enumerate())
+    return sum("process_request" in thread.name for thread in threading.enumerate())
 while serving() and time.monotonic() < until:  # the last scrape returned, its thread may remain
     time.sleep(0.05)
 report(status=answer[0], scraped="tests_total" in answer[1], ended=gone, threads=serving())

@@ -58,7 +58,7 @@ def record_samples(
             )
     for start in range(0, len(sample_ids), MAX_SAMPLES):
         rows = slice(start, start + MAX_SAMPLES)
-        body = {name: [_finite(value) for value in held[rows]] for name, held in columns.items()}
+        body = {name: [_finite(value) for value in cells[rows]] for name, cells in columns.items()}
         _emit(FACTS, {"ids": list(sample_ids[rows]), **body}, run_id, step)
 
 
@@ -81,12 +81,12 @@ def record_sample_text(
         run_id: as in `record_samples`.
         step: as in `record_samples`.
     """
-    kept = {
+    recorded = {
         name: [_finite(value) for value in column[:MAX_TOKENS]]
         for name, column in (tokens or {}).items()
     }
     messages = [{key: str(text)[:MAX_CONTENT] for key, text in turn.items()} for turn in turns]
-    _emit(TEXT, {"id": sample_id, "turns": messages, "tokens": kept}, run_id, step)
+    _emit(TEXT, {"id": sample_id, "turns": messages, "tokens": recorded}, run_id, step)
 
 
 def _finite(value: object) -> object:

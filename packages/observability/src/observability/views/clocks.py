@@ -4,8 +4,7 @@ A call runs within its caller's span. If it does not, and the two hosts differ, 
 of the other by at least the part that sticks out. If the calls between two hosts contradict each
 other, some outlived their callers; all calls between these hosts are then ignored. Times are
 shifted so that every call is within its caller, by the smallest shift that achieves it. A clock
-whose bounds include 0 is left alone, unless the offsets of other clocks narrow its bounds so that
-they exclude 0.
+whose offset may be 0 is left alone, unless the offsets of other clocks rule 0 out.
 """
 
 from __future__ import annotations

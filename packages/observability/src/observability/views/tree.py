@@ -1,8 +1,8 @@
 """The spans of one trace as a tree that is valid even if spans are missing or malformed.
 
-Walks start at the roots, at each span whose parent did not arrive, and at one span of each cycle of
+Walks start at the roots, at each span whose parent did not arrive, and at one span of each ring of
 parents. So no span is lost and every walk ends. A span without any time is placed at the start of
-its parent.
+its nearest ancestor with a time.
 """
 
 from __future__ import annotations

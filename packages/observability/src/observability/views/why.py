@@ -19,7 +19,7 @@ from observability.views.quantities import duration
 
 _ENDS = frozenset({"claimed", "claim_failed", "answered"})
 _EXAMPLES = 10
-# The admin service's default as well; several times the interval between reports of a wait.
+# Same as the admin service's default; several times the interval between reports of a wait.
 _SILENT_S = 300.0
 # Maximum number of example ids in a sentence.
 _MAX_IN_SENTENCE = 2
@@ -169,8 +169,8 @@ def why(
 
     Args:
         records: the records of the run so far.
-        now_ns: end of open waits, in nanoseconds since 1970: the present for a running program, the
-            last event for a finished one.
+        now_ns: time up to which open waits last, in nanoseconds since 1970: the present for a
+            running program, the last event for a finished one.
         live: partitions as the store has them now. For the run that reported last, their numbers
             replace those derived from events; examples still come from events. The number of ready
             samples is exact unless several fields are lacking. Then it is the number derived from
