@@ -300,6 +300,61 @@ with setup("grpo.driver", endpoint=ENDPOINT), skyrl.trace_steps("r"):
         ]
 
 
+VERL = """
+from contextlib import contextmanager
+from types import ModuleType
+
+class Tracking:
+    def __init__(self, project_name, experiment_name, config=None): ...
+    def log(self, data, step): ...
+    def finish(self, exit_code=None): ...
+    def __del__(self):
+        self.finish()
+
+@contextmanager
+def marked_timer(name, timing_raw, **options):
+    yield
+
+for name in ("verl", "verl.utils", "verl.utils.debug", "verl.utils.profiler",
+             "verl.utils.tracking"):
+    sys.modules[name] = ModuleType(name)
+sys.modules["verl.utils.debug"].marked_timer = marked_timer
+sys.modules["verl.utils.profiler"].marked_timer = marked_timer
+sys.modules["verl.utils.tracking"].Tracking = Tracking
+from observability.adapters.verl import install
+install()
+"""
+
+
+def test_verl_run_ends_with_its_exit_code_after_another_tracking_is_deleted() -> None:
+    with Receiver() as receiver:
+        body = """
+import os
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = ENDPOINT
+tracking = Tracking("p", "r")
+Tracking("p", "r")
+tracking.finish(exit_code=0)
+"""
+        ran = run(f"{VERL}\n{body}", receiver.endpoint)
+        assert ran.code == 0
+        assert [event.name for event in receiver.snapshot().events] == [
+            "run_started",
+            "run_finished",
+        ]
+
+
+def test_verl_run_uses_the_telemetry_that_its_program_set_up() -> None:
+    with Receiver() as receiver:
+        body = """
+with setup("mine", endpoint=ENDPOINT):
+    Tracking("p", "r").finish(exit_code=0)
+"""
+        ran = run(f"{VERL}\n{body}", receiver.endpoint)
+        assert ran.code == 0
+        [event, *_] = receiver.snapshot().events
+    assert (event.name, event.attributes["rl.run_id"]) == ("run_started", "r")
+
+
 @pytest.mark.parametrize(
     "program",
     [f"{TRL}\nsteps = trace_steps(trainer, 'r')", f"{SKYRL}\nsteps = skyrl.trace_steps('r')"],

@@ -310,6 +310,14 @@ def test_requests_are_forwarded_unchanged() -> None:
         assert collector.snapshot() == receiver.snapshot()
 
 
+def test_a_receiver_that_cannot_record_leaves_no_thread(tmp_path: Path) -> None:
+    with Receiver(tmp_path):
+        before = set(threading.enumerate())
+        with pytest.raises(BlockingIOError):
+            Receiver(tmp_path, forward="http://127.0.0.1:9")
+        assert set(threading.enumerate()) <= before
+
+
 def test_an_unreachable_collector_costs_one_warning() -> None:
     with capture_logs() as logged:
         with Receiver(forward="http://127.0.0.1:9") as receiver:

@@ -189,8 +189,11 @@ def steps_in(records: Records, *, number: int | None = None) -> list[Step]:
         raise CommandError("no step was traced: no span has the attribute rl.step")
     chosen = [step for step in steps if number in (None, step.number)]
     if not chosen:
-        numbers = f"{steps[0].number} to {max(step.number for step in steps)}"
-        raise CommandError(f"--step: no step {number} in the recording, which has {numbers}")
+        numbers = [step.number for step in steps]
+        raise CommandError(
+            f"--step: no step {number} in the recording, which has steps {min(numbers)} to "
+            f"{max(numbers)}"
+        )
     return chosen
 
 

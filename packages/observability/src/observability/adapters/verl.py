@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from typing import Any  # Any: verl has no types
 
@@ -99,7 +99,9 @@ class _Run:
         ) -> None:
             if not self.run_id:  # a process has one run
                 self.run_id = os.environ.get(_RUN_ID) or str(experiment_name)
-                self.telemetry = setup("grpo.driver", run_id=self.run_id)
+                # If the program set up telemetry itself, the spans are exported by that.
+                with suppress(RuntimeError):
+                    self.telemetry = setup("grpo.driver", run_id=self.run_id)
                 config = dict(kwargs.get("config") or {})  # as verl's trainers pass it
                 config.pop("ray_kwargs", None)  # has environment variables, perhaps tokens
                 self.record.enter_context(record_run(config, run_id=self.run_id))
@@ -130,11 +132,12 @@ class _Run:
             try:
                 finish(tracking, *args, **kwargs)
             finally:
-                telemetry, self.telemetry = self.telemetry, None  # `__del__` finishes again
-                if telemetry is not None:
+                if self.telemetry is not None:
                     if args or kwargs:
                         self.record.__exit__(*sys.exc_info())
-                    telemetry.flush()
+                    self.telemetry.flush()
+                    if args or kwargs:
+                        self.telemetry = None  # `__del__` finishes again
 
         return flushing
 

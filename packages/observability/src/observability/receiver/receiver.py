@@ -88,15 +88,19 @@ class Receiver:
         self._closed = False
         # Bind first: an invalid host or a taken port must fail before a file is created.
         self._server = OtlpServer(host, port, max_body=max_body, accept=self._accept)
+        self._forwarder: Forwarder | None = None
         try:
-            self._forwarder = Forwarder(forward) if forward is not None else None
+            if forward is not None:
+                self._forwarder = Forwarder(forward)
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 for kind in get_args(Kind):
                     self._writers[kind] = FrameWriter(folder / f"{kind}.otlp")
-        except BaseException:  # even a KeyboardInterrupt must leave no port or file open
+        except BaseException:  # even a KeyboardInterrupt must leave no port, file or thread
             self._server.server_close()
             self._close_files()
+            if self._forwarder is not None:
+                self._forwarder.close(1.0)  # nothing is queued
             raise
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="otlp-receiver", daemon=True
