@@ -109,6 +109,20 @@ def test_failing_order_is_named_and_recovers_with_new_tags():
     assert claim(ledger, 2) == ["bad", "good"]
 
 
+@pytest.mark.parametrize("group_size", [None, 1], ids=["samples", "groups"])
+def test_clearing_the_sample_that_failed_the_order_ends_the_error(group_size):
+    cfg = {"enabled": True, "impl": "in_memory", "claim_order": f"{__name__}:by_priority"}
+    with InMemoryDataPlaneClient(cfg) as client:
+        client.register_partition("p", [], 3, ["a"], group_size)
+        tags = [{"priority": place} for place in ("high", None, 1)]
+        client.put_samples(["p0_g0", "p1_g0", "p2_g0"], "p", None, tags)
+        for failing in ("p0_g0", "p1_g0"):
+            with pytest.raises(InvalidRequestError, match=f"failed on sample '{failing}'"):
+                client.claim_meta("p", "a", [], 1)
+            client.clear_samples([failing], "p")
+        assert client.claim_meta("p", "a", [], 1).sample_ids == ["p2_g0"]
+
+
 @pytest.mark.parametrize("path", ["nowhere:f", "math:nothing", "math", "math:pi", ""])
 def test_a_configuration_that_names_no_function_is_refused(path):
     with pytest.raises(ConfigError, match="claim_order"):

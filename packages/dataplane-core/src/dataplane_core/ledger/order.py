@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias  # Any: tags hold the caller's own primitives
 
 from dataplane_core.errors import ConfigError, InvalidRequestError
@@ -49,14 +49,15 @@ class Positions:
 
     Attributes:
         by_sequence: whether the order is that of first puts.
-        error: the first error of ``order``; samples for which it fails come last.
+        failures: sequence of each queued sample for which ``order`` failed, to the error; such
+            samples come last.
     """
 
     def __init__(self, seed: int | None, order: ClaimOrder | None) -> None:
         self._seed = seed
         self._order = order
         self.by_sequence = seed is None and order is None
-        self.error: str | None = None
+        self.failures: dict[int, str] = {}
 
     def of(self, row: Row) -> float:
         """Return the position of ``row``; an exact integer unless a user's order is used."""
@@ -72,13 +73,19 @@ class Positions:
         except Exception as error:  # noqa: BLE001  # a user's function can raise anything
             # This runs while a put becomes visible, which must not fail half-way: `check` raises
             # the error in the claim.
-            self.error = self.error or f"sample {row.sample_id!r}: {type(error).__name__}: {error}"
+            self.failures[row.sequence] = (
+                f"sample {row.sample_id!r}: {type(error).__name__}: {error}"
+            )
             return math.inf
         return position
 
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Drop the failures of samples that leave the queue."""
+        if self.failures:
+            for sequence in sequences:
+                self.failures.pop(sequence, None)
+
     def check(self) -> None:
-        """Raise `InvalidRequestError` if the user's order failed for a sample."""
-        if self.error is not None:
-            raise InvalidRequestError(
-                f"claim_meta: the configured claim_order failed on {self.error}"
-            )
+        """Raise `InvalidRequestError` if the user's order failed for a queued sample."""
+        for failure in self.failures.values():
+            raise InvalidRequestError(f"claim_meta: the configured claim_order failed on {failure}")

@@ -82,7 +82,9 @@ class SampleQueue:
         if self.terms.where:
             before = {row.sequence for row in ready}
             ready = [row for row in ready if self.terms.meets(row)]
-            self._ready.discard(before.difference(row.sequence for row in ready))
+            unmet = before.difference(row.sequence for row in ready)
+            self._ready.discard(unmet)
+            self.positions.forget(unmet)
         if isinstance(self._ready, SequenceSet):
             self._ready.add(row.sequence for row in ready)
         else:
@@ -95,6 +97,7 @@ class SampleQueue:
         sequences = [row.sequence for row in rows]
         self.terms.awaited.discard(sequences)
         self._ready.discard(sequences)
+        self.positions.forget(sequences)
 
     def count(self, unit: int) -> int:
         """Return how many samples `take` can return without ``partial``."""
@@ -215,6 +218,7 @@ class GroupQueue:
         group = self._group_of.pop(row.sequence)
         if group is not None:
             del group.positions[row.sequence]
+            self.positions.forget([row.sequence])
             group.misfits.discard(row.sequence)
             changed[group] = None
 
