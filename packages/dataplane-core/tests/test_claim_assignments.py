@@ -21,6 +21,7 @@ from dataplane_core.ledger.actions import reset_consumption
 from dataplane_core.ledger.inspect import state_of
 from dataplane_core.testing.claims import put as put_ones
 
+IN_MEMORY = {"enabled": True, "impl": "in_memory"}
 IDS = [f"p{prompt}_g{number}" for prompt in range(6) for number in range(2)]
 
 
@@ -227,6 +228,21 @@ def test_timed_out_claim_reports_assigned_samples():
         assert not client.check_consumption_status("p", ["a"])
         with pytest.raises(ClaimTimeoutError, match="2 are assigned to data-parallel ranks"):
             client.claim_meta("p", "a", ["x"], 2, dp_rank=0, dp_world=2, timeout_s=0.01)
+
+
+def test_timed_out_claim_by_id_reports_its_assigned_samples_only():
+    with InMemoryDataPlaneClient({**IN_MEMORY, "claim_lease_s": 1000.0}) as client:
+        client.register_partition("p", ["x"], 5, ["a"])
+        put_ones(client, "p", list("abcd"))
+        held = client.claim_meta("p", "a", ["x"], 2, dp_rank=0, dp_world=2)
+        [assigned, _] = sorted(set("abcd").difference(held.sample_ids))
+        for ids, message, expires in (
+            (["absent"], "1 of the named samples are not in the partition$", False),
+            ([assigned], "1 are assigned to data-parallel ranks; the first assignment", True),
+        ):
+            with pytest.raises(ClaimTimeoutError, match=message) as raised:
+                client.claim_meta("p", "a", ["x"], 1, timeout_s=0.01, sample_ids=ids)
+            assert (raised.value.first_expiry_s is not None) is expires
 
 
 def test_claimed_assignments_leave_no_rank_groups():

@@ -105,9 +105,10 @@ class PartitionDeclaration:
             batch_size: number of samples that the claim requested.
             timeout_s: its deadline, in seconds.
             holders: process to the number of samples that it holds under leases of the task.
-            first_expiry_s: seconds until the first of the task's leases or assignments expires.
+            first_expiry_s: seconds until the first of these leases and assignments expires.
             claimer: the claiming process, as ``holders`` names it.
-            assigned: number of the task's samples assigned to data-parallel ranks.
+            assigned: number of samples assigned to data-parallel ranks; for a claim of
+                ``sample_ids``, those among them.
             large_group: name and size of a group too large for the claim.
             absent: number of named samples that the partition lacks, for a claim of
                 ``sample_ids``; else None.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from dataplane_core.errors import ClaimTimeoutError
+from dataplane_core.ledger.assignments import Assignment
 from dataplane_core.ledger.partition import Partition
 from dataplane_core.ledger.selection import ClaimRequest
 
@@ -61,7 +63,14 @@ class Shortage:
         for lease in leases:
             held = lease.rows if named is None else lease.rows.keys() & set(named)
             holders[lease.owner] += len(held)
-        deadlines = [each.deadline for each in task.assignments.timed]
+        assigned, timed = task.assigned, list(task.assignments.timed)
+        if named is not None:
+            present = (row for each in named if (row := partition.rows.get(each)) is not None)
+            states = [row.states.get(task) for row in present]
+            assignments = [each for each in states if isinstance(each, Assignment)]
+            assigned = len(assignments)
+            timed = [each for each in assignments if each.deadline < math.inf]
+        deadlines = [each.deadline for each in timed]
         deadlines += (lease.deadline for lease in leases)
         return partition.declaration.claim_timeout(
             task.name,
@@ -70,7 +79,7 @@ class Shortage:
             holders=holders,
             first_expiry_s=max(0.0, min(deadlines) - now) if deadlines else None,
             claimer=self._request.owner,
-            assigned=task.assigned,
+            assigned=assigned,
             large_group=partition.large_group(self._request),
             unput=partition.unput if named is None else 0,
             absent=None if named is None else self._absent,
