@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, LeaseLostError, held_claim
+from dataplane_core import InMemoryDataPlaneClient, InvalidRequestError, LeaseLostError, held_claim
 
 
 def client_of(lease_s=None):
@@ -53,6 +53,17 @@ def test_a_lost_lease_is_reported_at_the_end():
 def test_a_claim_without_a_lease_is_left_alone():
     with client_of() as client:
         claim = client.claim_meta("train", "score", ["x"], 2)
-        with held_claim(client, claim, renew_every_s=0.0):
+        with held_claim(client, claim, renew_every_s=300.0):
             names = [thread.name for thread in threading.enumerate()]
             assert "renew claim" not in names
+
+
+@pytest.mark.parametrize("period", [0, -1.0, float("nan"), "5"])
+def test_renewal_period_must_be_positive(period):
+    with client_of(lease_s=1000.0) as client:
+        claim = client.claim_meta("train", "score", ["x"], 2)
+        with (
+            pytest.raises(InvalidRequestError, match="held_claim: renew_every_s is"),
+            held_claim(client, claim, renew_every_s=period),
+        ):
+            pass

@@ -321,10 +321,15 @@ def test_missing_checkpoint_is_an_error(tmp_path: Path):
         restore_partition(store(), tmp_path / "p")
     with pytest.raises(InvalidRequestError, match="'nowhere' is not registered; registered: 'tr"):
         save_partition(filled(), "nowhere", tmp_path / "p")
-    with pytest.raises(InvalidRequestError, match="batch 0"):
-        save_partition(filled(), "train", tmp_path / "p", batch=0)
     with pytest.raises(PartitionNotFoundError):
         store().list_samples("train")
+
+
+@pytest.mark.parametrize("size", [0, 10_001])
+def test_batch_outside_its_bounds_is_named(tmp_path: Path, size: int):
+    expected = f"save_partition: batch is {size}; expected an int of 1 to 10000"
+    with pytest.raises(InvalidRequestError, match=expected):
+        save_partition(filled(), "train", tmp_path / "p", batch=size)
 
 
 def test_change_during_save_raises_and_keeps_the_old_checkpoint(tmp_path: Path):

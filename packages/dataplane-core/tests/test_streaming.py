@@ -392,3 +392,16 @@ def test_acknowledged_claims_are_neither_kept_nor_renewed(monkeypatch):
         assert renewed == []
         gc.collect()
         assert all(claim() is None for claim in claims)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"acknowledge_on": "comit"}, "acknowledge_on is 'comit' .*expected 'next' or 'commit'"),
+        ({"renew_every_s": 0}, "renew_every_s is 0; expected more than 0"),
+        ({"renew_every_s": "5"}, "renew_every_s is '5' .*expected a number of seconds"),
+    ],
+)
+def test_wrong_argument_of_the_loader_is_refused_by_name(argument, message):
+    with pytest.raises(InvalidRequestError, match=f"StreamingDataLoader: {message}"):
+        StreamingDataLoader(dataset(), **argument)

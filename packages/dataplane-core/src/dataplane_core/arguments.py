@@ -207,6 +207,18 @@ def checked_seconds(where: str, argument: str, value: object) -> float:
     return float(number)
 
 
+def checked_period(where: str, argument: str, value: object) -> float:
+    """Return ``value`` as seconds between two calls: above 0, up to `MAX_SECONDS`.
+
+    Raises:
+        InvalidRequestError: (a ValueError) ``value`` is not a number, or is out of bounds.
+    """
+    seconds = checked_seconds(where, argument, value)
+    if not seconds:
+        raise InvalidRequestError(f"{where}: {argument} is 0; expected more than 0 seconds")
+    return seconds
+
+
 def checked_bool(where: str, argument: str, value: object) -> bool:
     """Return ``value`` as a plain bool; numbers and text are refused.
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dataplane_core.arguments import checked_period
 from dataplane_core.errors import DataPlaneError, LeaseLostError
 from dataplane_core.meta import LEASE
 
@@ -32,9 +33,12 @@ def held_claim(
         acknowledge: False if the block acknowledges, by its last put for example.
 
     Raises:
+        InvalidRequestError: (a ValueError) ``renew_every_s`` is not a number above 0; the block
+            does not run, and the claim is left as it is.
         LeaseLostError: the lease expired or was ended during the block; the claim's samples may
             have another holder.
     """
+    renew_every_s = checked_period("held_claim", "renew_every_s", renew_every_s)
     if LEASE not in claim.extra_info:
         yield
         return

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from tensordict import TensorDict
 
+from dataplane_core.arguments import checked_int
 from dataplane_core.checkpoint.folder import VerifiedFolder, open_folder, write_folder
 from dataplane_core.checkpoint.packing import StoredColumn, pack, unpack
 from dataplane_core.client import DataPlaneClient
@@ -29,7 +30,7 @@ from dataplane_core.errors import (
     UnsupportedError,
     listed,
 )
-from dataplane_core.ledger.inspect import PartitionSummary, SampleState
+from dataplane_core.ledger.inspect import MAX_PAGE_ROWS, PartitionSummary, SampleState
 from dataplane_core.ledger.selection import TagFilter
 from dataplane_core.meta import LEASE
 from dataplane_core.schema import Form
@@ -95,13 +96,12 @@ def save_partition(
     Raises:
         CheckpointError: the checkpoint cannot be written, or the partition changed. No part of the
             checkpoint remains, and an older one is untouched.
-        InvalidRequestError: (a ValueError) there is no such partition, or a tag or object value
-            cannot be stored; the error names it.
+        InvalidRequestError: (a ValueError) there is no such partition, ``batch`` is out of bounds,
+            or a tag or object value cannot be stored; the error names it.
         UnsupportedError: the client cannot be inspected.
     """
     folder = Path(folder)
-    if batch < 1:
-        raise InvalidRequestError(f"save_partition: batch {batch}; expected at least 1")
+    batch = checked_int("save_partition", "batch", batch, minimum=1, maximum=MAX_PAGE_ROWS)
     before = _summary(client, partition_id)
     with write_folder(folder) as files:
         samples = batches = 0

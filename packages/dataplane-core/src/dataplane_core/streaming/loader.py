@@ -16,6 +16,7 @@ import torch.multiprocessing
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
+from dataplane_core.arguments import checked_period, shown
 from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -87,8 +88,8 @@ class StreamingDataLoader:
     Raises:
         DeadlineExceededError: (TimeoutError) while iterating: no worker delivered a batch within
             the dataset's ``timeout_s`` and ``batch_timeout_s`` together.
-        InvalidRequestError: (a ValueError) while iterating: the result of ``collate`` in a worker
-            cannot be pickled.
+        InvalidRequestError: (a ValueError) ``acknowledge_on`` or ``renew_every_s`` is invalid; or,
+            while iterating: the result of ``collate`` in a worker cannot be pickled.
         LeaseLostError: while iterating: for ``timeout_s`` each batch lost its lease before it could
             be delivered.
     """
@@ -106,6 +107,12 @@ class StreamingDataLoader:
         batch_timeout_s: float = 600.0,
         multiprocessing_context: str = "spawn",
     ) -> None:
+        call = "StreamingDataLoader"
+        if acknowledge_on not in ("next", "commit"):
+            raise InvalidRequestError(
+                f"{call}: acknowledge_on is {shown(acknowledge_on)}; expected 'next' or 'commit'"
+            )
+        renew_every_s = checked_period(call, "renew_every_s", renew_every_s)
         self.dataset = dataset
         self._num_workers = num_workers
         self._prefetch_factor = prefetch_factor
