@@ -114,3 +114,22 @@ def test_enabled_observability_without_any_middleware_is_refused(monkeypatch):
     )
     with pytest.raises(ConfigError, match="install the package 'observability'"):
         build_data_plane_client({**IN_MEMORY, "observability": {"enabled": True}})
+
+
+@pytest.mark.parametrize("failing", ["refuse", "missing"])
+def test_client_is_closed_if_a_middleware_fails(monkeypatch, failing):
+    def refuse(client, cfg):
+        raise OSError("no collector")
+
+    offered = {
+        factory.CLIENT_GROUP: [EntryPoint("theirs", "Theirs", factory.CLIENT_GROUP)],
+        factory.MIDDLEWARE_GROUP: [EntryPoint("m", failing, factory.MIDDLEWARE_GROUP)],
+    }
+    loaded = {"Theirs": Theirs, "refuse": refuse}
+    monkeypatch.setattr(factory, "entry_points", lambda group: offered[group])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: loaded[self.value])
+    with pytest.raises((OSError, KeyError), match=r"no collector|missing"):
+        build_data_plane_client(
+            {"enabled": True, "impl": "theirs", "observability": {"enabled": True}}
+        )
+    assert Theirs.closed

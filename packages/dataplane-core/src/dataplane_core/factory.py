@@ -39,27 +39,38 @@ def build_data_plane_client(
     if not valid["enabled"]:
         raise ConfigError("data-plane config: enabled is false; set it to true to build a client")
     client = _load_client(valid["impl"])(valid, bootstrap=bootstrap)
+    try:
+        _check_promises(client, valid)
+        observability = valid.get("observability")
+        if observability is not None and observability["enabled"]:
+            wrappers = sorted(entry_points(group=MIDDLEWARE_GROUP), key=lambda entry: entry.name)
+            if not wrappers:
+                raise ConfigError(
+                    "data-plane config: observability.enabled is true, but no middleware is "
+                    "installed; install the package 'observability' or set it to false"
+                )
+            for wrapper in wrappers:
+                client = wrapper.load()(client, observability)
+    except BaseException:  # also a middleware's: the caller gets no client that it could close
+        client.close()
+        raise
+    return cast("DataPlaneClient", client)
+
+
+def _check_promises(client: Any, valid: DataPlaneConfig) -> None:
+    """Refuse a configuration key that the client would ignore.
+
+    Raises:
+        ConfigError: (a ValueError) the client lacks the capability that the key needs.
+    """
     for key, promise in _PROMISES.items():
         capabilities = getattr(client, "capabilities", Capabilities())
         value = valid.get(key)
         if value is not None and not getattr(capabilities, promise):
-            client.close()
             raise ConfigError(
                 f"data-plane config: {key}: found {value!r}; {valid['impl']!r} lacks "
                 f"capabilities.{promise}, so remove the key"
             )
-    observability = valid.get("observability")
-    if observability is not None and observability["enabled"]:
-        wrappers = sorted(entry_points(group=MIDDLEWARE_GROUP), key=lambda entry: entry.name)
-        if not wrappers:
-            client.close()
-            raise ConfigError(
-                "data-plane config: observability.enabled is true, but no middleware is "
-                "installed; install the package 'observability' or set it to false"
-            )
-        for wrapper in wrappers:
-            client = cast("DataPlaneClient", wrapper.load()(client, observability))
-    return client
 
 
 def _load_client(impl: str) -> Any:
