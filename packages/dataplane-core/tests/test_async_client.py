@@ -305,6 +305,32 @@ def test_close_with_a_hanging_call_raises_at_the_deadline():
     asyncio.run(scenario())
 
 
+def test_close_ends_blocked_claims_although_other_calls_hang():
+    class Stuck(InMemoryDataPlaneClient):
+        over = threading.Event()
+
+        def list_partitions(self):
+            self.over.wait(TIMEOUT_S)
+            return []
+
+    async def scenario():
+        inner = Stuck()
+        inner.register_partition("train", ["x"], 1, ["train"])
+        client = AsyncDataPlaneClient(inner, threads=1, close_timeout_s=0.05)
+        stuck = asyncio.create_task(client.list_partitions())
+        claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
+        await until(lambda: bool(client._blocked) and len(client._running) == 2)
+        with pytest.raises(DeadlineExceededError):
+            await client.close()
+        with pytest.raises(ClosedError):
+            await claim
+        assert not stuck.done()
+        Stuck.over.set()
+        assert await stuck == []
+
+    asyncio.run(scenario())
+
+
 def test_zero_threads_is_refused():
     with pytest.raises(InvalidRequestError, match="threads is 0"):
         AsyncDataPlaneClient(InMemoryDataPlaneClient(), threads=0)

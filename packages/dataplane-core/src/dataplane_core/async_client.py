@@ -246,12 +246,14 @@ class AsyncDataPlaneClient:
             return
         self._closed = True
         deadline = time.monotonic() + self._close_timeout_s
-        pools = (self._claims, self._puts, self._reads, self._calls)
         await _unfinished(self._running - self._blocked, deadline)
-        closing = self._calls.submit(self._inner.close)
+        # A separate thread: calls that are stuck would delay the close, and with it the end of the
+        # blocked claims.
+        closer = ThreadPoolExecutor(1, "dataplane-close")
+        closing = closer.submit(self._inner.close)
         unfinished = await _unfinished({closing}, deadline)
         unfinished |= await _unfinished(set(self._running), deadline)
-        for pool in pools:
+        for pool in (self._claims, self._puts, self._reads, self._calls, closer):
             pool.shutdown(wait=False)
         if closing.done():
             closing.result()
