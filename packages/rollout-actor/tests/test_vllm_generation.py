@@ -7,13 +7,18 @@ import asyncio
 import json
 import pickle
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 
 from column_io import BatchedDataDict
-from dataplane_core import ConfigError, InvalidRequestError, UnavailableError
+from dataplane_core import (
+    ConfigError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from rollout_actor.vllm import VllmGeneration
 
 LIMITS = {"pad_token_id": 0, "max_total_sequence_length": 16, "max_new_tokens": 4}
@@ -37,10 +42,21 @@ def answer_of(*tokens, logprob=-0.5, **choice):
     }
 
 
+def probe_answer(spread):
+    """Return the answer to a request that checks the log-probabilities."""
+    top = [{"logprob": -spread * place / 4} for place in range(5)]
+    return 200, {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
+
+
+HANGING = object()
+NOT_GZIP = (200, b"not gzip", "content-encoding: gzip")
+
+
 class Handler:
     """An HTTP server that answers generation with the next of ``answers``, then repeats the last.
 
-    An answer of None closes the connection. Requests for health and the model always succeed.
+    An answer of None closes the connection; after `HANGING` the client has to. Requests
+    for health and the model always succeed.
     """
 
     def __init__(self, answers):
@@ -54,23 +70,25 @@ class Handler:
                 if header.lower().startswith(b"content-length:"):
                     length = int(header.split(b":")[1])
             body = await reader.readexactly(length)
-            status, answer = 200, {"data": [{"max_model_len": 16}]}
+            status, answer, *headers = 200, {"data": [{"max_model_len": 16}]}
             if b"generate" in request:
                 self.bodies.append(json.loads(body))
                 next_answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
                 if next_answer is None:
                     break
-                status, answer = next_answer
+                if next_answer is HANGING:
+                    await reader.read()
+                    break
+                status, answer, *headers = next_answer
             content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            writer.write(
-                f"HTTP/1.1 {status} -\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
-            )
+            lines = [f"HTTP/1.1 {status} -", f"content-length: {len(content)}", *headers]
+            writer.write("\r\n".join([*lines, "\r\n"]).encode() + content)
             await writer.drain()
         writer.close()
 
 
 @contextmanager
-def serving(*answers):
+def serving(*answers, **changes):
     """Return a backend with one row at a time, and the requests that its server gets."""
     handler, ready, finished = Handler(answers), threading.Event(), asyncio.Event()
     address = []
@@ -87,7 +105,8 @@ def serving(*answers):
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     assert ready.wait(10)
-    generation = VllmGeneration(address, **LIMITS, timeout_s=20, max_requests_per_server=1)
+    arguments = {**LIMITS, "timeout_s": 20, "max_requests_per_server": 1, **changes}
+    generation = VllmGeneration(address, **arguments)
     try:
         yield generation, handler.bodies
     finally:
@@ -121,7 +140,7 @@ def test_unused_backend_starts_no_thread():
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("failure", [None, (429, {}), (500, {}), (503, {}), (200, None)])
+@pytest.mark.parametrize("failure", [None, (429, {}), (500, {}), (503, {}), (200, None), NOT_GZIP])
 def test_unanswered_requests_are_sent_again(failure):
     aborted = answer_of(finish_reason="abort")
     with serving(aborted if failure == (200, None) else failure, answer_of(7)) as (backend, sent):
@@ -170,3 +189,22 @@ def test_server_that_reports_no_weight_versions_gives_no_column():
         assert "weight_versions" not in backend.generate(BATCH, greedy=True)
     with serving(answer_of(7, weight_versions=spans)) as (backend, _):
         assert backend.generate(BATCH, greedy=True)["weight_versions"] == [spans, spans]
+
+
+def test_server_that_hung_at_its_first_check_is_checked_again():
+    probes = probe_answer(1.0), probe_answer(10.0)
+    with serving(HANGING, *probes, answer_of(7), temperature=0.5, timeout_s=2.0) as (backend, _):
+        with pytest.raises((DeadlineExceededError, UnavailableError)):
+            backend.generate(BATCH, greedy=True)
+        with suppress(DeadlineExceededError, UnavailableError):  # the check may still be running
+            backend.generate(BATCH, greedy=True)
+        output = backend.generate(BATCH, greedy=True)
+    assert output["output_ids"].tolist() == [[1, 2, 3, 7], [4, 5, 7, 0]]
+
+
+def test_server_with_an_unreadable_first_check_is_lost():
+    with (
+        serving(NOT_GZIP, temperature=0.5) as (backend, _),
+        pytest.raises(UnavailableError, match=r"is lost: DecodingError"),
+    ):
+        backend.generate(BATCH, greedy=True)

@@ -53,7 +53,8 @@ class VllmGeneration:
             from it, the stream (`begin`), the rollout, the prompt, and the number of equal prompts
             before it in the rollout. So it depends neither on the order of rows nor on the server.
         timeout_s: deadline of one `generate`, or of one row of `generate_async`, in seconds. It
-            includes waits for capacity, retries, and pauses of a server.
+            includes waits for capacity, retries, and pauses of a server. It is also the deadline
+            of the generations that check a new server.
         server_timeout_s: a server is lost if ``/health`` does not answer within this time.
         max_requests_per_server: maximum concurrent requests per server; others queue in the client.
         api_key: the servers' ``--api-key``.
@@ -106,6 +107,7 @@ class VllmGeneration:
             sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
             max_length=max_total_sequence_length,
             max_requests_per_server=max_requests_per_server,
+            timeout_s=timeout_s,
             server_timeout_s=server_timeout_s,
             api_key=api_key,
         )
@@ -114,7 +116,6 @@ class VllmGeneration:
         self._max_length = max_total_sequence_length
         self._max_new_tokens = max_new_tokens
         self._seed = seed
-        self._timeout_s = timeout_s
         self._running, self._since = 0, 0.0
         self.begin("")
         self._clear()
@@ -252,11 +253,7 @@ class VllmGeneration:
             self._since = time.perf_counter()
         try:
             sent = [request for request in requests if request.max_tokens]
-            answered = iter(
-                await self._pool.answer_all(sent, greedy=greedy, timeout_s=self._timeout_s)
-                if sent
-                else ()
-            )
+            answered = iter(await self._pool.answer_all(sent, greedy=greedy) if sent else ())
             empty = RowAnswer([], [], truncated=True, weight_versions=[])
             answers = [next(answered) if request.max_tokens else empty for request in requests]
             self._counts["tokens"] += sum(len(answer.token_ids) for answer in answers)

@@ -81,7 +81,7 @@ class Server:
     async def generate(
         self, client: httpx.AsyncClient, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> Any:
-        """Return the answer's JSON, without a deadline.
+        """Return the answer's JSON; the caller sets the deadline.
 
         Raises:
             CallFailedError: there was no answer, or a server error.
@@ -92,7 +92,7 @@ class Server:
             response = await client.post(
                 f"{self.address}{GENERATE}", json=body, headers=headers, timeout=None
             )
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise CallFailedError(_describe(error)) from error
         if response.is_success:
             try:
@@ -136,7 +136,7 @@ class Server:
                 response = await client.get(f"{self.address}/health", timeout=None)
         except TimeoutError:
             self.lose(f"/health did not answer within {timeout_s:g} s")
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             self.lose(f"/health: {_describe(error)}")
         else:
             if not response.is_success:
@@ -156,7 +156,7 @@ class Server:
                 response = await client.get(f"{self.address}/v1/models", timeout=None)
         except TimeoutError:
             raise CallFailedError(f"/v1/models did not answer within {timeout_s:g} s") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise CallFailedError(f"/v1/models: {_describe(error)}") from error
         if not response.is_success:
             reason = f"/v1/models answered {response.status_code} {_message(response)}"
@@ -176,7 +176,7 @@ class Server:
 
         That is vLLM's default (``raw_logprobs``), and the API does not report the mode. Two
         requests reveal it: processed log-probabilities spread ten times as wide at a tenth of the
-        temperature, raw ones do not change.
+        temperature, raw ones do not change. The caller sets the deadline.
 
         Raises:
             ConfigError: (a ValueError) it reports raw log-probabilities; names the option.
@@ -214,7 +214,7 @@ def checked_address(address: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _describe(error: httpx.TransportError) -> str:
+def _describe(error: httpx.RequestError) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

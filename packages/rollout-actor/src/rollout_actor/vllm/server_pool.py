@@ -47,6 +47,7 @@ class ServerPool:
         sampling: the distribution of all requests that are not greedy.
         max_length: maximum tokens of a conversation, which every server must support.
         max_requests_per_server: maximum concurrent requests per server; others queue in the client.
+        timeout_s: deadline of `answer_all`, and of the generations that check a new server.
         server_timeout_s: a server is lost if its health check does not answer within this time.
         api_key: API key for every server, or None.
     """
@@ -58,6 +59,7 @@ class ServerPool:
         sampling: Sampling,
         max_length: int,
         max_requests_per_server: int,
+        timeout_s: float,
         server_timeout_s: float,
         api_key: str | None,
     ) -> None:
@@ -65,6 +67,7 @@ class ServerPool:
         self._sampling = sampling
         self._max_length = max_length
         self._max_requests = max_requests_per_server
+        self._timeout_s = timeout_s
         self._server_timeout_s = server_timeout_s
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client: httpx.AsyncClient | None = None
@@ -74,9 +77,7 @@ class ServerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
 
-    async def answer_all(
-        self, requests: Sequence[RowRequest], *, greedy: bool, timeout_s: float
-    ) -> list[RowAnswer]:
+    async def answer_all(self, requests: Sequence[RowRequest], *, greedy: bool) -> list[RowAnswer]:
         """Return the answers to ``requests`` in order; if one fails, abort the others.
 
         Raises:
@@ -91,14 +92,14 @@ class ServerPool:
         tasks = [asyncio.create_task(self._answer(request, greedy=greedy)) for request in requests]
         try:
             done, pending = await asyncio.wait(
-                tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
+                tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION
             )
             for task in done:
                 task.result()
             if pending:
                 raise DeadlineExceededError(
                     f"vLLM: {len(pending)} of {len(tasks)} responses are missing after "
-                    f"{timeout_s:g} s; {self._states()}"
+                    f"{self._timeout_s:g} s; {self._states()}"
                 )
             return [task.result() for task in tasks]
         finally:
@@ -186,10 +187,14 @@ class ServerPool:
                 raise UnavailableError(f"vLLM: every server is lost; {self._states()}")
             await self._wait()
         server = min(usable, key=lambda server: server.requests)
+        self._reserve(server)
+        return server
+
+    def _reserve(self, server: Server) -> None:
+        """Count a request on the server, whose health is checked while it has any."""
         server.requests += 1
         if server.watcher is None or server.watcher.done():
             server.watcher = self._start(server.watch(self._connections(), self._server_timeout_s))
-        return server
 
     def _with_capacity(self) -> list[Server]:
         """Return the servers that can take a request; none during the first checks."""
@@ -233,7 +238,7 @@ class ServerPool:
         try:
             await server.check_length(client, self._server_timeout_s, self._max_length)
             if not self._sampling.is_plain:
-                await server.check_logprobs(client, token_ids)
+                await self._check_logprobs(server, token_ids)
             server.prepared = True
         except CallFailedError as error:
             server.lose(str(error))
@@ -249,6 +254,31 @@ class ServerPool:
             )
         finally:
             self._wake_all()
+
+    async def _check_logprobs(self, server: Server, token_ids: list[int]) -> None:
+        """Check the log-probabilities of a server; its health is checked meanwhile.
+
+        The deadline is that of rows, because a busy or paused server answers as late here.
+        """
+        assert server.lost is not None
+        self._reserve(server)
+        check = asyncio.create_task(server.check_logprobs(self._connections(), token_ids))
+        try:
+            awaited: set[asyncio.Future[Any]] = {check, server.lost}
+            await asyncio.wait(
+                awaited, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not check.done():
+                raise CallFailedError(
+                    "the generations that check its log-probabilities did not finish within "
+                    f"{self._timeout_s:g} s"
+                )
+            check.result()
+        finally:
+            if not check.done():
+                check.cancel()
+                await asyncio.gather(check, return_exceptions=True)
+            self._release(server)
 
     def _refuse(self, server: Server, error: DataPlaneError) -> None:
         self._refusal = error
