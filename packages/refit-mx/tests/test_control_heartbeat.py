@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,6 +79,35 @@ def test_heartbeat_without_a_control_plane_reports_its_error(client, server):
         server.close()
         until(lambda: not heartbeat.is_live)
         assert isinstance(heartbeat.error, ControlUnavailableError)
+
+
+def test_hanging_renewal_is_retried_before_the_worker_expires():
+    limits_s, release = [], threading.Event()
+
+    class Hanging(refit_pb2_grpc.RefitServiceServicer):
+        """A server that answers every registration but the second."""
+
+        def RegisterWorker(self, request, context):  # noqa: N802
+            limits_s.append(context.time_remaining())
+            if len(limits_s) == 2:
+                release.wait(TIMEOUT_S)
+            return refit_pb2.RegisterWorkerResponse(worker=request.worker)
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    port = server.add_insecure_port("127.0.0.1:0")
+    refit_pb2_grpc.add_RefitServiceServicer_to_server(Hanging(), server)
+    server.start()
+    ttl_s = 3
+    try:
+        with (
+            ControlClient(f"127.0.0.1:{port}") as client,
+            Heartbeat(client, "w", TRAINER, "m", ttl_s=ttl_s, on_sigterm=False),
+        ):
+            until(lambda: len(limits_s) == 3)
+        assert limits_s[1] < ttl_s / 2
+    finally:
+        release.set()
+        server.stop(None).wait(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("has_p2p", [True, False])

@@ -74,6 +74,8 @@ class Heartbeat:
             self._client.close()
             raise
         self._until = sent_at + ttl_s
+        # A renewal that hangs must leave time for another one before the worker expires.
+        self._client.rpc_timeout_s = min(self._client.rpc_timeout_s, ttl_s / 3)
         self._wake, self._woken = socket.socketpair()
         self._done = _thread.allocate_lock()
         self._done.acquire()
@@ -161,7 +163,7 @@ class Heartbeat:
             try:
                 self.renew()
             except RefitError:
-                pause_s = min(pause_s, 1.0)
+                pause_s = min(self._ttl_s / 10, 1.0)  # retry soon, while the worker lives
         try:
             self._client.mark_stale(
                 self.worker_id, self._role, self._model_name, timeout_s=_STALE_TIMEOUT_S
