@@ -70,6 +70,10 @@ class ModelFence:
 def gather_from_ranks(text: str) -> Sequence[str]:
     """Exchange a text with all ranks of this vLLM server; collective.
 
+    It waits for all ranks, up to the timeout of torch's group. If each rank had a deadline, one
+    could fail while another succeeds, and the ranks must fail together. A caller of vLLM's routes
+    has its own deadline.
+
     Returns:
         The texts in the order of the ranks.
     """
