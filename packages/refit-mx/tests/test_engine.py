@@ -199,6 +199,7 @@ def test_model_without_logits_is_fenced_by_its_call():
         {"abort": True, "version_id": "v1"},
         {"abort": True, "background": True},
         {"version_id": "v1", "timeout_s": 0},
+        {"version_id": "v1", "timeout_s": "30"},
     ],
 )
 def test_wrong_update_infos_are_refused(info):
@@ -211,8 +212,13 @@ def test_wrong_update_infos_are_refused(info):
     [
         {"control_address": ""},
         {"timeout_s": -1},
+        {"timeout_s": "30"},
+        {"timeout_s": None},
         {"attempts": 0},
+        {"attempts": "3"},
+        {"attempts": 1.5},
         {"rank_offset": -1},
+        {"rank_offset": "0"},
         {"errors": "ignore"},
         {"receiver_settings": {"color": 1}},
         {"receiver_settings": {"stall_timeout_s": "1"}},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from refit_mx.errors import RefitConfigError
 from refit_mx.settings import ReceiverSettings
@@ -56,12 +56,13 @@ class MxInitInfo:
         self.settings()  # raises if one is wrong
         if not self.control_address:
             raise RefitConfigError("init_info: control_address is missing; expected HOST:PORT")
-        if not self.timeout_s > 0 or self.attempts < 1 or self.rank_offset < 0:
-            raise RefitConfigError(
-                f"init_info: timeout_s {self.timeout_s!r}, attempts {self.attempts!r}, rank_offset "
-                f"{self.rank_offset!r}; expected more than 0, at least 1, at least 0"
-            )
-
+        _check_timeout("init_info", self.timeout_s)
+        for name, minimum in (("attempts", 1), ("rank_offset", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise RefitConfigError(
+                    f"init_info: {name} {value!r}; expected an integer of at least {minimum}"
+                )
         if self.errors not in ("raise", "status"):
             raise RefitConfigError(f"init_info: errors {self.errors!r}; expected raise or status")
 
@@ -77,7 +78,7 @@ class MxInitInfo:
                 raise RefitConfigError(
                     f"init_info: receiver_settings has {name!r}; expected one of {', '.join(known)}"
                 )
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not _is_number(value):
                 raise RefitConfigError(
                     f"init_info: receiver_settings: {name} {value!r}; expected a number"
                 )
@@ -113,5 +114,14 @@ class MxUpdateInfo:
                 f"update_info: version_id {self.version_id!r}, background {self.background!r}, "
                 f"abort {self.abort!r}; expected a version, or abort alone"
             )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise RefitConfigError(f"update_info: timeout_s {self.timeout_s!r}; expected above 0")
+        if self.timeout_s is not None:
+            _check_timeout("update_info", self.timeout_s)
+
+
+def _check_timeout(info: str, timeout_s: object) -> None:
+    if not _is_number(timeout_s) or not timeout_s > 0:
+        raise RefitConfigError(f"{info}: timeout_s {timeout_s!r}; expected a number above 0")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
