@@ -164,6 +164,10 @@ class ControlPlane:
             return
         try:
             stored.result(_STORE_TIMEOUT_S)
+        except TimeoutError as error:
+            # The future's own error has no text.
+            self._failed = str(error) or f"no answer from the store within {_STORE_TIMEOUT_S:g} s"
+            self._check()
         except Exception as error:  # noqa: BLE001 - any error means that the state is not stored
             self._failed = f"{type(error).__name__}: {error}"
             self._check()
