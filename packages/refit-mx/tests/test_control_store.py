@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import sqlite3
 import threading
+from concurrent.futures import Future
 
 import pytest
 from control_clients import until
@@ -14,7 +15,7 @@ from control_states import Clock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from refit_mx import RefitConfigError
+from refit_mx import EmbeddedControlServer, RefitConfigError
 from refit_mx.control import (
     PayloadFormat,
     Shard,
@@ -22,6 +23,7 @@ from refit_mx.control import (
     VersionState,
     WorkerRole,
 )
+from refit_mx.control import plane as plane_module  # noqa: TID251
 from refit_mx.control.ledger import identity  # noqa: TID251
 from refit_mx.control.plane import ControlPlane  # noqa: TID251
 from refit_mx.control.records import (  # noqa: TID251
@@ -252,3 +254,33 @@ def test_store_failure_during_a_refused_call_is_reported(path):
     assert refusal.value.code is Code.UNAVAILABLE
     assert "readonly" in plane.failed
     plane.close()
+
+
+class HangingStore:
+    """A store whose writes never end."""
+
+    def load(self):
+        return []
+
+    def write(self, changes):
+        return Future()
+
+    def close(self):
+        pass
+
+
+def test_hanging_store_is_named_in_the_refusal(monkeypatch):
+    monkeypatch.setattr(plane_module, "_STORE_TIMEOUT_S", 0.1)
+    plane = ControlPlane(HangingStore(), clock=Clock())
+    with pytest.raises(Refusal, match=r"no answer from the store within 0\.1 s"):
+        plane.call(register)
+    plane.close()
+
+
+def test_server_that_cannot_listen_releases_all_resources(path, server):
+    threads = set(threading.enumerate())
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(RefitConfigError, match="cannot listen"):
+        EmbeddedControlServer(port=port, store=SqliteStore(path))
+    SqliteStore(path).close()  # the first one is closed
+    until(lambda: set(threading.enumerate()) <= threads)

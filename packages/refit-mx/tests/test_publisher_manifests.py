@@ -6,9 +6,11 @@ These tests use internals: the service speaks ModelExpress's protocol to any cli
 from __future__ import annotations
 
 import socket
+import threading
 
 import grpc
 import pytest
+from control_clients import until
 
 from refit_mx import Deadline, ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc  # noqa: TID251
@@ -96,3 +98,11 @@ def test_silent_service_takes_no_more_than_its_timeout():
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(SourceLostError, match="DEADLINE_EXCEEDED"):
             fetch(endpoint, manifest_digest(DATA), timeout_s=0.3)
+
+
+def test_service_that_cannot_listen_leaves_no_thread(service):
+    threads = set(threading.enumerate())
+    port = int(service.endpoint.rpartition(":")[2])
+    with pytest.raises(RefitConfigError, match="cannot be served"):
+        ManifestService(port=port)
+    until(lambda: set(threading.enumerate()) <= threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import grpc
@@ -32,7 +33,8 @@ class EmbeddedControlServer:
             service refit-server instead.
         advertised_host: host that clients connect to; None for ``host``.
         port: port to listen on; 0 picks a free one.
-        store: storage of the state; None keeps it in memory only. Closed with the server.
+        store: storage of the state; None keeps it in memory only. Closed with the server,
+            and also if the server cannot start.
         retention: READY versions that each model retains; overrides that of ``limits``.
         limits: other limits on what is retained, and for how long.
         token: token that calls must send as ``authorization: Bearer``; None requires none.
@@ -57,34 +59,40 @@ class EmbeddedControlServer:
         restart_grace_s: float = 30.0,
         observe: CallObserver = unobserved,
     ) -> None:
-        advertised = resolve_advertised_host(host, advertised_host)
-        self._guard = RequestGuard("control plane", THREADS)
-        self._server = grpc.server(
-            ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control"),
-            options=(
-                *server_options(_CONNECTIONS_SHARE),
-                ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-            ),
-            interceptors=[
-                self._guard,
-                *([TokenInterceptor(token, self._guard.log)] if token is not None else []),
-            ],
-        )
-        where = host_and_port(host, port)
-        try:
-            bound = self._server.add_insecure_port(where)
-        except RuntimeError as error:
-            raise RefitConfigError(f"cannot listen on {where}: {error}") from None
-        self.address = host_and_port(advertised, bound)
-        """HOST:PORT that clients connect to."""
         self._closed = False
-        self.plane = ControlPlane(
-            store,
-            limits=replace(limits or Limits(), retention=retention),
-            restart_grace_s=restart_grace_s,
-        )
-        add_servicers(self._server, self.plane, observe)
-        self._server.start()
+        with ExitStack() as opened:  # closed again if the server cannot start
+            if store is not None:
+                opened.callback(store.close)
+            advertised = resolve_advertised_host(host, advertised_host)
+            self._guard = RequestGuard("control plane", THREADS)
+            opened.callback(self._guard.close)
+            self._server = grpc.server(
+                ThreadPoolExecutor(THREADS, thread_name_prefix="refit-control"),
+                options=(
+                    *server_options(_CONNECTIONS_SHARE),
+                    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+                ),
+                interceptors=[
+                    self._guard,
+                    *([TokenInterceptor(token, self._guard.log)] if token is not None else []),
+                ],
+            )
+            where = host_and_port(host, port)
+            try:
+                bound = self._server.add_insecure_port(where)
+            except RuntimeError as error:
+                raise RefitConfigError(f"cannot listen on {where}: {error}") from None
+            self.address = host_and_port(advertised, bound)
+            """HOST:PORT that clients connect to."""
+            self.plane = ControlPlane(
+                store,
+                limits=replace(limits or Limits(), retention=retention),
+                restart_grace_s=restart_grace_s,
+            )
+            opened.callback(self.plane.close)
+            add_servicers(self._server, self.plane, observe)
+            self._server.start()
+            opened.pop_all()
 
     def close(self) -> None:
         """Stop the server: calls in progress have two seconds, then the store is closed.

@@ -64,6 +64,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
         try:
             bound = self._server.add_insecure_port(where)
         except RuntimeError as error:
+            self._guard.close()
             raise RefitConfigError(f"manifests cannot be served on {where}: {error}") from None
         self._server.start()
         self.endpoint = host_and_port(advertised, bound)
