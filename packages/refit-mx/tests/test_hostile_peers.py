@@ -5,8 +5,11 @@ These tests use internals: peers that violate the wire protocol, and small bound
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import queue
+import socket
 import threading
 import time
 
@@ -123,6 +126,43 @@ def test_oldest_silent_peer_is_dropped_for_a_new_one(caplog):
     assert lines(caplog) == [
         "source server: peer 127.0.0.1 was silent and was dropped for a newer peer"
     ]
+
+
+def test_aborted_client_closes_no_other_connection(caplog, monkeypatch):
+    accept = socket.socket.accept
+    calls, retried = itertools.count(1), threading.Event()
+
+    def aborting(sock):
+        call = next(calls)
+        if call == 2:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the client disconnected")
+        if call == 3:
+            retried.set()
+        return accept(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", aborting)
+    with (
+        SourceServer(incarnation="life-1") as server,
+        connections(server.endpoint, 1) as peers,
+    ):
+        assert retried.wait(DEADLINE_S)
+        assert closed(peers, within_s=0.2) == 0
+    assert lines(caplog) == []
+
+
+def test_refusal_without_a_thread_names_its_reason(caplog, monkeypatch):
+    start = threading.Thread.start
+
+    def failing(thread):
+        if thread.name == "refit-peer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with SourceServer(incarnation="life-1") as server:
+        monkeypatch.setattr(threading.Thread, "start", failing)
+        with connections(server.endpoint, 1) as peers:
+            assert closed(peers, within_s=20) == 1
+    assert lines(caplog) == ["source server: peer 127.0.0.1 was refused: no thread can be started"]
 
 
 def test_malformed_requests_are_one_line_without_content(caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -17,6 +18,8 @@ _IDLE_S = 1.0
 """Idle time after which a connection may be closed for another; gaps within a fetch are shorter."""
 _ACCEPT_PAUSE_S = 0.1
 """Pause after accept has failed: without a free descriptor the next call would fail too."""
+_NO_CAPACITY = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of accept for which closing another connection helps."""
 
 
 class Connection:
@@ -133,35 +136,37 @@ class ThreadedListener:
         while True:
             try:
                 sock, address = self._listener.accept()
-            except OSError:
-                # The client disconnected before it was accepted, or no descriptor is free.
-                with self._lock:
-                    self._evict()
+            except OSError as error:
+                # Otherwise the client disconnected before it was accepted.
+                if error.errno in _NO_CAPACITY:
+                    with self._lock:
+                        self._evict()
                 if self._stopped.wait(_ACCEPT_PAUSE_S):
                     return
                 continue
             connection = Connection(sock, address[0], self)
-            if not self._start(connection):
-                connection.warn(f"was refused: {self._max} connections are open")
+            reason = self._start(connection)
+            if reason is not None:
+                connection.warn(f"was refused: {reason}")
                 with sock, contextlib.suppress(OSError):
                     sock.setblocking(False)
                     sock.send(self._refusal)
 
-    def _start(self, connection: Connection) -> bool:
-        """Serve a connection in its thread; return whether there was capacity for it."""
+    def _start(self, connection: Connection) -> str | None:
+        """Serve a connection in its thread; return why it was refused, or None if it was not."""
         with self._lock:
             if self._closed:
-                return False
+                return "the listener is closed"
             if len(self.connections) >= self._max and not self._evict():
-                return False
+                return f"{self._max} connections are open"
             self.connections.add(connection)
             self.pending.add(connection, connection.peer, connection.end)
             try:
                 connection.thread.start()
-            except RuntimeError:  # no thread can be started
+            except RuntimeError:
                 self._forget(connection)
-                return False
-            return True
+                return "no thread can be started"
+            return None
 
     def _evict(self) -> bool:
         """Close a connection in favor of another; return whether one was closed. Needs the lock.
