@@ -34,9 +34,10 @@ from refit_mx.memory.arena import Arena  # noqa: TID251
 from refit_mx.source.server import SourceServer  # noqa: TID251
 from refit_mx.transports import source_client, source_sockets  # noqa: TID251
 from refit_mx.transports import source_protocol as protocol  # noqa: TID251
-from refit_mx.transports.base import ReadTable
+from refit_mx.transports.base import ReadTable, SourceReads
 from refit_mx.transports.source_client import SourceClient, is_gone  # noqa: TID251
 from refit_mx.transports.source_sockets import receive_frame  # noqa: TID251
+from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
 
 NBYTES = 1 << 20
 
@@ -69,6 +70,22 @@ def answer(sock: socket.socket) -> protocol.Answer:
 
 def read(client: SourceClient, reads: ReadTable, scratch: torch.Tensor, version: str = "v1"):
     client.read(reads, ByteSpans(scratch), version_id=version, deadline=soon())
+
+
+def test_failed_tcp_read_keeps_the_connections_of_other_sources(stack):
+    transport = stack.enter_context(contextlib.closing(TcpTransport()))
+    scratch = torch.zeros(NBYTES, dtype=torch.uint8)
+    transport.register(scratch)
+    servers, sources = [], []
+    for _ in range(2):
+        server, _, source = stack.enter_context(serving())
+        servers.append(server)
+        sources.append(SourceReads(source, one_read(NBYTES // 2, len(sources) * NBYTES // 2)))
+    assert transport.read(sources, scratch, deadline=soon()).connected == 2
+    servers[0].close()
+    with pytest.raises(SourceLostError):
+        transport.read(sources[:1], scratch, deadline=soon())
+    assert transport.read(sources[1:], scratch, deadline=soon()).connected == 0
 
 
 def test_client_gets_the_bytes_and_the_digests_of_any_reads():

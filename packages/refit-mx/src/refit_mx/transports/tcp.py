@@ -81,6 +81,7 @@ class TcpTransport:
         events: SimpleQueue[_Event] = SimpleQueue()
         clients: list[SourceClient] = []
         threads: list[threading.Thread] = []
+        aborted: list[SourceClient] = []
         connected = 0
         for queue, each in zip(queues, source_reads, strict=True):
             connected += bool(queue.count) and not self._is_connected(each)
@@ -102,15 +103,15 @@ class TcpTransport:
             # The caller may reuse the buffer when this returns, so no thread may remain.
             for client in clients:
                 client.abort()
-            self._clients.clear()
+            for each in source_reads:
+                aborted += self._clients.pop(_key(each), [])
             raise
         finally:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            if not self._clients:
-                for client in clients:
-                    client.close()
+            for client in aborted:
+                client.close()
         self._forget_unused(source_reads)
         nbytes = sum(each.reads.nbytes for each in source_reads)
         return ReadStats(nbytes, monotonic() - started, connected)
