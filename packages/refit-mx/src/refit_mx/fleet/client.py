@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import (
     AsyncIterator,
@@ -139,7 +140,7 @@ class RefitFleet:
         )
         self._world_size = world_size
         self._headers = dict(headers or {})
-        self._busy = False
+        self._running = threading.Lock()
         self._version_id: str | None = None
         self._last_tried = ""
 
@@ -241,13 +242,12 @@ class RefitFleet:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        if self._busy:
+        if not self._running.acquire(blocking=False):
             raise RefitConfigError("fleet: a refit or resume is in progress; wait for it")
-        self._busy = True
         try:
             yield
         finally:
-            self._busy = False
+            self._running.release()
 
     @contextlib.asynccontextmanager
     async def _calls(self, what: str) -> AsyncIterator[Calls]:
