@@ -42,7 +42,7 @@ from refit_mx import *
 import refit_mx
 from refit_mx.control import *
 MxV2RefitReceiver, MxV2TrainingPublisher, ControlClient
-for name in ("MxWeightTransferEngine", "RefitFleet"):
+for name in ("MxWeightTransferEngine", "FleetStats", "RefitFleet"):
     assert name not in refit_mx.__all__
     try:
         getattr(refit_mx, name)
@@ -57,6 +57,7 @@ def test_star_import_needs_no_extra():
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "refit_mx.MxWeightTransferEngine needs the package vllm; install vllm",
+        "refit_mx.FleetStats needs the package httpx; install refit-mx[fleet]",
         "refit_mx.RefitFleet needs the package httpx; install refit-mx[fleet]",
     ]
 

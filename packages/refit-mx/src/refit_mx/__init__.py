@@ -31,6 +31,7 @@ from refit_mx.errors import (
     RefitError,
     RefitTimeoutError,
     ScratchExhaustedError,
+    SourceError,
     SourceLostError,
     VersionLeasedError,
     VersionNotFoundError,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from refit_mx.control.retry import retry_idempotent
     from refit_mx.deadline import Deadline
     from refit_mx.engine.vllm import MxWeightTransferEngine
-    from refit_mx.fleet.client import RefitFleet
+    from refit_mx.fleet.client import FleetStats, RefitFleet
     from refit_mx.manifest.format import Manifest, Registry
     from refit_mx.plan.planner import Plan, plan_reads
     from refit_mx.plan.shards import ShardTable
@@ -83,6 +84,7 @@ __all__ = [
     "EmbeddedControlServer",
     "FencedError",
     "FleetError",
+    "FleetStats",
     "LayoutError",
     "LeaseLostError",
     "LocalShard",
@@ -105,6 +107,7 @@ __all__ = [
     "ScratchExhaustedError",
     "ShardTable",
     "SliceRange",
+    "SourceError",
     "SourceLostError",
     "SourceSet",
     "TargetPart",
@@ -133,6 +136,7 @@ __all__ = [
 # The additional package that a name needs, and the requirement that installs it.
 _EXTRAS = {
     "MxWeightTransferEngine": ("vllm", "vllm"),
+    "FleetStats": ("httpx", "refit-mx[fleet]"),
     "RefitFleet": ("httpx", "refit-mx[fleet]"),
 }
 
