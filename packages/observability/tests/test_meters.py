@@ -124,7 +124,7 @@ def test_claim_age_counts_from_the_put(client, metrics):
     ("counts", "recorded"),
     [
         ({3: 1, 5: 1}, {3: 1, 5: 1}),
-        # Many samples are recorded in proportion: a quarter, three quarters, and at least one.
+        # Of 4,000 samples about 32 are recorded, in proportion, but at least one per staleness.
         ({3: 1000, 5: 2999, 2: 1}, {3: 8, 5: 24, 2: 1}),
     ],
 )

@@ -15,7 +15,7 @@ from dataplane_core import InMemoryDataPlaneClient
 from observability import MetricsDataPlaneClient
 
 MAX_SAMPLES = 262_144
-"""Maximum number of counted samples that another process clears; see docs/observability.md."""
+"""Maximum number of samples that stay counted; see docs/observability.md."""
 
 
 @pytest.fixture

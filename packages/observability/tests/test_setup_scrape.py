@@ -39,7 +39,7 @@ def test_silent_peers_block_no_scrape_and_are_disconnected() -> None:
 kinds = [b"", b"GET /the-secret", b"GET / HTTP/1.1\\r\\nX: the-secret"]
 peers = []
 for number in range(64):
-    with contextlib.suppress(ConnectionError):  # it is refused by then
+    with contextlib.suppress(ConnectionError):  # the server may refuse the peer
         peers.append(connect(kinds[number % 3]))
 until = time.monotonic() + 30
 while (answer := scrape())[0] == 503 and time.monotonic() < until:

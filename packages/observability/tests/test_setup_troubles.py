@@ -116,7 +116,7 @@ for _ in range(100):
     spans(1)
     get_logger("test").emit(event_name="dataplane.put", body=[])
     pending.append(max(each["pending"] for each in telemetry.counts().values()))
-while requests_received() < 2:  # else a request begun by the shutdown may time out before it
+while requests_received() < 2:  # else a request may time out before shutdown does
     time.sleep(0.01)
 telemetry.shutdown(0.2)
 report(maximum=max(pending), counts=telemetry.counts())

@@ -1,4 +1,4 @@
-"""Spans of operations: names, attributes, links, and that they change nothing."""
+"""Spans of operations have names, attributes and links, and do not change results."""
 
 from __future__ import annotations
 

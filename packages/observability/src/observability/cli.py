@@ -177,10 +177,10 @@ def sample(sample_id: str, recording: Path, *, as_json: bool = False) -> None:
 
 
 def steps_in(records: Records, *, number: int | None = None) -> list[Step]:
-    """Return the steps in the records, or those with one number.
+    """Return the steps in the records, or only those with the given number.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is no such step.
     """
     from observability.views import steps_of
 

@@ -182,7 +182,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Event:
-    """One lifecycle event: what one batch operation did to samples.
+    """One lifecycle event, for example of a batch of samples or of a run.
 
     Attributes:
         name: name of the event, for example "put"; see docs/telemetry.md.
@@ -230,7 +230,7 @@ class Records:
 _RUN_ID = "rl.run_id"
 
 UNNAMED = "(unnamed)"
-"""The name of a span that was sent without one."""
+"""The name of a span or span event that was sent without one."""
 
 EVENT_PREFIX = "dataplane."
 """Prefix of the names of lifecycle events in OTLP; `Event.name` is the rest."""
@@ -400,7 +400,7 @@ def _pid(value: object) -> int:
 
 
 def process_and_run(resource: Resource) -> tuple[Process, Any]:
-    """Return the process of a resource, and its run id for records that have none."""
+    """Return the process of a resource, and the run id for its records without one."""
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)
 

@@ -1,7 +1,8 @@
 """Steps of RL-Insight: its spans, each sent as a separate trace, joined into a trace per step.
 
-RL-Insight 0.3.0 adds ``project`` and ``experiment_name`` of its `init` to each span. The step is
-the attribute ``global_steps`` of agent sessions, and of spans to which a program adds it.
+RL-Insight 0.3.0 adds ``project`` and ``experiment_name`` of its `init` to each span. It adds the
+step to agent sessions only, as ``global_steps``. A program may add ``global_steps`` or
+``global_step`` to other spans.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class RunRecord:
         self.end: EventName = "run_finished"
 
     def stop(self) -> None:
-        """Record the end as stopped, not finished: it was requested, and the run may be resumed."""
+        """Record the end as stopped, not finished: a stop was requested; the run may be resumed."""
         self.end = "run_stopped"
 
 

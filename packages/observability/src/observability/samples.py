@@ -1,7 +1,8 @@
 """Facts of samples, such as reward and advantage, and their text, as OpenTelemetry log records.
 
 docs/telemetry.md lists them. The body of a record is JSON: columns of facts of up to 4,096 samples,
-or the turns and tokens of one sample. Services drop the text unless configured to store it.
+or the turns and tokens of one sample. The admin service drops the text unless it is
+started with ``--keep-sample-text``.
 """
 
 from __future__ import annotations

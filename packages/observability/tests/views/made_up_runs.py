@@ -26,7 +26,7 @@ HOSTILE = (
     "{{ 7 * 7 }}",
     "lone\ud800surrogate",
 )
-"""Names and ids that act unless they are escaped."""
+"""Names and ids that a terminal, page or template would interpret unless they are escaped."""
 
 
 def ns(seconds):

@@ -18,8 +18,8 @@ def record_logged(
 ) -> None:
     """Record what a trainer logs after ``completed`` steps; names that are not in ``names`` stay.
 
-    Metrics of a validation get the number of the next step, whose weights it validates; all others
-    get the number of the last completed step.
+    Metrics of a validation get the number of the next step, which starts with the validated
+    weights; all others get the number of the last completed step.
 
     Args:
         completed: number of completed steps.

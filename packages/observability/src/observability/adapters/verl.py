@@ -122,9 +122,9 @@ class _Run:
     def with_end(self, finish: Callable[..., None]) -> Callable[..., None]:
         """Return verl's `Tracking.finish` with a record of the run's end, and an export.
 
-        Ray may kill the process right after it. verl's task runner passes an exit code, and calls
-        it while the error that ended the run is handled. `__del__` passes no exit code, and its
-        call does not show how the run ended.
+        Ray may kill the process right after `finish`. verl's task runner passes an exit code, and
+        calls `finish` while the error that ended the run is handled. `__del__` passes no exit
+        code, and its call does not show how the run ended.
         """
 
         @wraps(finish)

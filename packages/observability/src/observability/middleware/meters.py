@@ -325,7 +325,8 @@ class _Counts:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # Time and totals of the last query, by the state whose instrument has not read it yet.
+        # Key: the state whose instrument has yet to read the last query. Value: the query's time
+        # and totals.
         self._pending: dict[str, tuple[float, _Totals]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:

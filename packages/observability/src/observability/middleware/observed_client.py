@@ -290,7 +290,7 @@ class ObservedClient(DataPlaneClient):
 
     @property
     def inspector(self) -> StoreInspector:
-        """The inner client: manual changes are not observed."""
+        """The inner client: changes made through it are not reported to observers."""
         return self._inner
 
     @contextmanager

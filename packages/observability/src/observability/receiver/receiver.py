@@ -45,9 +45,9 @@ class ReceiverCounts(TypedDict):
 class Receiver:
     """An endpoint for OTLP over HTTP with protobuf on loopback. It listens until it is closed.
 
-    A request is answered once `snapshot` includes its records. With a folder, its bytes were
-    written by then, or it counts as ``unsaved``: written bytes survive a crash of this process, not
-    of the machine. Spans and lifecycle events stay in memory as long as the receiver exists.
+    A request is answered once `snapshot` includes its records. With a folder, it is written before
+    the answer, or counts as ``unsaved``. Written requests survive a crash of this process, not of
+    the machine. Spans and lifecycle events stay in memory as long as the receiver exists.
     Metrics go only to the folder and to ``forward``. Every method may be called from any thread.
 
     Args:

@@ -6,6 +6,8 @@ queue never overflows, and every item is accounted for:
     recorded --admit--> queued --take--> in flight --record_outcome--> exported
       |                                     |
       +--> queue_full, shutdown             +--> export_failed
+
+`Ledger.close` moves queued and in-flight items to shutdown.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Literal, TypedDict
 
 Signal = Literal["spans", "events", "metrics", "steps"]
 """``events`` are log records; an item of ``metrics`` is one export of all of them. ``steps`` are
-metrics of steps; an item is one export of those recorded since the last one."""
+metrics of steps; an item is one export of those recorded since the previous export."""
 
 
 class Counts(TypedDict):

@@ -46,8 +46,8 @@ def setup(
     redirected. One export takes at most 3 s, unless OTEL_EXPORTER_OTLP_TIMEOUT is set.
 
     Queued items are exported at exit and on SIGTERM. The signal handler is installed if `setup` is
-    called in the main thread; it then calls the previous handler. A forked child exports nothing
-    until it calls `setup` itself.
+    called in the main thread. After the export it calls the previous handler. A forked child
+    exports nothing until it calls `setup` itself.
 
     Args:
         service_name: ``service.name``; default OTEL_SERVICE_NAME.

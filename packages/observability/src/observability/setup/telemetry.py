@@ -59,7 +59,7 @@ logger = structlog.get_logger("observability")
 class _Pipeline:
     """The export of one signal, and the thread that runs its flush and shutdown.
 
-    ``polls`` makes the thread flush at each interval, for a processor without a thread.
+    ``polls`` makes the thread flush at each interval, for a metric reader without a thread.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Telemetry:
         timeout_s = max(self._timeout_s if timeout_s is None else timeout_s, 0)
         deadline = time.monotonic() + timeout_s
         failed = self._failed()
-        # One flush at a time, even after one that timed out: flushes would pile up.
+        # Start no flush while an earlier one runs, even one that timed out: they would pile up.
         if not self._flushing.acquire(timeout=timeout_s):
             return False
         try:

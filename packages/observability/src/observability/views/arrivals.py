@@ -14,7 +14,7 @@ MAX_DELAY_NS = 30_000_000_000
 """Maximum difference of delays between correct clocks: export intervals and retries."""
 
 _MAX_AHEAD_NS = 5_000_000_000
-"""Maximum by which events of a correct clock may arrive before their time."""
+"""Maximum time by which events of a correct clock may arrive before their time."""
 
 
 def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, int]:

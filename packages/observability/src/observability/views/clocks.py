@@ -28,7 +28,7 @@ _Calls = dict[str, dict[str, _Bounds]]
 
 
 class _Contradiction(Exception):
-    """Calls along a ring of hosts that contradict each other, or too many calls."""
+    """Calls along a ring of hosts that contradict each other, or too many visits to hosts."""
 
 
 def clocks_ahead(tree: Tree, root: Span | None) -> dict[str, int]:

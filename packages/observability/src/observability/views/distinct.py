@@ -61,7 +61,7 @@ def timed_events(events: Iterable[Event]) -> Iterator[Event]:
 
 def distinct_events(events: Iterable[Event]) -> list[Event]:
     """Return the events in the given order, identical ones once."""
-    # A key takes longer than all else here, so only events of one moment get keys.
+    # A key takes longer than all else here, so only events with equal name, time and span get keys.
     first: dict[tuple[str, int, str], Event | None] = {}
     keys: set[tuple[object, ...]] = set()
     distinct = []

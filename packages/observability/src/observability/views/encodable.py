@@ -13,7 +13,7 @@ _PLAIN = str.maketrans("├└│─█▓░\N{MULTIPLICATION SIGN}µ…", "++|
 class Encodable:
     """A renderable that falls back to ASCII on a terminal without Unicode.
 
-    There, other characters become question marks.
+    There, characters without an ASCII replacement become question marks.
     """
 
     def __init__(self, shown: RenderableType) -> None:

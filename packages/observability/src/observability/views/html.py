@@ -72,7 +72,7 @@ def page_of(steps: Sequence[Step], *, title: str = "Steps of a GRPO run") -> str
 
 
 def _shown(value: object) -> object:
-    """Return the text of ``{{ value }}``: strings printable, markup of the template unchanged."""
+    """Return the value that ``{{ value }}`` shows: a string made printable, markup unchanged."""
     return printable(value) if type(value) is str else value
 
 

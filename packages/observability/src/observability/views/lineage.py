@@ -1,4 +1,4 @@
-"""The lineage of one sample, from its put to its clear, from its lifecycle events."""
+"""The lineage of one sample from put to clear, derived from its lifecycle events."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ def _arrows(steps: Sequence[Step], slices: Mapping[Key, Entry]) -> Iterator[Entr
 
 
 def _microseconds(nanoseconds: int) -> float:
-    # A float is exact to the nanosecond for weeks since the first span, but not since 1970.
+    # As a float, a time is exact to the nanosecond for weeks after the first span. A time since
+    # 1970 would not be.
     return nanoseconds / 1000
 
 

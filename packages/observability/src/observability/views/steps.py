@@ -57,9 +57,9 @@ class Step:
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
         staleness: staleness of the trained samples; None if no version is known.
-        clocks: minimum number of nanoseconds by which the clock of a host is ahead of the root's,
-            by host; negative if it is behind; only hosts that disagree. The times of its spans and
-            events are corrected by that number.
+        clocks: host to the minimum number of nanoseconds by which its clock is ahead of the root's;
+            negative if behind. Only hosts that disagree. The times of the host's spans and events
+            are corrected by that number.
     """
 
     run_id: str
@@ -77,7 +77,7 @@ class Step:
 
     @cached_property
     def root(self) -> Span | None:
-        """The span of the step: the first named ``grpo.step`` without a parent, else the first."""
+        """The root span: of the spans without a parent, the first ``grpo.step``, else the first."""
         return root_of(self.tree)
 
     @cached_property
@@ -320,9 +320,9 @@ _ORDER = {"put": 0, "trained": 1, "cleared": 2}
 def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
     """Return the staleness of each trace that trained samples of known versions.
 
-    The puts of a sample since a clear give its `generation_version`. An event ``trained`` after a
-    clear is about the cleared sample. One that precedes every put with a version is about the next
-    such put: a put is reported when it returns, and a fast consumer has trained by then.
+    The puts of a sample since its last clear give its `generation_version`. An event ``trained``
+    after a clear is about the cleared sample. ``trained`` before any put with a version is about
+    the next such put: a put is reported when it returns, and a fast consumer may train before that.
     """
     events = sorted(
         ((trace_id, event) for trace_id, event in reported if event.name in _ORDER),

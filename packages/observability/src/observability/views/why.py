@@ -42,7 +42,7 @@ class Lack:
 class Wait:
     """One open wait: a claim or call that has not been answered.
 
-    Its ``str`` is one printable sentence with all of it.
+    Its ``str`` is one printable sentence that explains it.
 
     Attributes:
         process: the blocked process.
@@ -189,7 +189,7 @@ def why(
     for event in events:
         name = attributes.text(event.attributes, "dataplane.wait")
         if event.name == "waiting":
-            # Names by other libraries may be unique only within their process.
+            # Other libraries may give waits names that are unique only within a process.
             named = (event.process, name) if name else (event.process, event.time_ns, event.span_id)
             waiting.setdefault(named, event)
             last_reports[named] = event
@@ -286,7 +286,7 @@ class _Partition:
                 leased.pop(sample_id, None)
 
     def about(self, wait: Wait, only: Sequence[str]) -> Wait:
-        """Return the wait with the numbers of the samples in ``only``, of all if it is empty."""
+        """Return the wait with the counts of the samples in ``only``; if empty, of all samples."""
         rows = self.rows
         if only:
             rows = {sample_id: rows[sample_id] for sample_id in only if sample_id in rows}
