@@ -48,9 +48,10 @@ def ask(url: str, path: str, **query: object) -> Any:
         return json.load(answer)
 
 
-def steps_of(url: str) -> list[str]:
-    """Return the ids of the traces of steps, the newest first."""
-    return [each["trace_id"] for each in ask(url, "traces", name="grpo.step", limit=200)["traces"]]
+def steps_of(url: str, **chosen: object) -> list[str]:
+    """Return the ids of the traces of steps, of a ``run`` for example, the newest first."""
+    listed = ask(url, "traces", name="grpo.step", limit=200, **chosen)["traces"]
+    return [each["trace_id"] for each in listed]
 
 
 def trained_sample(url: str) -> str:
@@ -143,9 +144,8 @@ def _take_pages(browser: Browser, url: str) -> None:
     page = opened(browser, url)
     page.goto("/")
     wait_for_step(page, 20)
-    newest, *_, oldest = steps_of(url)
-    [facts] = ask(url, "runs")["runs"]
-    run_id = facts["run_id"]
+    run_id = ask(url, "runs")["runs"][0]["run_id"]  # the newest; others may have run before
+    newest, *_, oldest = steps_of(url, run=run_id)
     sample = ask(url, "samples/facts", run=run_id, text=True)["samples"][0]
     of_run = urlencode({"run": run_id})
     paths = {
