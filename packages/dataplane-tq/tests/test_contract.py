@@ -23,7 +23,7 @@ QUICK = ("packed", "simple")
     scope="module",
     params=[
         *QUICK,
-        # test_mirror.py and test_key_value_backends.py cover what differs in them.
+        # test_mirror.py and test_key_value_backends.py cover what differs in these backends.
         *(
             pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
             for name in ("unmirrored", *sorted(BACKENDS.keys() - {*QUICK}))

@@ -11,7 +11,7 @@ from dataplane_tq import TQDataPlaneClient
 
 PACKAGE = Path(__file__).parents[1]
 README = PACKAGE / "README.md"
-DOCS = PACKAGE.parents[1] / "docs"  # laid out so in the isolation job too
+DOCS = PACKAGE.parents[1] / "docs"  # the isolation job has the same folders
 DOCS_PAGE = DOCS / "dataplane-tq.md"
 EXAMPLES = [page for page in (README, DOCS_PAGE) if page.exists()]
 

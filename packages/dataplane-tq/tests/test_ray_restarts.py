@@ -182,7 +182,7 @@ def until_noticed(client):
 
 
 def put_and_get_on_both(here, config, second):
-    """Put with one client per node, and read with each the other's rows."""
+    """Put with a client on each node; then each client reads the rows of both."""
     there = (
         ray.remote(Host)
         .options(

@@ -76,7 +76,7 @@ class Raw:
 
     def put(self, keys, partition, **fields):
         meta = self.rows(keys, partition, create=True)
-        # The answer has the schema of the stored fields; the put needs its own.
+        # The answer has the schema of the stored fields; a put needs the schema of its values.
         meta = meta.select_fields([])
         self.run(self.client.async_put(TensorDict(fields, batch_size=[len(keys)]), meta))
         return self.rows(keys, partition)
@@ -479,11 +479,11 @@ def test_any_peer_of_a_port_can_run_code(raw, tmp_path, port):
     assert mark.is_dir()
 
 
-# Placeholders at registration.
+# Claims before the first put.
 
 
 def test_claim_works_without_a_placeholder(raw, partition):
-    """No work-around: `register_partition` puts no placeholder."""
+    """No work-around: claims need no placeholder row, so `register_partition` writes none."""
     assert raw.claim(partition, 1).size == 0
     raw.put(["a"], partition, x=torch.tensor([1]))
     assert raw.claim(partition, 1).size == 1

@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def start_ray():
-    """Start Ray with four CPUs; the tests would start it with as many as the machine has.
+    """Start Ray with four CPUs, because the tests' actors need three.
 
-    Their actors need three.
+    The tests would start it with as many CPUs as the machine has.
     """
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
         start_local_ray(

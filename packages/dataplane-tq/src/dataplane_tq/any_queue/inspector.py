@@ -148,7 +148,7 @@ class QueueInspector:
                 ],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's SIGINT is for this process
+                start_new_session=True,  # Ctrl-C in a terminal must not end the reader
             )
         try:
             self._refresh(_START_S)

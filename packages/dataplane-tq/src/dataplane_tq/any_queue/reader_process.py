@@ -1,8 +1,8 @@
 """Process that joins a Ray cluster and reads its TransferQueue for a `QueueInspector`.
 
-Ray ends every process that has joined a cluster when the cluster ends. So the inspector's process
-does not join; it starts this one. The two exchange msgpack over a socket. This process ends when
-its parent closes the socket or dies.
+When a cluster ends, Ray ends every process that has joined it. So the inspector's process does not
+join; it starts this one. The two exchange msgpack over a socket. This process ends when its parent
+closes the socket or dies.
 """
 
 from __future__ import annotations

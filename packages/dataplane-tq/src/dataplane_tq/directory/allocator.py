@@ -125,8 +125,8 @@ class Allocator:
         if taken.any():
             at = int(taken.argmax())
             raise ValueError(f"free: {starts[at]}..{stops[at]} is not allocated")
-        # Only free extents from just before the first range to just after the last can touch one:
-        # merge these with the ranges, and keep the others as they are.
+        # Only the free extents low..high (exclusive) can touch a range: from the one just before
+        # the first range to the one just after the last range. Only these are merged.
         low = max(0, int(after[0]) - 1)
         high = int(after[-1]) + 1
         merged_starts = np.concatenate((self._starts[low:high], starts))

@@ -120,8 +120,8 @@ class Putting(Operation):
 class Reporting(Operation):
     """Report under way: the put is visible, and its client reports the rows to TransferQueue.
 
-    The rows are pinned until the report ends. If they are cleared meanwhile, no client drops them
-    in TransferQueue, and their ids cannot be put again.
+    The rows are pinned until the report ends. If they are cleared earlier, they are dropped in
+    TransferQueue only after the report, and until then their ids cannot be put again.
     """
 
     state = State.REPORTING

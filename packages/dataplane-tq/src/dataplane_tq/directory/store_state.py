@@ -52,8 +52,8 @@ class StoreState:
         mirrored: bool,
     ) -> None:
         # Without a mirror the store may serve TransferQueue's own clients. Their metas have block
-        # numbers, and a restored block keeps its number. As the first number is random, a meta from
-        # before a restore does not name a restored block by accident.
+        # numbers, and a restored block keeps its number. The first number is random, so a block
+        # restored from another store is unlikely to have the number of a block cleared here.
         first_block = 0 if mirrored else secrets.randbits(30)
         self.catalogue = Catalogue(units, first_block) if units else None
         self.ledger = Ledger(capacity, self._discard, order, bytes_of if units else None)

@@ -32,8 +32,8 @@ class StorageBackend(ABC):
         manager: the storage manager's name in TransferQueue's registry.
         rows_as_bytes: whether each row is stored as ``bytes``, because the backend changes or
             refuses some tensors.
-        survivable: whether clients detect the death of each part within seconds. A client of a dead
-            daemon is blocked in the backend's library until its deadline.
+        survivable: whether clients detect the death of each part within seconds. False if the
+            backend's library blocks a client of a dead daemon until the deadline.
         actors: name to Ray handle of every actor that operations depend on; set by `start`.
         connection: the ``config`` of ``initialize_storage_manager`` in every process; picklable,
             set by `start`.
@@ -101,7 +101,7 @@ def end_actor(actor: Any) -> None:
 
 
 def require_module(module: str, *, backend: str, extra: str, pythons: str) -> None:
-    """Raise a `ConfigError` that names ``extra`` and its Pythons if ``module`` is not installed."""
+    """Raise a `ConfigError` with ``extra`` and ``pythons`` if ``module`` is not installed."""
     try:
         spec = find_spec(module)
     except ModuleNotFoundError:  # a parent package is missing

@@ -18,8 +18,8 @@ async def forget_new_keys(
 ) -> None:
     """Remove from the controller the keys that have no tags.
 
-    A row without a key stays: the caller has its meta and can put again. As after a clear, a
-    concurrent put to one of these keys is lost if it is reported before this removal.
+    A row without a key stays: the caller has its meta and can put again. The removal acts like a
+    clear: a concurrent put to one of these keys is lost if it is reported before the removal.
 
     Args:
         manager: storage manager whose connection to the controller is used.

@@ -158,7 +158,7 @@ class PackedStorageManager(StorageManager):
                 empty = await asyncio.to_thread(raw.missing, partition_id, indexes)
                 if empty:
                     await forget_new_keys(self, partition_id, empty, raw.timeout_s)
-        except Exception:  # the caller raises why the put was refused
+        except Exception:  # the caller raises the put's error
             logger.warning("the keys of a refused put stay in the controller", exc_info=True)
 
     async def get_data(self, metadata: Any) -> TensorDict:
