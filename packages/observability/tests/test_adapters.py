@@ -351,8 +351,9 @@ with setup("mine", endpoint=ENDPOINT):
 """
         ran = run(f"{VERL}\n{body}", receiver.endpoint)
         assert ran.code == 0
-        [event, *_] = receiver.snapshot().events
-    assert (event.name, event.attributes["rl.run_id"]) == ("run_started", "r")
+        events = receiver.snapshot().events
+    assert [event.name for event in events] == ["run_started", "run_finished"]
+    assert {event.attributes["rl.run_id"] for event in events} == {"r"}
 
 
 @pytest.mark.parametrize(

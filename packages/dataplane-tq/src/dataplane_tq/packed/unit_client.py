@@ -134,20 +134,7 @@ class UnitClient:
         deadline = time.monotonic() + timeout_s
         self._check(ranges)
         with self._errors("read", timeout_s):
-            memory = self._memory(deadline)
-            sizes = [stop - start for start, stop in ranges]
-            if memory is not None:
-                data = Slices(memory.view(), [start for start, _ in ranges], sizes).joined()
-                data.flags.writeable = len(ranges) > 1
-                return data
-            data = pages.empty(sum(sizes))
-            at = 0
-            for first in range(0, len(ranges), wire.MAX_RANGES):
-                batch = ranges[first : first + wire.MAX_RANGES]
-                size = sum(sizes[first : first + wire.MAX_RANGES])
-                self._read_frame(batch, [data[at : at + size].data], deadline)
-                at += size
-            return data
+            return self._read(ranges, deadline)
 
     def read_into(
         self, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview], timeout_s: float
@@ -159,10 +146,26 @@ class UnitClient:
             if self._memory(deadline) is None and len(ranges) <= wire.MAX_RANGES:
                 self._read_frame(ranges, into, deadline)
                 return
-        data, at = self.read(ranges, max(0.0, deadline - time.monotonic())).data, 0
+            data, at = self._read(ranges, deadline).data, 0
         for view in into:
             view[:] = data[at : at + view.nbytes]
             at += view.nbytes
+
+    def _read(self, ranges: Sequence[tuple[int, int]], deadline: float) -> Bytes:
+        memory = self._memory(deadline)
+        sizes = [stop - start for start, stop in ranges]
+        if memory is not None:
+            data = Slices(memory.view(), [start for start, _ in ranges], sizes).joined()
+            data.flags.writeable = len(ranges) > 1
+            return data
+        data = pages.empty(sum(sizes))
+        at = 0
+        for first in range(0, len(ranges), wire.MAX_RANGES):
+            batch = ranges[first : first + wire.MAX_RANGES]
+            size = sum(sizes[first : first + wire.MAX_RANGES])
+            self._read_frame(batch, [data[at : at + size].data], deadline)
+            at += size
+        return data
 
     def close(self) -> None:
         """Close the connections of this process; views that `read` returned stay valid."""

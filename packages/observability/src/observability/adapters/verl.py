@@ -132,12 +132,12 @@ class _Run:
             try:
                 finish(tracking, *args, **kwargs)
             finally:
-                if self.telemetry is not None:
-                    if args or kwargs:
-                        self.record.__exit__(*sys.exc_info())
-                    self.telemetry.flush()
-                    if args or kwargs:
-                        self.telemetry = None  # `__del__` finishes again
+                telemetry = self.telemetry
+                if args or kwargs:
+                    self.telemetry = None  # `__del__` finishes again
+                    self.record.__exit__(*sys.exc_info())
+                if telemetry is not None:
+                    telemetry.flush()
 
         return flushing
 

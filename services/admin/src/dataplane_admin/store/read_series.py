@@ -16,7 +16,7 @@ from dataplane_admin.store.texts import storable
 
 _MAX_SERIES = 10_000
 _DROPPED = "dataplane.telemetry.dropped"
-SIGNALS = ("spans", "events", "steps")
+_SIGNALS = ("spans", "events", "steps")
 """Values of ``dataplane.signal``; ``steps`` are exports of step metrics."""
 
 
@@ -55,7 +55,7 @@ def read_dropped_items(reader: Reader) -> dict[str, dict[str, int]]:
     dropped: dict[str, dict[str, int]] = {}
     for row in _series(reader, _DROPPED):
         signal = json.loads(row.attributes).get("dataplane.signal")
-        if row.run_id and row.value and signal in SIGNALS:
+        if row.run_id and row.value and signal in _SIGNALS:
             of_run = dropped.setdefault(row.run_id, {})
             of_run[signal] = of_run.get(signal, 0) + int(row.value)
     return dropped
