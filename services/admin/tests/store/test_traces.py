@@ -180,6 +180,26 @@ def test_a_trace_has_the_events_that_name_it(job, otlp):
     assert (event_of_it["examples"], event_of_it["span_id"]) == (["b", "a"], span_id.hex())
 
 
+def test_a_trace_has_its_earliest_events_and_counts_the_rest(job, otlp):
+    trace_id, last = os.urandom(16), os.urandom(8)
+    job.send(
+        otlp.trace(trace_id, span_id=last),
+        *(
+            otlp.log("put", [f"s{at}"], at_s=at / 1e3, trace_id=trace_id)
+            for at in range(519, -1, -1)
+        ),
+        otlp.log("got", ["late"], at_s=0.9, trace_id=trace_id, span_id=last),
+    )
+    trace = job.trace(trace_id)
+    assert [event["examples"] for event in trace["events"]] == [[f"s{at}"] for at in range(500)]
+    assert trace["events_omitted"] == 21
+    page = {
+        span: job.client.get("/trace", params={"id": trace_id.hex(), "span": span}).text
+        for span in (last.hex(), os.urandom(8).hex(), "x\0", "")
+    }
+    assert {span for span, text in page.items() if ">late</a>" in text} == {last.hex()}
+
+
 def test_totals_count_stored_and_rejected_records(job, otlp):
     refused = otlp.trace()
     refused.resource_spans[0].scope_spans[0].spans.add(trace_id=b"short")

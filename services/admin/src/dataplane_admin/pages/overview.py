@@ -126,7 +126,7 @@ class Buckets:
         if known is not None:
             return known
         try:
-            seconds = self._service.trace(facts.trace_id).buckets
+            seconds = self._service.trace(facts.trace_id, events_of="").buckets
         except ServiceError:
             return None
         with self._lock:

@@ -322,6 +322,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
                 max_rows=MAX_BARS,
                 span_id=params.maybe("span"),
                 prefer=marks_of(query),
+                events_of=query["span"],
             )
             return shell.page(
                 request,

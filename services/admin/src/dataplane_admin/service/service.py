@@ -414,6 +414,7 @@ class AdminService:
         max_rows: int = MAX_ROWS,
         span_id: str | None = None,
         prefer: Callable[[Span], bool] | None = None,
+        events_of: str | None = None,
     ) -> models.Trace:
         """Return one trace, see `traces.trace`."""
         return traces.trace(
@@ -423,6 +424,7 @@ class AdminService:
             max_rows=max_rows,
             span_id=span_id,
             prefer=prefer,
+            events_of=events_of,
         )
 
     def trace_compare(self, a: str, b: str) -> models.TraceComparison:

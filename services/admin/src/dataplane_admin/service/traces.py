@@ -65,8 +65,9 @@ def trace(
     max_rows: int = MAX_ROWS,
     span_id: str | None = None,
     prefer: Callable[[Span], bool] | None = None,
+    events_of: str | None = None,
 ) -> models.Trace:
-    """Return a trace with its longest spans.
+    """Return a trace with its longest spans and its first lifecycle events.
 
     Args:
         store: store to read from.
@@ -75,13 +76,17 @@ def trace(
         max_rows: maximum number of spans, besides those of ``span_id``.
         span_id: span to return, with its parent and children, however short it is.
         prefer: selects spans that get up to two thirds of the rows, before longer spans.
+        events_of: the only span whose lifecycle events to return, empty for no events; None for
+            the events of all spans.
 
     Raises:
         NotFound: the trace is not stored.
         Refused: the id is invalid.
     """
     trace_id = canonical_trace_id(trace_id)
-    facts, records = _read(store, trace_id)
+    facts, records, more_events = _read(
+        store, trace_id, max_events=0 if events_of == "" else MAX_EVENTS, events_of=events_of
+    )
     step = _step(facts, records)
     path = critical_path(step)
     out, into = store.linked(trace_id)
@@ -92,7 +97,6 @@ def trace(
     names, names_omitted = name_statistics(step, self_ns)
     paths, paths_omitted = path_statistics(step, self_ns)
     times_of_processes = process_times(step)
-    events = [_event(step, event) for event in step.events[:MAX_EVENTS]]
     return models.Trace(
         **dict(_on_one_clock(facts, step)),
         incomplete=_incomplete(store, facts, step),
@@ -114,8 +118,8 @@ def trace(
         buckets=summed_buckets(times_of_processes),
         links_out=out[:_MAX_LINKS],
         links_in=into[:_MAX_LINKS],
-        events=events,
-        events_omitted=len(step.events) - len(events),
+        events=[_event(step, event) for event in step.events],
+        events_omitted=more_events,
         logs=trace_logs(step, logs),
         logs_full=logs_full,
         services=services_of(step),
@@ -133,8 +137,8 @@ def trace(
 def compare(store: Store, a: str, b: str) -> models.TraceComparison:
     """Compare two traces. Raises NotFound, Refused."""
     a, b = canonical_trace_id(a), canonical_trace_id(b)
-    facts_a, records_a = _read(store, a, events=False)
-    facts_b, records_b = _read(store, b, events=False)
+    facts_a, records_a, _ = _read(store, a)
+    facts_b, records_b, _ = _read(store, b)
     step_a, step_b = _step(facts_a, records_a), _step(facts_b, records_b)
     busy_a, busy_b = _busy(step_a), _busy(step_b)
     rows = _compared(_places(step_a), _places(step_b))
@@ -182,7 +186,10 @@ def _busy(step: Step) -> dict[str, float]:
     }
 
 
-def _read(store: Store, trace_id: str, *, events: bool = True) -> tuple[models.TraceFacts, Records]:
+def _read(
+    store: Store, trace_id: str, *, max_events: int = 0, events_of: str | None = None
+) -> tuple[models.TraceFacts, Records, int]:
+    """Return a trace with its first events, and how many further events it has."""
     if len(trace_id) != 32 or not set(trace_id) <= set("0123456789abcdef"):
         raise Refused(f"trace id: found {len(trace_id)} characters; expected 32 hexadecimal digits")
     facts = store.trace(trace_id)
@@ -190,7 +197,8 @@ def _read(store: Store, trace_id: str, *, events: bool = True) -> tuple[models.T
         raise NotFound(
             f"trace {trace_id} is not stored: it was never received, or retention removed it"
         )
-    return facts, store.trace_records(trace_id, events=events)
+    records, more_events = store.trace_records(trace_id, max_events=max_events, span_id=events_of)
+    return facts, records, more_events
 
 
 def _step(facts: models.TraceFacts, records: Records) -> Step:

@@ -124,15 +124,44 @@ def read_trace(reader: Reader, trace_id: str) -> TraceFacts | None:
     return None if row is None else _facts(row)
 
 
-def read_trace_records(reader: Reader, trace_id: str, *, events: bool = True) -> Records:
-    """Return the spans of a trace, and with ``events`` also its events."""
+def read_trace_records(
+    reader: Reader, trace_id: str, *, max_events: int = 0, span_id: str | None = None
+) -> tuple[Records, int]:
+    """Return the spans of a trace with its first events, and how many further events it has.
+
+    Args:
+        reader: reader of the database.
+        trace_id: id of the trace.
+        max_events: maximum number of events.
+        span_id: the only span whose events to return and count; None for all spans.
+    """
     wanted = trace_bytes(trace_id)
     if wanted is None:
-        return Records()
-    named = select(*EVENT_COLUMNS).where(EventModel.trace_id == wanted).order_by(EventModel.id)
+        return Records(), 0
+    chosen = [EventModel.trace_id == wanted]
+    if span_id is not None:
+        chosen.append(EventModel.span_id == _span_bytes(span_id))
+    first = (
+        select(*EVENT_COLUMNS)
+        .where(*chosen)
+        .order_by(EventModel.time_ns, EventModel.id)
+        .limit(max_events)
+    )
     with reader.connect() as connection:
         spans = reader.spans(connection, [wanted])
-        return Records(spans, reader.events(connection, named) if events else [])
+        events = reader.events(connection, first) if max_events else []
+        total = len(events)
+        if max_events and len(events) == max_events:
+            total = connection.scalars(select(func.count(EventModel.id)).where(*chosen)).one()
+        return Records(spans, events), total - len(events)
+
+
+def _span_bytes(span_id: str) -> bytes:
+    """Return the bytes of a span id, empty for an invalid one."""
+    try:
+        return bytes.fromhex(span_id)
+    except ValueError:
+        return b""
 
 
 def read_linked(reader: Reader, trace_id: str) -> tuple[list[str], list[str]]:
