@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+from contextvars import copy_context
 
 import pytest
 from opentelemetry import baggage, context, trace
@@ -36,6 +37,16 @@ class Worker:
     def generated(self, n):
         for number in range(n):
             yield number, current()
+
+    @traced
+    def talk(self):
+        received = ""
+        while received is not None:
+            try:
+                received = yield received
+            except ValueError as error:
+                received = str(error)
+        return "end"
 
     @traced
     async def items(self, n):
@@ -70,6 +81,47 @@ def test_a_call_with_a_carrier_belongs_to_the_callers_trace():
 
     assert asyncio.run(collect()) == [(0, here), (1, here)]
     assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_a_generators_span_is_not_current_in_its_consumer():
+    worker = Worker()
+    with span("caller") as caller:
+        for _number, inside in worker.generated(2, carrier=inject()):
+            assert inside == current()
+            assert trace.get_current_span() is caller
+
+        async def consume():
+            async for _number, inside in worker.items(2, carrier=inject()):
+                assert inside == current()
+                assert trace.get_current_span() is caller
+
+        asyncio.run(consume())
+
+
+def test_an_abandoned_generator_ends_its_span_in_any_context(sdk, caplog):
+    worker = Worker()
+
+    async def abandon():
+        items = worker.items(2)
+        # A task has its own context: start and close are in different ones.
+        await asyncio.create_task(anext(items))
+        await asyncio.create_task(items.aclose())
+
+    asyncio.run(abandon())
+    generated = worker.generated(2)
+    copy_context().run(next, generated)
+    copy_context().run(generated.close)
+    assert [each.name for each in sdk.spans.get_finished_spans()] == ["items", "generated"]
+    assert not caplog.records
+
+
+def test_a_generator_receives_what_its_consumer_sends():
+    worker = Worker()
+    talk = worker.talk()
+    assert [next(talk), talk.send("a"), talk.throw(ValueError("b"))] == ["", "a", "b"]
+    with pytest.raises(StopIteration) as stop:
+        next(talk)
+    assert stop.value.value == "end"
 
 
 def test_a_call_without_a_carrier_begins_a_trace_and_works():

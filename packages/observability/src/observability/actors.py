@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from contextvars import Context, copy_context
 from typing import (
     Any,
     TypeVar,
@@ -39,7 +40,8 @@ def traced(
 
     The method gains the keyword-only argument ``carrier``; the caller passes the result of
     `dataplane_core.telemetry.inject`. The rest of the signature stays, so Ray checks calls as
-    before. Coroutine methods and generators keep their kind.
+    before. Coroutine methods and generators keep their kind. A generator runs in a copy of the
+    context of its first step, so its span is not the parent of what its consumer does.
 
     Args:
         method: the method to decorate.
@@ -58,10 +60,11 @@ def traced(
 
             async def items(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
                 with _calling(called, bucket, carrier):
-                    async for item in function(*args, **kwargs):
-                        yield item
+                    async with aclosing(function(*args, **kwargs)) as yielded:
+                        async for item in yielded:
+                            yield item
 
-            wrapper = items
+            wrapper = _in_own_context_async(items)
 
         elif inspect.iscoroutinefunction(function):
 
@@ -77,7 +80,7 @@ def traced(
                 with _calling(called, bucket, carrier):
                     return (yield from function(*args, **kwargs))
 
-            wrapper = generated
+            wrapper = _in_own_context(generated)
 
         else:
 
@@ -106,6 +109,59 @@ def traced(
 def _calling(name: str, bucket: Bucket | None, carrier: Mapping[str, str] | None) -> Iterator[None]:
     with attached(carrier), span(name, bucket, kind=SpanKind.SERVER):
         yield
+
+
+def _in_own_context(function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    def generated(*args: Any, **kwargs: Any) -> Any:
+        return (yield from _steps(copy_context(), function(*args, **kwargs)))
+
+    return generated
+
+
+def _in_own_context_async(function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
+    async def items(*args: Any, **kwargs: Any) -> Any:
+        context, yielded = copy_context(), function(*args, **kwargs)
+        try:
+            while True:
+                try:
+                    item = await _Awaitable(context, anext(yielded))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            await _Awaitable(context, yielded.aclose())
+
+    return items
+
+
+def _steps(context: Context, generator: Any) -> Generator[Any, Any, Any]:
+    """Yield what a generator yields, and run each of its steps in a context."""
+    step: Callable[[], Any] = functools.partial(next, generator)
+    while True:
+        try:
+            item = context.run(step)
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield item
+        except GeneratorExit:
+            context.run(generator.close)
+            raise
+        except BaseException as error:  # noqa: BLE001 - passed on to the generator
+            step = functools.partial(generator.throw, error)
+        else:
+            step = functools.partial(generator.send, sent)
+
+
+class _Awaitable:
+    """An awaitable that runs each step of another one in a context."""
+
+    def __init__(self, context: Context, awaitable: Awaitable[Any]) -> None:
+        self._context = context
+        self._awaitable = awaitable
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _steps(self._context, self._awaitable.__await__())
 
 
 class TracedHandle:
