@@ -376,7 +376,7 @@ class TracingSection(Section):
         verbose: also record micro-batches, requests to the storage, conversions of message logs,
             and all phases of a refit.
         sample_texts: samples of each step whose conversation and tokens are recorded; 0 for none.
-            ``grpo.mode: async`` then also writes "prev_logprobs" and "weight_versions".
+            ``grpo.mode: async`` then also writes "prev_logprobs".
     """
 
     enabled: bool

@@ -30,7 +30,6 @@ from dataplane_core import (
 from dataplane_core.process import process_name
 from dataplane_core.schema import TOKEN_ALIGNED_FIELDS
 from dataplane_core.telemetry import span, step_context
-from dataplane_core.tensors.columns import object_array
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
 from grpo_trainer.config.sections import GRPOSection
 from grpo_trainer.errors import WorkerError, first_line
@@ -409,12 +408,10 @@ class Generator(RolloutActor):
         self._record(claim, tags, shaped, keep)
         rows = keep.nonzero()[:, 0].tolist()
         if rows:
-            columns: dict[str, Any] = {
+            columns = {
                 "advantages": shaped.advantages[keep],
                 "sample_mask": shaped.sample_mask[keep],
             }
-            if self._records_texts:
-                columns[WEIGHT_VERSIONS] = object_array([versions[row] for row in rows])
             self._dp_client.put_columns(
                 [claim.sample_ids[row] for row in rows],
                 TRAIN,
