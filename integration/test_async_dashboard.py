@@ -151,6 +151,9 @@ def check_samples(admin: Admin) -> None:
     for each in with_facts:
         assert each["sample_id"].rpartition("_g")[0] == each["group"]
         assert each["first_version"] <= each["last_version"] <= each["step"]
+    functions = {name: _tagged(admin, f"function={name}") for name in ("max", "min")}
+    assert all(functions.values())
+    assert {each["sample_id"] for each in with_facts} <= set().union(*functions.values())
     texts = admin.ask("samples/facts", text=True, limit=500)["samples"]
     assert len(texts) == STEPS * TEXTS
     for each in texts:
@@ -176,6 +179,14 @@ def check_staleness(admin: Admin, of_tags: Sequence[float]) -> None:
     # the claim of a prompt and the first token of its response.
     assert answer["unknown"] < SAMPLES
     assert abs(answer["mean"] - sum(of_tags) / STEPS) < 0.2
+
+
+def _tagged(admin: Admin, tag: str) -> set[str]:
+    """Return the ids of samples with a tag."""
+    listed = admin.ask("samples/facts", tag=tag, limit=500)["samples"]
+    name, _, value = tag.partition("=")
+    assert all(each["tags"] == {name: value} for each in listed)
+    return {each["sample_id"] for each in listed}
 
 
 def _trained(admin: Admin, count: int) -> Any:

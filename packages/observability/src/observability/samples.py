@@ -44,7 +44,8 @@ def record_samples(
         sample_ids: ids of the samples.
         columns: name to one value per sample: ``group`` (text), ``reward``, ``advantage``,
             ``length`` (response tokens), ``truncated``, ``first_version`` and ``last_version`` of
-            the weights that generated it, ``state`` (text). None is an unknown value.
+            the weights that generated it, ``state`` (text), ``tags`` (name to text, number or
+            boolean; at most 16 are stored). None is an unknown value.
         run_id: id of the run; None if the context or the process's resource has it.
         step: number of the step; None for that of the context.
 

@@ -109,6 +109,34 @@ def test_facts_are_listed_newest_first_and_filtered(job, otlp):
     assert "&lt;img" in page
 
 
+def test_facts_are_filtered_by_tag_in_any_case(job, otlp):
+    tags = [{"source": "GSM8K", "level": 3}, {"source": "100%_\nmath", "new": True}, {"x": None}]
+    job.send(
+        record(otlp, "rl.sample.facts", {"ids": ["a", "b", "c"], "tags": tags}),
+        record(otlp, "rl.sample.facts", {"ids": ["d", "e"], "tags": [None, ["source=GSM8K"]]}),
+        record(otlp, "rl.sample.facts", {"ids": ["a"], "reward": [1.0]}, at_s=1),
+    )
+    for tag, expected in (
+        ("source", ["b", "a"]),
+        ("source=gsm8k", ["a"]),
+        ("source=gsm", []),
+        ("level=3", ["a"]),
+        ("new=true", ["b"]),
+        ("source=100%_\nmath", ["b"]),
+        ("%", []),
+        ("x", []),
+    ):
+        assert ids(job, tag=tag) == expected, tag
+    listed = {each["sample_id"]: each["tags"] for each in job.get("samples/facts")["samples"]}
+    assert listed["a"] == {"source": "GSM8K", "level": "3"}
+    assert listed["b"] == {"source": "100%_ math", "new": "true"}
+    many = {f"tag{number:02}": HOSTILE * 50 for number in range(20)}
+    job.send(record(otlp, "rl.sample.facts", {"ids": ["c"], "tags": [many]}))
+    [stored] = [each["tags"] for each in job.get("samples/facts")["samples"][2:3]]
+    assert len(stored) == 16
+    assert {len(name) + 1 + len(value) for name, value in stored.items()} == {500}
+
+
 def test_a_trained_event_sets_state_and_step_in_any_order(job, otlp):
     job.send(otlp.log("trained", ["a"], at_s=2, step=5))
     job.send(facts(otlp))

@@ -212,6 +212,7 @@ def _history(service: AdminService) -> APIRouter:
         state: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         truncated: bool | None = None,
         text: bool | None = None,
+        tag: Annotated[str | None, Query(max_length=MAX_ID)] = None,
         min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
         max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
         min_length: Annotated[int | None, Query(ge=0, le=2**53)] = None,
@@ -223,7 +224,8 @@ def _history(service: AdminService) -> APIRouter:
     ) -> Response:
         """List facts of samples, by default newest first.
 
-        Samples without the number to sort by are omitted.
+        Samples without the number to sort by are omitted. A ``tag`` is ``name=value``, or the name
+        of a tag with any value.
         """
         return conditional_reply(
             request,
@@ -235,6 +237,7 @@ def _history(service: AdminService) -> APIRouter:
                 state=state,
                 truncated=truncated,
                 text=text,
+                tag=tag,
                 min_reward=min_reward,
                 max_reward=max_reward,
                 min_length=min_length,

@@ -13,12 +13,13 @@ from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.redaction import Redaction
 from dataplane_admin.store.batch import SampleFacts, SampleText
 from dataplane_admin.store.chunk import MAX_INT
-from dataplane_admin.store.texts import bytes_of_id, storable
+from dataplane_admin.store.texts import bytes_of_id, lines_of, storable
 from observability.samples import MAX_CONTENT, MAX_TOKENS, TEXT
 from observability.views import attributes
 
 _INTEGERS = ("length", "first_version", "last_version")
 _MAX_TURNS = 200
+_MAX_TAGS = 16
 _MAX_TOKEN = 200
 _TOKEN_COLUMNS = ("text", "generator", "trainer", "mask", "version")
 
@@ -86,6 +87,7 @@ def samples_of(
                 advantage=_number(facts.get("advantage")),
                 truncated=truncated if isinstance(truncated, bool) else None,
                 state=_text(facts.get("state")),
+                tags=_tags(facts.get("tags")),
                 **numbers,
             )
         )
@@ -127,6 +129,19 @@ def _tokens(body: Mapping[str, Any], redaction: Redaction) -> dict[str, list[Any
         column = [read(value) for value in column]
         columns[name] = column + [None] * (len(texts) - len(column))
     return columns
+
+
+def _tags(value: object) -> str:
+    """Return lines ``name=value``; values that are neither text, number nor boolean are skipped."""
+    tags = value if isinstance(value, dict) else {}
+    return lines_of(
+        (
+            f"{name}={tag if isinstance(tag, str) else json.dumps(tag)}"
+            for name, tag in tags.items()
+            if isinstance(tag, str | int | float)
+        ),
+        _MAX_TAGS,
+    )
 
 
 def _text(value: object) -> str:

@@ -28,6 +28,8 @@ class SampleFacts(Model):
     last_version: int | None
     state: Text
     """State, for example ``generated``, ``trained`` or ``dropped``."""
+    tags: dict[Text, Text]
+    """Tags by name, such as the data set of its prompt."""
     time_ns: int
     """Time of its newest facts."""
     has_text: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any  # Any: rows
 
 from sqlalchemy import delete, func, select
@@ -16,7 +16,7 @@ from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
 FACT_BYTES = 300
-"""Approximate bytes of the facts of a sample."""
+"""Approximate bytes of the facts of a sample, without its tags."""
 
 _STATES = ("trained", "dropped")
 """Lifecycle events that set the state of their samples."""
@@ -63,6 +63,8 @@ def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
     changed = [row for digest, row in rows.items() if row != stored.get(digest, row)]
     work.change(SampleFactModel, "id", changed)
     work.state.nbytes += FACT_BYTES * len(new)
+    work.state.nbytes += sum(_tag_bytes(row) for row in rows.values())
+    work.state.nbytes -= sum(_tag_bytes(row) for row in stored.values())
     _apply_texts(work, {rows[digest]["id"]: text for digest, text in texts.items()})
     given = [each for batch in batches for each in batch.samples]
     apply_runs(work, ((storable(each.run_id), each.time_ns, each.time_ns) for each in given))
@@ -72,7 +74,10 @@ def drop_samples(work: Work, ids: Sequence[int]) -> None:
     """Delete facts with their text."""
     drop_texts(work, ids)
     for group in in_groups(ids):
-        work.connection.execute(delete(SampleFactModel).where(SampleFactModel.id.in_(group)))
+        chosen = SampleFactModel.id.in_(group)
+        tags = work.connection.scalars(select(SampleFactModel.tags).where(chosen))
+        work.state.nbytes -= sum(len(each.encode()) for each in tags)
+        work.connection.execute(delete(SampleFactModel).where(chosen))
     work.state.nbytes -= FACT_BYTES * len(ids)
 
 
@@ -83,6 +88,10 @@ def drop_texts(work: Work, ids: Iterable[int]) -> None:
         chosen = SampleTextModel.id.in_(group)
         work.state.nbytes -= int(work.connection.scalar(size.where(chosen)) or 0)
         work.connection.execute(delete(SampleTextModel).where(chosen))
+
+
+def _tag_bytes(row: Mapping[str, Any]) -> int:
+    return len(row["tags"].encode())
 
 
 def _reported(batches: Sequence[Batch]) -> Iterator[SampleFacts | SampleText]:
@@ -110,6 +119,7 @@ def _merged(
         "run_id": storable(first.run_id),
         "sample": first.sample,
         "group_id": "",
+        "tags": "",
         **dict.fromkeys(_MERGED),
         "state": "",
         "state_ns": 0,
@@ -119,7 +129,8 @@ def _merged(
     row = dict(row)
     for each in sorted(facts, key=lambda each: each.time_ns):
         is_later = each.time_ns >= row["time_ns"]
-        given = {name: getattr(each, name) for name in _MERGED} | {"group_id": each.group}
+        given = {name: getattr(each, name) for name in _MERGED}
+        given |= {"group_id": each.group, "tags": each.tags}
         for name, value in given.items():
             if value not in (None, "") and (is_later or row[name] in (None, "")):
                 row[name] = value

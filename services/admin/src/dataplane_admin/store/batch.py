@@ -120,6 +120,7 @@ class SampleFacts:
         first_version: oldest version of the weights that generated it.
         last_version: newest version, as ``first_version``.
         state: for example ``generated``, ``trained`` or ``dropped``.
+        tags: lines ``name=value``, see `texts.lines_of`; empty without any.
     """
 
     run_id: str
@@ -134,6 +135,7 @@ class SampleFacts:
     first_version: int | None = None
     last_version: int | None = None
     state: str = ""
+    tags: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any  # Any: values of rows
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from dataplane_admin.store.texts import storable
+from dataplane_admin.store.texts import lines_of, storable, texts_in
 from observability.records import UNNAMED
 
 MAX_PROCESSES = 1024
@@ -138,7 +138,7 @@ class Chunk:
             "has_root": self.has_root,
             "processes": min(len(self.processes), MAX_PROCESSES),
             "process_digests": b"".join(sorted(self.processes)[:MAX_PROCESSES]),
-            "service_names": lines_of(map(service_name, self.services)),
+            "service_names": lines_of(self.services, MAX_SERVICES),
             "rejected": self.rejected,
         }
 
@@ -161,26 +161,10 @@ class Chunk:
             "processes": len(processes),
             "process_digests": b"".join(sorted(processes)),
             "service_names": lines_of(
-                {*names_in(row["service_names"]), *map(service_name, self.services)}
+                [*texts_in(row["service_names"]), *self.services], MAX_SERVICES
             ),
             "rejected": row["rejected"] + self.rejected,
         }
-
-
-def service_name(given: str) -> str:
-    """Return the name of a service as the rows of traces have it: on one line."""
-    return storable(given.replace("\n", " "))
-
-
-def lines_of(services: Iterable[str]) -> str:
-    """Return the names of services, each between two line breaks; empty without any."""
-    names = sorted(set(services))[:MAX_SERVICES]
-    return "\n".join(["", *names, ""]) if names else ""
-
-
-def names_in(lines: str) -> list[str]:
-    """Return the names of services from `lines_of`."""
-    return lines.split("\n")[1:-1]
 
 
 def service_of(pairs: Iterable[KeyValue]) -> str:

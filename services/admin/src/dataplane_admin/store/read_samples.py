@@ -13,7 +13,7 @@ from dataplane_admin.models import SampleFacts
 from dataplane_admin.store.apply_samples import digest_of_sample
 from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.tables import SampleFactModel, SampleTextModel
-from dataplane_admin.store.texts import bytes_of_id, id_of_bytes, storable
+from dataplane_admin.store.texts import bytes_of_id, id_of_bytes, one_line, storable, texts_in
 
 _MAX_GROUP = 1000
 _HAS_TEXT = (
@@ -27,7 +27,11 @@ _FACTS = select(*SampleFactModel.__table__.columns, _HAS_TEXT)
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Conditions on facts; None matches all. Bounds are included."""
+    """Conditions on facts; None matches all. Bounds are included.
+
+    Attributes:
+        tag: a tag as ``name=value``, or the name of a tag with any value; case is ignored.
+    """
 
     run: str | None = None
     step: int | None = None
@@ -35,6 +39,7 @@ class SampleFilter:
     state: str | None = None
     truncated: bool | None = None
     text: bool | None = None
+    tag: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     min_length: int | None = None
@@ -128,6 +133,9 @@ def _conditions(chosen: SampleFilter) -> list[Any]:
     if chosen.text is not None:
         with_text = table.id.in_(select(SampleTextModel.id))
         conditions.append(with_text if chosen.text else ~with_text)
+    if chosen.tag is not None:
+        line = f"\n{one_line(chosen.tag)}" + ("\n" if "=" in chosen.tag else "=")
+        conditions.append(table.tags.icontains(line, autoescape=True))
     for column, low, high in (
         (table.reward, chosen.min_reward, chosen.max_reward),
         (table.length, chosen.min_length, chosen.max_length),
@@ -138,4 +146,10 @@ def _conditions(chosen: SampleFilter) -> list[Any]:
 
 
 def _facts(row: Any) -> SampleFacts:
-    return SampleFacts.of(row, sample_id=id_of_bytes(row.sample), group=row.group_id)
+    tags = (line.partition("=") for line in texts_in(row.tags))
+    return SampleFacts.of(
+        row,
+        sample_id=id_of_bytes(row.sample),
+        group=row.group_id,
+        tags={name: value for name, _, value in tags},
+    )

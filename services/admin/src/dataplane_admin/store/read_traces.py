@@ -8,12 +8,11 @@ from typing import Any  # Any: rows
 from sqlalchemy import Select, exists, func, or_, select
 
 from dataplane_admin.models import TraceFacts
-from dataplane_admin.store.chunk import names_in, service_name
 from dataplane_admin.store.read_runs import NEWEST_RUN
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
 from dataplane_admin.store.rows import StepRow, TraceCursor, TraceFilter
 from dataplane_admin.store.tables import EventModel, LinkModel, RunModel, TraceModel
-from dataplane_admin.store.texts import storable
+from dataplane_admin.store.texts import one_line, storable, texts_in
 from observability.records import Records
 from observability.views.steps import ROOT
 
@@ -194,7 +193,7 @@ def _filtered(query: Select[*tuple[Any, ...]], chosen: TraceFilter) -> Select[*t
     if chosen.name:
         query = query.where(TraceModel.name.icontains(storable(chosen.name), autoescape=True))
     if chosen.service:
-        line = f"\n{service_name(chosen.service)}\n"
+        line = f"\n{one_line(chosen.service)}\n"
         query = query.where(TraceModel.service_names.icontains(line, autoescape=True))
     return query
 
@@ -206,6 +205,6 @@ def _facts(row: Any) -> TraceFacts:
         trace_id=row.trace_id.hex(),
         start_ns=row.start_ns or None,
         end_ns=row.end_ns or None,
-        service_names=tuple(names_in(row.service_names)),
+        service_names=tuple(texts_in(row.service_names)),
         seconds=max(0, row.end_ns - row.start_ns) / 1e9,
     )

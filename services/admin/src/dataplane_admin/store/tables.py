@@ -88,7 +88,7 @@ class TraceModel(Base):
 
     ``start_ns`` and ``end_ns`` are 0 if no span reported a time. ``arrival`` grows in order of
     arrival, independent of senders' clocks. ``process_digests`` has eight bytes of each process,
-    ``service_names`` at most 16 names, see `chunk.lines_of`; ``nbytes`` the bytes of
+    ``service_names`` at most 16 names, see `texts.lines_of`; ``nbytes`` the bytes of
     its chunks.
     """
 
@@ -259,7 +259,7 @@ class SampleFactModel(Base):
     """Facts of a sample, see `batch.SampleFacts`; ``digest`` is that of run and sample id.
 
     ``time_ns`` is the time of the newest facts, ``state_ns`` that of the state; ``id`` grows in
-    the order of first arrivals.
+    the order of first arrivals. ``tags`` are lines ``name=value``, see `texts.lines_of`.
     """
 
     __tablename__ = "sample_facts"
@@ -285,6 +285,7 @@ class SampleFactModel(Base):
     state_ns: Mapped[int]
     time_ns: Mapped[int]
     received_ns: Mapped[int]
+    tags: Mapped[str]
 
 
 class SampleTextModel(Base):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 HEAD_BYTES = 512
 """Indexed bytes of a sample id; PostgreSQL's index allows 2.7 kB."""
 
@@ -26,6 +28,26 @@ def storable(text: str) -> str:
             _REPLACEMENT if "\ud800" <= character <= "\udfff" else character for character in cut
         )
     return cut
+
+
+def one_line(text: str) -> str:
+    """Return a name as `storable` does, on one line."""
+    return storable(text.replace("\n", " "))
+
+
+def lines_of(texts: Iterable[str], limit: int) -> str:
+    """Return distinct texts in order, each as `one_line` between two line breaks.
+
+    A query finds a text by searching for it with its line breaks. Texts beyond ``limit`` are left
+    out; without any the result is empty.
+    """
+    lines = sorted(set(map(one_line, texts)))[:limit]
+    return "\n".join(["", *lines, ""]) if lines else ""
+
+
+def texts_in(lines: str) -> list[str]:
+    """Return the texts from `lines_of`."""
+    return lines.split("\n")[1:-1]
 
 
 def bytes_of_id(sample_id: str) -> bytes:

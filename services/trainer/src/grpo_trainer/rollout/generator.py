@@ -306,7 +306,7 @@ class Generator(RolloutActor):
             )
         shaped = shape_rewards(carry, self._grpo)
         versions = required_versions(carry, claim.sample_ids)
-        record_generated(claim.sample_ids, carry, shaped.advantages, group_size=size)
+        record_generated(claim.sample_ids, carry, shaped.advantages, prompts)
         keep = torch.ones(claim.size, dtype=torch.bool)
         masked = 0
         if self._grpo.dynamic_sampling.enabled:

@@ -42,12 +42,14 @@ class FollowUp(BaseModel):
 
 
 class PromptRecord(BaseModel):
-    """Line of the data set: a question, its answer, and follow-ups with answers."""
+    """Line of the data set: a question, its answer, follow-ups with answers, and tags."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     prompt: str = Field(min_length=1)
     answer: Answer
     follow_ups: list[FollowUp] = []
+    tags: dict[str, str] = {}
+    """Recorded with the samples, to filter them: for example the source of the question."""
 
     @property
     def questions(self) -> list[str]:

@@ -14,6 +14,7 @@ from column_io import read_columns
 from dataplane_core import DataPlaneClient, KVBatchMeta, MissingDataError
 from dataplane_core.telemetry import WEIGHT_VERSION, step_facts
 from grpo_trainer.refit.weight_sync import version_number
+from grpo_trainer.rollout.prompts import Prompt
 from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSIONS
 from grpo_trainer.samples.tasks import PREV_LOGPROBS
 from observability import record_sample_text, record_samples
@@ -37,13 +38,13 @@ def record_generated(
     sample_ids: Sequence[str],
     carry: Mapping[str, Any],
     advantages: torch.Tensor,
-    *,
-    group_size: int,
+    prompts: Sequence[Prompt],
 ) -> None:
-    """Record facts of samples; those of a group are adjacent, and their ids begin with its name.
+    """Record facts of the samples of each prompt, which are adjacent; their ids begin alike.
 
     If ``carry`` has no ``weight_versions``, the current step's weights generated all samples.
     """
+    group_size = len(sample_ids) // max(1, len(prompts))
     numbers = [
         [_current_version()]
         if spans is None
@@ -64,6 +65,7 @@ def record_generated(
             "first_version": [min(_known(each), default=None) for each in numbers],
             "last_version": [max(_known(each), default=None) for each in numbers],
             "state": ["generated"] * len(sample_ids),
+            "tags": [prompt.record.tags for prompt in prompts for _ in range(group_size)],
         },
     )
 

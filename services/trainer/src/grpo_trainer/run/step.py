@@ -314,9 +314,7 @@ class GRPOStep:
             )
         totals.add(meta.size, rollout, generation)
         shaped = shape_rewards(carry, grpo)
-        record_generated(
-            meta.sample_ids, carry, shaped.advantages, group_size=grpo.num_generations_per_prompt
-        )
+        record_generated(meta.sample_ids, carry, shaped.advantages, prompts)
         statistics = shaped.statistics
         meta.stamp_tags({"baseline": statistics.baseline, "std": statistics.std})
         columns = {

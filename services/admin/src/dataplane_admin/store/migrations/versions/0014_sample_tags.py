@@ -1,0 +1,16 @@
+"""Tags of samples. Those of facts stored before are empty."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0014"
+down_revision = "0013"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Upgrade the tables to this version."""
+    op.add_column("sample_facts", sa.Column("tags", sa.Text(), server_default="", nullable=False))
