@@ -31,7 +31,8 @@ HIDDEN = ["chromium", "jq", "openssl"]
 
 def run(*command: str | Path, path: Path) -> subprocess.CompletedProcess[str]:
     """Run a command whose PATH is one folder, without the variables of an outer make."""
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    inherited = ("MAKE", "PYTHON")  # `make PYTHON=python3.12` exports it
+    outer = {name: text for name, text in os.environ.items() if not name.startswith(inherited)}
     return subprocess.run(
         [*map(str, command)],
         capture_output=True,

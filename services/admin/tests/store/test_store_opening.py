@@ -150,7 +150,7 @@ def test_spans_events_and_samples_survive_their_compression(new_url, batches):
         [put] = store.sample_records("z").events
         assert (put.name, put.sample_ids) == ("put", ("z",))
         assert store.sample_records("a").events == []
-        [span] = store.trace_records(trace_id.hex()).spans
+        [span] = store.trace_records(trace_id.hex())[0].spans
         assert span.name == "grpo.step"
 
 
