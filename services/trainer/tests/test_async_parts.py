@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from grpo_trainer.rollout.remote_generation import StreamingGeneration  # noqa: 
 from grpo_trainer.rollout.sampling import sample_responses  # noqa: TID251
 from grpo_trainer.rollout.weight_gate import WeightGate  # noqa: TID251
 from grpo_trainer.rollout.worker import version_spans  # noqa: TID251
+from grpo_trainer.run.generator_fleet import GeneratorFleet  # noqa: TID251
+from grpo_trainer.run.processes import GeneratorActors  # noqa: TID251
 from grpo_trainer.run.prompt_feed import PromptFeed  # noqa: TID251
 
 WAIT_S = 20.0
@@ -244,6 +248,91 @@ def test_pending_prompts_are_put_before_those_of_the_stream(tokenizer):
         ]
         client.clear_samples(claim.sample_ids[:2], "train")
         assert feed.untrained() == [38, 40]
+
+
+class ClearsWhileListing:
+    """Client whose `list_samples` clears groups after each page."""
+
+    def __init__(self, client, cleared):
+        self._client, self._cleared = client, iter(cleared)
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def list_samples(self, partition_id, *, start, limit):
+        page = self._client.list_samples(partition_id, start=start, limit=4)
+        ids = [
+            f"{position:09d}_g{number}" for position in next(self._cleared, ()) for number in (0, 1)
+        ]
+        self._client.clear_samples(ids, partition_id)
+        return page
+
+
+def test_groups_cleared_during_a_checkpoint_hide_no_pending_prompt(tokenizer):
+    prompts = load_prompts(
+        SHIPPED / "train.jsonl", lambda text: tokenizer(text)["input_ids"], max_length=48
+    )
+    stream = PromptStream(prompts, seed=1, shuffle=True)
+    with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as client:
+        client.register_partition("train", ["prompt"], 100, ["generate"], grpo_group_size=2)
+        clearing = ClearsWhileListing(client, [[0]])
+        feed = PromptFeed(clearing, stream, [], 2)
+        feed.put(5)
+        assert {1, 2, 3, 4} <= {*feed.untrained()} <= {0, 1, 2, 3, 4}
+        client.clear_samples(["000000001_g0", "000000001_g1"], "train")
+        feed.forget(["000000001_g0", "000000001_g1"])
+        assert feed.untrained() == [2, 3, 4]
+
+
+class Calls:
+    """Stand-in for the calls to the actors; ``failing`` maps methods to the errors of one actor."""
+
+    def __init__(self, failing=()):
+        self._failing = dict(failing)
+
+    def call(self, name, method, *args, **kwargs):
+        return None
+
+    def each(self, method, calls, *, errors=None, timeout_s=None):
+        error = self._failing.get(method)
+        if error is not None and errors is None:
+            raise error
+        if error is not None:
+            errors[next(iter(calls))] = error
+        return {}
+
+
+def fleet_of(configure_async, calls, notices):
+    """Return a started fleet of two generators."""
+    actors = SimpleNamespace(
+        calls=calls, generators=[GeneratorActors(f"rollout {i}", f"worker {i}") for i in range(2)]
+    )
+    fleet = GeneratorFleet(
+        None,
+        actors,
+        None,
+        None,
+        configure_async(),
+        run_id="run",
+        journal=None,
+        notice=notices.append,
+    )
+    fleet.start()
+    return fleet
+
+
+def test_a_generator_lost_after_the_last_step_does_not_fail_the_run(configure_async):
+    notices = []
+    lost = WorkerError("rollout 0 died during stop_generating")
+    fleet_of(configure_async, Calls({"stop_generating": lost}), notices).stop()
+    assert notices == [str(lost)]
+
+
+def test_a_step_in_which_no_rollout_ended_has_no_means(configure_async):
+    metrics = fleet_of(configure_async, Calls(), []).take_metrics()
+    assert metrics["generated"] == 0
+    json.dumps(metrics, allow_nan=False)
+    assert not {"generated_reward", "tokens_per_s"} & metrics.keys()
 
 
 @pytest.mark.parametrize("carry", [{"weight_versions": [[], None]}, {}])

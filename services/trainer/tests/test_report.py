@@ -79,6 +79,12 @@ def test_a_terminal_shows_the_phase_and_the_last_steps(show):
     assert "+0.5000" in last
 
 
+def test_a_terminal_shows_a_step_in_which_no_rollout_ended(show):
+    step = record(7)
+    del step["tokens_per_s"]
+    assert "0.75" in show(True, [step])
+
+
 @pytest.mark.parametrize("steps", [0, 1, 12])
 def test_the_summary_has_first_and_last_rewards_and_phases(steps):
     console = Console(file=io.StringIO(), width=100)

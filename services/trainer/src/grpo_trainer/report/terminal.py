@@ -163,7 +163,7 @@ def _steps_table(records: Sequence[Mapping[str, Any]]) -> Table:
             _optional(record, "kl", ".4f"),
             _optional(record, "clip_fraction", ".1%"),
             _optional(record, "grad_norm", ".2f"),
-            f"{record['tokens_per_s']:.0f}",
+            _optional(record, "tokens_per_s", ".0f"),
             f"{sum(record['seconds'].values()):.2f}",
         )
     return table

@@ -137,6 +137,7 @@ class AsyncGRPOStep(GRPOStep):
         self._record_texts(trained.sample_ids, (PREV_LOGPROBS, WEIGHT_VERSIONS))
         with report.phase("clear", "overhead"):
             self._client.clear_samples(trained.sample_ids, TRAIN)
+            self._feed.forget(trained.sample_ids)
         self._fleet.collect()
         norm = trained.means["grad_norm"]
         if not math.isfinite(norm):
@@ -236,6 +237,7 @@ class AsyncGRPOStep(GRPOStep):
             with span("drop", "wasted"):
                 emit("dropped", TRAIN, dropped.sample_ids, reason=reason)
                 self._client.clear_samples(dropped.sample_ids, TRAIN, force=True)
+                self._feed.forget(dropped.sample_ids)
         return dropped.size
 
     def _metrics(self, trained: StreamedStep) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -86,12 +85,25 @@ class GeneratorFleet:
         self._is_started = True
 
     def stop(self) -> None:
-        """Let the generators finish their rollouts, and claim no further prompts."""
-        if self._is_started:
-            names = [each.rollout for each in self._actors.generators]
-            self._calls.each("stop_generating", dict.fromkeys(names, ((_STOP_S,), {})))
-            for each in self._actors.generators:
-                self._emit_left(each, "finished")
+        """Let the generators finish their rollouts, and claim no further prompts.
+
+        One that dies, fails or does not answer is reported: the run does not need it any more.
+        """
+        if not self._is_started:
+            return
+        names = [each.rollout for each in self._actors.generators]
+        errors: dict[str, WorkerError] = {}
+        try:
+            self._calls.each(
+                "stop_generating", dict.fromkeys(names, ((_STOP_S,), {})), errors=errors
+            )
+        except WorkerError as error:  # no answer
+            self._notice(str(error))
+        for each in self._actors.generators:
+            lost = errors.get(each.rollout)
+            if lost is not None:
+                self._notice(str(lost))
+            self._emit_left(each, "finished" if lost is None else first_line(lost))
 
     def _start(self, names: GeneratorActors) -> None:
         # Workers share the run's seed: without separate streams, all would draw the same numbers.
@@ -250,13 +262,15 @@ class GeneratorFleet:
         self._idle_s = self._journal_s = 0.0
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of generation since the last call."""
+        """Return the metrics of generation since the last call; no means if none was generated."""
         size = self._config.grpo.num_generations_per_prompt
-        rewards = torch.tensor(self._rewards or [math.nan])
+        generated = {}
+        if self._rewards:
+            reward = float(torch.tensor(self._rewards).mean())
+            generated = {"generated_reward": reward, **self._totals.metrics}
         metrics = {
             "generators": len(self._actors.generators),
             "generated": len(self._rewards),
-            "generated_reward": float(rewards.mean()),
             "filtered_groups": self._filtered // size,
             "masked_groups": self._masked // size,
             "lost_groups": self._lost // size,
@@ -264,7 +278,7 @@ class GeneratorFleet:
             "continued_tokens": self._continued_tokens,
             "generator_wait_s": self._idle_s,
             "journal_s": self._journal_s,
-            **(self._totals.metrics if self._rewards else {}),
+            **generated,
         }
         self._clear_counts()
         return metrics

@@ -34,6 +34,7 @@ class PromptFeed:
         self._stream = stream
         self._pending = deque(pending)
         self._group_size = group_size
+        self._put: set[int] = set()
 
     def put(self, count: int) -> None:
         """Put the next ``count`` prompts, each as the samples of a group."""
@@ -52,6 +53,11 @@ class PromptFeed:
         if rows:
             ids, prompts = zip(*rows, strict=True)
             self._client.put_columns(list(ids), TRAIN, {PROMPT: object_array(prompts)})
+            self._put.update(positions)
+
+    def forget(self, sample_ids: Iterable[str]) -> None:
+        """Record that the groups of ``sample_ids`` were cleared."""
+        self._put.difference_update(map(position_of, sample_ids))
 
     def untrained(self) -> list[int]:
         """Return the positions of the prompts that are taken and not trained, in order."""
@@ -60,4 +66,9 @@ class PromptFeed:
         while page := self._client.list_samples(TRAIN, start=start, limit=_PAGE):
             stored |= {position_of(sample.sample_id) for sample in page}
             start += len(page)
-        return sorted(stored | {*self._pending})
+        # Generators clear groups meanwhile, which makes a page skip others.
+        self._put = {each for each in self._put if each in stored or self._is_stored(each)}
+        return sorted(stored | self._put | {*self._pending})
+
+    def _is_stored(self, position: int) -> bool:
+        return self._client.read_sample(TRAIN, sample_id(position, 0)) is not None
