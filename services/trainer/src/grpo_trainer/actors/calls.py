@@ -206,8 +206,15 @@ class ActorCalls:
 
     def shutdown_telemetry(self, timeout_s: float) -> None:
         """Let every live actor export its telemetry; wait for at most ``timeout_s``."""
-        ending = [handle.shutdown_telemetry.remote() for handle in self._actors.values()]
-        ray.wait(ending, num_returns=len(ending), timeout=timeout_s)
+        if not self._actors:  # Ray may not have started, and a call of it would start it
+            return
+
+        def send() -> list[Any]:
+            return [handle.shutdown_telemetry.remote() for handle in self._actors.values()]
+
+        with suppress(TimeoutError):  # Ray hangs: the actors end with the driver
+            ending = call_within(_KILL_S, send)
+            _ready(ending, len(ending), timeout_s)
 
     def stop(self) -> None:
         """Kill every actor."""

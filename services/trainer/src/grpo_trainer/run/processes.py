@@ -11,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast  # Any: Ray handles and transformers' tokenizers
 
@@ -310,25 +310,27 @@ class RunActors:
             self.calls.add(name, handle)
 
     def close(self) -> None:
-        """Stop every process of the run; closing twice is fine."""
-        try:
-            if isinstance(self._config.policy.generation, VllmSection):
-                for names in self.generators:
-                    self.calls.close(names.worker, VLLM_STOP_S)
-            if self._telemetry is not None:
-                self.calls.shutdown_telemetry(2 * SHUTDOWN_S)
-            self.calls.stop()
-            if self._has_weight_sync:
-                self._has_weight_sync = False
-                self.weight_sync.close()
-            if self._has_data_plane:
-                self._has_data_plane = False
-                self.data_plane.close()
-        finally:
+        """Stop every process of the run; closing twice is fine.
+
+        If one part cannot be stopped, or an interrupt ends the wait for it, the others are stopped.
+        """
+        with ExitStack() as stack:  # calls the last callback first
             if self._started_ray:
                 self._started_ray = False
-                with _restored_sigterm_handler():
-                    ray.shutdown()
+                stack.enter_context(_restored_sigterm_handler())
+                stack.callback(ray.shutdown)
+            if self._has_data_plane:
+                self._has_data_plane = False
+                stack.callback(self.data_plane.close)
+            if self._has_weight_sync:
+                self._has_weight_sync = False
+                stack.callback(self.weight_sync.close)
+            stack.callback(self.calls.stop)
+            if self._telemetry is not None:
+                stack.callback(self.calls.shutdown_telemetry, 2 * SHUTDOWN_S)
+            if isinstance(self._config.policy.generation, VllmSection):
+                for names in self.generators:
+                    stack.callback(self.calls.close, names.worker, VLLM_STOP_S)
 
 
 def _numbered(name: str, number: int) -> str:
