@@ -1,8 +1,8 @@
 """An HTTP server that bounds the number of connections and the time to wait for a request.
 
-A silent client occupies one connection and its thread. The headers of a request must arrive
-within a deadline. At the maximum number of connections, the one that has been idle longest is
-closed. Client errors are logged once per address and minute.
+The headers of a request must arrive within a deadline, so a silent client holds its connection and
+thread only until then. At the maximum number of connections, a new connection replaces the one that
+has been idle longest. Errors are logged at most once per minute and client address.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ from dataplane_core.peer_log import PeerLog, fault
 
 logger = structlog.get_logger("observability")
 
-_SILENT_S = 1.0
+_MIN_IDLE_S = 1.0
+"""Minimum time that a connection must have been idle before a new one may replace it."""
+
 _ACCEPT_PAUSE_S = 0.1
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Error numbers of `accept` when file descriptors or memory are exhausted."""
 
 
 class BoundedServer(ThreadingHTTPServer):
     """A server with one thread per connection.
 
-    A connection above the maximum replaces the one that has been idle longest, if that has been
-    idle for a second. Otherwise it is answered with 503.
+    A connection above the maximum replaces the one that has been idle longest. If none has been
+    idle for a second, the new connection gets the status 503.
 
     Args:
         host: address to bind.
-        port: port to bind; 0 takes a free one.
-        handler: class that handles a connection.
+        port: port to bind; 0 selects a free one.
+        handler: class whose instances handle one connection each.
         max_connections: maximum number of concurrent connections.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the address cannot be bound, for example because the port is in use.
     """
 
     daemon_threads = True
@@ -55,32 +58,34 @@ class BoundedServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.log = PeerLog(logger)
         self._max_connections = max_connections
-        self._changed = threading.Condition()
-        # Monotonic time since which each connection has been idle; None while it sends an answer.
-        self._open: dict[socket.socket, float | None] = {}
-        self._dropped: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        # Start of the idle time of each connection, monotonic; None while its request is answered.
+        self._idle_since: dict[socket.socket, float | None] = {}
+        # Connections that new ones replaced, until their threads end.
+        self._replaced: set[socket.socket] = set()
         super().__init__((host, port), handler)
 
     def server_bind(self) -> None:
-        """Bind without a DNS lookup of the host name, which `http.server` would make."""
+        """Bind without the DNS lookup of the host name that `http.server` makes."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection; when file descriptors are exhausted, pause before the next try."""
+        """Accept a connection. If file descriptors or memory are exhausted, pause, then raise."""
         try:
             return super().get_request()
         except OSError as error:
-            if error.errno in _EXHAUSTED:
+            # `socketserver` ignores the error and calls this again at once.
+            if error.errno in _EXHAUSTED_ERRNOS:
                 self.log.warn("connection_not_accepted", "any", reason=error.strerror or "")
                 time.sleep(_ACCEPT_PAUSE_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a separate thread, unless there are too many."""
+        """Serve a connection in a separate thread, or refuse it if there are too many."""
         if not self._admit(request):
             self.log.warn("connection_refused", client_address[0], reason="too many connections")
-            request.setblocking(False)
+            request.setblocking(False)  # the accept loop must not wait for this client
             with suppress(OSError):
                 request.send(
                     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
@@ -90,8 +95,8 @@ class BoundedServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
-            self._forget(request)
+        except RuntimeError:  # the thread cannot be started
+            self._remove(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -99,64 +104,71 @@ class BoundedServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._forget(request)
+            self._remove(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a server error without its text, which may quote the request."""
+        """Log an error of a handler without its text, which may quote the request."""
         error = sys.exception()
-        if error is not None and not isinstance(error, OSError):  # OSError: the client hung up
+        if error is not None and not isinstance(error, OSError):  # OSError: connection lost
             self.log.warn("request_failed", client_address[0], error=fault(error))
 
     def mark_idle(self, connection: socket.socket) -> None:
-        """Record that a connection is idle from now on, waiting for a request."""
-        with self._changed:
-            if connection in self._open:
-                self._open[connection] = time.monotonic()
+        """Record that a connection is idle from now on: it waits for a request."""
+        with self._lock:
+            if connection in self._idle_since:
+                self._idle_since[connection] = time.monotonic()
 
     def mark_busy(self, connection: socket.socket) -> None:
         """Record that a connection's request has arrived and is being answered."""
-        with self._changed:
-            if connection in self._open:
-                self._open[connection] = None
+        with self._lock:
+            if connection in self._idle_since:
+                self._idle_since[connection] = None
 
-    def hang_up(self) -> None:
-        """Break every connection."""
-        with self._changed:
-            for connection in (*self._open, *self._dropped):
+    def shut_down_connections(self) -> None:
+        """Shut down every open connection; their threads end."""
+        with self._lock:
+            for connection in (*self._idle_since, *self._replaced):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _admit(self, connection: socket.socket) -> bool:
-        """Register a connection; at the maximum, drop the longest idle one or return False."""
+        """Register a connection. At the maximum, replace the one that has been idle longest.
+
+        Returns:
+            False if the connection is refused, because there is none to replace.
+        """
         now = time.monotonic()
-        with self._changed:
-            if len(self._open) >= self._max_connections:
-                idle = [(since, peer) for peer, since in self._open.items() if since is not None]
+        with self._lock:
+            if len(self._idle_since) >= self._max_connections:
+                idle = [
+                    (since, other) for other, since in self._idle_since.items() if since is not None
+                ]
                 since, oldest = min(idle, key=lambda item: item[0], default=(now, None))
-                if oldest is None or now - since < _SILENT_S:
+                if oldest is None or now - since < _MIN_IDLE_S:
                     return False
                 # The shutdown ends the connection's thread, which closes the socket.
-                del self._open[oldest]
-                self._dropped.add(oldest)
+                del self._idle_since[oldest]
+                self._replaced.add(oldest)
                 with suppress(OSError):
                     self.log.warn("connection_dropped", oldest.getpeername()[0])
                     oldest.shutdown(socket.SHUT_RDWR)
-            self._open[connection] = now
+            self._idle_since[connection] = now
         return True
 
-    def _forget(self, connection: socket.socket) -> None:
-        with self._changed:
-            self._open.pop(connection, None)
-            self._dropped.discard(connection)
+    def _remove(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._idle_since.pop(connection, None)
+            self._replaced.discard(connection)
 
 
 class BoundedHandler(BaseHTTPRequestHandler):
     """Handler of a connection with one deadline for all headers of a request.
 
     Attributes:
-        headers_s: maximum time in seconds from the start of the wait for a request until its
-            headers are complete.
-        deadline: monotonic time by which the data being read must arrive.
+        headers_s: maximum seconds from the moment the connection is idle until the headers of its
+            next request are complete.
+        deadline: monotonic time at which reads from the connection fail; a subclass may set it
+            before it reads a body.
     """
 
     server: BoundedServer
@@ -164,10 +176,13 @@ class BoundedHandler(BaseHTTPRequestHandler):
     deadline = 0.0
 
     def setup(self) -> None:
-        """Set up reads that end at `deadline`, however slowly the bytes arrive."""
+        """Replace the stream of requests by one whose reads fail at `deadline`.
+
+        A socket timeout alone does not suffice: it begins anew with every byte that arrives.
+        """
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Timed(self))
+        self.rfile = io.BufferedReader(_DeadlineStream(self))
 
     def handle_one_request(self) -> None:
         """Wait for a request and answer it."""
@@ -176,11 +191,11 @@ class BoundedHandler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base's name
-        """Log nothing: one line per request is noise."""
+        """Log nothing; the base class logs a line per request."""
 
 
-class _Timed(io.RawIOBase):
-    """A stream that reads from a handler's connection until the handler's deadline."""
+class _DeadlineStream(io.RawIOBase):
+    """A stream of a handler's connection whose reads fail after the handler's deadline."""
 
     def __init__(self, handler: BoundedHandler) -> None:
         self._handler = handler
@@ -190,7 +205,7 @@ class _Timed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read the available bytes.
+        """Wait for bytes, and read those that have arrived.
 
         Raises:
             TimeoutError: no bytes arrived before the deadline.

@@ -1,10 +1,10 @@
 """Spans and lifecycle events as they arrived over OTLP, in plain dataclasses.
 
-Every view of a run, during it or afterwards, reads these records. They are decoded from the bytes
-of OTLP export requests and need neither an SDK nor the process that sent them.
+Every view reads these records, during a run and afterwards. They are decoded from the bytes of OTLP
+export requests and need neither an SDK nor the process that sent them.
 
-In OTLP, zero and empty mean that a field was not set. Here an unset field is never read as a value:
-a span with one unset time takes the other one, and a flag marks it.
+In OTLP, zero and empty mean that a field is not set. Decoding never takes them for values. For
+example, a span whose end is not set gets its start as end, and `Span.has_end` is False.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ Attributes: TypeAlias = Mapping[str, Any]
 Kind = Literal["unspecified", "internal", "server", "client", "producer", "consumer"]
 Outcome = Literal["unset", "ok", "error"]
 
-# OTLP numbers both in this order.
+# OTLP numbers kinds and status codes from 0 in the order of the literals above.
 _KINDS: dict[int, Kind] = dict(enumerate(get_args(Kind)))
 _OUTCOMES: dict[int, Outcome] = dict(enumerate(get_args(Outcome)))
 
 
 @dataclass(frozen=True, order=True)
 class Process:
-    """The process that sent a record; equal processes have equal resource attributes.
+    """The process that sent a record. Processes are equal if their resource attributes are.
 
     Attributes:
-        service: ``service.name``, "unknown" if not reported.
-        instance: ``service.instance.id``, the rank for example; empty if not reported.
+        service: ``service.name``; "unknown" if not reported.
+        instance: ``service.instance.id``, for example the rank; empty if not reported.
         host: ``host.name``, empty if not reported.
         pid: ``process.pid``, 0 if not reported.
-        identity: hexadecimal digest over all attributes of the resource.
-        resource: attributes of the resource.
+        identity: hexadecimal digest of all resource attributes.
+        resource: all resource attributes by name.
     """
 
     service: str
@@ -60,44 +60,56 @@ class Process:
         return f"{self.service} {self.instance}".rstrip()
 
     @property
-    def place(self) -> str:
-        """The reported location: ``pid@host``, the pod or the host; empty if none was reported."""
-        pod = next((str(self.resource[key]) for key in _PODS if self.resource.get(key)), "")
+    def location(self) -> str:
+        """The reported location, ``pid@host`` if both are known; empty if none was reported.
+
+        A pod name or container id replaces an unknown host. Without a pid, it is preferred to the
+        host.
+        """
+        pod_values = (self.resource.get(name) for name in _POD_ATTRIBUTES)
+        pod = next((str(value) for value in pod_values if value), "")
         if not self.pid:
             return pod or self.host
-        where = self.host or pod
-        return f"{self.pid}@{where}" if where else f"pid {self.pid}"
+        host_or_pod = self.host or pod
+        return f"{self.pid}@{host_or_pod}" if host_or_pod else f"pid {self.pid}"
 
     @property
     def full_label(self) -> str:
         """The label, followed by the location if it was reported."""
-        return f"{self.label} ({self.place})" if self.place else self.label
+        return f"{self.label} ({self.location})" if self.location else self.label
 
 
-_PODS = ("k8s.pod.name", "container.id")
+_POD_ATTRIBUTES = ("k8s.pod.name", "container.id")
 
 
 def distinct_labels(processes: Iterable[Process]) -> dict[Process, str]:
-    """Return the shortest label of each process that distinguishes it from the others."""
-    alike: dict[str, list[Process]] = {}
+    """Return a distinct label for each process.
+
+    If processes have the same `Process.label`, a property in which they differ is appended.
+    """
+    by_label: dict[str, list[Process]] = {}
     for process in dict.fromkeys(processes):
-        alike.setdefault(process.label, []).append(process)
+        by_label.setdefault(process.label, []).append(process)
     return {
         process: label if len(group) == 1 else f"{label} ({_difference(process, group)})"
-        for label, group in alike.items()
+        for label, group in by_label.items()
         for process in group
     }
 
 
-def _difference(process: Process, alike: Iterable[Process]) -> str:
-    """Return what distinguishes a process from others with the same label."""
-    others = [other for other in alike if other != process]
-    if process.place and all(other.place != process.place for other in others):
-        return process.place
+def _difference(process: Process, group: Iterable[Process]) -> str:
+    """Return a property that distinguishes a process from the others in a group.
+
+    This is the location or a resource attribute. If neither differs from all others, the digest of
+    all attributes does.
+    """
+    others = [other for other in group if other != process]
+    if process.location and all(other.location != process.location for other in others):
+        return process.location
     for name, value in sorted(process.resource.items()):
         if value and all(other.resource.get(name) != value for other in others):
             return f"{name}={value}"
-    return f"{process.place or 'resource'}, {process.identity[:8]}"
+    return f"{process.location or 'resource'}, {process.identity[:8]}"
 
 
 @dataclass(frozen=True)
@@ -139,12 +151,12 @@ class Span:
         attributes: name to value.
         process: the process that recorded it.
         links: the spans it links to.
-        outcome: the status; "error" if it failed.
-        message: the error message.
+        outcome: the status code; "error" if it failed.
+        message: the status message, which describes the error.
         has_start: whether its start was reported.
-        has_end: whether its end was reported; an open span has none.
+        has_end: whether its end was reported; that of an open span is not.
         events: events within the span, in the order reported.
-        scope: the instrumentation that recorded it, with its version; empty if not reported.
+        scope: name and version of its instrumentation scope; empty if not reported.
     """
 
     trace_id: str
@@ -171,12 +183,12 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """The duration; 0 if start or end was not reported, or the end precedes the start."""
+        """The duration in seconds; 0 if the start or end is unknown or the end comes first."""
         return max(0, self.end_ns - self.start_ns) / 1e9
 
     @property
     def reported_seconds(self) -> float | None:
-        """The duration; None unless both start and end were reported."""
+        """The duration in seconds; None unless both start and end were reported."""
         return self.seconds if self.is_timed else None
 
 
@@ -191,8 +203,8 @@ class Event:
         attributes: name to value.
         sample_ids: ids of the samples; for a large batch, the ids of one part.
         process: the process that recorded it.
-        trace_id: trace of the span it belongs to; empty if there is none.
-        span_id: that span; empty if there is none.
+        trace_id: trace of the span during which it was emitted; empty if there was none.
+        span_id: id of that span; empty if there was none.
         received_ns: time of receipt by the clock of the receiver; 0 if unknown.
     """
 
@@ -213,18 +225,19 @@ class Records:
     Attributes:
         spans: in order of arrival.
         events: in order of arrival.
-        refused: number of received spans without a valid trace or span id; not among ``spans``.
+        rejected_spans: number of spans that are not in ``spans`` because their trace or span id
+            was invalid.
     """
 
     spans: list[Span] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    refused: int = 0
+    rejected_spans: int = 0
 
     def add(self, other: Records) -> None:
-        """Append the records of another."""
+        """Append the records of ``other``."""
         self.spans += other.spans
         self.events += other.events
-        self.refused += other.refused
+        self.rejected_spans += other.rejected_spans
 
 
 _RUN_ID = "rl.run_id"
@@ -237,7 +250,7 @@ EVENT_PREFIX = "dataplane."
 
 
 def decode_traces(body: bytes) -> Records:
-    """Decode the spans of an ``ExportTraceServiceRequest``; count those without valid ids.
+    """Decode the spans of an ``ExportTraceServiceRequest``; skip and count those with invalid ids.
 
     Raises:
         google.protobuf.message.DecodeError: ``body`` is not such a request.
@@ -246,16 +259,16 @@ def decode_traces(body: bytes) -> Records:
     parse(request, body)
     join_steps(request.resource_spans)
     records = Records()
-    known = _Processes()
+    resources = _ResourceDecoder()
     for resource_spans in request.resource_spans:
-        process, run = known.process_and_run(resource_spans.resource)
+        process, run = resources.process_and_run(resource_spans.resource)
         for scope_spans in resource_spans.scope_spans:
             scope = f"{scope_spans.scope.name} {scope_spans.scope.version}".strip()
             for span in scope_spans.spans:
-                if _has_ids(span):
+                if _has_valid_ids(span):
                     records.spans.append(_span(span, process, run, scope))
                 else:
-                    records.refused += 1
+                    records.rejected_spans += 1
     return records
 
 
@@ -267,12 +280,12 @@ def decode_logs(body: bytes) -> Records:
     """
     request = ExportLogsServiceRequest()
     parse(request, body)
-    known = _Processes()
+    resources = _ResourceDecoder()
     return Records(
         events=[
             event_of(record, process, run)
             for resource_logs in request.resource_logs
-            for process, run in [known.process_and_run(resource_logs.resource)]
+            for process, run in [resources.process_and_run(resource_logs.resource)]
             for scope_logs in resource_logs.scope_logs
             for record in scope_logs.log_records
             if record.event_name.startswith(EVENT_PREFIX)
@@ -283,13 +296,15 @@ def decode_logs(body: bytes) -> Records:
 def event_of(
     record: LogRecord, process: Process, run: Any, *, only: Container[str] | None = None
 ) -> Event:
-    """Return the lifecycle event of a log record; it has no ids if the body is not a list of ids.
+    """Convert a log record to a lifecycle event.
+
+    The event has no sample ids if the body is not a JSON list of strings.
 
     Args:
         record: a log record whose event name begins with `EVENT_PREFIX`.
         process: the process that sent it.
         run: the run id of its resource, from `process_and_run`.
-        only: the attributes to decode; None decodes all.
+        only: names of the attributes to decode; None decodes all.
     """
     pairs = record.attributes
     return Event(
@@ -306,9 +321,10 @@ def event_of(
 
 
 def sample_ids_of(body: AnyValue) -> tuple[str, ...] | None:
-    """Return the ids in the body of an event; None if the body is not a JSON list of strings.
+    """Return the sample ids in the body of an event.
 
-    An empty body has no ids.
+    Returns:
+        An empty tuple for an empty body; None if the body is not a JSON list of strings.
     """
     if body.WhichOneof("value") not in (None, "string_value"):
         return None
@@ -323,9 +339,9 @@ def sample_ids_of(body: AnyValue) -> tuple[str, ...] | None:
     return tuple(ids)
 
 
-def _has_ids(span: SpanMessage) -> bool:
-    has_trace_id = valid_id(span.trace_id, TRACE_ID_BYTES)
-    return bool(has_trace_id and valid_id(span.span_id, SPAN_ID_BYTES))
+def _has_valid_ids(span: SpanMessage) -> bool:
+    trace_id = valid_id(span.trace_id, TRACE_ID_BYTES)
+    return bool(trace_id and valid_id(span.span_id, SPAN_ID_BYTES))
 
 
 def _span(span: SpanMessage, process: Process, run: Any, scope: str) -> Span:
@@ -362,57 +378,63 @@ SPAN_ID_BYTES = 8
 
 
 def valid_id(raw_id: bytes, length: int) -> bytes:
-    """Return an id of a trace or span; empty if its length differs or it is all zero."""
+    """Return a trace or span id unchanged; empty if it has another length or is all zero."""
     return raw_id if len(raw_id) == length and any(raw_id) else b""
 
 
 def process_of(resource: Resource) -> Process:
     """Return the process that a resource describes."""
-    facts = _attributes(resource.attributes)
+    attributes = _attributes(resource.attributes)
     return Process(
-        service=_fact(facts, "service.name") or "unknown",
-        instance=_fact(facts, "service.instance.id"),
-        host=_fact(facts, "host.name"),
-        pid=_pid(facts.get("process.pid")),
+        service=_text(attributes, "service.name") or "unknown",
+        instance=_text(attributes, "service.instance.id"),
+        host=_text(attributes, "host.name"),
+        pid=_pid(attributes.get("process.pid")),
         identity=identity_of(resource.attributes).hex(),
-        resource=facts,
+        resource=attributes,
     )
 
 
 def identity_of(pairs: Iterable[KeyValue]) -> bytes:
-    """Return a 16-byte digest of the attributes that does not depend on their order."""
+    """Return a 16-byte digest of attributes that does not depend on their order."""
     digest = hashlib.blake2b(digest_size=16)
+    # The last value of a repeated key counts, as in `_attributes`.
     for _, pair in sorted({pair.key: pair for pair in pairs}.items()):
         encoded = pair.SerializeToString(deterministic=True)
+        # The length prefix separates attributes: other attributes never give the same bytes.
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()
 
 
-def _fact(facts: Attributes, name: str) -> str:
-    value = facts.get(name)
+def _text(attributes: Attributes, name: str) -> str:
+    value = attributes.get(name)
     return "" if value is None else str(value)
 
 
 def _pid(value: object) -> int:
+    """Return a process id, also one in decimal text; 0 if the value is not one."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def process_and_run(resource: Resource) -> tuple[Process, Any]:
-    """Return the process of a resource, and the run id for its records without one."""
+    """Return the process that a resource describes, and its run id or None.
+
+    The run id applies to those records of the resource that have none.
+    """
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)
 
 
-class _Processes:
-    """Decoder of resources that decodes equal ones once: a request may repeat a resource."""
+class _ResourceDecoder:
+    """Decoder of the resources of one request, which may repeat a resource many times."""
 
     def __init__(self) -> None:
         self._decoded: dict[bytes, tuple[Process, Any]] = {}
 
     def process_and_run(self, resource: Resource) -> tuple[Process, Any]:
-        """Return `process_and_run` of a resource, decoded once for all equal ones."""
+        """Return what the function `process_and_run` returns; decode equal resources once."""
         encoded = resource.SerializeToString()
         decoded = self._decoded.get(encoded)
         if decoded is None:
@@ -421,6 +443,7 @@ class _Processes:
 
 
 def _with_run(pairs: Iterable[KeyValue], run: Any) -> dict[str, Any]:
+    """Return decoded attributes, with ``run`` as run id if they have none."""
     attributes = _attributes(pairs)
     if run is not None and attributes.get(_RUN_ID) in (None, ""):
         attributes[_RUN_ID] = run
@@ -432,7 +455,7 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
 
 
 def value_of(value: AnyValue) -> Any:
-    """Return a value of OTLP as one of Python; None if it is not set."""
+    """Convert an OTLP value to a Python value; None if it is not set."""
     match value.WhichOneof("value"):
         case "array_value":
             return [value_of(item) for item in value.array_value.values]

@@ -1,7 +1,7 @@
-"""OTLP over HTTP as bytes: requests, their compression, and responses.
+"""The bytes of OTLP over HTTP: decompression and parsing of requests, encoding of responses.
 
-https://opentelemetry.io/docs/specs/otlp/#otlphttp. If a string is not UTF-8, only its invalid bytes
-are lost.
+See https://opentelemetry.io/docs/specs/otlp/#otlphttp. If a string is not UTF-8, U+FFFD replaces
+its invalid bytes; the rest of the request is unchanged.
 """
 
 from __future__ import annotations
@@ -24,83 +24,93 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 _M = TypeVar("_M", bound=Message)
 
 Kind = Literal["traces", "logs", "metrics"]
-"""The signal of a request; also the last part of the path it is posted to."""
+"""The signal of a request; also the last part of its URL path."""
 
 PROTOBUF = "application/x-protobuf"
+"""Media type of protobuf in OTLP over HTTP."""
 
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 3, 8, 13, 14
-"""Values of google.rpc.Code, the error code in a response."""
+"""Values of ``google.rpc.Code``, the error code in a response."""
 
-_GZIP = 31  # zlib's number for the gzip format
+_GZIP_WBITS = 31  # 16 selects gzip's header and trailer, 15 the largest window
 
 
-class TooLong(ValueError):
-    """An inflated body exceeds the limit."""
+class BodyTooLong(ValueError):
+    """The decompressed body exceeds the limit."""
 
 
 def gunzip(body: bytes, max_bytes: int) -> bytes:
-    """Inflate gzip of one or several members (RFC 1952), up to ``max_bytes``.
+    """Decompress gzip of one or several members (RFC 1952).
 
     Raises:
-        TooLong: the inflated body is longer.
+        BodyTooLong: the decompressed body is longer than ``max_bytes``.
         ValueError: the body is not gzip, or its stream is truncated.
     """
-    plain = bytearray()
-    rest = body
+    decompressed = bytearray()
+    remaining = body
     try:
-        while rest:
-            gzip = zlib.decompressobj(wbits=_GZIP)
-            plain += gzip.decompress(rest, max_bytes + 1 - len(plain))
-            if len(plain) > max_bytes:
-                raise TooLong(f"the inflated body is longer than {max_bytes} bytes")
-            if not gzip.eof:
+        while remaining:
+            member = zlib.decompressobj(wbits=_GZIP_WBITS)
+            # One byte above the limit shows that the body is too long. The argument is at least 1:
+            # 0 would mean no limit.
+            decompressed += member.decompress(remaining, max_bytes + 1 - len(decompressed))
+            if len(decompressed) > max_bytes:
+                raise BodyTooLong(f"the decompressed body is longer than {max_bytes} bytes")
+            if not member.eof:
                 raise ValueError("the gzip stream is truncated")
-            rest = gzip.unused_data
+            remaining = member.unused_data
     except zlib.error as error:
         raise ValueError(f"the body is not gzip: {error}") from error
-    return bytes(plain)
+    return bytes(decompressed)
 
 
-_ANSWERS: dict[Kind, tuple[type[Any], str]] = {
+_RESPONSES: dict[Kind, tuple[type[Any], str]] = {
     "traces": (ExportTraceServiceResponse, "rejected_spans"),
     "logs": (ExportLogsServiceResponse, "rejected_log_records"),
     "metrics": (ExportMetricsServiceResponse, "rejected_data_points"),
 }
-"""Class of the response to a request, and its field that counts rejected records."""
+"""Message class of each response, and its field that counts rejected records."""
 
 
-def export_answer(kind: Kind, refused: int = 0, reason: str = "") -> Message:
-    """Return the response to a request of which ``refused`` records were rejected."""
-    message, count = _ANSWERS[kind]
-    answer: Message = message()
-    if refused:
-        setattr(answer.partial_success, count, refused)  # type: ignore[attr-defined]
-        answer.partial_success.error_message = reason  # type: ignore[attr-defined]
-    return answer
+def export_response(kind: Kind, rejected: int = 0, reason: str = "") -> Message:
+    """Return the response to a request of which ``rejected`` records were not accepted."""
+    message_class, count_field = _RESPONSES[kind]
+    response: Message = message_class()
+    if rejected:
+        setattr(response.partial_success, count_field, rejected)  # type: ignore[attr-defined]
+        response.partial_success.error_message = reason  # type: ignore[attr-defined]
+    return response
 
 
-def rejected_of(kind: Kind, answer: bytes) -> int:
-    """Return how many records a response reports as rejected.
+def rejected_count(kind: Kind, response: bytes) -> int:
+    """Return the number of records that an encoded response reports as rejected.
 
     Raises:
-        google.protobuf.message.DecodeError: ``answer`` is not such a response.
+        google.protobuf.message.DecodeError: ``response`` is not such a response.
     """
-    message, count = _ANSWERS[kind]
-    rejected: int = getattr(message.FromString(answer).partial_success, count)
+    message_class, count_field = _RESPONSES[kind]
+    rejected: int = getattr(message_class.FromString(response).partial_success, count_field)
     return rejected
 
 
-def status_answer(code: int, message: str) -> bytes:
-    """Encode a ``google.rpc.Status`` by hand: two fields are not worth a dependency.
+def status_response(code: int, message: str) -> bytes:
+    """Return an encoded ``google.rpc.Status``.
 
-    Field 1 is the code, a varint. Field 2 is the message: its length as a varint, then its bytes.
+    It is encoded by hand, because two fields are not worth a dependency. Each field begins with its
+    tag: 8 times the field number, plus 0 for a varint or 2 for bytes preceded by their length.
+
+        08 code              field 1; a code is below 128, so its varint has one byte
+        12 length message    field 2; the length is a varint
     """
     text = message.encode(errors="replace")
     return b"\x08" + bytes([code]) + b"\x12" + _varint(len(text)) + text
 
 
 def _varint(number: int) -> bytes:
-    """Encode a varint: 7 bits per byte, lowest first; the top bit marks all bytes but the last."""
+    """Return a number of at least 0 as a varint.
+
+    Each byte holds 7 bits, the lowest first. The top bit is set in all bytes but the last.
+    """
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -110,10 +120,10 @@ def _varint(number: int) -> bytes:
 
 
 def parse(message: _M, body: bytes) -> bool:
-    """Fill an empty message from protobuf.
+    """Parse protobuf into an empty message.
 
     Returns:
-        True if a string was not UTF-8; U+FFFD replaces its invalid bytes.
+        True if a string was not UTF-8. U+FFFD replaces its invalid bytes.
 
     Raises:
         google.protobuf.message.DecodeError: ``body`` is not such a message.
@@ -121,53 +131,67 @@ def parse(message: _M, body: bytes) -> bool:
     try:
         message.ParseFromString(body)
     except DecodeError:
-        # Strings and bytes have one wire format: parse again with bytes in place of strings.
-        lenient = _with_bytes(message.DESCRIPTOR)()
+        # Strings and bytes have the same wire format. Parse again with strings declared as bytes,
+        # which are not checked for UTF-8. If this fails too, the body is malformed.
+        lenient = _class_without_strings(message.DESCRIPTOR)()
         lenient.ParseFromString(body)
-        _replace_wrong_bytes(lenient, message.DESCRIPTOR)
+        _replace_invalid_bytes(lenient, message.DESCRIPTOR)
         message.ParseFromString(lenient.SerializeToString())
         return True
     return False
 
 
 @cache
-def _with_bytes(descriptor: Descriptor) -> type[Message]:
-    """Return a message class with the same fields, but bytes in place of strings."""
+def _class_without_strings(descriptor: Descriptor) -> type[Message]:
+    """Return a message class with the same fields, except that strings are declared as bytes."""
     pool = DescriptorPool()
-    _add(pool, descriptor.file, set())
+    _add_without_strings(pool, descriptor.file, set())
     return GetMessageClass(pool.FindMessageTypeByName(descriptor.full_name))
 
 
-def _add(pool: DescriptorPool, file: FileDescriptor, known: set[str]) -> None:
-    if file.name in known:
+def _add_without_strings(pool: DescriptorPool, file: FileDescriptor, added: set[str]) -> None:
+    """Add a file and its dependencies to a pool, with strings declared as bytes.
+
+    Args:
+        pool: the pool.
+        file: the file.
+        added: names of the files that are in the pool; new names are added.
+    """
+    if file.name in added:
         return
-    known.add(file.name)
-    for other in file.dependencies:
-        _add(pool, other, known)
+    added.add(file.name)
+    for dependency in file.dependencies:
+        _add_without_strings(pool, dependency, added)
     copy = FileDescriptorProto()
     file.CopyToProto(copy)
-    waiting = list(copy.message_type)
-    while waiting:
-        message = waiting.pop()
-        waiting += message.nested_type
+    pending = list(copy.message_type)
+    while pending:
+        message = pending.pop()
+        pending += message.nested_type
         for field in message.field:
             if field.type == FieldDescriptorProto.TYPE_STRING:
                 field.type = FieldDescriptorProto.TYPE_BYTES
     pool.Add(copy)
 
 
-def _replace_wrong_bytes(lenient: Any, strict: Any) -> None:
+def _replace_invalid_bytes(lenient: Any, strict: Any) -> None:
+    """Make the strings of a message valid UTF-8.
+
+    Args:
+        lenient: the message, with strings declared as bytes.
+        strict: descriptor of the same message with strings.
+    """
     for field, value in lenient.ListFields():
         declared = strict.fields_by_number[field.number]
         if declared.type == FieldDescriptor.TYPE_MESSAGE:
             for item in value if declared.is_repeated else (value,):
-                _replace_wrong_bytes(item, declared.message_type)
+                _replace_invalid_bytes(item, declared.message_type)
         elif declared.type == FieldDescriptor.TYPE_STRING:
             if declared.is_repeated:
-                value[:] = [_text(item) for item in value]
+                value[:] = [_valid_utf8(item) for item in value]
             else:
-                setattr(lenient, field.name, _text(value))
+                setattr(lenient, field.name, _valid_utf8(value))
 
 
-def _text(value: bytes) -> bytes:
+def _valid_utf8(value: bytes) -> bytes:
     return value.decode("utf-8", "replace").encode()

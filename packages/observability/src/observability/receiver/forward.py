@@ -14,35 +14,37 @@ from observability.wire import Kind
 
 logger = structlog.get_logger("observability")
 
-_MAX_BYTES = 64 << 20
-_MAX_REQUESTS = 4096
+_MAX_QUEUED_BYTES = 64 << 20
+_MAX_QUEUED_REQUESTS = 4096
 _TIMEOUT_S = 5.0
+"""Maximum wait for the collector to accept a connection, or to send or receive bytes."""
 
 
 class Forwarder:
-    """A bounded queue of requests and a thread that posts each of them once.
+    """A bounded queue of requests, and a thread that posts each request once.
 
-    Requests that do not fit, or that the collector does not accept, are dropped and counted.
+    A request is dropped and counted if the queue is full or the collector does not accept it.
 
     Args:
-        base: URL of an OTLP/HTTP collector, for example ``http://127.0.0.1:4318``.
+        base_url: URL of an OTLP/HTTP collector, for example ``http://127.0.0.1:4318``.
 
     Raises:
-        ValueError: ``base`` is not such a URL.
+        ValueError: ``base_url`` is not such a URL.
     """
 
-    def __init__(self, base: str) -> None:
-        parts = urlsplit(base)
+    def __init__(self, base_url: str) -> None:
+        parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            # The message omits user and password.
             raise ValueError(
-                f"forward={base.rpartition('@')[2]!r}: expected http://host:port or "
+                f"forward={base_url.rpartition('@')[2]!r}: expected http://host:port or "
                 "https://host:port, without a user"
             )
-        self._https = parts.scheme == "https"
+        self._is_https = parts.scheme == "https"
         self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
         self._changed = threading.Condition()
         self._queue: deque[tuple[Kind, bytes]] = deque()
-        self._bytes = 0  # queued and in flight
+        self._pending_bytes = 0  # bytes of requests that are queued or in flight
         self._closing = False
         self._sent = self._dropped = 0
         self._warned = False
@@ -62,22 +64,26 @@ class Forwarder:
             return self._dropped
 
     def enqueue(self, kind: Kind, body: bytes) -> None:
-        """Queue a request, or drop it if 64 MiB or 4,096 requests are queued. Never block."""
+        """Queue a request without blocking.
+
+        The request is dropped if 4,096 requests are queued, or if it would raise the pending bytes
+        above 64 MiB. A larger request is queued if nothing is pending.
+        """
         with self._changed:
-            full = len(self._queue) >= _MAX_REQUESTS or (
-                self._bytes > 0 and self._bytes + len(body) > _MAX_BYTES
+            is_full = len(self._queue) >= _MAX_QUEUED_REQUESTS or (
+                self._pending_bytes > 0 and self._pending_bytes + len(body) > _MAX_QUEUED_BYTES
             )
-            if full or self._closing:
+            if is_full or self._closing:
                 self._dropped += 1
             else:
-                self._bytes += len(body)
+                self._pending_bytes += len(body)
                 self._queue.append((kind, body))
                 self._changed.notify_all()
-        if full:
+        if is_full:
             self._warn("the queue is full")
 
     def close(self, timeout_s: float) -> None:
-        """Send what is queued within ``timeout_s`` seconds; drop the rest."""
+        """Send queued requests for up to ``timeout_s`` seconds; drop those that remain."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
@@ -96,7 +102,7 @@ class Forwarder:
                 kind, body = self._queue.popleft()
             failure = self._post(kind, body)
             with self._changed:
-                self._bytes -= len(body)
+                self._pending_bytes -= len(body)
                 if failure is None:
                     self._sent += 1
                     continue
@@ -104,8 +110,12 @@ class Forwarder:
             self._warn(failure)
 
     def _post(self, kind: Kind, body: bytes) -> str | None:
-        """Post a request; return why it failed, or None if it was accepted."""
-        connect = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
+        """Post a request.
+
+        Returns:
+            The reason of a failure; None if the collector accepted the request.
+        """
+        connect = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
         connection = connect(self._host, self._port, timeout=_TIMEOUT_S)
         headers = {"Content-Type": "application/x-protobuf"}
         try:
@@ -118,7 +128,8 @@ class Forwarder:
         return None if 200 <= status < 300 else f"the collector answered {status}"
 
     def _warn(self, reason: str) -> None:
+        """Log the first failure only; `dropped` counts the others."""
         with self._changed:
-            warned, self._warned = self._warned, True
-        if not warned:
+            has_warned, self._warned = self._warned, True
+        if not has_warned:
             logger.warning("forwarding_failed", host=self._host, port=self._port, reason=reason)

@@ -1,8 +1,8 @@
 """The HTTP side of the receiver: OTLP over HTTP with protobuf, on loopback.
 
-It follows the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#otlphttp) and trusts no
-client: body sizes, connections and waits are bounded. The Host header is checked, which stops web
-pages that reach the address by DNS rebinding.
+It follows the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#otlphttp). No client is
+trusted: body sizes, connections and waits are bounded. The Host header is checked, so a web page
+cannot send requests by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -23,35 +23,42 @@ from observability.wire import (
     INVALID_ARGUMENT,
     PROTOBUF,
     UNAVAILABLE,
+    BodyTooLong,
     Kind,
-    TooLong,
-    export_answer,
+    export_response,
     gunzip,
-    status_answer,
+    status_response,
 )
 
 MAX_CONNECTIONS = 256
 """Maximum number of concurrent connections; an exporting process keeps up to four open."""
 
-_ANSWER_S = 30.0
+# Deadlines: to read a body, to send a response, to discard input after an error response.
 _BODY_S = 30.0
-_LINGER_S = 1.0
-_CHUNK = 1 << 16
+_RESPONSE_S = 30.0
+_DISCARD_S = 1.0
+_CHUNK_BYTES = 1 << 16
 
 _KINDS: dict[str, Kind] = {"/v1/traces": "traces", "/v1/logs": "logs", "/v1/metrics": "metrics"}
-_REFUSED = "a trace or span id is all zero or has a wrong length"
-_MAX_MESSAGE = 120
-_HTTP_2 = b"PRI * HTTP/2"  # the first bytes of a gRPC connection
+"""URL path to the signal of its requests."""
+
+_REJECTED = "a trace or span id is all zero or has a wrong length"
+"""Reason in the response if spans were rejected."""
+
+_MAX_MESSAGE_LENGTH = 120
+_HTTP_2 = b"PRI * HTTP/2"
+"""First bytes of an HTTP/2 connection, which gRPC uses."""
 
 Accept = Callable[[Kind, bytes], int]
-"""Function that accepts the body of a request; raises DecodeError if the body is malformed.
+"""Function that accepts the decompressed body of a request.
 
-It returns how many spans were rejected because of invalid ids.
+It returns the number of spans that it rejects because of invalid ids, and raises `DecodeError` if
+the body is malformed.
 """
 
 
 class Refused(Exception):
-    """A request to be answered with an error."""
+    """The reason why a request is refused, and the status of its response."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -61,67 +68,78 @@ class Refused(Exception):
 class OtlpServer(BoundedServer):
     """A server that calls ``accept`` for every request, in one thread per connection.
 
+    Args:
+        host: a loopback address.
+        port: port to bind; 0 selects a free one.
+        max_body: maximum size of a body in bytes, before and after decompression.
+        accept: function that accepts the body of a request.
+
     Raises:
-        ValueError: ``host`` is not loopback.
-        OSError: the port is taken.
+        ValueError: ``host`` is not a loopback address.
+        OSError: the port is in use.
     """
 
     def __init__(self, host: str, port: int, *, max_body: int, accept: Accept) -> None:
         if not is_loopback(host):
-            raise ValueError(f"host={host!r}: expected a loopback address, 127.0.0.1 for example")
+            raise ValueError(f"host={host!r}: expected a loopback address, for example 127.0.0.1")
         self.max_body = max_body
         self.accept = accept
-        self._idle = threading.Condition()
-        self._busy = 0
+        self._request_ended = threading.Condition()
+        self._running_requests = 0
         self._closing = False
         super().__init__(host, port, _Handler, max_connections=MAX_CONNECTIONS)
 
-    def refuse_grpc(self, peer: str) -> None:
-        """Log that a peer sends OTLP over gRPC."""
+    def log_grpc(self, peer: str) -> None:
+        """Log that a peer sends OTLP over gRPC, which is refused."""
         self.log.warn(
             "otlp_grpc_refused",
             peer,
             expected="OTLP over HTTP: OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf",
         )
 
-    def begin(self) -> None:
+    def begin_request(self) -> None:
         """Count a request as running.
 
         Raises:
             Refused: the server is closing.
         """
-        with self._idle:
+        with self._request_ended:
             if self._closing:
                 raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the receiver is closing")
-            self._busy += 1
+            self._running_requests += 1
 
-    def end(self) -> None:
+    def end_request(self) -> None:
         """Count a running request as answered."""
-        with self._idle:
-            self._busy -= 1
-            self._idle.notify_all()
+        with self._request_ended:
+            self._running_requests -= 1
+            self._request_ended.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Answer running requests within ``timeout_s`` seconds, then hang up."""
-        with self._idle:
+        """Wait up to ``timeout_s`` seconds for running requests, then shut down all connections."""
+        with self._request_ended:
             self._closing = True
         self.shutdown()
         self.server_close()
-        with self._idle:
-            self._idle.wait_for(lambda: self._busy == 0, timeout_s)
-        self.hang_up()
+        with self._request_ended:
+            self._request_ended.wait_for(lambda: self._running_requests == 0, timeout_s)
+        self.shut_down_connections()
 
 
 class _Handler(BoundedHandler):
+    """Handler of a connection that may carry several requests."""
+
     server: OtlpServer
     protocol_version = "HTTP/1.1"
     server_version = "otlp-receiver"
     sys_version = ""
 
     def parse_request(self) -> bool:
-        """Parse the head of a request; hang up on gRPC clients, which cannot read an answer."""
+        """Parse the request line and headers.
+
+        A gRPC client gets no response, because it cannot read one in HTTP/1.1.
+        """
         if self.raw_requestline.startswith(_HTTP_2):
-            self.server.refuse_grpc(self.client_address[0])
+            self.server.log_grpc(self.client_address[0])
             self.close_connection = True
             return False
         return super().parse_request()
@@ -129,47 +147,48 @@ class _Handler(BoundedHandler):
     def do_POST(self) -> None:  # noqa: N802  # the base's name
         """Handle an export request."""
         try:
-            self.server.begin()
+            self.server.begin_request()
         except Refused as refused:
             self._refuse(refused)
             return
         try:
-            kind = self._kind()
-            sent = self._body(self._length())
+            kind = self._checked_kind()
+            encoded = self._read_body(self._checked_length())
             self.server.mark_busy(self.connection)
-            body = self._decompressed(sent)
-            refused_spans = self.server.accept(kind, body)
-            answer = export_answer(kind, refused_spans, _REFUSED)
-            self._answer(HTTPStatus.OK, answer.SerializeToString())
+            body = self._decompress(encoded)
+            rejected_spans = self.server.accept(kind, body)
+            response = export_response(kind, rejected_spans, _REJECTED)
+            self._respond(HTTPStatus.OK, response.SerializeToString())
         except Refused as refused:
             self._refuse(refused)
         except DecodeError as error:
             self._refuse(Refused(HTTPStatus.BAD_REQUEST, f"not an OTLP request: {error}"))
         finally:
-            self.server.end()
+            self.server.end_request()
 
     def __getattr__(self, name: str) -> Any:
-        # http.server looks up do_<METHOD>; one function handles all methods but POST.
+        # `http.server` calls do_<METHOD>; one function handles all methods but POST.
         if name.startswith("do_"):
-            return self._wrong_method
+            return self._refuse_method
         raise AttributeError(name)
 
-    def _wrong_method(self) -> None:
-        known = self.path in _KINDS
-        status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_FOUND
+    def _refuse_method(self) -> None:
+        is_known_path = self.path in _KINDS
+        status = HTTPStatus.METHOD_NOT_ALLOWED if is_known_path else HTTPStatus.NOT_FOUND
         self._refuse(Refused(status, f"expected POST to {', '.join(_KINDS)}"))
 
-    def _kind(self) -> Kind:
+    def _checked_kind(self) -> Kind:
+        """Return the signal of the request; raise `Refused` if path or headers are unsupported."""
         host = self.headers.get("Host", "")
         if not is_loopback(_without_port(host)):
-            raise Refused(HTTPStatus.FORBIDDEN, f"Host {host!r} is not loopback")
+            raise Refused(HTTPStatus.FORBIDDEN, f"Host {host!r} is not a loopback address")
         kind = _KINDS.get(self.path)
         if kind is None:
             raise Refused(HTTPStatus.NOT_FOUND, f"expected one of {', '.join(_KINDS)}")
-        content = self.headers.get_content_type()
-        if content != PROTOBUF or "Content-Type" not in self.headers:
+        media_type = self.headers.get_content_type()
+        if media_type != PROTOBUF:
             raise Refused(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Type {content}: expected {PROTOBUF}"
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Type {media_type}: expected {PROTOBUF}"
             )
         encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("gzip", "identity"):
@@ -179,7 +198,8 @@ class _Handler(BoundedHandler):
             )
         return kind
 
-    def _length(self) -> int:
+    def _checked_length(self) -> int:
+        """Return the length of the body; raise `Refused` if it is missing or too large."""
         if "Transfer-Encoding" in self.headers:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "expected Content-Length")
         lengths = self.headers.get_all("Content-Length") or []
@@ -187,56 +207,62 @@ class _Handler(BoundedHandler):
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "expected one Content-Length")
         if not (lengths[0].isascii() and lengths[0].isdecimal()):
             raise Refused(HTTPStatus.BAD_REQUEST, f"Content-Length {lengths[0]!r} is not a number")
-        length = int(lengths[0]) if len(lengths[0]) < 19 else 1 << 62
-        if length > self.server.max_body:
-            raise self._too_large()
-        return length
+        # A number of 19 digits exceeds every limit. `int` raises for very long ones.
+        if len(lengths[0]) >= 19 or int(lengths[0]) > self.server.max_body:
+            raise self._body_too_large()
+        return int(lengths[0])
 
-    def _body(self, length: int) -> bytes:
+    def _read_body(self, length: int) -> bytes:
         self.deadline = time.monotonic() + _BODY_S
         body = bytearray()
         while len(body) < length:
             try:
-                chunk = self.rfile.read1(min(length - len(body), _CHUNK))
+                chunk = self.rfile.read1(min(length - len(body), _CHUNK_BYTES))
             except TimeoutError:
                 raise Refused(
-                    HTTPStatus.REQUEST_TIMEOUT, f"{len(body)} of {length} bytes arrived"
+                    HTTPStatus.REQUEST_TIMEOUT,
+                    f"{len(body)} of {length} bytes arrived within {_BODY_S:g} s",
                 ) from None
             if not chunk:
-                raise Refused(HTTPStatus.BAD_REQUEST, f"{len(body)} of {length} bytes arrived")
+                raise Refused(
+                    HTTPStatus.BAD_REQUEST,
+                    f"the connection ended after {len(body)} of {length} bytes",
+                )
             body += chunk
         return bytes(body)
 
-    def _decompressed(self, body: bytes) -> bytes:
+    def _decompress(self, body: bytes) -> bytes:
         if self.headers.get("Content-Encoding", "identity").strip().lower() == "identity":
             return body
         try:
             return gunzip(body, self.server.max_body)
-        except TooLong:
-            raise self._too_large() from None
+        except BodyTooLong:
+            raise self._body_too_large() from None
         except ValueError as error:
             raise Refused(HTTPStatus.BAD_REQUEST, str(error)) from error
 
-    def _too_large(self) -> Refused:
+    def _body_too_large(self) -> Refused:
         return Refused(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"more than {self.server.max_body} bytes"
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body is longer than {self.server.max_body} bytes",
         )
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer with an error and hang up, because the body may be unread."""
+        """Respond with an error, and close the connection, since the body may be unread."""
         self.close_connection = True
         code = UNAVAILABLE if refused.status >= 500 else INVALID_ARGUMENT
-        self._answer(refused.status, status_answer(code, str(refused)[:_MAX_MESSAGE]))
-        # Closing while the body still arrives would reset the connection and lose the answer.
-        deadline = time.monotonic() + _LINGER_S
+        self._respond(refused.status, status_response(code, str(refused)[:_MAX_MESSAGE_LENGTH]))
+        # Closing while the body still arrives would reset the connection, and the client might
+        # never read the response. So discard the body for a while.
+        deadline = time.monotonic() + _DISCARD_S
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(_LINGER_S)
-            while time.monotonic() < deadline and self.connection.recv(_CHUNK):
+            self.connection.settimeout(_DISCARD_S)
+            while time.monotonic() < deadline and self.connection.recv(_CHUNK_BYTES):
                 continue
 
-    def _answer(self, status: HTTPStatus, body: bytes) -> None:
-        self.connection.settimeout(_ANSWER_S)
+    def _respond(self, status: HTTPStatus, body: bytes) -> None:
+        self.connection.settimeout(_RESPONSE_S)
         self.send_response(status)
         self.send_header("Content-Type", PROTOBUF)
         self.send_header("Content-Length", str(len(body)))
@@ -251,18 +277,19 @@ class _Handler(BoundedHandler):
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address without its port is a loopback one."""
+    """Return whether a host, without a port, is ``localhost`` or a loopback address."""
     if host.lower() == "localhost":
         return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    # Since Python 3.13, `is_loopback` is True for ::ffff:127.0.0.1, too.
+    # Since Python 3.13, `is_loopback` is also True for ::ffff:127.0.0.1. Refuse it in all versions.
     return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
 
 def _without_port(host: str) -> str:
+    """Return the host of a Host header; an IPv6 address is in brackets there."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

@@ -1,4 +1,4 @@
-"""`Receiver`: an OTLP endpoint that stores export requests and can be read during a run."""
+"""`Receiver`: an OTLP endpoint whose records can be read while a run sends them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from typing import TypedDict, get_args
 import structlog
 
 from observability.receiver.forward import Forwarder
-from observability.receiver.frames import (
-    MAX_BYTES,
-    FrameWriter,
-    decode,
-)
+from observability.receiver.frames import MAX_BYTES, FrameWriter, decode
 from observability.receiver.http import OtlpServer
 from observability.records import Records
 from observability.wire import Kind
@@ -32,8 +28,9 @@ class ReceiverCounts(TypedDict):
     Attributes:
         received: accepted requests of all signals; a repeated request counts once.
         unsaved: received requests that could not be written to the folder.
-        forwarded: requests that the collector accepted.
-        not_forwarded: requests that were dropped instead of forwarded.
+        forwarded: received requests that the collector accepted.
+        not_forwarded: received requests that were dropped: the collector did not accept them, or
+            too many were queued.
     """
 
     received: int
@@ -45,24 +42,25 @@ class ReceiverCounts(TypedDict):
 class Receiver:
     """An endpoint for OTLP over HTTP with protobuf on loopback. It listens until it is closed.
 
-    A request is answered once `snapshot` includes its records. With a folder, it is written before
-    the answer, or counts as ``unsaved``. Written requests survive a crash of this process, not of
-    the machine. Spans and lifecycle events stay in memory as long as the receiver exists.
-    Metrics go only to the folder and to ``forward``. Every method may be called from any thread.
+    A request is answered once `snapshot` includes its records. With a folder, the request is
+    written before the response; if that fails, it counts as ``unsaved``. Written requests survive
+    a crash of this process, but not of the machine. Spans and lifecycle events stay in memory as
+    long as the receiver exists. Metrics are only written to the folder and forwarded. Every method
+    may be called from any thread.
 
     Args:
-        folder: folder to append every request to, created if absent; see `read_folder`. None
-            stores nothing on disk.
+        folder: folder to which every request is appended, created if absent; see `read_folder`.
+            None stores nothing on disk.
         host: a loopback address.
-        port: port to listen on; 0 takes a free one.
+        port: port to listen on; 0 selects a free one.
         max_body: maximum size of a request in bytes, before and after decompression.
-        forward: base URL of a collector to which every request is forwarded; requests that it does
-            not accept in time are dropped and counted.
+        forward: base URL of a collector to which every request is forwarded. A request is dropped
+            and counted if the collector does not accept it in time.
 
     Raises:
-        BlockingIOError: another process records into ``folder``.
+        BlockingIOError: another receiver records into ``folder``.
         BrokenRecording: the recording in ``folder`` is damaged.
-        OSError: the port is taken, or ``folder`` cannot be written.
+        OSError: the port is in use, or ``folder`` cannot be written.
         ValueError: ``host`` is not loopback, ``max_body`` is more than 1 GiB, or ``forward`` is not
             a URL.
     """
@@ -78,15 +76,16 @@ class Receiver:
     ) -> None:
         if not 0 < max_body <= MAX_BYTES:
             raise ValueError(f"max_body={max_body}: expected 1 to {MAX_BYTES} bytes")
-        self._arrived = threading.Condition()
+        self._records_added = threading.Condition()
         self._records = Records()
-        self._seen: set[tuple[Kind, bytes]] = set()
+        # Signal and digest of each body received so far, to recognize repeated requests.
+        self._digests: set[tuple[Kind, bytes]] = set()
         self._received = self._unsaved = 0
-        self._saving = threading.Lock()
+        self._writers_lock = threading.Lock()
         self._writers: dict[Kind, FrameWriter] = {}
-        self._closing = threading.Lock()
+        self._close_lock = threading.Lock()
         self._closed = False
-        # Bind first: an invalid host or a taken port must fail before a file is created.
+        # Bind first: no file may be created if the host is invalid or the port in use.
         self._server = OtlpServer(host, port, max_body=max_body, accept=self._accept)
         self._forwarder: Forwarder | None = None
         try:
@@ -96,7 +95,7 @@ class Receiver:
                 folder.mkdir(parents=True, exist_ok=True)
                 for kind in get_args(Kind):
                     self._writers[kind] = FrameWriter(folder / f"{kind}.otlp")
-        except BaseException:  # even a KeyboardInterrupt must leave no port, file or thread
+        except BaseException:  # even after KeyboardInterrupt, leave no port, file or thread open
             self._server.server_close()
             self._close_files()
             if self._forwarder is not None:
@@ -119,37 +118,37 @@ class Receiver:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def snapshot(self) -> Records:
-        """Return the records received so far, in new lists; the records are immutable."""
-        with self._arrived:
+        """Return the records received so far, in new lists."""
+        with self._records_added:
             return self._copy()
 
     def wait_for(self, predicate: Callable[[Records], bool], timeout_s: float) -> Records:
         """Wait until the received records satisfy a predicate.
 
         Args:
-            predicate: function of the records, called after each request. It must not change the
-                records nor call the receiver.
+            predicate: function of the records, called now and after each request. It must not
+                change the records or call the receiver.
             timeout_s: maximum wait in seconds.
 
         Returns:
-            The records received by then.
+            The records received by then, in new lists.
 
         Raises:
-            TimeoutError: the predicate did not hold in time.
+            TimeoutError: the predicate was not satisfied in time.
         """
-        with self._arrived:
-            if not self._arrived.wait_for(lambda: predicate(self._records), timeout_s):
+        with self._records_added:
+            if not self._records_added.wait_for(lambda: predicate(self._records), timeout_s):
                 raise TimeoutError(
-                    f"{self.endpoint} received {len(self._records.spans)} spans and "
-                    f"{len(self._records.events)} events within {timeout_s} s, and the predicate "
-                    "does not hold"
+                    f"the records of {self.endpoint} did not satisfy the predicate within "
+                    f"{timeout_s} s; spans received: {len(self._records.spans)}, events received: "
+                    f"{len(self._records.events)}"
                 )
             return self._copy()
 
     def counts(self) -> ReceiverCounts:
         """Return the numbers of requests so far, by outcome."""
         forwarder = self._forwarder
-        with self._arrived:
+        with self._records_added:
             return ReceiverCounts(
                 received=self._received,
                 unsaved=self._unsaved,
@@ -158,13 +157,13 @@ class Receiver:
             )
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Answer running requests, forward queued ones, and stop. May be called again.
+        """Answer running requests, forward queued ones, and stop. Further calls do nothing.
 
         Args:
-            timeout_s: maximum wait in seconds; requests that remain then are dropped.
+            timeout_s: maximum wait in seconds. Requests that are still queued then are dropped.
         """
         deadline = time.monotonic() + timeout_s
-        with self._closing:
+        with self._close_lock:
             if self._closed:
                 return
             self._closed = True
@@ -185,32 +184,36 @@ class Receiver:
         self.close()
 
     def _accept(self, kind: Kind, body: bytes) -> int:
+        """Store the records of a request; return the number of rejected spans."""
         records = decode(kind, body)
         received_ns = time.time_ns()
         records.events = [replace(event, received_ns=received_ns) for event in records.events]
         if body and self._is_repeated(kind, body):
-            return records.refused
+            return records.rejected_spans
         if body:
             self._save(kind, body)
             if self._forwarder is not None:
                 self._forwarder.enqueue(kind, body)
-        with self._arrived:
+        with self._records_added:
             self._received += 1
             self._records.add(records)
-            self._arrived.notify_all()
-        return records.refused
+            self._records_added.notify_all()
+        return records.rejected_spans
 
     def _is_repeated(self, kind: Kind, body: bytes) -> bool:
-        """Return whether the request is a repeat: an exporter repeats it if it gets no answer."""
+        """Return whether a request was received before; remember it if not.
+
+        An exporter repeats a request if it gets no response.
+        """
         digest = kind, hashlib.blake2b(body, digest_size=16).digest()
-        with self._arrived:
-            if digest in self._seen:
+        with self._records_added:
+            if digest in self._digests:
                 return True
-            self._seen.add(digest)
+            self._digests.add(digest)
         return False
 
     def _save(self, kind: Kind, body: bytes) -> None:
-        with self._saving:
+        with self._writers_lock:
             writer = self._writers.get(kind)
             if writer is None:
                 return
@@ -227,7 +230,7 @@ class Receiver:
                     )
 
     def _close_files(self) -> None:
-        with self._saving:
+        with self._writers_lock:
             for writer in self._writers.values():
                 writer.close()
             self._writers.clear()

@@ -13,7 +13,7 @@ import requests
 import urllib3
 from google.protobuf.message import DecodeError
 
-from observability.wire import Kind, rejected_of
+from observability.wire import Kind, rejected_count
 
 _MAX_ANSWER_BYTES = 1 << 16
 _MIN_TIMEOUT_S = 0.01
@@ -93,7 +93,7 @@ class CollectorSession(requests.Session):
                 raise NotDelivered(self.trouble[0])
             return answer
         try:
-            self.rejected = rejected_of(self._kind, body)
+            self.rejected = rejected_count(self._kind, body)
         except DecodeError:
             self.rejected = 0  # a 2xx status means success, whatever the body
         if self.rejected:

@@ -71,7 +71,7 @@ def _names(
     for process, pid in places.items():
         for name, value in (
             ("process_name", {"name": labels[process]}),
-            ("process_labels", {"labels": printable(process.place)}),
+            ("process_labels", {"labels": printable(process.location)}),
             ("process_sort_index", {"sort_index": pid}),
         ):
             yield {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": value}

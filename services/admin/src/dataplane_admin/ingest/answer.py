@@ -16,8 +16,8 @@ from observability.wire import (
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Kind,
-    export_answer,
-    status_answer,
+    export_response,
+    status_response,
 )
 
 JSON = "application/json"
@@ -27,7 +27,7 @@ _MAX_MESSAGE = 1000
 
 def accepted(kind: Kind, refused: int, reasons: tuple[str, ...], media_type: str) -> Response:
     """Return 200, with the number of rejected records and the reasons."""
-    answer = export_answer(kind, refused, "; ".join(reasons)[:_MAX_MESSAGE])
+    answer = export_response(kind, refused, "; ".join(reasons)[:_MAX_MESSAGE])
     body = write_json(answer) if media_type == JSON else answer.SerializeToString()
     return Response(body, media_type=media_type)
 
@@ -45,7 +45,7 @@ def refused(refusal: Refusal, media_type: str) -> Response:
         shown = message.encode(errors="replace").decode()
         body = json.dumps({"code": code, "message": shown}).encode()
     else:
-        body = status_answer(code, message)
+        body = status_response(code, message)
     headers = {}
     if refusal.retry_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(refusal.retry_s)))

@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.refusal import Refusal, too_large
-from observability.wire import TooLong, gunzip
+from observability.wire import BodyTooLong, gunzip
 
 
 class Intake:
@@ -107,7 +107,7 @@ def inflate(body: bytes, encoding: str, limits: Limits) -> bytes:
         )
     try:
         return gunzip(body, limits.inflated_bytes)
-    except TooLong:
+    except BodyTooLong:
         raise too_large(limits.inflated_bytes, "the inflated body") from None
     except ValueError as error:
         raise Refusal(HTTPStatus.BAD_REQUEST, str(error)) from error
