@@ -7,7 +7,7 @@ def test_retention_does_not_make_the_run_page_inconsistent(job, otlp, monkeypatc
     answered = iter([store.run_steps("run", 10)])
     monkeypatch.setattr(store, "run_steps", lambda *_: next(answered, ([], False)))
     page = job.client.get("/run?run=run").text
-    assert "3 steps; step duration 1.00 s in" in page
+    assert "3 traced steps; step duration 1.00 s in" in page
 
 
 def test_the_default_is_the_newest_run_with_a_finished_step(job, otlp):
@@ -16,7 +16,7 @@ def test_the_default_is_the_newest_run_with_a_finished_step(job, otlp):
     job.send(otlp.trace(run="newest", step=1, root=False))
     job.send(otlp.trace(run="newest", step=None, names=["call"]))
     page = job.client.get("/run").text
-    assert "1 step; step duration 1.00 s in step 1" in page
+    assert "1 traced step; step duration 1.00 s in step 1" in page
     assert job.get("run/steps")["run_id"] == "older"
     of_the_newest = job.client.get("/run?run=newest").text
     assert "No finished step in this run" in of_the_newest

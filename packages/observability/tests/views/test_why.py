@@ -83,6 +83,8 @@ def test_a_wait_is_one_sentence():
         (0.12, "120 ms"),
         (12.34, "12.3 s"),
         (125, "2 min 5 s"),
+        (7_260, "2 h 1 min"),
+        (108_640, "1 d 6 h"),
     ],
 )
 def test_durations_have_three_digits_and_a_unit(seconds, report):
@@ -162,7 +164,7 @@ def test_a_wait_that_is_no_longer_repeated_is_marked_and_last(promise):
     alive, gone = why(maker.records, ns(3_632))
     assert (alive.process, alive.silent_s) == (POLICIES[1], 0.0)
     assert (gone.process, gone.silent_s) == (POLICIES[0], 3_600.0)
-    assert str(gone).endswith(": the partition does not exist (process silent for 60 min 0 s)")
+    assert str(gone).endswith(": the partition does not exist (process silent for 1 h 0 min)")
 
 
 @pytest.mark.parametrize(("after_s", "silent_s"), [(300.0, 0.0), (199.0, 200.0)])

@@ -136,6 +136,29 @@ def test_tables_are_downloaded_as_csv_and_json(watched):
     assert "grpo.step" in listed[0]["Name"]
 
 
+def test_links_that_act_on_a_row_are_not_downloaded(watched):
+    page = watched().go("/partition?id=train")
+    claims = page.locator("[aria-labelledby=claims-h]")
+    assert claims.get_by_text("End…").count() == 2
+    with page.expect_download() as download:
+        claims.locator("[data-download=csv]").click()
+    head = next(csv.reader(download.value.path().read_text().splitlines()))
+    assert head == ["Task", "Owner", "Samples", "Age", "Lease expires"]
+
+
+def test_tokens_are_one_tab_stop(watched):
+    sample = quote(f"{HOSTILE}_g0", safe="")
+    page = watched().go(f"/sample?id={sample}&run={quote(HOSTILE, safe='')}")
+    page.locator("html.scripted").wait_for()
+    stops = page.locator(".tokens [data-stop]")
+    assert stops.count() > 10
+    assert page.locator('.tokens [tabindex="0"]').count() == 1
+    page.locator('.tokens [tabindex="0"]').focus()
+    page.keyboard.press("End")
+    last = stops.last.get_attribute("data-facts")
+    assert page.evaluate("document.activeElement.dataset.facts") == last
+
+
 def test_downloaded_text_is_no_formula(watched):
     page = watched().go("/traces")
     texts = ["=1+1", "+A1", "-2+3", "@SUM(A1)", "-3.5e-7", "-", 'a "b", c']

@@ -92,6 +92,37 @@ def test_one_crosshair_reads_all_panels(watched, run):
     assert page.locator("#curve-step").inner_text() == ""
 
 
+def test_ticks_of_close_values_differ(watched, job, otlp):
+    named = {"run": "steady", "name": "rl.tokens_per_s"}
+    job.send(otlp.curve([102_300 + step % 200 for step in range(300)], **named))
+    watch = watched()
+    # The axes are drawn on a canvas.
+    watch.context.add_init_script(
+        "window.drawn = []; const write = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {"
+        " window.drawn.push(text); return write.call(this, text, ...rest); };"
+    )
+    page = watch.go("/run?run=steady")
+    drawn(page, "rl.tokens_per_s")
+    labels = page.evaluate("window.drawn.filter((text) => text.endsWith('k'))")
+    assert len(labels) > 2
+    assert len({*labels}) == len(labels)
+
+
+def test_a_run_has_no_value_after_its_last_step(watched, run, job, otlp):
+    job.send(otlp.curve([7.0] * 60, run="short", name="rl.loss"))
+    page = watched().go(f"/runs/compare?run={RUN}&run=short")
+    box = drawn(page)
+    values = figure(page, "rl.loss").locator(".curve-value")
+    assert values.all_inner_texts() == ["599", "7"]
+    page.mouse.move(box["x"] + box["width"] * 0.05, box["y"] + 40)
+    until(page, lambda: float(values.nth(0).inner_text()) < 60)
+    assert values.nth(1).inner_text() == "7"
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
+    until(page, lambda: float(values.nth(0).inner_text()) > 250)
+    assert values.nth(1).inner_text() == "-"
+
+
 def test_dragging_zooms_and_the_url_has_the_range(watched, run):
     page = watched().go(run)
     box = drawn(page)

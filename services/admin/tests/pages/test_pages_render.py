@@ -335,6 +335,38 @@ def test_a_trace_shows_every_span_and_the_critical_path(site, client):
     assert f"/trace?id={trace_id_of(0)}" in page.links()
 
 
+def test_spans_of_the_critical_path_keep_marks_and_order(client):
+    page = Document(client.get(f"/trace?id={LAST}&name=train&sort=max&frame=x").text)
+    links = [
+        parse_qs(urlsplit(attributes["href"]).query)
+        for tag, attributes in page.elements
+        if tag == "a" and attributes.get("data-history") and "span=" in attributes["href"]
+    ]
+    assert len(links) > 10
+    for query in links:
+        assert (query["name"], query["sort"], query["frame"]) == (["train"], ["max"], ["x"])
+
+
+def test_long_run_ids_differ_in_the_choice_of_runs(job_of, otlp):
+    job = job_of()
+    runs = [f"qwen2.5-math-7b/grpo/2026-11-28_lr1e-6_seed{seed}" for seed in (0, 1)]
+    job.send(*(otlp.trace(run=run, step=0) for run in runs))
+    for path in ("/", "/run", "/traces", "/samples", "/staleness"):
+        options = re.findall(r"<option[^>]*>(qwen[^<]*)</option>", job.client.get(path).text)
+        assert len({*options}) == 2, path
+
+
+def test_a_sample_page_tells_an_absent_sample_from_an_unknown_one(client, site, job_of, otlp):
+    job = job_of()
+    job.send(otlp.log("put", ["a"]))
+    page = Document(job.client.get("/sample?id=a").text).text
+    assert "In the data planeunknown" in page
+    assert "Not connected to a data plane" in page
+    page = Document(client.get("/sample?id=s0_p0_g0").text).text
+    assert "In the data planeno" in page
+    assert "Not in the data plane: cleared" in page
+
+
 def test_a_span_in_the_url_is_shown_in_detail(site, client):
     got = next(row for row in site.service.trace(LAST).rows if row.name == "get train")
     page = Document(client.get(f"/trace?id={LAST}&span={got.span_id}").text)

@@ -109,7 +109,9 @@ def test_a_comparison_shows_differing_keys_and_keeps_its_state(client, runs):
     ],
 )
 def test_a_comparison_that_is_not_possible_says_why(client, runs, address, status):
-    assert client.get(address).status_code == status
+    answer = client.get(address)
+    assert answer.status_code == status
+    assert '<a href="/runs">All runs</a>' in answer.text
 
 
 def test_selected_runs_are_overlaid(watched, runs):

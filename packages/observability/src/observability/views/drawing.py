@@ -14,20 +14,22 @@ and zooms when it is made wider. Vertical positions are pixels:
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 from observability.views.processes import BUCKETS
-from observability.views.quantities import duration, percent
+from observability.views.quantities import duration, percent, ticks
 
 MAX_BARS = 1_500
 """Maximum number of bars; beyond it the shortest spans are omitted, and the page says so."""
 
 BAR = 16
 """Height of a bar in pixels."""
+
+_TICKS = 9
+"""Maximum number of ticks, besides that of 0."""
 
 _RULER = 20
 _NAME = 24
@@ -211,7 +213,7 @@ def draw(
         seconds=seconds,
         height=top,
         lanes=drawn,
-        ticks=_ticks(seconds),
+        ticks=[Tick(round(100 * at / seconds, 4), label) for at, label in ticks(seconds, _TICKS)],
         busy=list(_busy(seconds, drawn, times)),
         bubbles=list(_bubbles(seconds, drawn, times)),
         bars=[_bar(seconds, span, places[span.span_id]) for span in shown],
@@ -317,17 +319,3 @@ def _turns(
         if turn.top != turn.bottom and turn not in seen:
             seen.add(turn)
             yield turn
-
-
-def _ticks(seconds: float) -> list[Tick]:
-    """Return up to nine ticks at round intervals."""
-    if not 0 < seconds < math.inf:
-        return []
-    power = 10.0 ** math.floor(math.log10(seconds / 9))
-    distance = power * next(
-        factor for factor in (1, 2, 5, 10, 20) if seconds / (power * factor) <= 9
-    )
-    return [
-        Tick(round(100 * at * distance / seconds, 4), duration(at * distance))
-        for at in range(int(seconds / distance * (1 + 1e-9)) + 1)
-    ]

@@ -9,6 +9,7 @@ from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.pages.links import to
 
+_ABSENT = "Not in the data plane: cleared, or not put yet."
 _KINDS = frozenset({"put", "claimed", "trained", "dropped", "cleared"})
 # A shorter gap gets no warning, however short the lifetime is.
 _LONG_S = 1.0
@@ -55,13 +56,26 @@ class LifePage:
     lifetime_s: float
     generation_version: int | None
     training_version: int | None
+    presence: str
+    """Whether the sample is in the data plane: ``yes``, ``no`` or ``unknown``."""
+    absence: str
+    """Why the current state is not shown; empty if it is."""
 
 
-def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = None) -> LifePage:
+def life_page(
+    life: models.SampleLife,
+    now_ns: int,
+    plane: models.LiveStatus,
+    generated_by: int | None = None,
+) -> LifePage:
     """Return the page of a sample.
 
-    ``generated_by`` is the weight version that generated the sample. If it is unknown, the page
-    shows that of the first put with a version.
+    Args:
+        life: lifecycle and current state of the sample.
+        now_ns: current time in nanoseconds since 1970.
+        plane: connection to the data plane.
+        generated_by: weight version that generated the sample. If it is None, the page shows that
+            of the first put with a version.
     """
     hops = life.hops
     lifetime_s = hops[-1].seconds if hops else 0.0
@@ -74,7 +88,7 @@ def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = N
                 hop=hop,
                 name=_NAMES.get(hop.name, hop.name),
                 kind=hop.name if hop.name in _KINDS else "other",
-                when=words.clock(hop.time_ns, hop.time_ns),
+                when=words.clock(hop.time_ns, hops[0].time_ns),
                 later=f"+{words.duration(since_previous_s)}" if place else "",
                 gap=3 if share > 0.3 else 2 if share > 0.1 else 1 if share > 0.02 else 0,
                 long=share > 0.3 and since_previous_s >= _LONG_S,
@@ -85,6 +99,7 @@ def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = N
     puts = [hop.weight_version for hop in hops if hop.name == "put"]
     if generated_by is None:
         generated_by = next((version for version in puts if version is not None), None)
+    absence = _absence(life, plane)
     return LifePage(
         life=life,
         hops=shown,
@@ -93,4 +108,20 @@ def life_page(life: models.SampleLife, now_ns: int, generated_by: int | None = N
         lifetime_s=lifetime_s,
         generation_version=generated_by,
         training_version=trained[-1] if trained else None,
+        presence="yes" if life.live else "no" if absence == _ABSENT else "unknown",
+        absence=absence,
     )
+
+
+def _absence(life: models.SampleLife, plane: models.LiveStatus) -> str:
+    if life.live:
+        return ""
+    if not plane.configured:
+        return (
+            "Not connected to a data plane. Start the service with --ray-address to see the "
+            "current state of samples."
+        )
+    if not plane.attached:
+        return "The data plane is unreachable. The service retries."
+    # The notes tell which partitions were not searched.
+    return "Not every partition was searched." if life.notes else _ABSENT

@@ -118,8 +118,11 @@ def engines_page(load: models.Load) -> EnginesPage:
     seconds = (load.end_ns - load.start_ns) / 1e9
     ruler = draw(seconds, (), (), ())
     ticks = [
-        Tick(round(100 * (1 - ago_s / seconds), 4), f"-{ago_s // 60} min")
-        for ago_s in range(int(seconds), 0, -600)
+        Tick(
+            round(100 * (1 - ago_s / seconds), 4),
+            f"\N{MINUS SIGN}{ago_s // 60} min" if ago_s else "now",
+        )
+        for ago_s in range(int(seconds), -1, -600)
     ]
     lanes = draw_load(load, ruler.height, newest=True)
     height = ruler.height + (0 if lanes is None else lanes.height)

@@ -52,7 +52,7 @@ class StepOnOverview:
 
     facts: models.TraceFacts
     url: str
-    buckets: marks.Stack | None
+    buckets: marks.Stack
     productive: str
 
 
@@ -232,14 +232,15 @@ def _trend_words(task: models.PartitionTask | None) -> str:
     rate = task.backlog_per_s
     if abs(rate) < 0.05:
         return "steady"
-    return f"{'growing' if rate > 0 else 'shrinking'} by {abs(rate):.1f}/s"
+    return f"{'growing' if rate > 0 else 'shrinking'} by {abs(rate):.1f} samples/s"
 
 
 def _step(
     facts: models.TraceFacts, seconds: dict[str, float] | None, longest: float
 ) -> StepOnOverview:
     if not seconds:
-        return StepOnOverview(facts, to("/trace", id=facts.trace_id), None, "-")
+        bar = marks.stack([("groups", facts.seconds)], longest, "no buckets")
+        return StepOnOverview(facts, to("/trace", id=facts.trace_id), bar, "-")
     total = sum(seconds.values())
     # The width of the bar is the step's duration relative to the longest one shown.
     width_s = total * longest / facts.seconds if facts.seconds > 0 else total

@@ -51,6 +51,7 @@ def environment(root_path: str) -> Environment:
         figure=learning.number,
         few=words.listed,
         plain=words.plain,
+        shorten=words.shorten,
         signed=signed,
         size=words.size,
     )

@@ -163,6 +163,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
             listed=listed,
             problem=problem,
             partition_ids=_partition_ids(service),
+            run_ids=[known.run_id for known in service.runs().runs if known.run_id],
             now_ns=time.time_ns(),
             next_url=next_page("/samples", query, hits.next if hits else None),
             first_url=to("/samples", **query) if params.text("cursor") else None,
@@ -175,12 +176,12 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
             sample_id, text = params.required("id"), None
             try:
                 content = service.sample_content(sample_id, run=params.maybe("run"))
-                text = content_page(content, params.text("color"))
+                text = content_page(content, params.text("color"), params.maybe("partition"))
             except NotFound:
                 pass  # it has no facts; its lifecycle may be stored
             life = service.sample(sample_id, partition=params.maybe("partition"))
             generated_by = None if text is None else text.content.facts.first_version
-            view = life_page(life, time.time_ns(), generated_by)
+            view = life_page(life, time.time_ns(), service.status().live, generated_by)
             return shell.page(request, "sample.html.j2", view=view, text=text)
 
         return shell.answer(request, make)

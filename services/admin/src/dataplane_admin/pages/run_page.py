@@ -9,10 +9,12 @@ from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.links import to
 from dataplane_admin.service import AdminService
+from observability.views.quantities import ticks
 
 _COLUMNS = 120
 _ROWS = 10
 _HEIGHT = 180
+_TICKS = 4
 _CUT = 1.25
 """Columns are truncated above this multiple of the 95th percentile of their heights. Otherwise one
 very slow step would flatten all others."""
@@ -97,8 +99,8 @@ def run_page(service: AdminService, run: str | None) -> RunPage | None:
         failed=sum(steps.failed for steps in fine.ranges),
         columns=columns,
         ticks=[
-            (round(_HEIGHT * (1 - part), 2), words.duration(tallest_s * part))
-            for part in (0.5, 1.0)
+            (round(_HEIGHT * (1 - at_s / tallest_s), 2), label)
+            for at_s, label in ticks(tallest_s, _TICKS)
         ],
         cut=any(steps.cut for steps in columns),
         rows=_rows(coarse.ranges),
@@ -153,7 +155,7 @@ def _sentence(steps: models.RunSteps) -> str:
     first, last = steps.ranges[0], steps.ranges[-1]
     now = f"{words.duration(last.median_s)} in {numbers(last)}"
     if steps.steps < _ENOUGH or not first.median_s:
-        return f"{words.plural(steps.steps, 'step')}; step duration {now}"
+        return f"{words.plural(steps.steps, 'traced step')}; step duration {now}"
     before = f"{words.duration(first.median_s)} in {numbers(first)}"
     change = last.median_s / first.median_s - 1
     if abs(change) < _NOTABLE:

@@ -33,7 +33,7 @@ _SORTS: dict[models.SampleSort, str] = {
     "step": "Step",
     "reward": "Reward",
     "advantage": "Advantage",
-    "length": "Length",
+    "length": "Length, tokens",
 }
 _YES_NO = {"yes": True, "no": False}
 COLORS = {
@@ -44,16 +44,16 @@ COLORS = {
 }
 _LEGENDS = {
     "logprob": (
-        ("c0", "above -0.1"),
-        ("c1", "-0.1 to -1"),
-        ("c2", "-1 to -3"),
-        ("c3", "below -3"),
+        ("c0", "above -0.1 nats"),
+        ("c1", "-0.1 to -1 nats"),
+        ("c2", "-1 to -3 nats"),
+        ("c3", "below -3 nats"),
     ),
     "difference": (
-        ("c0", "below 0.05"),
-        ("c1", "0.05 to 0.2"),
-        ("c2", "0.2 to 0.5"),
-        ("c3", "above 0.5"),
+        ("c0", "below 0.05 nats"),
+        ("c1", "0.05 to 0.2 nats"),
+        ("c2", "0.2 to 0.5 nats"),
+        ("c3", "above 0.5 nats"),
     ),
     "mask": (("v1", "trained on"), ("c0", "not trained on")),
 }
@@ -146,8 +146,15 @@ def members(group: models.SampleGroup) -> list[tuple[str, models.SampleFacts, st
     ]
 
 
-def content_page(content: models.SampleContent, color: str) -> ContentPage:
-    """Return the section of a sample with stored text; ``color`` is one of `COLORS`.
+def content_page(
+    content: models.SampleContent, color: str, partition: str | None = None
+) -> ContentPage:
+    """Return the section of a sample with stored text.
+
+    Args:
+        content: text and facts of the sample.
+        color: one of `COLORS`; the first if empty.
+        partition: partition to which the page limits the lifecycle; links keep it.
 
     Raises:
         Refused: the color is unknown.
@@ -156,6 +163,7 @@ def content_page(content: models.SampleContent, color: str) -> ContentPage:
     if color not in COLORS:
         raise Refused(f"color is '{color[:40]}'; expected one of {', '.join(COLORS)}")
     facts, divergence = content.facts, content.divergence
+    query = {"id": facts.sample_id, "run": facts.run_id, "partition": partition}
     first = None if divergence is None else divergence.place
     versions = sorted({each.version for each in content.tokens if each.version is not None})
     named = {version: f"v{place % _VERSION_COLORS}" for place, version in enumerate(versions)}
@@ -177,7 +185,7 @@ def content_page(content: models.SampleContent, color: str) -> ContentPage:
             (
                 name,
                 title,
-                Link(to("/sample", id=facts.sample_id, run=facts.run_id, color=name) + "#tokens"),
+                Link(f"{to('/sample', **query, color=name)}#tokens"),
             )
             for name, title in COLORS.items()
         ],

@@ -90,6 +90,8 @@ class Shell:
         section = _SECTIONS.get(request.url.path)
         if section == "/samples":
             links.append(("Find a sample", to("/samples", q=request.query_params.get("id"))))
+        if section == "/runs":
+            links.append(("All runs", to("/runs")))
         if section == "/traces":
             links.append(("All traces", to("/traces")))
         if status >= 500:

@@ -159,7 +159,7 @@ def trace_page(
     chosen = spans.get(query["span"])
     tones: dict[str, int] = defaultdict(lambda: _TONES - 1)
     tones.update((row.service, place) for place, row in enumerate(trace.services[:_TONES]))
-    path, rest = _path(trace, spans)
+    path, rest = _path(trace, query, spans)
     marked = _marked(trace, query)
     in_tree = [span for span in trace.rows if marked is None or span.span_id in marked]
     drawing = draw(trace.seconds, trace.rows, trace.process_times, trace.critical_path)
@@ -182,7 +182,7 @@ def trace_page(
         logs=[_log_row(trace, query, spans, log) for log in trace.logs[:_LOGS]],
         drawing=drawing,
         load=lanes,
-        detail=_detail(trace, spans, chosen) if chosen else None,
+        detail=_detail(trace, query, spans, chosen) if chosen else None,
         missing="" if chosen else query["span"],
         path=path,
         path_rest=rest,
@@ -255,7 +255,7 @@ def title_of(trace: models.TraceFacts) -> str:
 
 
 def _path(
-    trace: models.Trace, spans: Mapping[str, models.SpanRow]
+    trace: models.Trace, query: Mapping[str, str], spans: Mapping[str, models.SpanRow]
 ) -> tuple[list[PathPart], tuple[int, float]]:
     """Return the spans with the longest time on the critical path, and `TracePage.path_rest`."""
     seconds: dict[str, float] = {}
@@ -271,7 +271,7 @@ def _path(
             segment_of[span_id].process,
             seconds[span_id],
             words.percent(seconds[span_id], trace.seconds),
-            to("/trace", id=trace.trace_id, span=span_id),
+            _url(trace, query, span=span_id),
             span_id,
             marks.stack(
                 [(kind_of(spans[span_id]) if span_id in spans else "groups", seconds[span_id])],
@@ -286,7 +286,10 @@ def _path(
 
 
 def _detail(
-    trace: models.Trace, spans: Mapping[str, models.SpanRow], span: models.SpanRow
+    trace: models.Trace,
+    query: Mapping[str, str],
+    spans: Mapping[str, models.SpanRow],
+    span: models.SpanRow,
 ) -> SpanDetail:
     children = [row for row in trace.rows if row.parent_id == span.span_id]
     logs = [log for log in trace.logs if log.span_id == span.span_id]
@@ -296,7 +299,9 @@ def _detail(
         known = spans.get(link.span_id) if is_same_trace else None
         text = f"{known.name} of {known.process}" if known else f"span {link.span_id}"
         where = "" if is_same_trace else f" in trace {link.trace_id[:8]}…"
-        target = to("/trace", id=link.trace_id or trace.trace_id, span=link.span_id)
+        target = _url(trace, query, span=link.span_id)
+        if not is_same_trace:
+            target = to("/trace", id=link.trace_id, span=link.span_id)
         links.append((text + where, target))
     attributes = span.attributes
     partition = attributes.get("messaging.destination.name") or attributes.get("db.collection.name")

@@ -19,6 +19,7 @@ __all__ = [
     "percent",
     "plain",
     "plural",
+    "shorten",
     "shown_zone",
     "size",
     "zone_named",
@@ -89,6 +90,13 @@ def listed(names: list[str], maximum: int = 3) -> str:
     """Return ``a, b, c and 4 more``."""
     rest = len(names) - maximum
     return ", ".join(names[:maximum]) + (f" and {count(rest)} more" if rest > 0 else "")
+
+
+def shorten(text: str, maximum: int = 36) -> str:
+    """Return a text without its middle if it is long: ids of runs differ at their ends."""
+    head = maximum // 3
+    tail = maximum - head - 1
+    return text if len(text) <= maximum else f"{text[:head]}…{text[-tail:]}"
 
 
 def capital(text: str) -> str:

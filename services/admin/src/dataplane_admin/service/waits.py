@@ -11,6 +11,7 @@ from dataplane_admin.live import Live, Stuck
 from dataplane_admin.store import Store
 from dataplane_admin.store.texts import storable
 from observability.views import Wait, printable, why
+from observability.views.quantities import duration
 
 _MAX_WAITS = 100
 
@@ -132,10 +133,4 @@ def _printable(ids: Iterable[str]) -> list[str]:
 def _rounded(seconds: float) -> str:
     """Return a duration in seconds or larger units: it is not known to the millisecond."""
     total_s = max(0, round(seconds))
-    if total_s < 120:
-        return f"{total_s} s"
-    minutes, rest = divmod(total_s, 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
+    return f"{total_s} s" if total_s < 120 else duration(total_s)

@@ -4,7 +4,8 @@
 const POINTS_PER_PIXEL = 0.5;
 const FETCH_DELAY_MS = 50;
 const X_AXIS = 22;
-const Y_AXIS = 46;
+const MIN_Y_AXIS = 46;
+const DIGIT = 6.6; // width of a digit of the axes' font, and a little more
 const SMOOTHED_POINTS = 1000; // the shown range counts as this many points, as in Weights & Biases
 
 export function drawCurves() {
@@ -112,8 +113,8 @@ export function drawCurves() {
       },
       scales: { x: { time: false, range: () => shown }, y: { range: (plot, low, high) => yRange(low, high) } },
       axes: [
-        { ...common, size: X_AXIS, gap: 2, space: 70, values: (plot, ticks) => ticks.map(axis.tick), incrs: axis.increments, grid: { show: false } },
-        { ...common, size: Y_AXIS, gap: 4, space: 28, values: (plot, ticks) => ticks.map(short) },
+        { ...common, size: X_AXIS, gap: 2, space: 70, values: (plot, ticks, at, space, distance) => ticks.map((tick) => axis.tick(tick, distance)), incrs: axis.increments, grid: { show: false } },
+        { ...common, size: (plot, labels) => widthOf(labels || []), gap: 4, space: 28, values: (plot, ticks, at, space, distance) => ticks.map((tick) => short(tick, distance)) },
       ],
       series,
       bands,
@@ -121,13 +122,19 @@ export function drawCurves() {
     };
   };
 
-  // Writes the values at the crosshair, or the last ones without a crosshair.
+  // Writes the values at the crosshair, or the last ones without a crosshair. A curve has no value
+  // before its first point and after its end.
   const showValues = (figure, chart, plot) => {
     const at = plot.cursor.idx;
     const isRead = plot.cursor.left >= 0 && at !== null && at !== undefined;
     chart.curves.forEach((curve, place) => {
       const column = plot.data[3 + 4 * place];
-      const value = isRead ? column[nearestValue(column, at)] : curve.last_value;
+      let value = curve.last_value;
+      if (isRead) {
+        const x = plot.data[0][at];
+        const isInside = x >= curve.x[0] && x <= Math.max(curve.x[curve.x.length - 1], axis.end(curve));
+        value = isInside ? column[nearestValue(column, at)] : null;
+      }
       outputOf(figure, inkOf(curve, place)).textContent = text(value);
     });
     if (isRead) stepOutput.textContent = axis.text(plot.data[0][at]);
@@ -282,7 +289,8 @@ function nearestValue(column, at) {
 
 function yRange(low, high) {
   if (low === null || high === null) return [0, 1];
-  const space = 0.08 * (high - low) || 0.1 * Math.abs(high) || 1;
+  if (low === 0 && high === 0) return [-0.08, 1]; // most metrics are never negative
+  const space = 0.08 * (high - low) || 0.1 * Math.abs(high);
   return [low - space, high + space];
 }
 
@@ -294,12 +302,24 @@ function elapsed(seconds) {
   return `${Math.floor(total / unit)} ${large}${rest ? ` ${rest} ${small}` : ""}`;
 }
 
-function short(value) {
+// Returns the label of a tick. Its digits distinguish it from the next tick, which is `distance` away,
+// such as 2.5.
+function short(value, distance) {
   const size = Math.abs(value);
-  if (size >= 1e9 || (size && size < 1e-3)) return value.toExponential(0);
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return String(Number(value.toPrecision(4)));
+  if (size >= 1e12 || (size && size < 1e-3)) {
+    return value.toExponential(Math.min(20, Math.max(0, 1 + exponent(size) - exponent(distance)))).replace(/\.?0+e/, "e");
+  }
+  const [unit, suffix] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : size >= 1e4 ? [1e3, "k"] : [1, ""];
+  return Number((value / unit).toFixed(Math.min(20, Math.max(0, 1 - exponent(distance / unit))))) + suffix;
+}
+
+// Returns the width of a vertical axis with these labels.
+function widthOf(labels) {
+  return Math.max(MIN_Y_AXIS, ...labels.map((label) => 8 + DIGIT * label.length));
+}
+
+function exponent(value) {
+  return Math.floor(Math.log10(value) + 1e-9);
 }
 
 function text(value) {

@@ -4,6 +4,8 @@ import { visit } from "./swap.js";
 
 const MIN_INTERVAL_MS = 1000;
 const RETRY_MS = 10_000;
+// By status of the answer. A session that has expired is redirected to the login page.
+const PROBLEMS = { 302: "signed out", 404: "not found", 422: "invalid request", 503: "unavailable", 504: "timed out" };
 // Relative to this file, /static/<digest>/live.js below the root path.
 const STREAM = new URL("../../api/v1/live", import.meta.url);
 
@@ -28,7 +30,7 @@ export function follow() {
       else changed();
     } catch (error) {
       if (error.name === "AbortError") changed();
-      else show("late", error.message === "404" ? "not found" : "not responding");
+      else show("late", PROBLEMS[error.message] || "not responding");
     }
   };
   const changed = () => {

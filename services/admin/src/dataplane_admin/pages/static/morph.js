@@ -28,10 +28,19 @@ export function morph(old, fresh) {
       else if (match.nodeValue !== wanted.nodeValue) match.nodeValue = wanted.nodeValue;
       place = match.nextSibling;
     } else {
-      old.insertBefore(document.importNode(wanted, true), place);
+      old.insertBefore(added(wanted), place);
     }
   }
   while (place) place = removed(place);
+}
+
+// Returns a copy to insert. A checked radio button would uncheck the one that is chosen.
+function added(wanted) {
+  const node = document.importNode(wanted, true);
+  for (const button of node.querySelectorAll?.("input[type=radio][checked]") || []) {
+    if (document.querySelector(`input[type=radio][name="${CSS.escape(button.name)}"]:checked`)) button.checked = false;
+  }
+  return node;
 }
 
 function find(place, wanted, keyed) {

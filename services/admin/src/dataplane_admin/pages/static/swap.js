@@ -12,7 +12,7 @@ export async function visit(url, ids, { quietly = false } = {}) {
   current = own;
   try {
     const answer = await fetch(url, { signal: own.signal, headers: { Accept: "text/html" } });
-    if (answer.redirected || !answer.ok) throw new Error(`${answer.status}`);
+    if (answer.redirected || !answer.ok) throw new Error(answer.redirected ? "302" : `${answer.status}`);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const id of ids) {
       const old = document.getElementById(id);

@@ -34,12 +34,14 @@ function tableOf(controls) {
   return controls.previousElementSibling?.querySelector("table");
 }
 
-// Returns the columns' names and the rows, as text. Columns without any text are left out.
+// Returns the columns' names and the rows, as text. Columns without any text, and those of links that
+// act on a row (data-no-export), are left out.
 function read(table) {
-  const head = [...(table.tHead?.rows[0]?.cells || [])].map(textOf);
+  const cells = [...(table.tHead?.rows[0]?.cells || [])];
+  const head = cells.map(textOf);
   const rows = [...table.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells].map(textOf));
   const width = Math.max(head.length, ...rows.map((row) => row.length));
-  const used = [...Array(width).keys()].filter((at) => rows.some((row) => row[at]));
+  const used = [...Array(width).keys()].filter((at) => !cells[at]?.hasAttribute("data-no-export") && rows.some((row) => row[at]));
   const names = used.map((at) => head[at] || `column ${at + 1}`);
   return { names: names.map((name, at) => (names.indexOf(name) < at ? `${name} ${at + 1}` : name)), rows: rows.map((row) => used.map((at) => row[at] || "")) };
 }

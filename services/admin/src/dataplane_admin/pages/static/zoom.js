@@ -1,5 +1,6 @@
 // Zooms a waterfall in time: by dragging, by buttons, by the keys + - 0, by ctrl and wheel.
 const MAX_SCALE = 400;
+const LABEL = 60; // pixels that a label of the ruler needs
 const SVG = "http://www.w3.org/2000/svg";
 
 export function zoom() {
@@ -56,6 +57,8 @@ export function zoom() {
     if (seen.top < 60 || seen.bottom > innerHeight) bar.scrollIntoView({ block: "center", inline: "nearest" });
   });
   document.addEventListener("swapped", () => drawTicks(time, scale));
+  addEventListener("resize", () => drawTicks(time, scale));
+  drawTicks(time, scale);
   dragging(scroll, time, (from, to) => {
     const left = shareAt(from);
     const share = shareAt(to) - left;
@@ -114,7 +117,7 @@ function drawTicks(time, scale) {
   const seconds = Number(time.dataset.seconds);
   if (!ticks || !(seconds > 0)) return;
   const narrow = time.parentNode.clientWidth < 600;
-  const distance = roundDistance(seconds / scale, narrow ? 4 : 9);
+  const distance = roundDistance(seconds / scale / (narrow ? 4 : 9));
   const height = time.getAttribute("height");
   const fresh = document.createDocumentFragment();
   for (let place = 0; place * distance <= seconds * (1 + 1e-9); place += 1) {
@@ -127,21 +130,44 @@ function drawTicks(time, scale) {
     text.setAttribute("class", "faint");
     text.setAttribute("y", "13");
     text.setAttribute("x", x);
-    text.setAttribute("dx", "4");
-    text.textContent = duration(place * distance, distance);
+    // The last label must not be cut off at the right edge.
+    const isLast = (1 - (place * distance) / seconds) * time.parentNode.clientWidth * scale < LABEL;
+    text.setAttribute("dx", isLast ? "-4" : "4");
+    if (isLast) text.setAttribute("text-anchor", "end");
+    text.textContent = labelOf(place * distance, distance, seconds);
     fresh.append(line, text);
   }
   ticks.replaceChildren(fresh);
 }
 
-function roundDistance(seconds, maxTicks) {
-  const power = 10 ** Math.floor(Math.log10(seconds / maxTicks));
-  return power * [1, 2, 5, 10].find((factor) => seconds / (power * factor) <= maxTicks);
+// The functions below do the same as `ticks` in observability/views/quantities.py.
+const ROUND = [60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+
+function roundDistance(minimum) {
+  if (minimum > 20 && minimum <= 30) return 30;
+  if (minimum > 30 && minimum <= 86400) return ROUND.find((distance) => distance >= minimum);
+  const scale = minimum > 86400 ? 86400 : 1;
+  const power = scale * 10 ** Math.floor(Math.log10(minimum / scale));
+  return power * [1, 2, 5, 10, 20].find((factor) => minimum <= power * factor);
 }
 
-function duration(seconds, distance) {
-  const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, size]) => distance >= size * 0.0999 && seconds >= size) || ["µs", 1e-6];
-  if (!seconds) return "0 s";
-  const digits = Math.max(0, -Math.floor(Math.log10(distance / scale) + 1e-9));
-  return `${(seconds / scale).toFixed(digits)} ${unit}`;
+function labelOf(time, distance, total) {
+  if (total < 1) {
+    const [unit, scale] = total >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
+    return `${(time / scale).toFixed(digitsOf(distance / scale))} ${unit}`;
+  }
+  const parts = [];
+  let rest = Number(time.toFixed(9));
+  for (const [unit, scale] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+    if (rest < scale) continue;
+    parts.push(`${Math.floor(rest / scale)} ${unit}`);
+    rest %= scale;
+  }
+  const text = rest.toFixed(digitsOf(distance));
+  if (Number(text) || !parts.length) parts.push(`${Number(text) ? text : 0} s`);
+  return parts.join(" ");
+}
+
+function digitsOf(distance) {
+  return Math.min(20, Math.max(0, -Math.floor(Math.log10(distance) + 1e-9)));
 }
