@@ -2,7 +2,7 @@
 
 import pytest
 
-from observability.views.quantities import ticks
+from observability.views.quantities import ticks  # noqa: TID251  # rounding is best tested here
 
 
 @pytest.mark.parametrize(

@@ -356,7 +356,7 @@ def test_long_run_ids_differ_in_the_choice_of_runs(job_of, otlp):
         assert len({*options}) == 2, path
 
 
-def test_a_sample_page_tells_an_absent_sample_from_an_unknown_one(client, site, job_of, otlp):
+def test_a_sample_page_distinguishes_absent_from_unknown(client, site, job_of, otlp):
     job = job_of()
     job.send(otlp.log("put", ["a"]))
     page = Document(job.client.get("/sample?id=a").text).text

@@ -57,7 +57,7 @@ class LifePage:
     generation_version: int | None
     training_version: int | None
     presence: str
-    """Whether the sample is in the data plane: ``yes``, ``no`` or ``unknown``."""
+    """``yes`` if the sample is in the data plane, else ``no`` or ``unknown``."""
     absence: str
     """Why the current state is not shown; empty if it is."""
 
@@ -123,5 +123,5 @@ def _absence(life: models.SampleLife, plane: models.LiveStatus) -> str:
         )
     if not plane.attached:
         return "The data plane is unreachable. The service retries."
-    # The notes tell which partitions were not searched.
+    # The notes name partitions that were not searched.
     return "Not every partition was searched." if life.notes else _ABSENT
