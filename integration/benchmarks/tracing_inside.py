@@ -23,7 +23,7 @@ from observability import actors  # noqa: TID251
 from observability.middleware import lifecycle, observed_client  # noqa: TID251
 from observability.middleware.lifecycle import Lifecycle  # noqa: TID251
 from observability.middleware.meters import Meters  # noqa: TID251
-from observability.middleware.metrics import Account  # noqa: TID251
+from observability.middleware.metrics import Totals  # noqa: TID251
 from observability.middleware.tracing import Tracing  # noqa: TID251
 from observability.setup.export import (  # noqa: TID251
     CountedLogExporter,
@@ -60,7 +60,7 @@ def watch() -> None:
     if _watched:
         return
     _watched = True
-    for owner in (Tracing, Lifecycle, Meters, Account):
+    for owner in (Tracing, Lifecycle, Meters, Totals):
         for name in ("begin", "end"):
             _time(owner, name)
     for owner, names in (

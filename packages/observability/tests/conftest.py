@@ -51,9 +51,9 @@ def sdk() -> Iterator[Exported]:
     tracers.add_span_processor(SimpleSpanProcessor(exported.spans))
     loggers.add_log_record_processor(SimpleLogRecordProcessor(exported.logs))
     meters = MeterProvider([exported.metrics])
-    providers.use(tracers=tracers, loggers=loggers, meters=meters, troubles=Troubles())
+    providers.set_providers(tracers=tracers, loggers=loggers, meters=meters, troubles=Troubles())
     yield exported
-    providers.silence()
+    providers.remove_providers()
     for provider in (tracers, loggers, meters):
         provider.shutdown()
 

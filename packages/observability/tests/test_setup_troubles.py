@@ -132,7 +132,7 @@ report(maximum=max(pending), counts=telemetry.counts())
     spans, events = (ran.report[0]["counts"][each] for each in ("spans", "events"))
     assert (spans["recorded"], spans["queue_full"], spans["dropped"]) == (100, 90, 100)
     assert (events["recorded"], events["queue_full"], events["dropped"]) == (100, 93, 100)
-    assert ran.troubles == ["queue full", "shutdown ran out of time"]
+    assert ran.troubles == ["queue full", "shutdown timed out"]
     assert ran.warnings[-1]["event"] == "telemetry_dropped"
     assert ran.warnings[-1]["spans"]["dropped"] == 100
 
@@ -243,7 +243,7 @@ report(**telemetry.counts()["spans"])
         )
     counts = ran.report[0]
     assert (counts["exported"], counts["export_failed"]) == (5 - rejected, rejected)
-    assert ran.troubles == ["collector rejected a part"][: bool(rejected)]
+    assert ran.troubles == ["collector rejected items"][: bool(rejected)]
 
 
 def restarting() -> Callable[[Any], None]:

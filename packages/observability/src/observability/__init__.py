@@ -1,4 +1,4 @@
-"""Observability of a data plane: middleware, trace context across actors, and set-up.
+"""Observability of a data plane: middleware, trace context across actors, and setup.
 
 Only `setup` needs an OpenTelemetry SDK: the extra ``observability[sdk]``.
 """

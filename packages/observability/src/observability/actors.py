@@ -1,7 +1,7 @@
 """Trace context across actors: methods that accept a carrier, and handles that send one.
 
 Nothing here imports Ray. The carrier is the keyword-only argument ``carrier`` of a method: visible
-in its signature, and omitted by callers that do not trace.
+in the method's signature, and omitted by callers that do not trace.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def traced(
 ) -> F | Callable[[F], F]:
     """Decorate an actor's method so that each call is a child span of the caller's span.
 
-    The method gains the keyword-only argument ``carrier``; the caller passes the result of
-    `dataplane_core.telemetry.inject`. The rest of the signature stays, so Ray checks calls as
-    before. Coroutine methods and generators keep their kind. A generator runs in a copy of the
-    context of its first step, so its span is not the parent of what its consumer does.
+    The method gains the keyword-only argument ``carrier``, to which the caller passes the result of
+    `dataplane_core.telemetry.inject`. The rest of the signature does not change, so Ray checks
+    calls as before. A coroutine function or generator function remains one. A generator runs in a
+    copy of the context of its first step, so its span is not the parent of its consumer's spans.
 
     Args:
         method: the method to decorate.
@@ -53,60 +53,62 @@ def traced(
         signature = inspect.signature(function)
         if CARRIER in signature.parameters:
             raise TypeError(f"{function.__qualname__} has an argument {CARRIER!r} already")
-        called = name or function.__name__
+        span_name = name or function.__name__
 
         wrapper: Any
         if inspect.isasyncgenfunction(function):
 
-            async def items(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
-                with _calling(called, bucket, carrier):
+            async def iterate(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _server_span(span_name, bucket, carrier):
                     async with aclosing(function(*args, **kwargs)) as yielded:
                         async for item in yielded:
                             yield item
 
-            wrapper = _in_own_context_async(items)
+            wrapper = _in_own_context_async(iterate)
 
         elif inspect.iscoroutinefunction(function):
 
-            async def awaited(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
-                with _calling(called, bucket, carrier):
+            async def run_coroutine(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _server_span(span_name, bucket, carrier):
                     return await function(*args, **kwargs)
 
-            wrapper = awaited
+            wrapper = run_coroutine
 
         elif inspect.isgeneratorfunction(function):
 
-            def generated(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
-                with _calling(called, bucket, carrier):
+            def generate(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _server_span(span_name, bucket, carrier):
                     return (yield from function(*args, **kwargs))
 
-            wrapper = _in_own_context(generated)
+            wrapper = _in_own_context(generate)
 
         else:
 
-            def returned(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
-                with _calling(called, bucket, carrier):
+            def run(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
+                with _server_span(span_name, bucket, carrier):
                     return function(*args, **kwargs)
 
-            wrapper = returned
+            wrapper = run
 
         functools.update_wrapper(wrapper, function)
-        del wrapper.__wrapped__  # Ray would follow it to a signature without a carrier
+        del wrapper.__wrapped__  # Ray would read the signature of this function, without a carrier
         parameters = list(signature.parameters.values())
-        extra = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None)
-        at = len(parameters)
+        carrier_parameter = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None)
+        position = len(parameters)
         if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
-            at -= 1
-        wrapper.__signature__ = signature.replace(
-            parameters=[*parameters[:at], extra, *parameters[at:]]
-        )
+            position -= 1  # ``**kwargs`` must be the last parameter
+        parameters.insert(position, carrier_parameter)
+        wrapper.__signature__ = signature.replace(parameters=parameters)
         return cast("F", wrapper)
 
     return decorate if method is None else decorate(method)
 
 
 @contextmanager
-def _calling(name: str, bucket: Bucket | None, carrier: Mapping[str, str] | None) -> Iterator[None]:
+def _server_span(
+    name: str, bucket: Bucket | None, carrier: Mapping[str, str] | None
+) -> Iterator[None]:
+    """Run the block in a span that is a child of the carrier's span."""
     with attached(carrier), span(name, bucket, kind=SpanKind.SERVER):
         yield
 
@@ -188,5 +190,5 @@ class _TracedMethod:
         self._method = method
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method and return the result of the handle's ``remote``."""
+        """Call the method with a carrier; return what the handle's ``remote`` returns."""
         return self._method.remote(*args, carrier=inject(), **kwargs)

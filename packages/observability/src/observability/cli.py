@@ -1,7 +1,7 @@
 """The commands ``show``, ``why`` and ``sample`` of ``python -m observability``.
 
-They read the recording of a program that finished, was killed or is still running. `grpo-trace` of
-the trainer uses the functions below the commands.
+The commands read the recording of a program that finished, was killed or is still running. The
+trainer's command `grpo-trace` uses the functions below the commands.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class CommandError(Exception):
 
 
 class RecordingError(CommandError):
-    """A recording that does not exist or is damaged."""
+    """An error for a recording that does not exist or is damaged."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"observability {version('observability')}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _declare_options(
     show_version: Annotated[
         bool,
         typer.Option(
@@ -119,7 +119,14 @@ def show(
     perfetto: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print the steps of a recording, or one of them, and write them to the given paths.
+    """Print the steps of a recording and write them to the given paths.
+
+    Args:
+        recording: path of the recording.
+        number: number of the only step to show; None shows all steps.
+        html: path of the page; None writes no page.
+        perfetto: path of the file for Perfetto; None writes none.
+        as_json: whether to print JSON.
 
     Raises:
         CommandError: the recording cannot be read, has no such step, or a path cannot be written.
@@ -142,7 +149,8 @@ def why(
 
     Args:
         recording: path of the recording.
-        live: function that returns the partitions of the live store, for exact numbers.
+        live: function that returns the partitions of the running store, for exact counts of
+            samples; None counts samples from the recording.
         as_json: whether to print JSON.
 
     Raises:
@@ -207,7 +215,7 @@ def print_steps(steps: Sequence[Step]) -> None:
 def write_steps(
     steps: Sequence[Step], html: Path | None, perfetto: Path | None, *, to_stderr: bool = False
 ) -> None:
-    """Write steps as a page and for Perfetto to the given paths, and print these paths.
+    """Write steps as a page and as a file for Perfetto, and print the paths.
 
     Raises:
         CommandError: a file cannot be written.
@@ -226,7 +234,7 @@ def write_steps(
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error as text; an `OSError` becomes its path and reason."""
+    """Return the message of an error; that of an `OSError` has its path and reason only."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -236,7 +244,7 @@ def _read(recording: Path) -> Records:
     """Read a recording.
 
     Raises:
-        RecordingError: it does not exist or is damaged.
+        RecordingError: the recording does not exist or is damaged.
     """
     from observability.recordings import read_recording
 

@@ -1,7 +1,7 @@
-"""Reading of recordings: folders that `Receiver` wrote, and OTLP as JSON lines.
+"""Functions that read recordings: folders that `Receiver` wrote, and OTLP as JSON lines.
 
-The file exporter of the OpenTelemetry Collector writes such lines: each is one export request of
-traces, logs or metrics. https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
+The file exporter of the OpenTelemetry Collector writes JSON lines. Each line is one export request
+of traces, logs or metrics. https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from observability.records import Records, decode_logs, decode_traces
 SUFFIXES = (".json", ".jsonl")
 """Suffixes of files that are read as JSON lines."""
 
-# OTLP's JSON has ids in hexadecimal, protobuf's JSON has all bytes in base64.
+# OTLP's JSON encodes ids in hexadecimal; protobuf's JSON encodes all bytes in base64.
 _IDS = frozenset({"traceId", "spanId", "parentSpanId"})
 
 
@@ -30,11 +30,11 @@ def read_recording(path: Path) -> Records:
 
     Raises:
         FileNotFoundError: there is no recording.
-        BrokenRecording: a file is damaged; the message names it and the place.
+        BrokenRecording: a file is damaged; the message names the file and the line or byte.
         OSError: a file cannot be read.
     """
     if not path.exists():
-        return read_folder(path)  # raises, and names the expected files
+        return read_folder(path)  # raises FileNotFoundError, with the names of the expected files
     if not path.is_dir():
         return read_json_lines(path)
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
@@ -47,12 +47,12 @@ def read_recording(path: Path) -> Records:
 
 
 def read_json_lines(path: Path) -> Records:
-    """Read a file with an OTLP export request as JSON in each line.
+    """Read a file of JSON lines, each an OTLP export request.
 
-    Empty lines are skipped, and so is an unfinished line at the end.
+    Empty lines and an unfinished last line are skipped.
 
     Raises:
-        BrokenRecording: a line is not such a request; the message names the file and the line.
+        BrokenRecording: a line is not an export request; the message names the file and the line.
         OSError: the file cannot be read.
     """
     records = Records()
@@ -86,7 +86,7 @@ def _decode(request: Any) -> Records:
 
 
 def _with_base64(value: Any) -> Any:
-    """Return JSON with ids in base64, as protobuf's parser requires."""
+    """Return a JSON value with its ids in base64, as protobuf's parser requires."""
     if isinstance(value, list):
         return [_with_base64(item) for item in value]
     if not isinstance(value, dict):

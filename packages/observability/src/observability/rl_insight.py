@@ -1,4 +1,4 @@
-"""Steps of RL-Insight: its spans, each sent as a separate trace, joined into a trace per step.
+"""Steps of RL-Insight. It sends each span as a separate trace; `join_steps` makes a trace per step.
 
 RL-Insight 0.3.0 adds ``project`` and ``experiment_name`` of its `init` to each span. It adds the
 step to agent sessions only, as ``global_steps``. A program may add ``global_steps`` or
@@ -26,8 +26,8 @@ _MAX_DIGITS = 18
 def join_steps(spans: Iterable[ResourceSpans]) -> bool:
     """Add run and step to RL-Insight's spans, and give those of a step one trace id.
 
-    Other spans are not changed, nor are spans that have a run. The trace id depends on the resource
-    as well: programs whose resources differ do not share a trace.
+    Spans of other programs do not change, nor do spans that already have ``rl.run_id``. The trace
+    id also depends on the resource: programs with different resources never share a trace.
 
     Returns:
         True if a span was changed.
@@ -38,11 +38,12 @@ def join_steps(spans: Iterable[ResourceSpans]) -> bool:
             if scope_spans.scope.name == SCOPE:
                 resource = resource_spans.resource.SerializeToString(deterministic=True)
                 for span in scope_spans.spans:
-                    changed |= _join(span, resource)
+                    changed |= _set_step(span, resource)
     return changed
 
 
-def _join(span: Span, resource: bytes) -> bool:
+def _set_step(span: Span, resource: bytes) -> bool:
+    """Set run, step and trace id of a span; return whether the span was changed."""
     values = {pair.key: pair.value for pair in span.attributes}
     names = [values[key].string_value for key in _RUN_KEYS if key in values]
     run_id = "/".join(filter(None, names))
@@ -58,7 +59,7 @@ def _join(span: Span, resource: bytes) -> bool:
 
 
 def _step(values: Mapping[str, AnyValue]) -> int | None:
-    """Return the step, which may be decimal text; None if it is absent or empty."""
+    """Return the step, an integer or decimal text; None if it is absent or invalid."""
     for key in _STEP_KEYS:
         value = values.get(key, AnyValue())
         if value.HasField("int_value") and value.int_value >= 0:

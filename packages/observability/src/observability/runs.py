@@ -1,4 +1,4 @@
-"""Lifecycle events of a run: its start with its configuration, and how it ended.
+"""Lifecycle events of a run: its start, with its configuration, and its end.
 
 docs/telemetry.md lists them. A process that is killed records no end; the admin service then shows
 its run as silent.
@@ -18,21 +18,21 @@ from observability.middleware.lifecycle import EventName, emit
 
 MAX_KEYS = 1000
 """Maximum number of recorded keys of a configuration; verl's has about 900."""
-MAX_KEY = 200
+MAX_KEY_LENGTH = 200
 """Maximum length of a recorded key in characters."""
-MAX_VALUE = 500
+MAX_VALUE_LENGTH = 500
 """Maximum length of a recorded value in characters."""
-_MAX_REASON = 500
+_MAX_REASON_LENGTH = 500
 
 
 class RunRecord:
-    """The kind of end that `record_run` records if no error leaves the block."""
+    """The run inside a `record_run` block: finished at the end of the block, unless stopped."""
 
     def __init__(self) -> None:
         self.end: EventName = "run_finished"
 
     def stop(self) -> None:
-        """Record the end as stopped, not finished: a stop was requested; the run may be resumed."""
+        """Make `record_run` record the run as stopped: it was asked to stop and may be resumed."""
         self.end = "run_stopped"
 
 
@@ -43,27 +43,27 @@ def record_run(
     resumed_from: int | None = None,
     run_id: str | None = None,
 ) -> Iterator[RunRecord]:
-    """Record the start and the end of a run; use it inside of `setup`, which exports the end.
+    """Record the start and the end of a run; without an SDK in this process, do nothing.
 
-    If an error leaves the block, the run counts as failed; the error's class and the first line of
-    its message are recorded. After an interrupt or `SystemExit` it counts as stopped. Without an
-    SDK in this process, nothing is recorded.
+    Use it inside the ``with`` block of `setup`, which exports the end of the run. If the block
+    raises an error, the run has failed: the error's class and the first line of its message are
+    recorded. After a `KeyboardInterrupt` or `SystemExit` the run is stopped.
 
     Args:
-        config: the run's configuration, possibly nested. It must have no secrets.
-        resumed_from: number of the first step, as ``rl.step``, if the run is resumed.
-        run_id: id of the run; None if the process's resource has it.
+        config: the run's configuration, possibly nested. It must not contain secrets.
+        resumed_from: ``rl.step`` of the first step of a resumed run; None for a new run.
+        run_id: id of the run. None takes the id in the process's resource.
     """
     current = context.get_current()
     if run_id is not None:
         current = baggage.set_baggage(RUN_ID, run_id, current)
-    facts = dict(islice(_leaves(config or {}), MAX_KEYS))
-    emit("run_started", context=current, resumed_from=resumed_from, config=facts or None)
+    flat_config = dict(islice(_leaves(config or {}), MAX_KEYS))
+    emit("run_started", context=current, resumed_from=resumed_from, config=flat_config or None)
     run = RunRecord()
     try:
         yield run
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), "")[:_MAX_REASON]
+        reason = next(iter(str(error).strip().splitlines()), "")[:_MAX_REASON_LENGTH]
         emit("run_failed", context=current, error=error, reason=reason)
         raise
     except BaseException:
@@ -72,12 +72,21 @@ def record_run(
     emit(run.end, context=current)
 
 
-def _leaves(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and values as text; an empty mapping is a value."""
+def _leaves(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the text of each value; an empty mapping is a value."""
     for name, value in config.items():
-        key = f"{path}{name}"
+        key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{key}.")
         else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield key[:MAX_KEY], text[:MAX_VALUE]
+            yield key[:MAX_KEY_LENGTH], _as_text(value)[:MAX_VALUE_LENGTH]
+
+
+def _as_text(value: object) -> str:
+    """Return a string unchanged, any other value as JSON, and a value without JSON as its type."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=str)
+    except Exception:  # noqa: BLE001  # a value's `__str__` may raise anything; the run must start
+        return f"<{type(value).__name__}>"

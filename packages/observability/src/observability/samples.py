@@ -1,8 +1,8 @@
-"""Facts of samples, such as reward and advantage, and their text, as OpenTelemetry log records.
+"""OpenTelemetry log records of samples: facts, such as reward and advantage, and text.
 
-docs/telemetry.md lists them. The body of a record is JSON: columns of facts of up to 4,096 samples,
-or the turns and tokens of one sample. The admin service drops the text unless it is
-started with ``--keep-sample-text``.
+docs/telemetry.md lists them. The body of a record is JSON. A record of facts has one column per
+fact, for up to 4,096 samples. A record of text has the turns and tokens of one sample. The admin
+service drops records of text unless it is started with ``--keep-sample-text``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from observability.middleware.lifecycle import logger_of
 FACTS = "rl.sample.facts"
 TEXT = "rl.sample.text"
 MAX_SAMPLES = 4096
-"""Maximum number of samples in one record of facts."""
+"""Maximum number of samples in a record of facts."""
 MAX_TOKENS = 4096
-"""Maximum number of recorded tokens of a sample."""
+"""Maximum number of tokens in a record of text."""
 MAX_CONTENT = 32_768
-"""Maximum characters of a recorded turn."""
+"""Maximum length of the content of a turn in a record of text, in characters."""
 
 
 def record_samples(
@@ -38,16 +38,16 @@ def record_samples(
 ) -> None:
     """Record facts of samples; without an SDK in this process, do nothing.
 
-    A fact that is recorded again replaces its earlier value; other facts stay.
+    A fact that is recorded again replaces its earlier value. Other facts of the sample remain.
 
     Args:
         sample_ids: ids of the samples.
-        columns: name to one value per sample: ``group`` (text), ``reward``, ``advantage``,
-            ``length`` (response tokens), ``truncated``, ``first_version`` and ``last_version`` of
-            the weights that generated it, ``state`` (text), ``tags`` (name to text, number or
-            boolean; at most 16 are stored). None is an unknown value.
-        run_id: id of the run; None if the context or the process's resource has it.
-        step: number of the step; None for that of the context.
+        columns: values by name of the fact, one value per sample: ``group`` (text), ``reward``,
+            ``advantage``, ``length`` (response tokens), ``truncated``, ``first_version`` and
+            ``last_version`` (of the weights that generated the sample), ``state`` (text), ``tags``
+            (name to text, number or boolean; at most 16 are stored). None is an unknown value.
+        run_id: id of the run. None takes the id in the context, or in the process's resource.
+        step: number of the step. None takes the number in the context.
 
     Raises:
         ValueError: a column does not have one value per sample.
@@ -60,8 +60,11 @@ def record_samples(
             )
     for start in range(0, len(sample_ids), MAX_SAMPLES):
         rows = slice(start, start + MAX_SAMPLES)
-        body = {name: [_finite(value) for value in cells[rows]] for name, cells in columns.items()}
-        _emit(FACTS, {"ids": list(sample_ids[rows]), **body}, run_id, step)
+        facts = {
+            name: [_finite_or_none(value) for value in column[rows]]
+            for name, column in columns.items()
+        }
+        _emit(FACTS, {"ids": list(sample_ids[rows]), **facts}, run_id, step)
 
 
 def record_sample_text(
@@ -77,21 +80,21 @@ def record_sample_text(
     Args:
         sample_id: id of the sample.
         turns: ``role`` and ``content`` of each message.
-        tokens: name to one value per token: ``text``, ``generator`` and ``trainer``
-            (log-probabilities), ``mask`` (whether it is trained on), ``version`` (of the weights
-            that generated it). The first 4,096 tokens are recorded.
+        tokens: values by name, one value per token: ``text``, ``generator`` and ``trainer``
+            (log-probabilities), ``mask`` (whether the token is trained on), ``version`` (of the
+            weights that generated the token). The first 4,096 tokens are recorded.
         run_id: as in `record_samples`.
         step: as in `record_samples`.
     """
-    recorded = {
-        name: [_finite(value) for value in column[:MAX_TOKENS]]
+    token_columns = {
+        name: [_finite_or_none(value) for value in column[:MAX_TOKENS]]
         for name, column in (tokens or {}).items()
     }
     messages = [{key: str(text)[:MAX_CONTENT] for key, text in turn.items()} for turn in turns]
-    _emit(TEXT, {"id": sample_id, "turns": messages, "tokens": recorded}, run_id, step)
+    _emit(TEXT, {"id": sample_id, "turns": messages, "tokens": token_columns}, run_id, step)
 
 
-def _finite(value: object) -> object:
+def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -102,8 +105,8 @@ def _emit(name: str, body: object, run_id: str | None, step: int | None) -> None
     if not logger.enabled(context=current, severity_number=severity, event_name=name):
         return
     attributes: dict[str, AnyValue] = dict(telemetry.step_facts(current))
-    given = {telemetry.RUN_ID: run_id, telemetry.STEP: step}
-    attributes |= {key: value for key, value in given.items() if value is not None}
+    arguments = {telemetry.RUN_ID: run_id, telemetry.STEP: step}
+    attributes |= {key: value for key, value in arguments.items() if value is not None}
     time_ns = time.time_ns()
     logger.emit(
         event_name=name,

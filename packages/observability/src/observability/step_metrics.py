@@ -1,8 +1,8 @@
 """Metrics of training steps, such as reward and loss: one point per step, as OTLP gauges.
 
-docs/telemetry.md lists the names. Each point has the attribute ``rl.step``, so an SDK would collect
-a time series per step. `observability.setup` therefore exports them through a separate provider
-that forgets each point once it is exported.
+docs/telemetry.md lists the names. Each point has the attribute ``rl.step``, so an SDK would retain
+a time series per step. `observability.setup` therefore exports these metrics through a separate
+provider, which discards each point once it is exported.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ UNITS: Mapping[str, str] = {
 """Units of the documented metrics; all others have the unit 1."""
 
 _SCOPE = "rl-dataplane"
-_MAX_NAME = 255
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_./-]")
+_MAX_NAME_LENGTH = 255
+_INVALID_CHARACTER = re.compile(r"[^A-Za-z0-9_./-]")
 
 
 def record_step_metrics(
@@ -53,16 +53,16 @@ def record_step_metrics(
 ) -> None:
     """Record the metrics of a training step; without an SDK in this process, do nothing.
 
-    The time of this call is recorded with them, as ``rl.time``. A step that is recorded again, for
-    example after a resume, replaces its earlier values in the admin service.
+    The time of this call is recorded as a further metric, ``rl.time``. If a step is recorded again,
+    for example after a resume, the admin service replaces the step's earlier values.
 
     Args:
-        step: number of the step, from 0, as ``rl.step`` of its spans.
-        metrics: name to number; values that are not numbers are skipped. Characters that a metric's
-            name must not contain become ``_``.
-        components: mean reward by component, such as the name of a reward function.
-        names: name in ``metrics`` to documented name, where the two differ.
-        run_id: id of the run; None if the process's resource has it.
+        step: number of the step, from 0; equals ``rl.step`` of its spans.
+        metrics: numbers by name. Values that are not numbers are skipped. A character that is
+            invalid in the name of a metric becomes ``_``.
+        components: mean reward by component, for example by reward function.
+        names: documented names by name in ``metrics``, where the two differ.
+        run_id: id of the run. None takes the id in the process's resource.
     """
     if not has_sdk(get_meter_provider()):
         return
@@ -71,31 +71,31 @@ def record_step_metrics(
     if run_id is not None:
         attributes[RUN_ID] = run_id
     numbers = {
-        (names or {}).get(given) or _valid(given): number
-        for given, value in metrics.items()
-        if (number := _number(value)) is not None
+        (names or {}).get(name) or _valid_name(name): number
+        for name, value in metrics.items()
+        if (number := _number_or_none(value)) is not None
     }
     if numbers:
         numbers.setdefault(TIME, time.time())
     for name, number in numbers.items():
         meter.create_gauge(name, UNITS.get(name, "1")).set(number, attributes)
     for component, value in (components or {}).items():
-        if (number := _number(value)) is not None:
+        if (number := _number_or_none(value)) is not None:
             gauge = meter.create_gauge(REWARD_COMPONENT, "1")
             gauge.set(number, {**attributes, COMPONENT: component})
 
 
-def _number(value: object) -> float | None:
-    """Return a number, also from numpy or torch; None for anything else."""
+def _number_or_none(value: object) -> float | None:
+    """Return a number of Python, numpy or torch as a float; None for any other value."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:
         return float(cast("SupportsFloat", value))
-    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for several elements
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         return None
 
 
-def _valid(name: str) -> str:
-    """Return a name that the SDK accepts: ASCII, starts with a letter, at most 255 characters."""
-    valid = _NOT_IN_NAMES.sub("_", name)
-    return (valid if valid[:1].isalpha() else f"m{valid}")[:_MAX_NAME]
+def _valid_name(name: str) -> str:
+    """Return a similar name that the SDK accepts: ASCII, at most 255 characters, a letter first."""
+    valid = _INVALID_CHARACTER.sub("_", name)
+    return (valid if valid[:1].isalpha() else f"m{valid}")[:_MAX_NAME_LENGTH]

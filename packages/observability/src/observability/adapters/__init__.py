@@ -1,4 +1,4 @@
-"""Adapters that show the runs of other trainers as steps.
+"""Adapters that record steps and metrics of other trainers, and operations of TransferQueue.
 
-Each module imports the trainer that it is named after. The rest of the package imports no adapter.
+Each adapter imports the library that it is named after. The rest of the package imports no adapter.
 """

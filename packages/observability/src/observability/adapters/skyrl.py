@@ -1,8 +1,8 @@
 """Adapter for SkyRL: one trace per training step, with SkyRL's timers as spans.
 
 SkyRL times the stages of a step with `Timer`, in the process that runs its trainer. `trace_steps`
-makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
-What the trainer logs with `Tracking` is recorded as metrics of the step.
+records each timer inside a step as a span. Workers are not traced: while they work, the trainer is
+blocked on them. What the trainer logs with `Tracking` is recorded as metrics of the step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from observability.runs import record_run
 from observability.setup import setup
 
 _STEP_TIMER = "step"
-# SkyRL's timer names, mapped to the names in docs/telemetry.md. Other timers keep their names.
-_NAMES = {
+# Names of spans in docs/telemetry.md by SkyRL's name of the timer. Other timers keep their names.
+_SPAN_NAMES = {
     "generate": "rollout",
     "fwd_logprobs_values_reward": "logprobs",
     "compute_advantages_and_returns": "advantages",
     "train_critic_and_policy": "train",
     "sync_weights": "refit",
 }
-# The trainer is blocked on its workers in all stages but these.
+# In all other stages the trainer is blocked on its workers: these are idle.
 _BUCKETS: dict[str, Bucket] = {
     "postprocess_generator_output": "overhead",
     "convert_to_training_input": "overhead",
@@ -36,8 +36,8 @@ _BUCKETS: dict[str, Bucket] = {
     "save_hf_model": "overhead",
     "sync_weights": "overhead",
 }
-# SkyRL's names of metrics, mapped to those of docs/telemetry.md.
-_METRICS = {
+# Names of metrics in docs/telemetry.md by SkyRL's name.
+_METRIC_NAMES = {
     "reward/avg_raw_reward": "rl.reward.mean",
     "policy/final_loss": "rl.loss",
     "policy/policy_kl": "rl.kl",
@@ -49,42 +49,50 @@ _METRICS = {
     "eval/all/avg_score": "rl.validation.reward",
     "eval/all/pass_at_1": "rl.validation.pass_rate",
 }
-_ENDPOINT, _RUN_ID = "OTEL_EXPORTER_OTLP_ENDPOINT", "RUN_ID"
-_OVERRIDE = "trainer.override_entrypoint="
+_ENDPOINT_VARIABLE, _RUN_ID_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT", "RUN_ID"
+_OVERRIDE_PREFIX = "trainer.override_entrypoint="
 
 
 class _Steps:
-    """The steps of this process's trainer, at most one of which is open."""
+    """The steps of this process's trainer; at most one is open."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._open = ExitStack()
-        self._number: int | None = None
-        self.trainer: Any = None  # until a trainer is made
+        self._open_step = ExitStack()
+        self._number: int | None = None  # of the open step
+        self.trainer: Any = None  # until a trainer is created
 
     def begin(self) -> None:
-        """Open the step of the trainer, unless it is open already."""
+        """Open the trainer's current step, unless it is already open."""
         number = self.trainer.global_step - 1  # SkyRL counts steps from 1
         if number != self._number:
             self.end()
-            self._open.enter_context(step_context(self._run_id, number, weight_version=number))
-            self._open.enter_context(span("grpo.step"))
+            self._open_step.enter_context(step_context(self._run_id, number, weight_version=number))
+            self._open_step.enter_context(span("grpo.step"))
             self._number = number
 
-    def pause(self, *error: Any) -> None:
-        """End the open step, unless dynamic sampling continues it with further prompts."""
+    def end_unless_sampling(self, *error: Any) -> None:
+        """End the open step, unless dynamic sampling continues it with further prompts.
+
+        Args:
+            error: type, value and traceback of the error that ended the timer, or three None.
+        """
         if error[0] is not None or self.trainer.dynamic_sampling_state is None:
             self.end(*error)
 
     def end(self, *error: Any) -> None:
-        """End the open step, if any, with the type, value and traceback of its error."""
+        """End the open step, if there is one.
+
+        Args:
+            error: type, value and traceback of the error that ended it; nothing without an error.
+        """
         self._number = None
-        self._open.__exit__(*(error or (None, None, None)))
+        self._open_step.__exit__(*(error or (None, None, None)))
 
 
 @contextmanager
 def trace_steps(run_id: str) -> Iterator[None]:
-    """Trace the steps of a SkyRL trainer that is made and run in the block.
+    """Trace the steps of a SkyRL trainer that is created and run in the block.
 
     Without `observability.setup` in this process, nothing is recorded.
 
@@ -103,66 +111,66 @@ def trace_steps(run_id: str) -> Iterator[None]:
             f"observability.adapters.skyrl needs SkyRL ({error.name} is missing)"
         ) from error
     steps = _Steps(run_id)
-    make, enter, leave = RayPPOTrainer.__init__, Timer.__enter__, Timer.__exit__
-    log = Tracking.log
+    original_init, original_log = RayPPOTrainer.__init__, Tracking.log
+    original_enter, original_exit = Timer.__enter__, Timer.__exit__
 
-    def traced_make(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def traced_init(trainer: Any, *args: Any, **kwargs: Any) -> None:
         steps.trainer = trainer
-        make(trainer, *args, **kwargs)
+        original_init(trainer, *args, **kwargs)
 
     def traced_enter(timer: Any) -> Any:
         name = timer.message
         timer.rl_span = ExitStack()
         if name == _STEP_TIMER and steps.trainer is not None:
             steps.begin()
-        elif STEP in step_facts():  # timers outside of a step, as in evaluations, have no span
-            called, bucket = _NAMES.get(name, name), _BUCKETS.get(name, "idle")
-            timer.rl_span.enter_context(span(called, bucket))
-        return enter(timer)
+        elif STEP in step_facts():  # timers outside of steps, as in evaluations, have no span
+            span_name, bucket = _SPAN_NAMES.get(name, name), _BUCKETS.get(name, "idle")
+            timer.rl_span.enter_context(span(span_name, bucket))
+        return original_enter(timer)
 
-    def traced_leave(timer: Any, *error: Any) -> Any:
+    def traced_exit(timer: Any, *error: Any) -> Any:
         try:
-            return leave(timer, *error)
+            return original_exit(timer, *error)
         finally:
             timer.rl_span.__exit__(*error)
             if timer.message == _STEP_TIMER and steps.trainer is not None:
-                steps.pause(*error)
+                steps.end_unless_sampling(*error)
 
-    def recorded_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
-        log(tracking, data, step, *args, **kwargs)
-        record_logged(step, data, _METRICS, validation="eval/", run_id=run_id)
+    def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        original_log(tracking, data, step, *args, **kwargs)
+        record_logged(step, data, _METRIC_NAMES, validation="eval/", run_id=run_id)
 
-    RayPPOTrainer.__init__, Tracking.log = traced_make, recorded_log
-    Timer.__enter__, Timer.__exit__ = traced_enter, traced_leave
+    RayPPOTrainer.__init__, Tracking.log = traced_init, traced_log
+    Timer.__enter__, Timer.__exit__ = traced_enter, traced_exit
     try:
         with ExitStack() as stack:
             stack.enter_context(record_run(run_id=run_id))
             stack.push(steps.end)
             yield
     finally:
-        RayPPOTrainer.__init__, Tracking.log = make, log
-        Timer.__enter__, Timer.__exit__ = enter, leave
+        RayPPOTrainer.__init__, Tracking.log = original_init, original_log
+        Timer.__enter__, Timer.__exit__ = original_enter, original_exit
 
 
 def main() -> None:
     """Run SkyRL's own entry point with traced steps.
 
-    SkyRL calls it if its command line has
+    SkyRL calls this function if its command line has
     ``trainer.override_entrypoint=observability.adapters.skyrl``. The id of the run is the
-    environment variable RUN_ID or, without it, ``trainer.run_name``. The trainer's process gets
-    both RUN_ID and OTEL_EXPORTER_OTLP_ENDPOINT from this one.
+    environment variable RUN_ID; without it, ``trainer.run_name``. The values of RUN_ID and
+    OTEL_EXPORTER_OTLP_ENDPOINT in this process are passed to the trainer's process.
     """
     import ray
     from skyrl.train.entrypoints import main_base
 
-    run_id, endpoint = os.environ.get(_RUN_ID), os.environ.get(_ENDPOINT)
+    run_id, endpoint = os.environ.get(_RUN_ID_VARIABLE), os.environ.get(_ENDPOINT_VARIABLE)
 
     @ray.remote(num_cpus=1)
     def traced_entrypoint(config: Any) -> None:
-        named = run_id or config.trainer.run_name
-        with setup("grpo.driver", run_id=named, endpoint=endpoint), trace_steps(named):
+        chosen_id = run_id or config.trainer.run_name
+        with setup("grpo.driver", run_id=chosen_id, endpoint=endpoint), trace_steps(chosen_id):
             main_base.BasePPOExp(config).run()
 
-    sys.argv = [argument for argument in sys.argv if not argument.startswith(_OVERRIDE)]
+    sys.argv = [argument for argument in sys.argv if not argument.startswith(_OVERRIDE_PREFIX)]
     main_base.skyrl_entrypoint = traced_entrypoint
     main_base.main()

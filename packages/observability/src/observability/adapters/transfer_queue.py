@@ -1,8 +1,9 @@
 """Instrumentor for TransferQueue's client: spans and sample events of puts, claims, gets, clears.
 
-``opentelemetry-instrument python -m …`` calls it in each process that inherits its environment,
-such as Ray's workers; no code changes. An operation with a recorded span also queries the keys of
-its samples. A put with tags adds its span context to them; listings and claims remove that tag.
+``opentelemetry-instrument python -m …`` calls it in each process that inherits the environment,
+such as Ray's workers. The program needs no changes. If the span of an operation is recorded, the
+keys of its samples are queried as well. A put with tags adds a tag with its span context. Listings
+and claims remove this tag.
 """
 
 from __future__ import annotations
@@ -15,43 +16,43 @@ from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type:
 from wrapt import register_post_import_hook
 
 _MODULE = "transfer_queue.client"
-_WRAPPED = "_without_spans"
-"""Attribute of a wrapper: the method that it replaces."""
+_ORIGINAL = "_without_spans"
+"""Name of a wrapper's attribute that holds the original method."""
 
 
 class TransferQueueInstrumentor(BaseInstrumentor):
     """Instrumentor of TransferQueue's clients, synchronous and asynchronous.
 
-    It imports neither TransferQueue nor torch before the program imports TransferQueue: Ray has
-    helper processes that inherit the instrumentation and must start quickly.
+    It imports TransferQueue and torch only after the program imports TransferQueue. Ray's helper
+    processes do not import it, and they inherit the instrumentation and must start quickly.
     """
 
     _is_enabled = False
-    _is_pending = False
-    """True while a hook waits for the import; `wrapt` cannot remove it, so it is used again."""
+    _has_hook = False
+    """True while a registered import hook has not run. It cannot be removed, only reused."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Return the supported versions."""
+        """Return the supported versions of TransferQueue."""
         return ("TransferQueue >= 0.1.9, < 0.2",)
 
     def _instrument(self, **options: Any) -> None:
         self._is_enabled = True
-        if not self._is_pending:
-            self._is_pending = True
+        if not self._has_hook:
+            self._has_hook = True
             register_post_import_hook(self._on_import, _MODULE)
 
     def _uninstrument(self, **options: Any) -> None:
-        """Restore the methods; a synchronous client that exists already keeps the wrapped ones."""
+        """Restore the original methods, except those of existing synchronous clients."""
         self._is_enabled = False
-        if self._is_pending:
-            return
+        if self._has_hook:
+            return  # nothing is wrapped yet
         module: Any = sys.modules[_MODULE]
         for name, method in list(vars(module.AsyncTransferQueueClient).items()):
-            if hasattr(method, _WRAPPED):
-                setattr(module.AsyncTransferQueueClient, name, getattr(method, _WRAPPED))
+            if hasattr(method, _ORIGINAL):
+                setattr(module.AsyncTransferQueueClient, name, getattr(method, _ORIGINAL))
 
     def _on_import(self, module: Any) -> None:
-        self._is_pending = False
+        self._has_hook = False
         if self._is_enabled:
             _wrap(module)
 
@@ -61,6 +62,6 @@ def _wrap(module: Any) -> None:
 
     for name, wrapper in WRAPPERS.items():
         method = getattr(module.AsyncTransferQueueClient, name)
-        wrapped = wrapper(method)
-        setattr(wrapped, _WRAPPED, method)
-        setattr(module.AsyncTransferQueueClient, name, wrapped)
+        traced_method = wrapper(method)
+        setattr(traced_method, _ORIGINAL, method)
+        setattr(module.AsyncTransferQueueClient, name, traced_method)

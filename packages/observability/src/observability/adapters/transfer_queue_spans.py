@@ -1,4 +1,4 @@
-"""Wrappers of the methods of TransferQueue's client; `transfer_queue` installs them."""
+"""Wrappers of the methods of TransferQueue's client, which `TransferQueueInstrumentor` installs."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from typing import Any  # Any: TransferQueue has no types
 from opentelemetry import trace
 
 from observability.middleware.lifecycle import Lifecycle
-from observability.middleware.observing import Observing
+from observability.middleware.observers import Observers
 from observability.middleware.operation import Op, Operation
 from observability.middleware.origin import TRACEPARENT_TAG
 from observability.middleware.payload import bytes_by_field
 from observability.middleware.tracing import Tracing
 
-_observed = Observing([Tracing(), Lifecycle()]).observed
+_observe = Observers([Tracing(), Lifecycle()]).observe
 
 
-def _traced(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of methods whose first argument is a batch, or the name of a partition."""
+def _wrap_batch_method(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper of a method whose first argument is a batch or the name of a partition."""
 
-    def decorator(method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        async def traced(client: Any, *args: Any, **kwargs: Any) -> Any:
+        async def traced_method(client: Any, *args: Any, **kwargs: Any) -> Any:
             batch = args[0] if args else next(iter(kwargs.values()), None)
             call = Operation(op, batch if isinstance(batch, str) else _partition_of(batch))
-            with _observed(call):
+            with _observe(call):
                 if isinstance(batch, str):
-                    call.sample_ids = None  # all of the partition
+                    call.sample_ids = None  # all samples of the partition
                 else:
                     await _describe(client, call, batch)
                 result = await method(client, *args, **kwargs)
                 call.n_bytes = sum(bytes_by_field(result).values())
             return result
 
-        return traced
+        return traced_method
 
-    return decorator
+    return wrap
 
 
-def _traced_put(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_put(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    async def put(
+    async def traced_put(
         client: Any,
         data: Any,
         metadata: Any = None,
         partition_id: str | None = None,
-        *more: Any,
-        **kw: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         call = Operation("put", partition_id or _partition_of(metadata))
         call.put_bytes = bytes_by_field(data)
         call.n_bytes = sum(call.put_bytes.values())
         tags = [] if metadata is None else metadata.custom_meta
         call.tags = list(tags) if any(tags) else None
-        with _observed(call):
+        with _observe(call):
             try:
                 if call.tags is not None:
-                    metadata.custom_meta = call.tags  # with the origin
-                result = await method(client, data, metadata, partition_id, *more, **kw)
+                    metadata.custom_meta = call.tags  # the caller's tags and the origin
+                result = await method(client, data, metadata, partition_id, *args, **kwargs)
             finally:
                 if call.tags is not None:
                     metadata.custom_meta = tags
@@ -69,21 +69,21 @@ def _traced_put(method: Callable[..., Any]) -> Callable[..., Any]:
             call.fields = list(data.keys())
         return result
 
-    return put
+    return traced_put
 
 
-def _traced_claim(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_claim(method: Callable[..., Any]) -> Callable[..., Any]:
     names = ("data_fields", "batch_size", "partition_id", "mode", "task_name")
 
     @wraps(method)
-    async def claim(client: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if given.get("mode", "fetch") != "fetch":
+    async def traced_claim(client: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if arguments.get("mode", "fetch") != "fetch":  # other modes consume no samples
             return await method(client, *args, **kwargs)
-        fields, task = given.get("data_fields") or (), given.get("task_name") or ""
+        fields, task = arguments.get("data_fields") or (), arguments.get("task_name") or ""
         call = Operation(
             "claim_meta",
-            given.get("partition_id", ""),
+            arguments.get("partition_id", ""),
             fields=fields,
             tasks=[task],
             started_ns=time.time_ns(),
@@ -91,40 +91,41 @@ def _traced_claim(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             meta = await method(client, *args, **kwargs)
         except BaseException:  # observers see every outcome
-            with _observed(call):
+            with _observe(call):
                 raise
-        if len(meta.global_indexes):  # else a consumer that polls would record thousands of spans
-            with _observed(call):
+        # Empty claims are not recorded: a consumer that polls would record thousands of spans.
+        if len(meta.global_indexes):
+            with _observe(call):
                 await _describe(client, call, meta)
                 call.fields = list(fields)
             if call.tags is not None:
                 meta.custom_meta = call.tags  # without the origin
         return meta
 
-    return claim
+    return traced_claim
 
 
-def _untagged(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_listing(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    async def untagged(*args: Any, **kwargs: Any) -> Any:
+    async def listing_without_origins(*args: Any, **kwargs: Any) -> Any:
         partitions = await method(*args, **kwargs)
         for samples in partitions.values():
             for tags in samples.values():
                 tags.pop(TRACEPARENT_TAG, None)
         return partitions
 
-    return untagged
+    return listing_without_origins
 
 
 WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "async_put": _traced_put,
-    "async_get_meta": _traced_claim,
-    "async_get_data": _traced("get"),
-    "async_clear_samples": _traced("clear"),
-    "async_clear_partition": _traced("clear"),
-    "async_kv_list": _untagged,
+    "async_put": _wrap_put,
+    "async_get_meta": _wrap_claim,
+    "async_get_data": _wrap_batch_method("get"),
+    "async_clear_samples": _wrap_batch_method("clear"),
+    "async_clear_partition": _wrap_batch_method("clear"),
+    "async_kv_list": _wrap_listing,
 }
-"""Method of `transfer_queue.client.AsyncTransferQueueClient` to its wrapper."""
+"""Wrappers by name of the method of `transfer_queue.client.AsyncTransferQueueClient`."""
 
 
 def _partition_of(meta: Any) -> str:
@@ -132,18 +133,18 @@ def _partition_of(meta: Any) -> str:
 
 
 async def _describe(client: Any, call: Operation, meta: Any) -> None:
-    """Fill in the samples of the first partition, if the span of the operation is recorded."""
+    """Fill in the operation's samples of the first partition, if its span is recorded."""
     if not trace.get_current_span().is_recording():
         return
     call.partition_id, call.n_keys = _partition_of(meta), len(meta.global_indexes)
     call.fields = list(meta.field_schema)
     if call.tags is None and any(meta.custom_meta):
         call.tags = list(meta.custom_meta)
-    places = zip(meta.global_indexes, meta.partition_ids, strict=True)
-    rows = [row for row, partition in places if partition == call.partition_id]
+    partition_by_row = zip(meta.global_indexes, meta.partition_ids, strict=True)
+    rows = [row for row, partition in partition_by_row if partition == call.partition_id]
     keys: Sequence[str | None] = [None] * len(rows)
     if rows:
-        with suppress(RuntimeError):  # samples without keys
+        with suppress(RuntimeError):  # for example, the samples have no keys
             keys = await client.async_kv_retrieve_keys(rows, call.partition_id)
     call.sample_ids = [
         f"#{row}" if key is None else key for row, key in zip(rows, keys, strict=True)

@@ -1,9 +1,9 @@
 """Adapter for trainers of TRL: one trace per optimizer step, with TRL's profiled blocks as spans.
 
-TRL times its blocks with a `ProfilingContext`; `trace_steps` makes each of them a span. Loading
-data, logging, evaluation and checkpoints are outside of the optimizer steps, so they have no spans.
-What TRL logs is recorded as metrics of the step. The trainer's arguments are recorded as the
-configuration of the run, without access tokens.
+TRL times blocks of its code with a `ProfilingContext`; `trace_steps` records each block as a span.
+Data loading, logging, evaluation and checkpoints are outside of optimizer steps, so they have no
+spans. What TRL logs is recorded as metrics of the step. The trainer's arguments, without access
+tokens, are recorded as the configuration of the run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 _LOSS = "compute_loss"
-# TRL's names of blocks, mapped to those of docs/telemetry.md. Other blocks, such as reward
-# functions, keep their names.
+# Name of the span in docs/telemetry.md, and its bucket, by TRL's name of the block. Other blocks,
+# such as reward functions, keep their names.
 _SPANS: dict[str, tuple[str, Bucket]] = {
     "_prepare_inputs": ("rollout", "overhead"),
     "transformers.generate": ("generate", "productive"),
@@ -40,8 +40,8 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     _LOSS: ("forward", "productive"),
 }
 
-# TRL's names of metrics, mapped to those of docs/telemetry.md.
-_METRICS = {
+# Names of metrics in docs/telemetry.md by TRL's name.
+_METRIC_NAMES = {
     "reward": "rl.reward.mean",
     "reward_std": "rl.reward.std",
     "loss": "rl.loss",
@@ -55,13 +55,13 @@ _METRICS = {
     "sampling/sampling_logp_difference/mean": "rl.logprob_gap.mean",
     "eval_reward": "rl.validation.reward",
 }
-_COMPONENT = re.compile(r"rewards/(.+)/mean")
+_REWARD_COMPONENT = re.compile(r"rewards/(.+)/mean")
 
 
 class StepTracer(TrainerCallback):
     """A callback that opens one trace per optimizer step.
 
-    `trace_steps` adds it to a trainer, and makes TRL's profiled blocks call `block`.
+    `trace_steps` adds it to a trainer and runs TRL's profiled blocks inside `block`.
 
     Args:
         run_id: id of the run.
@@ -70,11 +70,12 @@ class StepTracer(TrainerCallback):
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._step = ExitStack()
-        self._phase = ExitStack()  # a backward pass or an optimizer step: TRL profiles neither
+        # Span of a backward pass or of the optimizer. TRL profiles neither; callbacks delimit them.
+        self._phase = ExitStack()
         self._generates_remotely = False
 
     def end(self, *error: Any) -> None:
-        """End an open step.
+        """End the open step, if there is one.
 
         Args:
             error: type, value and traceback of the error that ended it; nothing without an error.
@@ -86,8 +87,8 @@ class StepTracer(TrainerCallback):
             self._step.__exit__(*error)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open a step, numbered by the completed optimizer steps."""
-        self.end()  # training that stops between two micro-batches does not end its step
+        """Open a step; its number is that of the completed optimizer steps."""
+        self.end()  # if training stopped between two micro-batches, the last step is still open
         self._generates_remotely = getattr(args, "vllm_mode", None) == "server"
         step = state.global_step
         self._step.enter_context(step_context(self._run_id, step, weight_version=step))
@@ -104,20 +105,20 @@ class StepTracer(TrainerCallback):
         self._open_phase("optimizer_step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the step, also if training stopped in it."""
+        """End the step, even if training stopped within it."""
         self.end()
 
     on_train_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record what TRL logs, except the summary of the training."""
+        """Record the metrics that TRL logs, except its summary of the training."""
         logged = {name: value for name, value in logs.items() if not name.startswith("train_")}
-        matches = {name: _COMPONENT.fullmatch(name) for name in logged}
+        matches = {name: _REWARD_COMPONENT.fullmatch(name) for name in logged}
         components = {match[1]: logged.pop(name) for name, match in matches.items() if match}
         record_logged(
             state.global_step,
             logged,
-            _METRICS,
+            _METRIC_NAMES,
             validation="eval_",
             run_id=self._run_id,
             components=components,
@@ -125,20 +126,20 @@ class StepTracer(TrainerCallback):
 
     @contextmanager
     def block(self, name: str) -> Iterator[None]:
-        """Record a block that TRL profiles, if it is part of a step.
+        """Run a block that TRL profiles in a span, if the block is part of a step.
 
         Args:
-            name: TRL's name of the block: class of the trainer, a dot, and the block.
+            name: TRL's name of the block: the trainer's class, a dot, and the name of the method.
         """
         name = name.partition(".")[2] or name
         if STEP not in step_facts():  # an evaluation
             yield
             return
-        called, bucket = _SPANS.get(name, (name, "productive"))
+        span_name, bucket = _SPANS.get(name, (name, "productive"))
         bucket = "idle" if name == "vLLM.generate" and self._generates_remotely else bucket
         if name == _LOSS:
             self._phase.close()
-        with span(called, bucket):
+        with span(span_name, bucket):
             yield
         if name == _LOSS:
             self._open_phase("backward")
@@ -150,7 +151,7 @@ class StepTracer(TrainerCallback):
 
 @contextmanager
 def trace_steps(trainer: Any, run_id: str) -> Iterator[None]:
-    """Trace the steps of one trainer while the block runs; call ``trainer.train()`` in it.
+    """Trace the steps of one trainer in the block, which calls ``trainer.train()``.
 
     Without `observability.setup` in this process, nothing is recorded.
 
@@ -159,26 +160,26 @@ def trace_steps(trainer: Any, run_id: str) -> Iterator[None]:
         run_id: id of the run.
     """
     tracer = StepTracer(run_id)
-    enter, leave = ProfilingContext.__enter__, ProfilingContext.__exit__
+    original_enter, original_exit = ProfilingContext.__enter__, ProfilingContext.__exit__
 
     def traced_enter(context: Any) -> Any:
         context.rl_block = ExitStack()
         context.rl_block.enter_context(tracer.block(context.name))
-        return enter(context)
+        return original_enter(context)
 
-    def traced_leave(context: Any, *error: Any) -> Any:
+    def traced_exit(context: Any, *error: Any) -> Any:
         try:
-            return leave(context, *error)
+            return original_exit(context, *error)
         finally:
             context.rl_block.__exit__(*error)
 
     trainer.add_callback(tracer)
-    ProfilingContext.__enter__, ProfilingContext.__exit__ = traced_enter, traced_leave
+    ProfilingContext.__enter__, ProfilingContext.__exit__ = traced_enter, traced_exit
     try:
         config = trainer.args.to_sanitized_dict()
         with record_run(config, run_id=run_id), ExitStack() as stack:
             stack.push(tracer.end)
             yield
     finally:
-        ProfilingContext.__enter__, ProfilingContext.__exit__ = enter, leave
+        ProfilingContext.__enter__, ProfilingContext.__exit__ = original_enter, original_exit
         trainer.remove_callback(tracer)

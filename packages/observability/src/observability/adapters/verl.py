@@ -1,9 +1,9 @@
 """Adapter for verl: one trace per training step, with verl's timers as spans.
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
-makes each timer inside a step a span. Workers are not traced: the trainer is blocked on them.
-What the trainer logs with `Tracking` is recorded as metrics of the step. The configuration that it
-gives to `Tracking` is recorded as the run's, without ``ray_kwargs``.
+records each timer inside a step as a span. Workers are not traced: while they work, the trainer is
+blocked on them. What the trainer logs with `Tracking` is recorded as metrics of the step. The
+configuration that it passes to `Tracking`, without ``ray_kwargs``, is recorded as that of the run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from observability.runs import record_run
 from observability.setup import setup
 
 _STEP_TIMER = "step"
-# verl's timer names, mapped to the names in docs/telemetry.md. Other timers keep their names.
-_NAMES = {
+# Names of spans in docs/telemetry.md by verl's name of the timer. Other timers keep their names.
+_SPAN_NAMES = {
     "gen": "rollout",
     "old_log_prob": "logprobs",
     "ref": "reference",
@@ -30,14 +30,14 @@ _NAMES = {
     "update_weights": "refit",
     "update_actor": "train",
 }
-# The trainer is blocked on its workers in all stages but these.
+# In all other stages the trainer is blocked on its workers: these are idle.
 _BUCKETS: dict[str, Bucket] = {
     "adv": "productive",
     "update_weights": "overhead",
     "save_checkpoint": "overhead",
 }
-# verl's names of metrics, mapped to those of docs/telemetry.md.
-_METRICS = {
+# Names of metrics in docs/telemetry.md by verl's name.
+_METRIC_NAMES = {
     "critic/score/mean": "rl.reward.mean",
     "actor/loss": "rl.loss",
     "actor/kl_loss": "rl.kl",
@@ -48,16 +48,16 @@ _METRICS = {
     "response_length/mean": "rl.response.length",
     "response_length/clip_ratio": "rl.response.truncated",
 }
-_RUN_ID = "RUN_ID"
+_RUN_ID_VARIABLE = "RUN_ID"
 _installed = False
 
 
 def install() -> None:
-    """Replace verl's timer and tracking in this process, before it imports a trainer.
+    """Replace verl's timer and tracking; call it in a process before it imports a trainer.
 
-    Set it as Ray's ``worker_process_setup_hook``, so that it runs in each Ray worker. A process
-    exports only if it makes a `Tracking`, as verl's trainers do. The id of the run is the
-    environment variable RUN_ID or, without it, verl's experiment name. Later calls do nothing.
+    If it is set as Ray's ``worker_process_setup_hook``, it runs in each Ray worker. A process
+    exports only if it creates a `Tracking`, as verl's trainers do. The id of the run is the
+    environment variable RUN_ID; without it, verl's experiment name. Later calls do nothing.
 
     Raises:
         ImportError: verl is not installed.
@@ -82,67 +82,68 @@ def install() -> None:
 
 
 class _Run:
-    """The run of this process: its id and the number of its steps."""
+    """The run of this process, and the wrappers that record it."""
 
     def __init__(self) -> None:
         self.run_id = ""  # until the first `Tracking`
-        self.steps = 0
+        self.steps = 0  # completed ones
         self.telemetry: Any = None  # from the first `Tracking` until it finishes
         self.record = ExitStack()
 
     def with_setup(self, initialize: Callable[..., None]) -> Callable[..., None]:
-        """Return verl's `Tracking.__init__` with set-up of telemetry."""
+        """Return a wrapper of `Tracking.__init__` that sets up telemetry and starts the run."""
 
         @wraps(initialize)
-        def announcing(
+        def traced_init(
             tracking: Any, project_name: str, experiment_name: str, *args: Any, **kwargs: Any
         ) -> None:
             if not self.run_id:  # a process has one run
-                self.run_id = os.environ.get(_RUN_ID) or str(experiment_name)
-                # If the program set up telemetry itself, the spans are exported by that.
+                self.run_id = os.environ.get(_RUN_ID_VARIABLE) or str(experiment_name)
+                # `setup` raises if the program has called it: then that telemetry is used.
                 with suppress(RuntimeError):
                     self.telemetry = setup("grpo.driver", run_id=self.run_id)
-                config = dict(kwargs.get("config") or {})  # as verl's trainers pass it
-                config.pop("ray_kwargs", None)  # has environment variables, perhaps tokens
+                config = dict(kwargs.get("config") or {})  # verl's trainers pass it by keyword
+                config.pop("ray_kwargs", None)  # its environment variables may have tokens
                 self.record.enter_context(record_run(config, run_id=self.run_id))
             initialize(tracking, project_name, experiment_name, *args, **kwargs)
 
-        return announcing
+        return traced_init
 
     def with_metrics(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Return verl's `Tracking.log` with a record of the metrics."""
+        """Return a wrapper of `Tracking.log` that records the metrics."""
 
         @wraps(log)
-        def recording(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
             log(tracking, data, step, *args, **kwargs)
-            record_logged(step, data, _METRICS, validation="val-", run_id=self.run_id)
+            record_logged(step, data, _METRIC_NAMES, validation="val-", run_id=self.run_id)
 
-        return recording
+        return traced_log
 
     def with_end(self, finish: Callable[..., None]) -> Callable[..., None]:
-        """Return verl's `Tracking.finish` with a record of the run's end, and an export.
+        """Return a wrapper of `Tracking.finish` that records the end of the run and exports it.
 
-        Ray may kill the process right after `finish`. verl's task runner passes an exit code, and
-        calls `finish` while the error that ended the run is handled. `__del__` passes no exit
-        code, and its call does not show how the run ended.
+        The export is immediate, because Ray may kill the process right after `finish`. verl's task
+        runner passes an exit code to `finish`. If an error ended the run, it calls `finish` while
+        it handles the error. `Tracking.__del__` passes no exit code, so its call does not show how
+        the run ended.
         """
 
         @wraps(finish)
-        def flushing(tracking: Any, *args: Any, **kwargs: Any) -> None:
+        def traced_finish(tracking: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 finish(tracking, *args, **kwargs)
             finally:
                 telemetry = self.telemetry
                 if args or kwargs:
-                    self.telemetry = None  # `__del__` finishes again
+                    self.telemetry = None  # `__del__` will call `finish` again
                     self.record.__exit__(*sys.exc_info())
                 if telemetry is not None:
                     telemetry.flush()
 
-        return flushing
+        return traced_finish
 
     def with_span(self, timer: Callable[..., Any]) -> Callable[..., Any]:
-        """Return verl's `marked_timer` with a span."""
+        """Return a wrapper of `marked_timer` that records a span."""
 
         @contextmanager
         @wraps(timer)
@@ -150,25 +151,25 @@ class _Run:
             with ExitStack() as stack:
                 stack.enter_context(timer(name, *args, **kwargs))
                 if STEP in step_facts():
-                    called, bucket = _NAMES.get(name, name), _BUCKETS.get(name, "idle")
-                    stack.enter_context(span(called, bucket))
+                    span_name, bucket = _SPAN_NAMES.get(name, name), _BUCKETS.get(name, "idle")
+                    stack.enter_context(span(span_name, bucket))
                 elif name == _STEP_TIMER:
                     step = self._next_step()
                     stack.enter_context(step_context(self.run_id, step, weight_version=step))
                     stack.enter_context(span("grpo.step"))
-                yield  # a timer outside of a step, such as a validation's, has no span
+                yield  # a timer outside of steps, as in a validation, has no span
 
         return traced_timer
 
     def _next_step(self) -> int:
-        """Return the number of completed steps.
+        """Return the number of the step that begins, from 0.
 
-        verl's trainers store the number of the current step in `SkipManager.step`: it starts at 1
-        and continues after a resume. For trainers that do not set it, steps are counted from 0.
+        verl's trainers store the number of the current step in `SkipManager.step`. It starts at 1
+        and continues after a resume. For trainers that do not set it, the steps of this process are
+        counted.
         """
         from verl.utils.skip.skip_manager import SkipManager
 
-        self.steps = SkipManager.step - 1 if SkipManager.step > 0 else self.steps
-        number = self.steps
-        self.steps += 1
+        number = SkipManager.step - 1 if SkipManager.step > 0 else self.steps
+        self.steps = number + 1
         return number

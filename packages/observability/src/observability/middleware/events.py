@@ -1,4 +1,4 @@
-"""The event of one operation, and the listener that logs it."""
+"""`Event`, which describes one operation, and `log_event`, which logs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, TypeAlias  # Any: ObservabilityConfig.callback takes an 
 import structlog
 
 Event: TypeAlias = dict[str, Any]
-"""One operation: ``op``, ``partition_id``, ``n_keys``, ``n_bytes``, ``wall_ms``, ``status``."""
+"""The event of one operation, with the keys ``op``, ``partition_id``, ``n_keys``, ``n_bytes``,
+``wall_ms`` and ``status``."""
 
 
 def log_event(event: Event) -> None:

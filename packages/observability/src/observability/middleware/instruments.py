@@ -1,6 +1,6 @@
 """`InstrumentedDataPlaneClient`: spans, lifecycle events and metrics of a client in one wrapper.
 
-All three share one query to the store for the origins of samples.
+The three share one query to the store for the origins of an operation's samples.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class InstrumentedDataPlaneClient(ObservedClient):
     """A client that combines tracing, lifecycle events and metrics.
 
     Args:
-        inner: the client that does the work.
+        inner: the wrapped client.
     """
 
     def __init__(self, inner: DataPlaneClient) -> None:
-        # The span begins first and ends last, so events and metrics carry its context.
+        # `Tracing` begins first and ends last, so that events and metrics have the span's context.
         super().__init__(inner, [Tracing(), Lifecycle(), Meters(inner)])
 
 

@@ -1,8 +1,8 @@
-"""Lifecycle events: what happened to which samples, as OpenTelemetry log records.
+"""Lifecycle events of samples and runs, as OpenTelemetry log records.
 
 docs/telemetry.md lists them. A batch operation emits one record, or several parts if one record
-would exceed the limit of a collector. The ids are one JSON string: the SDK takes a thousand times
-as long to encode an array of OTLP values.
+would exceed a collector's limit. The body of a record is the sample ids as one JSON string: an
+array of OTLP values would take the SDK a thousand times as long to encode.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_IDS = 4096
 """Maximum number of sample ids in one record."""
 
 _SCOPE = "rl-dataplane"
-_DONE: dict[Op, EventName] = {
+_EVENTS: dict[Op, EventName] = {
     "register": "registered",
     "put": "put",
     "get": "read",
@@ -77,16 +77,16 @@ def emit(
     error: BaseException | None = None,
     **facts: AnyValue,
 ) -> None:
-    """Emit a lifecycle event. Do nothing in a process without an SDK.
+    """Emit a lifecycle event; without an SDK in this process, do nothing.
 
     Args:
         event: name of the event.
         partition_id: the partition; None for an event without one.
         sample_ids: ids of the samples.
         samples: number of samples, if it differs from that of ``sample_ids``.
-        context: context of the event's span; None is the current one.
-        error: the exception of a failed operation; its class is recorded.
-        facts: further attributes, prefixed with "dataplane."; those that are None are omitted.
+        context: trace context of the event; None is the current one.
+        error: the exception of a failed operation, whose class is recorded.
+        facts: further attributes, which get the prefix "dataplane.". None values are omitted.
     """
     logger = logger_of(get_logger_provider())
     current = otel_context.get_current() if context is None else context
@@ -117,21 +117,21 @@ def emit(
 
 
 def logger_of(provider: LoggerProvider) -> Logger:
-    """Return this package's logger of the current provider."""
+    """Return the provider's logger of this package."""
     global _cached
     if provider is not _cached[0]:
         _cached = provider, provider.get_logger(_SCOPE)
     return _cached[1]
 
 
-# Cached per provider: creating a logger takes as long as the rest of an event.
+# The last provider and its logger: creating a logger takes as long as the rest of `emit`.
 _cached: tuple[LoggerProvider | None, Logger] = None, NoOpLogger(_SCOPE)
 
 
 def _as_json(sample_ids: Sequence[str]) -> str:
     try:
         return msgspec.json.encode(sample_ids).decode()
-    except (UnicodeEncodeError, TypeError):  # a lone surrogate, or a numpy.str_
+    except (UnicodeEncodeError, TypeError):  # an id has a lone surrogate or is a `numpy.str_`
         return json.dumps(sample_ids)
 
 
@@ -175,8 +175,8 @@ class Lifecycle(Observer):
         if state is not None:
             waits.end(state)
         if call.op == "claim_meta":
-            self._claimed(call, state)
-        elif call.error is None and (event := _DONE.get(call.op)) is not None:
+            self._emit_claim(call, state)
+        elif call.error is None and (event := _EVENTS.get(call.op)) is not None:
             if call.op == "clear" and call.sample_ids is not None and not call.sample_ids:
                 return  # an event without ids would mean that the partition was cleared
             moves_data = call.op in ("put", "get", "get_data")
@@ -193,18 +193,19 @@ class Lifecycle(Observer):
             )
 
     @staticmethod
-    def _claimed(call: Operation, wait: Wait | None) -> None:
-        reported = wait.name if wait is not None and wait.reported else None
+    def _emit_claim(call: Operation, wait: Wait | None) -> None:
+        # The name of the wait lets a reader end it. A wait that was not reported needs no end.
+        wait_name = wait.name if wait is not None and wait.reported else None
         if call.error is not None:
             emit(
                 "claim_failed",
                 call.partition_id,
                 task=call.tasks[0],
                 fields=list(call.fields),
-                wait=reported,
+                wait=wait_name,
                 error=call.error,
             )
-        elif call.sample_ids or reported:
+        elif call.sample_ids or wait_name:
             emit(
                 "claimed",
                 call.partition_id,
@@ -212,6 +213,6 @@ class Lifecycle(Observer):
                 task=call.tasks[0],
                 fields=list(call.fields),
                 wait_s=call.wall_s,
-                wait=reported,
+                wait=wait_name,
                 leased=call.leased or None,
             )

@@ -1,7 +1,7 @@
 """OpenTelemetry metrics of a client's operations; docs/telemetry.md lists them.
 
-Labels hold classes of partitions instead of names. Otherwise a run that registers a partition per
-step would create a time series per step.
+The label of a metric is the class of a partition, not its name. Otherwise a run that registers a
+partition per step would create a time series per step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dataplane_core import (
 )
 from dataplane_core.documented_client import as_client
 from observability.middleware.lifecycle import emit
-from observability.middleware.metrics import Account
+from observability.middleware.metrics import Totals
 from observability.middleware.observed_client import ObservedClient
 from observability.middleware.operation import Observer, Op, Operation
 from observability.middleware.origin import Origin
@@ -51,54 +51,56 @@ from observability.middleware.tracing import origins_of
 logger = structlog.get_logger("observability")
 
 MAX_CLASSES = 32
-"""Maximum number of partition classes of one client; further ones share `OTHER`."""
+"""Maximum number of partition classes of one client; further classes share the label `OTHER`."""
 OTHER = "other"
 
 _SCOPE = "rl-dataplane"
 _MAX_WATCHED = 64
-"""Maximum number of pairs of partition and task that one client queries."""
-# Observations of two instruments within this time belong to one collection; queries take far less.
+"""Maximum number of pairs of partition and task whose counts one client queries."""
+# Observations of two instruments within this time belong to one collection. A query is much faster.
 _ONE_COLLECTION_S = 1.0
-# Maximum number of values recorded per step: a histogram takes one value at a time, and a hundred
-# thousand would take a second.
-_MAX_STALENESS = 32
-_SECONDS = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
-_NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
-_Place = tuple[Hashable, str, str]
-"""The identity of a store, a partition and a task."""
-_Totals = dict[tuple[str, str], list[TaskCounts]]
-"""Counts by task and class of partitions."""
-_VARYING = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-f]{8,}|\d+")
+# Maximum number of values of staleness recorded per step. A histogram records one value per call,
+# and a hundred thousand calls would take a second.
+_MAX_STALENESS_VALUES = 32
+_BOUNDARIES_S = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
+_OPERATION_NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
+_TaskKey = tuple[Hashable, str, str]
+"""A task in a store: the store's identity, the partition and the name of the task."""
+_CountsByLabels = dict[tuple[str, str], list[TaskCounts]]
+"""Counts by name of the task and class of partitions."""
+_NUMBER_HASH_OR_UUID = re.compile(
+    r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-f]{8,}|\d+"
+)
 
 
 @dataclass
-class Collected:
-    """The state of one collection of metrics.
+class CollectionState:
+    """The progress of one collection of metrics.
 
     Attributes:
-        places: triples of store, partition and task whose counts are known.
-        unreachable: identities of stores that could not be reached.
+        counted_tasks: tasks whose samples were counted in this collection.
+        unreachable_stores: identities of stores that a query could not reach.
     """
 
-    places: set[_Place] = field(default_factory=set)
-    unreachable: set[Hashable] = field(default_factory=set)
+    counted_tasks: set[_TaskKey] = field(default_factory=set)
+    unreachable_stores: set[Hashable] = field(default_factory=set)
 
 
 class PartitionClasses:
     """A thread-safe mapping of partition names to a bounded number of labels."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._labels: set[str] = set()
         self._lock = threading.Lock()
 
-    def of(self, partition_id: str) -> str:
-        """Return the label: the name with numbers, hashes and UUIDs replaced by ``#``."""
-        label = _VARYING.sub("#", partition_id)[:64]
-        if label not in self._known:
+    def label_of(self, partition_id: str) -> str:
+        """Return the class: the name with numbers, hashes and UUIDs replaced by ``#``."""
+        label = _NUMBER_HASH_OR_UUID.sub("#", partition_id)[:64]
+        if label not in self._labels:
             with self._lock:
-                if len(self._known) >= MAX_CLASSES and label not in self._known:
+                if len(self._labels) >= MAX_CLASSES and label not in self._labels:
                     return OTHER
-                self._known.add(label)
+                self._labels.add(label)
         return label
 
 
@@ -117,16 +119,16 @@ class Meters(Observer):
     """An observer that records metrics.
 
     At each export of metrics, the store is queried for outstanding bytes, and for the ready and
-    acknowledged samples of the tasks that claim through this client. For a store that does not
-    report its bytes, the puts and clears of this client are counted. The values of all open clients
-    of a process are summed.
+    acknowledged samples of the tasks that claim through this client. If the store does not report
+    its bytes, the bytes that this client put and did not clear are reported instead. The values of
+    all open clients of a process are summed.
 
     Args:
         client: the client to query.
 
     Attributes:
-        meter: the meter of its metrics.
-        store_key: identity of the store; equal for all of its clients.
+        meter: the meter that the instruments were created with.
+        store_key: identity of the store; equal for all clients of the store.
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
@@ -134,9 +136,9 @@ class Meters(Observer):
         self._client = client
         self._store = as_client(_innermost(client))
         self.store_key = self._store.store_key
-        self._failed = False
+        self._is_failure_logged = False
         self._classes = PartitionClasses()
-        self._account = None if _reports_bytes(client) else Account()
+        self._totals = None if _reports_bytes(client) else Totals()
         self._watched: OrderedDict[tuple[str, str], list[str]] = OrderedDict()
         self._lock = threading.Lock()
         meter = get_meter(_SCOPE)
@@ -144,7 +146,7 @@ class Meters(Observer):
             "messaging.client.operation.duration",
             unit="s",
             description="Duration of data-plane operations.",
-            explicit_bucket_boundaries_advisory=_SECONDS,
+            explicit_bucket_boundaries_advisory=_BOUNDARIES_S,
         )
         self._io = meter.create_counter(
             "dataplane.io", unit="By", description="Bytes of tensors put and read."
@@ -153,31 +155,31 @@ class Meters(Observer):
             "dataplane.claim.age",
             unit="s",
             description="Time from the put of a sample to its claim.",
-            explicit_bucket_boundaries_advisory=_SECONDS,
+            explicit_bucket_boundaries_advisory=_BOUNDARIES_S,
         )
         self.meter = meter
-        _live[id(self)] = self
-        _observe(meter)
+        _open_meters[id(self)] = self
+        _create_observable_instruments(meter)
 
     def begin(self, call: Operation) -> object:
         """See `Observer.begin`."""
-        return None if self._account is None else self._account.begin(call)
+        return None if self._totals is None else self._totals.begin(call)
 
     def end(self, call: Operation, state: object) -> None:
         """See `Observer.end`."""
-        if self._account is not None:
-            self._account.end(call, state)  # type: ignore[arg-type]  # from its own `begin`
+        if self._totals is not None:
+            self._totals.end(call, state)  # type: ignore[arg-type]  # from its own `begin`
         if call.op == "close":
-            _live.pop(id(self), None)
+            _open_meters.pop(id(self), None)
             return
         self._record(call)
         if call.error is None and call.op == "claim_meta":
-            self._claimed(call)
+            self._record_claim(call)
 
     def _record(self, call: Operation) -> None:
-        partition = self._classes.of(call.partition_id)
+        partition = self._classes.label_of(call.partition_id)
         attributes = {
-            "messaging.operation.name": _NAMES.get(call.op, call.op),
+            "messaging.operation.name": _OPERATION_NAMES.get(call.op, call.op),
             "messaging.destination.name": partition,
         }
         if call.error is not None:
@@ -188,12 +190,12 @@ class Meters(Observer):
             labels = {"dataplane.direction": direction, "messaging.destination.name": partition}
             self._io.add(call.n_bytes, labels)
 
-    def _claimed(self, call: Operation) -> None:
+    def _record_claim(self, call: Operation) -> None:
         task = call.tasks[0]
-        place = call.partition_id, task
+        pair = call.partition_id, task
         with self._lock:
-            self._watched[place] = list(call.fields)
-            self._watched.move_to_end(place)
+            self._watched[pair] = list(call.fields)
+            self._watched.move_to_end(pair)
             if len(self._watched) > _MAX_WATCHED:
                 self._watched.popitem(last=False)
         if not has_sdk(get_meter_provider()):
@@ -203,30 +205,30 @@ class Meters(Observer):
             self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
 
     def outstanding(self) -> Iterator[tuple[str, str, int]]:
-        """Yield name and value of a label, and the bytes put and not cleared.
+        """Yield the name of a label, its value, and the bytes put and not cleared.
 
-        The label is ``dataplane.unit`` if the store reports its bytes, else
-        ``messaging.destination.name`` with the class of partition.
+        The label is ``dataplane.unit`` if the store reports its bytes. Otherwise it is
+        ``messaging.destination.name``, and its value is a class of partitions.
         """
-        if self._account is None:
+        if self._totals is None:
             for unit in self._storage():
                 yield "dataplane.unit", unit.name, unit.used
             return
-        for partition_id, n_bytes in self._account.by_partition().items():
-            yield "messaging.destination.name", self._classes.of(partition_id), n_bytes
+        for partition_id, n_bytes in self._totals.by_partition().items():
+            yield "messaging.destination.name", self._classes.label_of(partition_id), n_bytes
 
-    def counts(self, collected: Collected) -> Iterator[tuple[str, str, TaskCounts]]:
-        """Yield partition class, task and counts for each place that this client claims from.
+    def counts(self, collection: CollectionState) -> Iterator[tuple[str, str, TaskCounts]]:
+        """Yield partition class, task and counts for each task that claims through this client.
 
-        Skip places that are in ``collected`` already, and add the new ones to it.
+        Tasks that were counted earlier in this collection are skipped.
         """
         with self._lock:
             watched = list(self._watched.items())
         for (partition_id, task), fields in watched:
-            if self.store_key in collected.unreachable:
+            if self.store_key in collection.unreachable_stores:
                 return
-            place = self.store_key, partition_id, task
-            if place in collected.places:
+            key = self.store_key, partition_id, task
+            if key in collection.counted_tasks:
                 continue
             try:
                 counts = self._client.count_samples(partition_id, task, fields)
@@ -234,28 +236,30 @@ class Meters(Observer):
                 with self._lock:
                     self._watched.pop((partition_id, task), None)
             except (UnavailableError, DeadlineExceededError):
-                collected.unreachable.add(self.store_key)  # further queries would block as well
+                collection.unreachable_stores.add(
+                    self.store_key
+                )  # a further query would block, too
             except DataPlaneError:
-                pass  # for example, this client was closed; another client may answer
-            except Exception:  # noqa: BLE001  # a failing store must not stop the others' queries
-                self._log_failed()
+                pass  # for example, this client was closed; another client may count the task
+            except Exception:  # noqa: BLE001  # a failing store must not stop the queries of others
+                self._log_first_failure()
             else:
-                collected.places.add(place)
-                yield self._classes.of(partition_id), task, counts
+                collection.counted_tasks.add(key)
+                yield self._classes.label_of(partition_id), task, counts
 
     def _storage(self) -> list[StorageSummary]:
         try:
             return self._client.list_storage()
         except DataPlaneError:
             return []  # for example, the store is unreachable
-        except Exception:  # noqa: BLE001  # a failing store must not stop the others' queries
-            self._log_failed()
+        except Exception:  # noqa: BLE001  # a failing store must not stop the queries of others
+            self._log_first_failure()
             return []
 
-    def _log_failed(self) -> None:
-        """Log the first failure: adapters may raise anything, and the export must continue."""
-        if not self._failed:
-            self._failed = True
+    def _log_first_failure(self) -> None:
+        """Log the current exception, unless one was logged before."""
+        if not self._is_failure_logged:
+            self._is_failure_logged = True
             logger.error(
                 "store_not_counted",
                 store=type(self._store).__name__,
@@ -263,14 +267,14 @@ class Meters(Observer):
             )
 
 
-_live: WeakValueDictionary[int, Meters] = WeakValueDictionary()
-"""The meters of open clients, in order of creation."""
+_open_meters: WeakValueDictionary[int, Meters] = WeakValueDictionary()
+"""The `Meters` of open clients by id, in order of creation."""
 
 
-def _observe(meter: Meter) -> None:
+def _create_observable_instruments(meter: Meter) -> None:
     """Create the observable instruments, whose callbacks cover all open clients.
 
-    An SDK has one instrument per name, with the callbacks of its first creation.
+    Later calls have no effect: an SDK keeps the first instrument of a name, and its callbacks.
     """
     meter.create_observable_up_down_counter(
         "dataplane.outstanding",
@@ -278,82 +282,91 @@ def _observe(meter: Meter) -> None:
         unit="By",
         description="Bytes put and not cleared.",
     )
-    counts = _Counts(meter)
+    callbacks = _CountCallbacks(meter)
     meter.create_observable_gauge(
         "dataplane.ready",
-        [partial(counts.observe, "ready")],
+        [partial(callbacks.observe, "ready")],
         unit="{sample}",
         description="Samples that a task can claim now.",
     )
     meter.create_observable_gauge(
         "dataplane.acknowledged",
-        [partial(counts.observe, "acknowledged")],
+        [partial(callbacks.observe, "acknowledged")],
         unit="{sample}",
         description="Samples in the store that a task has acknowledged.",
     )
 
 
-def _live_of(meter: Meter) -> list[Meters]:
-    """Return the live meters of the same SDK: a forked child also has those of its parent."""
-    own = _real_meter(meter)
-    live = (reference() for reference in _live.valuerefs())
-    return [meters for meters in live if meters is not None and _real_meter(meters.meter) is own]
+def _meters_of_same_sdk(meter: Meter) -> list[Meters]:
+    """Return the open `Meters` of the meter's SDK.
+
+    A forked child also has the `Meters` of its parent, which belong to the parent's SDK.
+    """
+    sdk_meter = _sdk_meter(meter)
+    all_meters = (reference() for reference in _open_meters.valuerefs())
+    return [
+        meters
+        for meters in all_meters
+        if meters is not None and _sdk_meter(meters.meter) is sdk_meter
+    ]
 
 
-def _real_meter(meter: Meter) -> object:
-    """Return the SDK's meter behind a proxy that was made before the SDK was set up."""
+def _sdk_meter(meter: Meter) -> object:
+    """Return the SDK's meter of a proxy that was created before the SDK was set up."""
     return getattr(meter, "_real_meter", None) or meter
 
 
 def _observe_outstanding(meter: Meter, options: CallbackOptions) -> Iterable[Observation]:
     units: dict[tuple[Hashable, str], int] = {}
     totals: Counter[tuple[str, str]] = Counter()
-    for meters in _live_of(meter):
-        for key, label, n_bytes in meters.outstanding():
-            if key == "dataplane.unit":
-                units[meters.store_key, label] = n_bytes  # the same for every client of a store
+    for meters in _meters_of_same_sdk(meter):
+        for label, value, n_bytes in meters.outstanding():
+            if label == "dataplane.unit":
+                units[meters.store_key, value] = n_bytes  # the same for every client of a store
             else:
-                totals[key, label] += n_bytes
+                totals[label, value] += n_bytes
     for (_, unit), n_bytes in units.items():
         totals["dataplane.unit", unit] += n_bytes
-    for (key, label), n_bytes in totals.items():
-        yield Observation(n_bytes, {key: label})
+    for (label, value), n_bytes in totals.items():
+        yield Observation(n_bytes, {label: value})
 
 
-class _Counts:
-    """Counts for the two instruments of one collection, from one query to each store."""
+class _CountCallbacks:
+    """The callbacks of ``dataplane.ready`` and ``dataplane.acknowledged``.
+
+    In each collection, the first callback queries the stores, and the second uses the same counts.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # Key: the state whose instrument has yet to read the last query. Value: the query's time
-        # and totals.
-        self._pending: dict[str, tuple[float, _Totals]] = {}
+        # Time and result of the last query, by the state whose callback has not used it yet.
+        self._unused: dict[str, tuple[float, _CountsByLabels]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:
-        """Yield the samples in a state, per task and class of partitions."""
-        queried_s, totals = self._pending.pop(state, (-math.inf, {}))
+        """Yield the number of samples in a state, per task and class of partitions."""
+        queried_s, counts_by_labels = self._unused.pop(state, (-math.inf, {}))
         if time.monotonic() - queried_s > _ONE_COLLECTION_S:
-            totals = self._query()
-            other = "acknowledged" if state == "ready" else "ready"
-            self._pending[other] = time.monotonic(), totals
-        for (task, label), counts in totals.items():
+            counts_by_labels = self._query()
+            other_state = "acknowledged" if state == "ready" else "ready"
+            self._unused[other_state] = time.monotonic(), counts_by_labels
+        for (task, partition_class), counts in counts_by_labels.items():
             samples = sum(getattr(each, state) for each in counts)
-            labels = {"dataplane.task": task, "messaging.destination.name": label}
+            labels = {"dataplane.task": task, "messaging.destination.name": partition_class}
             yield Observation(samples, labels)
 
-    def _query(self) -> _Totals:
-        # A partition counts once, however many clients claim from it. Newest client first: its
-        # required fields are the most recent.
-        collected = Collected()
-        totals: _Totals = {}
-        for meters in reversed(_live_of(self._meter)):
-            for label, task, counts in meters.counts(collected):
-                totals.setdefault((task, label), []).append(counts)
-        return totals
+    def _query(self) -> _CountsByLabels:
+        """Return the counts of all open clients; a task counts once, whatever its clients."""
+        collection = CollectionState()
+        counts_by_labels: _CountsByLabels = {}
+        # The newest client is queried first, because its required fields are the most recent.
+        for meters in reversed(_meters_of_same_sdk(self._meter)):
+            for partition_class, task, counts in meters.counts(collection):
+                counts_by_labels.setdefault((task, partition_class), []).append(counts)
+        return counts_by_labels
 
 
 def has_sdk(provider: MeterProvider) -> bool:
-    """Return whether an SDK is set up: until then the provider is a class of the API."""
+    """Return whether an SDK is set up; without one, the provider is of a class of the API."""
     return not type(provider).__module__.startswith("opentelemetry.metrics")
 
 
@@ -379,8 +392,8 @@ def record_trained(
     Args:
         client: client of the store that holds the samples.
         meta: the samples.
-        field: a field written by generation; its puts carry the weight version.
-        task: the task that trained.
+        field: a field that generation put, whose origin has the weight version.
+        task: name of the task that trains.
     """
     emit("trained", meta.partition_id, meta.sample_ids, task=task)
     version = telemetry.step_facts().get(telemetry.WEIGHT_VERSION)
@@ -394,27 +407,31 @@ def record_trained(
     try:
         origins = client.read_origins(meta.sample_ids, meta.partition_id, [field])
     except DataPlaneError:
-        return  # observability must not fail a training step
-    by_staleness: dict[int, int] = {}
+        return  # for example, the store is unreachable: the training step must not fail
+    except Exception:  # noqa: BLE001  # an adapter may raise anything
+        logger.error("staleness_not_recorded", stack=traceback.format_exc())
+        return
+    samples_by_staleness: dict[int, int] = {}
     for text, count in origins.items():
-        origin = Origin.parsed(text)
+        origin = Origin.parse(text)
         if origin is not None and origin.weight_version is not None:
-            stale = version - origin.weight_version
-            by_staleness[stale] = by_staleness.get(stale, 0) + count
-    staleness = get_meter(_SCOPE).create_histogram(
+            staleness = version - origin.weight_version
+            samples_by_staleness[staleness] = samples_by_staleness.get(staleness, 0) + count
+    histogram = get_meter(_SCOPE).create_histogram(
         "rl.staleness",
         unit="{version}",
         description="Weight versions between a sample's generation and its training.",
         explicit_bucket_boundaries_advisory=[0, 1, 2, 4, 8, 16, 32],
     )
-    for stale, count in _in_proportion(by_staleness, _MAX_STALENESS).items():
+    recorded_values = _scaled_down(samples_by_staleness, _MAX_STALENESS_VALUES)
+    for staleness, count in recorded_values.items():
         for _ in range(count):
-            staleness.record(stale, {"dataplane.task": task})
+            histogram.record(staleness, {"dataplane.task": task})
 
 
-def _in_proportion(counts: Mapping[int, int], maximum: int) -> dict[int, int]:
-    """Scale counts down to a sum of about ``maximum``, each at least 1."""
+def _scaled_down(counts: Mapping[int, int], max_sum: int) -> dict[int, int]:
+    """Return counts in proportion with a sum of about ``max_sum`` at most; none becomes 0."""
     total = sum(counts.values())
-    if total <= maximum:
+    if total <= max_sum:
         return dict(counts)
-    return {key: max(1, round(count * maximum / total)) for key, count in counts.items()}
+    return {key: max(1, round(count * max_sum / total)) for key, count in counts.items()}

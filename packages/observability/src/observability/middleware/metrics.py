@@ -1,7 +1,6 @@
 """`MetricsDataPlaneClient`: one event per operation, and running totals.
 
-The wrapper never holds its lock while the inner client works or a listener runs: either may block
-indefinitely.
+No lock is held while the inner client or a listener runs: either may block indefinitely.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from observability.middleware.observed_client import ObservedClient
 from observability.middleware.operation import Observer, Operation
 from observability.middleware.outstanding import Outstanding, PendingPut
 
-_ON_CLAIMS = ("acknowledge", "release", "renew")
+_WITHOUT_EVENT = ("acknowledge", "release", "renew")
+"""Operations that move no data and have no event."""
 
 
 class MetricsDataPlaneClient(ObservedClient):
@@ -26,7 +26,7 @@ class MetricsDataPlaneClient(ObservedClient):
 
     Args:
         inner: the wrapped client.
-        on_event: called after each operation with a dict of
+        on_event: function that is called after each operation, with a dict of
 
             - ``op``: register, claim_meta, get_data, check_consumption_status, put, get, clear or
               close;
@@ -38,40 +38,41 @@ class MetricsDataPlaneClient(ObservedClient):
             - ``wall_ms``: duration of the call in milliseconds;
             - ``status``: ok, timeout (the call raised a TimeoutError) or error.
 
-            It runs in the caller's thread, possibly in several at once. If it raises, that is
-            logged and counted in ``failures``; the outcome of the operation does not change.
-            Acknowledge, release and renew move no data and have no event. None disables events and
-            keeps the totals.
+            It runs in the thread of the operation, so several calls may run at once. If it raises,
+            the error is logged and counted in ``failures``, and the outcome of the operation does
+            not change. Acknowledge, release and renew move no data and have no event. With None
+            there are no events, only totals.
     """
 
     def __init__(
         self, inner: DataPlaneClient, on_event: Callable[[Event], None] | None = None
     ) -> None:
-        self._account = Account()
+        self._totals = Totals()
         observers: list[Observer] = [] if on_event is None else [_Listener(on_event)]
-        super().__init__(inner, [*observers, self._account])
+        super().__init__(inner, [*observers, self._totals])
 
     def snapshot(self) -> dict[str, int]:
         """Return the current totals. Calls that raised do not count.
 
         Returns:
             ``total_ops``, ``total_bytes``, ``total_keys``: sums over the events;
-            ``bytes_outstanding``, ``n_keys_outstanding``: put and not cleared. A field of a sample
-            counts once, with its last value; samples without tensors count as keys;
+            ``bytes_outstanding``, ``n_keys_outstanding``: bytes and samples put and not cleared. A
+            field of a sample counts once, with its last value. A sample without tensors counts in
+            ``n_keys_outstanding``;
             ``peak_bytes_outstanding``: the maximum of ``bytes_outstanding`` so far;
-            ``max_bytes_per_key_seen``: the maximum that one sample held so far;
-            ``last_put_bytes_per_key``: bytes of the last put of at least one sample, divided by the
-            number of its samples and rounded down.
+            ``max_bytes_per_key_seen``: the maximum of the bytes of one sample so far;
+            ``last_put_bytes_per_key``: bytes of the last put divided by its number of samples,
+            rounded down. Puts without samples are ignored.
         """
-        return self._account.snapshot()
+        return self._totals.snapshot()
 
     def outstanding_by_partition(self) -> dict[str, int]:
-        """Return the bytes put and not cleared, per partition with samples; see `snapshot`."""
-        return self._account.by_partition()
+        """Return the bytes put and not cleared, for each partition that has samples."""
+        return self._totals.by_partition()
 
 
-class Account(Observer):
-    """The thread-safe totals of one client."""
+class Totals(Observer):
+    """An observer that maintains the totals of one client."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,12 +113,12 @@ class Account(Observer):
     def end(self, call: Operation, state: PendingPut | None) -> None:
         """See `Observer.end`."""
         with self._lock:
-            if call.error is None and call.op not in _ON_CLAIMS:
-                self._enter(call, state)
+            if call.error is None and call.op not in _WITHOUT_EVENT:
+                self._add(call, state)
             if state is not None:
                 self._outstanding.end_put(state)
 
-    def _enter(self, call: Operation, pending: PendingPut | None) -> None:
+    def _add(self, call: Operation, pending: PendingPut | None) -> None:
         self._total_ops += 1
         self._total_bytes += call.n_bytes
         self._total_keys += call.n_keys
@@ -130,14 +131,14 @@ class Account(Observer):
 
 
 class _Listener(Observer):
-    """An observer that passes events to a callback; `Account` keeps the totals."""
+    """An observer that passes events to a callback."""
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
         self._on_event = on_event
 
     def end(self, call: Operation, state: None) -> None:
         """See `Observer.end`."""
-        if call.op not in _ON_CLAIMS:
+        if call.op not in _WITHOUT_EVENT:
             self._on_event(
                 {
                     "op": call.op,

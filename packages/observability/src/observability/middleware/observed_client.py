@@ -1,7 +1,7 @@
 """`ObservedClient`: a client that forwards every call and reports it to observers.
 
-Only this class implements the complete contract; events, spans, log records and metrics are one
-`Observer` each. An observer can change tags, but nothing else of the caller's result or error.
+Only this class implements the complete contract. Events, spans, log records and metrics have an
+`Observer` each. An observer may change the tags in a result, but no other part of it and no error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from dataplane_core import (
 from dataplane_core.documented_client import as_client
 from dataplane_core.inspector import StoreInspector
 from dataplane_core.meta import LEASE
-from observability.middleware.observing import Observing
-from observability.middleware.operation import Observer, Operation, flag_of, number_of
+from observability.middleware.observers import Observers
+from observability.middleware.operation import (
+    Observer,
+    Operation,
+    bool_or_false,
+    int_or_zero,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -28,25 +33,25 @@ if TYPE_CHECKING:
 
 
 class ObservedClient(DataPlaneClient):
-    """A client that forwards to ``inner`` and reports to ``observers``.
+    """A client that forwards calls to ``inner`` and reports them to ``observers``.
 
-    Calls pass through unchanged, including extra keywords that ``inner`` understands.
+    Calls are forwarded unchanged, including extra keywords that ``inner`` accepts.
 
     Args:
-        inner: the wrapped client; any object with the documented methods, see
+        inner: the wrapped client. Any object with the documented methods is accepted, see
             `dataplane_core.documented_client`.
         observers: observers in the order in which they begin.
     """
 
     def __init__(self, inner: DataPlaneClient, observers: Sequence[Observer]) -> None:
-        self._given = inner
-        self._inner = as_client(inner)
-        self._observing = Observing(observers)
+        self._wrapped = inner
+        self._inner = as_client(inner)  # with the methods that ``inner`` lacks
+        self._observers = Observers(observers)
 
     @property
     def inner(self) -> DataPlaneClient:
         """The wrapped client."""
-        return self._given
+        return self._wrapped
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # depends on the inner client
@@ -60,7 +65,7 @@ class ObservedClient(DataPlaneClient):
     @property
     def failures(self) -> int:
         """Number of times an observer raised."""
-        return self._observing.failures
+        return self._observers.failures
 
     def register_partition(
         self,
@@ -75,7 +80,7 @@ class ObservedClient(DataPlaneClient):
         call = Operation(
             "register",
             partition_id,
-            n_keys=number_of(num_samples),
+            n_keys=int_or_zero(num_samples),
             fields=fields,
             tasks=consumer_tasks,
         )
@@ -100,7 +105,7 @@ class ObservedClient(DataPlaneClient):
             partition_id,
             fields=required_fields,
             tasks=[task_name],
-            options={"batch_size": number_of(batch_size), "blocking": flag_of(blocking)},
+            options={"batch_size": int_or_zero(batch_size), "blocking": bool_or_false(blocking)},
         )
         with self._observed(call):
             meta = self._inner.claim_meta(
@@ -210,20 +215,22 @@ class ObservedClient(DataPlaneClient):
         )
         with self._observed(call):
             meta = run(call)
-            if call.tags is not tags:
+            if call.tags is not tags:  # an observer added the origin; the caller gets its own tags
                 meta.tags = None if tags is None else [dict(tag) for tag in tags]
         claim = extra.get("claim")
         if claim is not None and extra.get("acknowledge"):
-            put = set(meta.sample_ids)
-            rows = [row for row, each in enumerate(claim.sample_ids) if each in put]
-            with self._observed(_on_claim("acknowledge", claim.subset(rows))):
-                pass  # the put acknowledged the claim
+            put_ids = set(meta.sample_ids)
+            rows = [row for row, each in enumerate(claim.sample_ids) if each in put_ids]
+            with self._observed(_lease_operation("acknowledge", claim.subset(rows))):
+                pass  # only reported: the put acknowledged its samples
         return meta
 
     def get_samples(
         self, sample_ids: list[str], partition_id: str, select_fields: list[str], **extra: Any
     ) -> TensorDict:
-        with self._observed(_get(sample_ids, partition_id, select_fields, extra)) as call:
+        with self._observed(
+            _read_operation(sample_ids, partition_id, select_fields, extra)
+        ) as call:
             answer = self._inner.get_samples(sample_ids, partition_id, select_fields, **call.extra)
             call.n_bytes = sum(_bytes_by_field(answer).values())
         return answer
@@ -238,7 +245,9 @@ class ObservedClient(DataPlaneClient):
         width: int = 0,
         **extra: Any,
     ) -> dict[str, Column]:
-        with self._observed(_get(sample_ids, partition_id, select_fields, extra)) as call:
+        with self._observed(
+            _read_operation(sample_ids, partition_id, select_fields, extra)
+        ) as call:
             answer = self._inner.get_columns(
                 sample_ids,
                 partition_id,
@@ -271,36 +280,36 @@ class ObservedClient(DataPlaneClient):
             self._inner.close()
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
-        with self._observed(_on_claim("acknowledge", meta)):
+        with self._observed(_lease_operation("acknowledge", meta)):
             self._inner.acknowledge(meta)
 
     def renew(self, meta: KVBatchMeta) -> None:
-        with self._observed(_on_claim("renew", meta)):
+        with self._observed(_lease_operation("renew", meta)):
             self._inner.renew(meta)
 
     def release(self, meta: KVBatchMeta) -> None:
-        with self._observed(_on_claim("release", meta)):
+        with self._observed(_lease_operation("release", meta)):
             self._inner.release(meta)
 
     def read_origins(
         self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
     ) -> dict[str, int]:
-        """Forward without a report: an inspection is not an operation on samples."""
+        """Forward the call; it is not reported, because it only inspects samples."""
         return self._inner.read_origins(sample_ids, partition_id, fields)
 
     @property
     def inspector(self) -> StoreInspector:
-        """The inner client: changes made through it are not reported to observers."""
+        """The inner client, whose calls are not reported to observers."""
         return self._inner
 
     @contextmanager
     def _observed(self, call: Operation) -> Iterator[Operation]:
         call._inner = self._inner
-        with self._observing.observed(call):
+        with self._observers.observe(call):
             yield call
 
 
-def _get(
+def _read_operation(
     sample_ids: list[str], partition_id: str, fields: list[str], extra: dict[str, Any]
 ) -> Operation:
     return Operation(
@@ -313,7 +322,9 @@ def _get(
     )
 
 
-def _on_claim(op: Literal["acknowledge", "release", "renew"], meta: KVBatchMeta) -> Operation:
+def _lease_operation(
+    op: Literal["acknowledge", "release", "renew"], meta: KVBatchMeta
+) -> Operation:
     return Operation(
         op,
         getattr(meta, "partition_id", ""),
@@ -324,14 +335,14 @@ def _on_claim(op: Literal["acknowledge", "release", "renew"], meta: KVBatchMeta)
 
 
 def _count(sample_ids: object) -> int:
-    """Return the number of ids; 0 for arguments that the inner client will reject."""
+    """Return the number of ids; 0 for an argument that the inner client will reject."""
     try:
         return len(sample_ids) if isinstance(sample_ids, Sized) else 0
     except Exception:  # noqa: BLE001  # len() of a user's object may raise
         return 0
 
 
-# Imported lazily: a process that only reads telemetry needs no torch.
+# These two import torch when they are called: a process that only reads telemetry needs no torch.
 
 
 def _bytes_by_field(fields: TensorDict | None) -> dict[str, int]:

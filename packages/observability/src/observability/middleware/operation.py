@@ -35,19 +35,20 @@ class Operation:
             is replaced by the name of its type.
         n_keys: number of samples; the claimed ones for a claim, the declared ones for register.
         n_bytes: bytes of tensors put or read.
-        sample_ids: ids of the samples; the claimed ones for a claim, None for all of a partition.
+        sample_ids: ids of the samples; the claimed ones for a claim. None is all samples of the
+            partition.
         fields: the fields put, read, required or declared.
-        tasks: the claiming task, or the declared ones.
-        put_bytes: field to bytes put.
+        tasks: the claiming task, or the tasks declared by register.
+        put_bytes: bytes put, by field.
         tags: tags of a put, which observers may replace, or of the claimed samples.
-        options: further arguments: ``batch_size`` and ``blocking`` of a claim; ``withdrawn`` of a
-            clear that withdraws samples.
+        options: further arguments by name: ``batch_size`` and ``blocking`` of a claim;
+            ``withdrawn`` of a clear that withdraws samples.
         leased: whether a claim leased its samples.
         extra: extra keywords of a put or a read; observers may add to them.
         wall_s: duration in seconds; 0 during the call.
         error: the exception that was raised; None if there was none.
-        started_ns: start in nanoseconds since 1970, if the operation is reported after its end;
-            else None.
+        started_ns: start in nanoseconds since 1970 of an operation that is reported after its end;
+            None for one that is reported while it runs.
     """
 
     op: Op
@@ -69,7 +70,7 @@ class Operation:
     _origins: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
-        """Normalize arguments as the client does, so observers see only values that it accepts."""
+        """Replace arguments of a wrong type, so that observers get text and lists of text."""
         self.partition_id = _text(self.partition_id)
         self.fields, self.tasks = _texts(self.fields), _texts(self.tasks)
         if self.sample_ids is not None and type(self.sample_ids) is not list:
@@ -82,7 +83,7 @@ class Operation:
 
     @property
     def status(self) -> Literal["ok", "timeout", "error"]:
-        """The outcome."""
+        """The outcome so far; ok while the operation runs."""
         if self.error is None:
             return "ok"
         return "timeout" if isinstance(self.error, TimeoutError) else "error"
@@ -95,30 +96,30 @@ class Operation:
             self._origins = self.extra["origins"]
 
     def origins(self) -> Mapping[str, int]:
-        """Return the puts that a successful claim or read consumes, each with its sample count.
+        """Return the origins of a successful claim's or read's samples, with numbers of samples.
 
-        The store is queried at most once.
+        An origin is the text of an `Origin`. The store is queried at most once.
         """
         if self._origins is None:
             self._origins = {}
             if self._inner is not None and self.sample_ids and self._inner.capabilities.origins:
-                with suppress(DataPlaneError):  # cleared meanwhile
+                with suppress(DataPlaneError):  # for example, the samples were cleared meanwhile
                     self._origins = self._inner.read_origins(
                         self.sample_ids, self.partition_id, self.fields
                     )
         return self._origins
 
 
-def flag_of(value: object) -> bool:
-    """Return the flag that the client reads from an argument; False for a rejected one."""
+def bool_or_false(value: object) -> bool:
+    """Return an argument as the bool that the client reads; False if the client rejects it."""
     try:
         return checked_bool("", "", value)
     except DataPlaneError:
         return False
 
 
-def number_of(value: object) -> int:
-    """Return the integer that the client reads from an argument; 0 for a rejected one."""
+def int_or_zero(value: object) -> int:
+    """Return an argument as the int that the client reads; 0 if the client rejects it."""
     try:
         return checked_int("", "", value)
     except DataPlaneError:

@@ -32,7 +32,7 @@ class Origin:
 
     @classmethod
     def current(cls) -> Origin | None:
-        """Return the origin of a put that begins now; None outside a sampled span."""
+        """Return the origin of a put that begins now; None outside of a sampled span."""
         span = trace.get_current_span().get_span_context()
         if not span.is_valid or not span.trace_flags.sampled:
             return None
@@ -53,8 +53,8 @@ class Origin:
         return f"{traceparent};{self.time_ns};{version}"
 
     @classmethod
-    def parsed(cls, text: str) -> Origin | None:
-        """Parse the result of `str`; return None for the text of another producer."""
+    def parse(cls, text: str) -> Origin | None:
+        """Return the origin that ``str(origin)`` gave as text; None if the text is malformed."""
         try:
             traceparent, time_ns, version = text.split(";")
             _, trace_id, span_id, flags = traceparent.split("-")

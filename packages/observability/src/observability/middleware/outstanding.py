@@ -1,12 +1,12 @@
 """Bytes that were put and not cleared, per (sample, field), without references to the values.
 
-Samples of a put with equal byte counts share one `Cells`, so a put costs one dict lookup per
+Samples of a put that have equal sizes share one `SampleBytes`. So a put costs one dict lookup per
 sample, whatever the number of fields.
 
-Nothing here locks; the client that owns the account holds its lock around every call.
+Nothing here is thread-safe: the caller holds a lock around every call.
 
-Samples that are cleared through another client would stay in the account forever, so it keeps only
-the last `MAX_KEYS`.
+The clears of other clients are unknown here. Samples that they clear would be counted forever, so
+only the last `MAX_KEYS` samples are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 MAX_KEYS = 1 << 18
-"""Maximum number of samples; the partition whose last put is oldest loses samples first."""
+"""Maximum number of counted samples. Beyond it, those of the partition whose last put is oldest are
+no longer counted."""
 
 
 class PendingPut:
@@ -28,22 +29,23 @@ class PendingPut:
         self._partition_cleared = False
 
     def note_clear(self, sample_ids: Iterable[str] | None) -> None:
+        """Note that samples were cleared during the put; None is all samples of the partition."""
         if sample_ids is None:
             self._partition_cleared = True
         else:
             self._cleared.update(sample_ids)
 
-    def cleared_of(self, sample_ids: Sequence[str]) -> list[str]:
+    def cleared_among(self, sample_ids: Sequence[str]) -> list[str]:
         """Return those of ``sample_ids`` that were cleared during the put."""
         if self._partition_cleared:
             return list(sample_ids)
         return [i for i in sample_ids if i in self._cleared] if self._cleared else []
 
 
-class Cells:
+class SampleBytes:
     """The bytes of a sample by field, and their sum.
 
-    Immutable, because samples share instances. Two instances are never equal.
+    Instances are immutable, because samples share them, and are compared by identity.
     """
 
     __slots__ = ("by_field", "total")
@@ -52,19 +54,19 @@ class Cells:
         self.by_field = by_field
         self.total = sum(by_field.values())
 
-    def with_put(self, put: Cells) -> Cells:
-        """Return a sample's cells after ``put``, if these were its cells before."""
-        return Cells({**self.by_field, **put.by_field})
+    def with_put(self, put: SampleBytes) -> SampleBytes:
+        """Return these bytes, with the fields of ``put`` added or replaced."""
+        return SampleBytes({**self.by_field, **put.by_field})
 
 
 class Outstanding:
-    """The account: a cell (sample, field) counts once, with the bytes of its last put.
+    """The bytes put and not cleared; a field of a sample counts once, with its last put.
 
     Attributes:
-        n_bytes: bytes held now.
+        n_bytes: current number of bytes.
         peak_n_bytes: maximum of ``n_bytes`` so far.
-        max_bytes_per_key: maximum number of bytes that one sample held so far.
-        by_partition: bytes held now, per partition with samples.
+        max_bytes_per_key: maximum of the bytes of one sample so far.
+        by_partition: current number of bytes of each partition that has samples.
     """
 
     def __init__(self) -> None:
@@ -72,102 +74,106 @@ class Outstanding:
         self.peak_n_bytes = 0
         self.max_bytes_per_key = 0
         self.by_partition: dict[str, int] = {}
-        self._cells: dict[str, dict[str, Cells]] = {}
+        # By partition, then by sample id.
+        self._rows: dict[str, dict[str, SampleBytes]] = {}
         self._pending: set[PendingPut] = set()
 
     @property
     def n_keys(self) -> int:
-        """The number of samples held now, including those without tensors."""
-        return sum(len(rows) for rows in self._cells.values())
+        """The current number of samples, including those without tensors."""
+        return sum(len(rows) for rows in self._rows.values())
 
     def begin_put(self, pending: PendingPut) -> None:
-        """Announce a put, so that a clear that returns before it is not lost.
+        """Register a put that begins, so that clears during the put are noted.
 
         Another thread may claim, read and clear the samples before their put returns.
         """
         self._pending.add(pending)
 
     def end_put(self, pending: PendingPut) -> None:
-        """Forget an announced put, whether or not it succeeded."""
+        """Remove a put that returned or failed."""
         self._pending.discard(pending)
 
     def add(
         self, pending: PendingPut, sample_ids: Sequence[str], bytes_by_field: Mapping[str, int]
     ) -> None:
-        """Account for a successful put; ``bytes_by_field`` is spread over ``sample_ids``."""
-        # Partitions stay in the order of their last puts.
-        rows = self._cells[pending.partition_id] = self._cells.pop(pending.partition_id, {})
-        before = self.n_bytes
+        """Count a successful put; ``bytes_by_field`` is divided among ``sample_ids``."""
+        # Moved to the end, so that partitions are in the order of their last puts.
+        rows = self._rows[pending.partition_id] = self._rows.pop(pending.partition_id, {})
+        n_bytes_before = self.n_bytes
         start = 0
-        for share, count in spread(bytes_by_field, len(sample_ids)):
+        for put, count in divide(bytes_by_field, len(sample_ids)):
             ids = sample_ids[start : start + count]
             start += count
-            # No Python loop per sample: those with the same cells are merged together.
-            held = list(map(rows.get, ids))
-            merged: dict[Cells | None, Cells] = {}
-            for cells, samples in Counter(held).items():
-                after = merged[cells] = share if cells is None else cells.with_put(share)
-                self.n_bytes += samples * (after.total - (cells.total if cells else 0))
-                self.max_bytes_per_key = max(self.max_bytes_per_key, after.total)
-            rows.update(zip(ids, map(merged.__getitem__, held), strict=True))
+            # The loop has a pass per distinct previous size. A pass per sample would be slow.
+            previous = list(map(rows.get, ids))
+            new_by_previous: dict[SampleBytes | None, SampleBytes] = {}
+            for old, samples in Counter(previous).items():
+                new = new_by_previous[old] = put if old is None else old.with_put(put)
+                self.n_bytes += samples * (new.total - (old.total if old else 0))
+                self.max_bytes_per_key = max(self.max_bytes_per_key, new.total)
+            rows.update(zip(ids, map(new_by_previous.__getitem__, previous), strict=True))
         self.peak_n_bytes = max(self.peak_n_bytes, self.n_bytes)
-        of_partition = self.by_partition.get(pending.partition_id, 0)
-        self.by_partition[pending.partition_id] = of_partition + self.n_bytes - before
-        self._drop(pending.cleared_of(sample_ids), pending.partition_id)
+        partition_bytes = self.by_partition.get(pending.partition_id, 0)
+        self.by_partition[pending.partition_id] = partition_bytes + self.n_bytes - n_bytes_before
+        self._drop(pending.cleared_among(sample_ids), pending.partition_id)
         while (surplus := self.n_keys - MAX_KEYS) > 0:
-            oldest = next(iter(self._cells))
-            self._drop(list(itertools.islice(self._cells[oldest], surplus)), oldest)
+            oldest = next(iter(self._rows))
+            self._drop(list(itertools.islice(self._rows[oldest], surplus)), oldest)
 
     def clear(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Remove ``sample_ids`` from the account; None removes all samples of the partition."""
+        """Stop counting ``sample_ids``; None is all samples of the partition."""
         for pending in self._pending:
             if pending.partition_id == partition_id:
                 pending.note_clear(sample_ids)
         if sample_ids is None:
-            sample_ids = list(self._cells.get(partition_id, ()))
+            sample_ids = list(self._rows.get(partition_id, ()))
         self._drop(sample_ids, partition_id)
 
     def _drop(self, sample_ids: Sequence[str], partition_id: str) -> None:
-        rows = self._cells.get(partition_id, {})
+        rows = self._rows.get(partition_id, {})
         dropped = (rows.pop(sample_id, None) for sample_id in sample_ids)
-        dropped_bytes = sum(cells.total for cells in dropped if cells is not None)
+        dropped_bytes = sum(sample.total for sample in dropped if sample is not None)
         self.n_bytes -= dropped_bytes
         if rows:
             self.by_partition[partition_id] -= dropped_bytes
         else:
-            self._cells.pop(partition_id, None)
+            self._rows.pop(partition_id, None)
             self.by_partition.pop(partition_id, None)
 
 
-def spread(bytes_by_field: Mapping[str, int], count: int) -> list[tuple[Cells, int]]:
-    """Divide each field's bytes over ``count`` samples; return runs of equal cells and their sizes.
+def divide(bytes_by_field: Mapping[str, int], count: int) -> list[tuple[SampleBytes, int]]:
+    """Divide the bytes of each field among ``count`` samples.
 
-    The remainder of a field is dealt out one byte per sample, starting where that of the previous
-    field stopped. So the totals per sample equal the bytes of the batch divided evenly, with the
-    remainder on the first samples.
+    Each sample gets an equal part of a field. The remaining bytes go to one sample each, from the
+    sample after the last one that got a remaining byte of the previous field. So the totals of two
+    samples differ by at most one byte, and the first samples have the larger totals.
+
+    Returns:
+        Runs of samples with equal bytes, in order. Each is the bytes of a sample and the length of
+        the run.
     """
     if not count:
         return []
-    # Three samples, 7 bytes of a and 5 of b; the remainder of b starts where that of a stopped:
+    # Three samples, 7 bytes of field a and 5 of field b. "+1" is a remaining byte:
     #
     #     sample     0    1    2
-    #     a        2+1    2    2      ranges: a [0, 1), b [1, 3)
-    #     b          1  1+1  1+1      shares: sample 0, and samples 1 and 2 together
+    #     a        2+1    2    2      ranges of remaining bytes: a [0, 1), b [1, 3)
+    #     b          1  1+1  1+1      runs: sample 0; samples 1 and 2
     #     sum        4    4    4
     base = {name: total // count for name, total in bytes_by_field.items()}
     ranges: list[tuple[str, int, int]] = []
     start = 0
     for name, total in bytes_by_field.items():
-        extra = total % count
-        stop = start + extra
+        stop = start + total % count
         ranges.append((name, start, min(stop, count)))
-        if stop > count:
+        if stop > count:  # the range wraps around
             ranges.append((name, 0, stop - count))
         start = stop % count
     edges = sorted({0, count, *(edge for _, first, last in ranges for edge in (first, last))})
-    shares: list[tuple[Cells, int]] = []
+    runs: list[tuple[SampleBytes, int]] = []
     for first, last in itertools.pairwise(edges):
-        longer = {name for name, begin, end in ranges if begin <= first < end}
-        cells = Cells({name: size + (name in longer) for name, size in base.items()})
-        shares.append((cells, last - first))
-    return shares
+        with_extra_byte = {name for name, begin, end in ranges if begin <= first < end}
+        by_field = {name: size + (name in with_extra_byte) for name, size in base.items()}
+        runs.append((SampleBytes(by_field), last - first))
+    return runs

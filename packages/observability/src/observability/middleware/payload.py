@@ -1,7 +1,8 @@
-"""Bytes of the tensors in a batch.
+"""Sizes in bytes of the tensors in a batch.
 
-A tensor counts its elements times the element size; a ragged one counts its packed values. Python
-values count 0, because their encoded size depends on the store.
+The size of a tensor is its number of elements times the size of an element. A ragged tensor has
+only its packed values as elements. The size of Python values is 0, because their encoded size
+depends on the store.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataplane_core.arguments import checked_ints
 
 
 def bytes_by_field(fields: TensorDictBase | None) -> dict[str, int]:
-    """Return the bytes of each field, 0 for Python values; no tensor is copied."""
+    """Return the size of each field; no tensor is copied."""
     if isinstance(fields, LazyStackedTensorDict):
         # Reading a field of a lazy stack would stack it, or fail on rows of different shapes.
         total: Counter[str] = Counter()
@@ -35,13 +36,16 @@ def bytes_by_column(
     lengths: Sequence[int] | None = None,
     ragged: Collection[str] = (),
 ) -> dict[str, int]:
-    """Return the bytes of each padded column; ``ragged`` ones count only ``lengths`` per row."""
+    """Return the size of each padded column, without the padding of ``ragged`` columns.
+
+    Row i of a ragged column has ``lengths[i]`` positions; the other positions are padding.
+    """
     sizes = {}
     try:
         for name, column in columns.items():
             sizes[name] = _leaf_bytes(column)
             if name in ragged and lengths is not None and isinstance(column, torch.Tensor):
-                positions = math.prod(column.shape[:2])
+                positions = math.prod(column.shape[:2])  # rows x width
                 used = sum(checked_ints("", "", lengths))
                 sizes[name] = sizes[name] // positions * used if positions else 0
     except (AttributeError, TypeError, RuntimeError, DataPlaneError):

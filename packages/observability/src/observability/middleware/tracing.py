@@ -1,7 +1,8 @@
 """`TracingDataPlaneClient`: a span per operation, linked to the puts it consumes.
 
 A put stores its `Origin` with its samples. A claim queries the store for the origins of its
-samples; a read gets them with the data. Both link to at most `MAX_LINKS` of them.
+samples; a read gets them with the data. The span of a claim or read links to at most `MAX_LINKS`
+origins.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ _SYSTEM = "dataplane"
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The form of an operation's span: verb and kind of the span; name and type of the operation.
+class _SpanTemplate:
+    """The parts of a span that depend only on the operation.
 
-    ``type`` follows OpenTelemetry's messaging conventions; None for operations that follow the
-    database conventions.
+    Attributes:
+        verb: first word of the span's name.
+        kind: kind of the span.
+        name: name of the operation in attributes.
+        type: type of the operation, if its attributes follow OpenTelemetry's messaging conventions;
+            None if they follow the database conventions.
+        bucket: bucket of the span.
     """
 
     verb: str
@@ -41,16 +47,16 @@ class _Form:
     bucket: Bucket = "overhead"
 
 
-_FORMS: Mapping[Op, _Form] = {
-    "put": _Form("send", SpanKind.PRODUCER, "put", "send"),
-    "claim_meta": _Form("receive", SpanKind.CLIENT, "claim", "receive", "idle"),
-    "acknowledge": _Form("settle", SpanKind.CLIENT, "acknowledge", "settle"),
-    "release": _Form("settle", SpanKind.CLIENT, "release", "settle"),
-    "renew": _Form("settle", SpanKind.CLIENT, "renew", "settle"),
-    "clear": _Form("settle", SpanKind.CLIENT, "clear", "settle"),
-    "get": _Form("get", SpanKind.CLIENT, "get", None),
-    "get_data": _Form("get", SpanKind.CLIENT, "get", None),
-    "register": _Form("register", SpanKind.CLIENT, "register", None),
+_TEMPLATES: Mapping[Op, _SpanTemplate] = {
+    "put": _SpanTemplate("send", SpanKind.PRODUCER, "put", "send"),
+    "claim_meta": _SpanTemplate("receive", SpanKind.CLIENT, "claim", "receive", "idle"),
+    "acknowledge": _SpanTemplate("settle", SpanKind.CLIENT, "acknowledge", "settle"),
+    "release": _SpanTemplate("settle", SpanKind.CLIENT, "release", "settle"),
+    "renew": _SpanTemplate("settle", SpanKind.CLIENT, "renew", "settle"),
+    "clear": _SpanTemplate("settle", SpanKind.CLIENT, "clear", "settle"),
+    "get": _SpanTemplate("get", SpanKind.CLIENT, "get", None),
+    "get_data": _SpanTemplate("get", SpanKind.CLIENT, "get", None),
+    "register": _SpanTemplate("register", SpanKind.CLIENT, "register", None),
 }
 
 
@@ -60,10 +66,10 @@ _READS: tuple[Op, ...] = ("get", "get_data")
 class TracingDataPlaneClient(ObservedClient):
     """A client whose batch operations are spans; docs/telemetry.md lists names and attributes.
 
-    Without an SDK in the process it costs a few microseconds per operation and does nothing.
+    Without an SDK in the process it records nothing and costs a few microseconds per operation.
 
     Args:
-        inner: the client that does the work.
+        inner: the wrapped client.
     """
 
     def __init__(self, inner: DataPlaneClient) -> None:
@@ -71,8 +77,8 @@ class TracingDataPlaneClient(ObservedClient):
 
 
 @dataclass(frozen=True)
-class _Begun:
-    form: _Form
+class _OpenSpan:
+    template: _SpanTemplate
     span: Span
     token: Token[Context]
 
@@ -80,20 +86,20 @@ class _Begun:
 class Tracing(Observer):
     """An observer that records spans."""
 
-    def begin(self, call: Operation) -> _Begun | None:
+    def begin(self, call: Operation) -> _OpenSpan | None:
         """See `Observer.begin`."""
-        form = _FORMS.get(call.op)
-        if form is None:
+        template = _TEMPLATES.get(call.op)
+        if template is None:
             return None
         span = telemetry.tracer().start_span(
-            f"{form.verb} {call.partition_id}",
-            kind=form.kind,
-            attributes={telemetry.BUCKET: form.bucket},
+            f"{template.verb} {call.partition_id}",
+            kind=template.kind,
+            attributes={telemetry.BUCKET: template.bucket},
             start_time=call.started_ns,
         )
         token = context.attach(trace.set_span_in_context(span))
         if not span.is_recording():
-            return _Begun(form, span, token)
+            return _OpenSpan(template, span, token)
         try:
             if call.op == "put":
                 _attach_origin(call)
@@ -103,9 +109,9 @@ class Tracing(Observer):
             context.detach(token)  # `end` gets no state and cannot detach it
             span.end()
             raise
-        return _Begun(form, span, token)
+        return _OpenSpan(template, span, token)
 
-    def end(self, call: Operation, state: _Begun | None) -> None:
+    def end(self, call: Operation, state: _OpenSpan | None) -> None:
         """See `Observer.end`."""
         if state is None:
             return
@@ -114,8 +120,8 @@ class Tracing(Observer):
         try:
             if span.is_recording():
                 if call.error is None and call.op in ("claim_meta", *_READS):
-                    _link(span, origins_of(call))
-                span.set_attributes(_attributes(state.form, call))
+                    _add_links(span, origins_of(call))
+                span.set_attributes(_attributes(state.template, call))
                 if call.error is not None:
                     telemetry.record_error(span, call.error)
             if call.op == "claim_meta" and call.tags:
@@ -125,55 +131,56 @@ class Tracing(Observer):
 
 
 def _without_traceparent(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tags as the user put them."""
+    """Return the tags without the origin, as the caller of the put passed them."""
     if not any(TRACEPARENT_TAG in tag for tag in tags):
         return tags
     return [{key: tag[key] for key in tag if key != TRACEPARENT_TAG} for tag in tags]
 
 
 def _attach_origin(call: Operation) -> None:
+    """Add the origin to a put: as an extra keyword, or to its tags if the store has none."""
     origin = Origin.current()
     if origin is None:
         return
     if call.inner is not None and call.inner.capabilities.origins:
         call.extra.setdefault("origin", str(origin))
     elif call.tags is not None:
-        # A put's tags replace the sample's, so a put without tags must not gain any.
+        # Without tags the put leaves the samples' tags unchanged; with tags it would replace them.
         call.tags = [{**tag, TRACEPARENT_TAG: str(origin)} for tag in call.tags]
 
 
 def origins_of(call: Operation) -> list[tuple[Origin, int]]:
-    """Return the puts that a claim or a read consumes, each with its number of samples."""
+    """Return the origins of a claim's or read's samples, each with its number of samples."""
     counts: dict[str, int] = dict(call.origins())
     if not counts and call.tags:
         for tag in call.tags:
             text = tag.get(TRACEPARENT_TAG)
             if isinstance(text, str):
                 counts[text] = counts.get(text, 0) + 1
-    parsed = ((Origin.parsed(text), count) for text, count in counts.items())
+    parsed = ((Origin.parse(text), count) for text, count in counts.items())
     return [(origin, count) for origin, count in parsed if origin is not None]
 
 
-def _link(span: Span, origins: Sequence[tuple[Origin, int]]) -> None:
+def _add_links(span: Span, origins: Sequence[tuple[Origin, int]]) -> None:
     for origin, _ in origins[:MAX_LINKS]:
         span.add_link(origin.span)
     if len(origins) > MAX_LINKS:
         span.set_attribute("dataplane.links_dropped", len(origins) - MAX_LINKS)
 
 
-def _attributes(form: _Form, call: Operation) -> dict[str, Any]:
-    if form.type is None:
+def _attributes(template: _SpanTemplate, call: Operation) -> dict[str, Any]:
+    if template.type is None:
         attributes: dict[str, Any] = {
             "db.system.name": _SYSTEM,
-            "db.operation.name": form.name,
+            "db.operation.name": template.name,
             "db.collection.name": call.partition_id,
             "db.operation.batch.size": call.n_keys,
         }
     else:
         attributes = {
             "messaging.system": _SYSTEM,
-            "messaging.operation.name": form.name,
-            "messaging.operation.type": form.type,
+            "messaging.operation.name": template.name,
+            "messaging.operation.type": template.type,
             "messaging.destination.name": call.partition_id,
             "messaging.batch.message_count": call.n_keys,
         }

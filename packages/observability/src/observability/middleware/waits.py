@@ -1,7 +1,8 @@
-"""`Waits`: reports of tasks blocked for more than a second, repeated while they stay blocked.
+"""`Waits`: reports calls that are blocked for more than a second, and repeats the reports.
 
-Repeated reports let a reader distinguish a wait that continues from one whose process was killed. A
-process has one reporting thread; it starts with the first wait and sleeps while there is none.
+Because reports repeat, a reader can distinguish a wait that continues from one whose process was
+killed. A process has one reporting thread. It starts with the first wait, and sleeps while there is
+no wait.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _FLUSH_MS = 5_000
 
 
 class Wait:
-    """One open wait.
+    """One blocked call.
 
     Attributes:
-        name: name that is unique across processes, even if pids repeat after a container restart.
+        name: a name that no other wait of any process has, even if container restarts repeat pids.
         since_ns: start of the wait, in nanoseconds since 1970.
         report_every_s: seconds between its reports.
-        reported: whether it was reported.
+        reported: whether it was reported at least once.
     """
 
     __slots__ = ("_due", "_ended", "_report", "name", "report_every_s", "reported", "since_ns")
@@ -59,89 +60,91 @@ class Waits:
     """The waits of a process.
 
     Args:
-        delay_s: seconds before the first report; equal for all waits, so they fall due in order.
-        report_every_s: seconds between reports of a wait; also equal for all.
+        delay_s: seconds from the start of a wait to its first report.
+        report_every_s: seconds between the reports of a wait.
     """
 
     def __init__(self, delay_s: float = DELAY_S, report_every_s: float = REPORT_EVERY_S) -> None:
         self._delay_s = delay_s
         self._report_every_s = report_every_s
-        self._start()
-        # A forked child starts without waits: the parent reports them, and may hold the lock.
-        os.register_at_fork(after_in_child=self._start)
+        self._reset()
+        # A forked child starts without waits, because the parent reports them. It needs a new lock,
+        # because a thread of the parent may have held the old one during the fork.
+        os.register_at_fork(after_in_child=self._reset)
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self._changed = threading.Condition()
-        # Both in the order in which they fall due.
+        # Both queues are in the order in which their waits are due for a report: the delay is the
+        # same for all waits, and so is the interval.
         self._unreported: deque[Wait] = deque()
         self._reported: deque[Wait] = deque()
         self._thread: threading.Thread | None = None
-        self._wakes = -math.inf
-        self._process = secrets.token_hex(8)
+        self._wake_at = -math.inf  # while the thread is awake
+        self._process_token = secrets.token_hex(8)
         self._numbers = itertools.count(1)
 
     def begin(self, report: Callable[[Wait], None]) -> Wait:
-        """Begin a wait; ``report`` is called if it has not ended after ``delay_s``.
+        """Begin a wait; ``report`` is called if the wait is still open after ``delay_s``.
 
-        ``report`` runs in another thread, so it must carry the caller's context with it. It is
-        called again while the wait lasts, and possibly once more just after its end.
+        ``report`` runs in another thread, so the caller must bind its trace context to it.
+        ``report`` is called repeatedly until the wait ends, and possibly once just after its end.
         """
         due = time.monotonic() + self._delay_s
         with self._changed:
             if self._thread is None or not self._thread.is_alive():
-                self._wakes = -math.inf
+                self._wake_at = -math.inf
                 self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
-                with suppress(RuntimeError):  # no thread can be started
+                with suppress(RuntimeError):  # no thread can start; the next wait tries again
                     self._thread.start()
-            name = f"{self._process}-{next(self._numbers)}"
+            name = f"{self._process_token}-{next(self._numbers)}"
             wait = Wait(name, due, self._report_every_s, report)
             self._unreported.append(wait)
-            if due < self._wakes:  # else the thread wakes in time without a notification
-                self._wakes = due
+            if due < self._wake_at:  # else the thread wakes in time without a notification
+                self._wake_at = due
                 self._changed.notify()
         return wait
 
     def end(self, wait: Wait) -> None:
-        """End a wait, and with it its reports."""
+        """End a wait and its reports."""
         with self._changed:
             wait._ended = True
-            for waiting in (self._unreported, self._reported):
-                while waiting and waiting[0]._ended:
-                    waiting.popleft()
+            for waits_in_order in (self._unreported, self._reported):
+                while waits_in_order and waits_in_order[0]._ended:
+                    waits_in_order.popleft()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while (wait := self._next()) is None:
-                    remaining = self._wakes - time.monotonic()
+                while (wait := self._next_due()) is None:
+                    remaining = self._wake_at - time.monotonic()
                     self._changed.wait(None if math.isinf(remaining) else max(remaining, 0))
-                self._wakes = -math.inf
-                first, wait.reported = not wait.reported, True
+                self._wake_at = -math.inf
+                is_first_report, wait.reported = not wait.reported, True
             try:
                 wait._report(wait)
-                if first:
+                if is_first_report:
                     flush_events()
-            except Exception:  # noqa: BLE001  # an exporter's error must not stop the reports
+            except Exception:  # noqa: BLE001  # an error of one report must not stop the others
                 logger.error("wait_not_reported", stack=traceback.format_exc())
 
-    def _next(self) -> Wait | None:
-        """Return the wait that is due for a report; else None, and set `_wakes` to the next due."""
+    def _next_due(self) -> Wait | None:
+        """Return a wait that is due for a report. If there is none, set when to wake next."""
         now = time.monotonic()
-        self._wakes = math.inf
-        for waiting in (self._unreported, self._reported):
-            while waiting and waiting[0]._due <= now:
-                wait = waiting.popleft()
+        self._wake_at = math.inf
+        for waits_in_order in (self._unreported, self._reported):
+            while waits_in_order and waits_in_order[0]._due <= now:
+                wait = waits_in_order.popleft()
                 if not wait._ended:
                     wait._due = now + self._report_every_s
                     self._reported.append(wait)
                     return wait
-            if waiting:
-                self._wakes = min(self._wakes, waiting[0]._due)
+            if waits_in_order:
+                self._wake_at = min(self._wake_at, waits_in_order[0]._due)
         return None
 
 
 def flush_events() -> None:
-    """Export the queued events now, for those who inspect a stalled run."""
+    """Export the queued events now, so that an inspector of a stalled run sees them."""
     flush = getattr(get_logger_provider(), "force_flush", None)
     if flush is not None:
         flush(_FLUSH_MS)

@@ -1,4 +1,4 @@
-"""Set-up of OpenTelemetry in a process, on the stock SDK: providers, export, shutdown."""
+"""Setup of OpenTelemetry in a process, with the stock SDK: providers, export, shutdown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Export of one signal: the SDK's processor and exporter, and a count of every item.
+"""Export of one signal with the SDK's processor and exporter, which count every item.
 
-A processor admits an item to the ledger or drops it; the SDK queues and batches it. The exporter
-passes the batch to `Delivery`, which lets the SDK encode and send it and counts the outcome.
+The processor admits an item to the ledger or drops it. The SDK queues and batches admitted items.
+The exporter passes a batch to `Delivery`, which makes the SDK encode and send it, and counts the
+outcome.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _KIND: dict[Signal, Kind] = {
 
 
 class Delivery:
-    """The sender of the batches of one signal; it records their outcomes in the ledger.
+    """The sender of the batches of one signal; it counts their outcomes in the ledger.
 
     If the collector is unreachable or overloaded, a batch is retained and retried before the next
-    one, so that a restarted collector misses nothing. At most half of the queue, or one batch, is
-    retained; beyond that the oldest batch is dropped.
+    one. So a collector that restarts receives all items. The retained batches have at most half as
+    many items as the queue, or are a single batch. The oldest batch is dropped first.
 
     Args:
         signal: name of the signal in warnings.
@@ -53,7 +54,7 @@ class Delivery:
         troubles: logger of the warnings.
 
     Attributes:
-        ledger: the account of the items.
+        ledger: counts of the items.
         session: the HTTP session that the SDK's exporter must use.
     """
 
@@ -63,34 +64,35 @@ class Delivery:
         self.otlp = otlp
         self.troubles = troubles
         self._signal = signal
-        # Metrics are cumulative: the next export contains all of a failed one.
+        # Metrics are cumulative: the next export includes the values of a failed one.
         self._retains = signal != "metrics"
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
-        self._failing = self._finishing = False
+    def _reset(self) -> None:
+        self._is_failing = self._is_shutting_down = False
         self._lock = threading.Lock()
         self._batches: deque[tuple[Sequence[Any], Callable[[Sequence[Any]], bool]]] = deque()
 
     @property
     def has_retained(self) -> bool:
         """True while a batch is retained for a retry."""
-        return self._failing and bool(self._batches)
+        return self._is_failing and bool(self._batches)
 
     def send(self, batch: Sequence[Any], export: Callable[[Sequence[Any]], bool]) -> bool:
-        """Send a batch after the retained ones. Never raise.
+        """Send a batch after the retained batches, without raising.
 
         Args:
             batch: spans, log records, or one set of metrics.
-            export: function that encodes and sends a part; returns whether it was accepted.
+            export: function that encodes and sends a part of the batch. It returns whether the
+                collector accepted the part.
 
         Returns:
-            True if all items were exported.
+            True if the batch and all retained batches were exported.
         """
-        if not self.ledger.take(len(batch)):
+        if not self.ledger.begin_export(len(batch)):
             return False
         with self._lock:
-            # The SDK disables tracing in the context of an export; a retry needs the same one.
+            # In this context the SDK disables tracing of the export. A retry needs it as well.
             context = copy_context()
             self._batches.append((batch, lambda part: context.run(export, part)))
             return self._send_all()
@@ -101,67 +103,70 @@ class Delivery:
             if not self.ledger.closed:
                 self._send_all()
 
-    def finish(self, deadline: float) -> None:
-        """Start the shutdown: retain nothing and give up after the first failure.
+    def begin_shutdown(self, deadline: float) -> None:
+        """Retain nothing from now on, and send nothing after the next failure.
 
-        No request continues beyond ``deadline`` of `time.monotonic`.
+        Every request ends at ``deadline``, a time of `time.monotonic`.
         """
-        self._failing, self._finishing = False, True
+        self._is_failing, self._is_shutting_down = False, True
         self.session.deadline = deadline
 
-    def disown(self) -> None:
-        """Discard the parent's batches, account and locks in a forked child."""
-        self.ledger.disown()
-        self._start()
+    def reset_after_fork(self) -> None:
+        """Discard the parent's batches, counts and locks in a forked child."""
+        self.ledger.reset_after_fork()
+        self._reset()
 
     def _send_all(self) -> bool:
-        """Send the oldest batch first; stop at a transient failure and retain the rest."""
+        """Send the batches, oldest first; at a transient failure, stop and retain the others."""
         all_sent = True
         while self._batches:
             batch, export = self._batches[0]
-            sent = 0 if self._finishing and self._failing else self._attempt(batch, export)
-            if self._failing and self.session.transient and self._retains and not self._finishing:
+            gives_up = self._is_shutting_down and self._is_failing
+            exported = 0 if gives_up else self._attempt(batch, export)
+            may_retain = self._retains and not self._is_shutting_down
+            if self._is_failing and self.session.is_transient and may_retain:
                 all_sent = False
                 break
             self._batches.popleft()
-            self.ledger.record_outcome(len(batch), sent)
-            all_sent = all_sent and sent == len(batch)
+            self.ledger.end_export(len(batch), exported)
+            all_sent = all_sent and exported == len(batch)
         retained = sum(len(batch) for batch, _ in self._batches)
         while len(self._batches) > 1 and retained > self.ledger.capacity // 2:
             dropped = len(self._batches.popleft()[0])
-            self.ledger.record_outcome(dropped, 0)
+            self.ledger.end_export(dropped, 0)
             retained -= dropped
         return all_sent
 
     def _attempt(self, batch: Sequence[Any], export: Callable[[Sequence[Any]], bool]) -> int:
-        """Return how many items of a batch were exported."""
+        """Send a batch once; return how many of its items were exported."""
         session = self.session
         session.reset()
-        session.once = self._failing or self._finishing
+        session.no_retry = self._is_failing or self._is_shutting_down
         self.troubles.exporter_message = ""
         try:
-            done = export(batch)
+            accepted = export(batch)
         except Exception as error:  # noqa: BLE001  # an exporter may raise anything
-            done, trouble = False, (f"export raised {type(error).__name__}", str(error))
+            accepted, trouble = False, (f"export raised {type(error).__name__}", str(error))
         else:
             trouble = session.trouble or ("items not exported", self.troubles.exporter_message)
-        if not done and not session.sent and len(batch) > 1:
-            # Nothing was sent: an item cannot be encoded. Find it by bisection.
+        if not accepted and not session.is_sent and len(batch) > 1:
+            # No request was sent: an item cannot be encoded. Bisection isolates it.
             middle = len(batch) // 2
-            sent = sum(self._attempt(half, export) for half in (batch[:middle], batch[middle:]))
-            session.transient = False  # a retry would send parts of the batch again
-            return sent
-        self._failing = not done and session.sent > 0
-        if (not done and not self.ledger.closed) or session.rejected:
+            halves = batch[:middle], batch[middle:]
+            exported = sum(self._attempt(half, export) for half in halves)
+            session.is_transient = False  # a retry would send parts of the batch again
+            return exported
+        self._is_failing = not accepted and session.is_sent
+        if (not accepted and not self.ledger.closed) or session.rejected:
             endpoint = redacted(self.otlp.endpoint)
             self.troubles.warn(
                 trouble[0], signal=self._signal, endpoint=endpoint, reason=trouble[1]
             )
-        return max(len(batch) - session.rejected, 0) if done else 0
+        return max(len(batch) - session.rejected, 0) if accepted else 0
 
 
 class _Counted:
-    """A mixin, listed before an SDK exporter, that makes it send through a `Delivery`."""
+    """A mixin that makes an SDK exporter send through a `Delivery`; list it as the first base."""
 
     def __init__(self, delivery: Delivery) -> None:
         otlp = delivery.otlp
@@ -178,7 +183,7 @@ class CountedSpanExporter(_Counted, OTLPSpanExporter):
     """An exporter of spans that counts them."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Export without raising."""
+        """Export spans without raising."""
         export = super().export
         sent = self.delivery.send(spans, lambda part: export(part) is SpanExportResult.SUCCESS)
         return SpanExportResult.SUCCESS if sent else SpanExportResult.FAILURE
@@ -188,18 +193,18 @@ class CountedLogExporter(_Counted, OTLPLogExporter):
     """An exporter of log records that counts them."""
 
     def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
-        """Export without raising."""
+        """Export log records without raising."""
         export = super().export
         sent = self.delivery.send(batch, lambda part: export(part) is LogRecordExportResult.SUCCESS)
         return LogRecordExportResult.SUCCESS if sent else LogRecordExportResult.FAILURE
 
 
 class CountedMetricExporter(OTLPMetricExporter):
-    """An exporter of metrics that counts the exports.
+    """An exporter of metrics that counts its exports.
 
     Args:
         delivery: the sender.
-        temporality: preferred temporality by class of instrument, see the SDK's exporter.
+        temporality: preferred temporality by class of instrument; None is the SDK's default.
     """
 
     def __init__(
@@ -219,7 +224,7 @@ class CountedMetricExporter(OTLPMetricExporter):
     def export(
         self, metrics_data: MetricsData, timeout_millis: float | None = 10_000, **kwargs: Any
     ) -> MetricExportResult:
-        """Export without raising."""
+        """Export metrics without raising."""
         export = super().export
 
         def send(part: Sequence[MetricsData]) -> bool:
@@ -230,46 +235,47 @@ class CountedMetricExporter(OTLPMetricExporter):
 
 
 class AdmittingSpanProcessor(BatchSpanProcessor):
-    """A processor that queues finished sampled spans, unless the ledger is full or closed."""
+    """A processor of finished sampled spans, which drops them if the ledger is full or closed."""
 
     def __init__(self, delivery: Delivery) -> None:
         super().__init__(CountedSpanExporter(delivery), **delivery.otlp.batching)
         self._delivery = delivery
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Make the name encodable as UTF-8."""
-        if encodable(span.name) is not span.name:
-            span.update_name(encodable(span.name))
+        """Make the name of the span encodable as UTF-8."""
+        name = replace_surrogates(span.name)
+        if name is not span.name:
+            span.update_name(name)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue or drop."""
+        """Queue or drop the span."""
         if span.context is not None and span.context.trace_flags.sampled and admit(self._delivery):
             super().on_end(span)
 
 
 class AdmittingLogProcessor(BatchLogRecordProcessor):
-    """A processor that queues log records, unless the ledger is full or closed."""
+    """A processor of log records, which drops them if the ledger is full or closed."""
 
     def __init__(self, delivery: Delivery) -> None:
         super().__init__(CountedLogExporter(delivery), **delivery.otlp.batching)
         self._delivery = delivery
 
     def on_emit(self, log_record: ReadWriteLogRecord) -> None:
-        """Queue or drop."""
+        """Queue or drop the log record."""
         if admit(self._delivery):
-            log_record.log_record.body = encodable(log_record.log_record.body)
+            log_record.log_record.body = replace_surrogates(log_record.log_record.body)
             super().on_emit(log_record)
 
 
-def encodable(value: Any) -> Any:
-    """Return a string with each lone surrogate, which UTF-8 cannot encode, as a question mark."""
+def replace_surrogates(value: Any) -> Any:
+    """Replace each lone surrogate of a string, which UTF-8 cannot encode, by a question mark."""
     if not isinstance(value, str) or value.isascii():
         return value
     return value.encode(errors="replace").decode()
 
 
 def admit(delivery: Delivery) -> bool:
-    """Admit an item to the ledger and return whether it fitted; warn if the queue is full."""
+    """Admit an item to the ledger and return whether it was admitted; warn if the queue is full."""
     if delivery.ledger.admit():
         return True
     if not delivery.ledger.closed:

@@ -1,7 +1,8 @@
 """A generator of trace and span ids that does not depend on the seed of `random`.
 
-OpenTelemetry's own generator takes them from `random`. Trainers seed `random`, often with the same
-number on each rank and in each run. Spans of different ranks and runs would then have the same ids.
+OpenTelemetry's own generator draws ids from `random`. Trainers seed `random`, often with the same
+number on each rank and in each run. With that generator, spans of different ranks and runs would
+have the same ids.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _system = SystemRandom()
 
 
 class SeedlessIdGenerator(RandomIdGenerator):
-    """A generator of ids from the operating system's randomness."""
+    """A generator that draws ids from the operating system's random numbers."""
 
     def generate_span_id(self) -> int:
         """Return a span id: 64 bits, not all of them zero."""

@@ -1,13 +1,13 @@
-"""The account of one signal: recorded items, and their outcomes.
+"""Counts of the items of one signal, by outcome.
 
 An item is admitted before it is queued, and leaves the queue when its export begins. So the SDK's
-queue never overflows, and every item is accounted for:
+queue never overflows, and every item is counted:
 
-    recorded --admit--> queued --take--> in flight --record_outcome--> exported
-      |                                     |
-      +--> queue_full, shutdown             +--> export_failed
+    recorded --admit--> queued --begin_export--> in flight --end_export--> exported
+      |                                             |
+      +--> queue_full, shutdown                     +--> export_failed
 
-`Ledger.close` moves queued and in-flight items to shutdown.
+`Ledger.close` counts queued and in-flight items as dropped by the shutdown.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import threading
 from typing import Literal, TypedDict
 
 Signal = Literal["spans", "events", "metrics", "steps"]
-"""``events`` are log records; an item of ``metrics`` is one export of all of them. ``steps`` are
-metrics of steps; an item is one export of those recorded since the previous export."""
+"""Kind of telemetry, with its items.
+
+``spans``: an item is a span. ``events``: an item is a log record. ``metrics``: an item is one
+export of all metrics except those of steps. ``steps``: an item is one export of the step metrics
+that were recorded since the previous export.
+"""
 
 
 class Counts(TypedDict):
     """The item counts of a signal; recorded = exported + dropped + pending at any moment.
 
     Attributes:
-        recorded: finished sampled spans, emitted log records, or collections of metrics.
+        recorded: finished sampled spans, emitted log records, or started exports of metrics.
         exported: items that a collector accepted.
         pending: items queued or in flight; 0 after shutdown.
         dropped: the sum of the following counts.
@@ -43,7 +47,7 @@ class Counts(TypedDict):
 
 
 class Ledger:
-    """A thread-safe account of one signal.
+    """The thread-safe counts of one signal.
 
     Args:
         capacity: maximum number of items queued and in flight.
@@ -51,16 +55,16 @@ class Ledger:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._clear()
+        self._reset()
 
-    def _clear(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._recorded = self._queued = self._in_flight = 0
         self._exported = self._queue_full = self._export_failed = self._shutdown = 0
         self.closed = False
 
     def admit(self) -> bool:
-        """Count an item as recorded; return False if it must be dropped, and count that too."""
+        """Count an item as recorded; return False and count it as dropped if it must be dropped."""
         with self._lock:
             self._recorded += 1
             if self.closed:
@@ -72,8 +76,8 @@ class Ledger:
             self._queued += 1
             return True
 
-    def take(self, items: int) -> bool:
-        """Move items from the queue to in flight; return False if the account is closed."""
+    def begin_export(self, items: int) -> bool:
+        """Count items as in flight instead of queued; return False if the ledger is closed."""
         with self._lock:
             if self.closed:
                 return False
@@ -81,8 +85,8 @@ class Ledger:
             self._in_flight += items
             return True
 
-    def record_outcome(self, items: int, exported: int) -> None:
-        """Count ``exported`` of ``items`` in flight as exported and the others as failed."""
+    def end_export(self, items: int, exported: int) -> None:
+        """Count ``exported`` of ``items`` in flight as exported, and the others as failed."""
         with self._lock:
             if self.closed:
                 return
@@ -91,15 +95,15 @@ class Ledger:
             self._export_failed += items - exported
 
     def close(self) -> None:
-        """Drop pending items and all items recorded from now on. May be called again."""
+        """Count pending items, and all items recorded from now on, as dropped by the shutdown."""
         with self._lock:
             self.closed = True
             self._shutdown += self._queued + self._in_flight
             self._queued = self._in_flight = 0
 
-    def disown(self) -> None:
-        """Replace the parent's account and lock in a forked child; start closed and empty."""
-        self._clear()
+    def reset_after_fork(self) -> None:
+        """Replace the parent's counts and lock in a forked child; the ledger is closed."""
+        self._reset()
         self.closed = True
 
     def counts(self) -> Counts:

@@ -1,6 +1,6 @@
-"""`setup`: at most one `Telemetry` per process; a forked child starts without one.
+"""`setup`: creates at most one `Telemetry` per process; a forked child starts without one.
 
-Importing this module is cheap and needs no SDK; calling `setup` needs one.
+The import of this module is cheap and needs no SDK. A call of `setup` needs the SDK.
 """
 
 from __future__ import annotations
@@ -34,40 +34,41 @@ def setup(
 ) -> Telemetry:
     """Set up tracing, lifecycle events and metrics of this process, once.
 
-    Arguments win over the standard ``OTEL_*`` variables, which supply the omitted ones. But
-    ``OTEL_SDK_DISABLED=true`` and ``OTEL_{TRACES,LOGS,METRICS}_EXPORTER=none`` always disable
-    export. Separate threads export batches by OTLP over HTTP with protobuf. A signal without an
-    endpoint has no exporter and no provider: its API calls do nothing. Without arguments and
-    variables, that applies to all three signals.
+    An omitted argument is taken from the standard ``OTEL_*`` variables. The variables
+    ``OTEL_SDK_DISABLED=true`` and ``OTEL_{TRACES,LOGS,METRICS}_EXPORTER=none`` disable export
+    despite arguments. Separate threads export batches by OTLP over HTTP with protobuf. A signal
+    without an endpoint has no exporter and no provider: its API calls do nothing. Without arguments
+    and variables, no signal has an endpoint.
 
     Telemetry never makes the program fail or block. If the collector is down, is slow or rejects
-    requests, or if the endpoint is not a URL, items may be dropped: `Telemetry.counts` counts them,
-    and one warning is logged. For these warnings, the standard logger ``opentelemetry`` is
-    redirected. One export takes at most 3 s, unless OTEL_EXPORTER_OTLP_TIMEOUT is set.
+    requests, or if the endpoint is not a URL, items may be dropped. `Telemetry.counts` counts
+    dropped items, and each kind of trouble is logged once. Records of the standard logger
+    ``opentelemetry`` are redirected to these warnings. One export takes at most 3 s, unless
+    OTEL_EXPORTER_OTLP_TIMEOUT is set.
 
-    Queued items are exported at exit and on SIGTERM. The signal handler is installed if `setup` is
-    called in the main thread. After the export it calls the previous handler. A forked child
-    exports nothing until it calls `setup` itself.
+    Queued items are exported at exit and on SIGTERM. The signal handler is installed only if
+    `setup` is called in the main thread. After the export it calls the previous handler. A forked
+    child exports nothing until it calls `setup`.
 
     Args:
-        service_name: ``service.name``; default OTEL_SERVICE_NAME.
-        instance: ``service.instance.id``, for example the rank.
-        run_id: ``rl.run_id``.
-        endpoint: base URL of a collector of all signals, for example ``http://127.0.0.1:4318``.
+        service_name: ``service.name`` of the resource; default OTEL_SERVICE_NAME.
+        instance: ``service.instance.id`` of the resource, for example the rank.
+        run_id: ``rl.run_id`` of the resource.
+        endpoint: base URL of the collector for all signals, for example ``http://127.0.0.1:4318``.
         attributes: further attributes of the resource.
-        prometheus_port: port that serves metrics for Prometheus, 0 for a free one, on
-            OTEL_EXPORTER_PROMETHEUS_HOST or else on loopback.
+        prometheus_port: port of the endpoint that Prometheus scrapes; 0 is a free port. The host is
+            OTEL_EXPORTER_PROMETHEUS_HOST, by default loopback.
         sample_ratio: fraction of traces that are recorded, 0 to 1; default OTEL_TRACES_SAMPLER.
         export_interval_s: seconds between exports of every signal; default OTEL_BSP_SCHEDULE_DELAY,
             OTEL_BLRP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL.
         shutdown_timeout_s: maximum wait in seconds at shutdown, at exit and on SIGTERM.
 
     Returns:
-        The telemetry of this process: the same object if called again with equal arguments.
+        The telemetry of this process. A further call with equal arguments returns the same object.
 
     Raises:
         ImportError: the SDK is not installed.
-        RuntimeError: `setup` was called with other arguments, and not shut down since.
+        RuntimeError: telemetry with other arguments is set up and was not shut down.
         ValueError: a number is out of its range.
     """
     global _current
@@ -91,12 +92,16 @@ def setup(
             "install the extra observability[sdk]"
         ) from error
     with _lock:
-        if _current is not None and not _current[1].ended:
-            before, telemetry = _current
-            if before == arguments:
+        if _current is not None and not _current[1].shutdown_began:
+            current_arguments, telemetry = _current
+            if current_arguments == arguments:
                 return telemetry
             names = [each.name for each in fields(Arguments)]
-            changed = [name for name in names if getattr(before, name) != getattr(arguments, name)]
+            changed = [
+                name
+                for name in names
+                if getattr(current_arguments, name) != getattr(arguments, name)
+            ]
             raise RuntimeError(
                 f"observability.setup was called before with another {', '.join(changed)}; "
                 "call shutdown() on the first telemetry before you set up another"
@@ -107,15 +112,15 @@ def setup(
 
 
 def _after_fork() -> None:
-    """Detach a forked child from its parent's exporters, so that it can set up its own."""
+    """Detach a forked child from the parent's telemetry, so that it can set up its own."""
     global _current, _lock
     _lock = threading.Lock()
     if _current is None:
         return
     from observability.setup import providers
 
-    providers.silence()
-    _current[1].disown()
+    providers.remove_providers()
+    _current[1].reset_after_fork()
     _current = None
 
 

@@ -1,8 +1,9 @@
 """The proxies registered as OpenTelemetry's global providers, and the SDK providers behind them.
 
-OpenTelemetry accepts a global provider once per process. So proxies are registered once and forward
-to the SDK's providers. Thus telemetry can shut down, start again, and stop in a forked child.
-Tracers and loggers follow such a change; an instrument belongs to the provider that made it.
+OpenTelemetry accepts a global provider once per process. So a proxy is registered once. It forwards
+to an SDK provider, which is replaced when telemetry shuts down or starts again, and after a fork.
+Tracers and loggers of a proxy follow the replacement. Meters and instruments do not: they belong to
+the provider that created them.
 """
 
 from __future__ import annotations
@@ -18,95 +19,101 @@ from observability.setup.troubles import Troubles
 T = TypeVar("T")
 
 
-class _Following(Generic[T]):
-    """The tracer or logger of the provider that is currently behind a proxy.
+class _CurrentInstance(Generic[T]):
+    """The tracer or logger of a proxy's current provider; call it to get the instance.
 
     Args:
-        provider: function that returns that provider.
-        get: function that returns the tracer or logger of a provider.
+        provider: function that returns the current provider.
+        create: function that returns the tracer or logger of a provider.
     """
 
-    def __init__(self, provider: Callable[[], Any], get: Callable[[Any], T]) -> None:
-        self._provider, self._get = provider, get
-        behind = provider()
-        self._cached = behind, get(behind)
+    def __init__(self, provider: Callable[[], Any], create: Callable[[Any], T]) -> None:
+        self._provider, self._create = provider, create
+        current = provider()
+        self._cached = current, create(current)
 
     def __call__(self) -> T:
         provider, instance = self._cached
         if provider is not self._provider():
             provider = self._provider()
-            instance = self._get(provider)
+            instance = self._create(provider)
             self._cached = provider, instance
         return instance
 
 
-class _Tracer(trace.Tracer):
-    def __init__(self, real: _Following[trace.Tracer]) -> None:
-        self._real = real
+class _ProxyTracer(trace.Tracer):
+    def __init__(self, current: _CurrentInstance[trace.Tracer]) -> None:
+        self._current = current
 
     def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
-        return self._real().start_span(*args, **kwargs)
+        return self._current().start_span(*args, **kwargs)
 
-    def start_as_current_span(  # type: ignore[override]  # the API decorates its own
+    def start_as_current_span(  # type: ignore[override]  # a decorator of the API changes its type
         self, *args: Any, **kwargs: Any
     ) -> AbstractContextManager[trace.Span]:
         return cast(
             "AbstractContextManager[trace.Span]",
-            self._real().start_as_current_span(*args, **kwargs),
+            self._current().start_as_current_span(*args, **kwargs),
         )
 
 
-class _Tracers(trace.TracerProvider):
+class _ProxyTracerProvider(trace.TracerProvider):
     def __init__(self) -> None:
-        self.behind: trace.TracerProvider = trace.NoOpTracerProvider()
+        self.provider: trace.TracerProvider = trace.NoOpTracerProvider()
 
-    def get_tracer(self, *scope: Any, **more: Any) -> trace.Tracer:
-        return _Tracer(
-            _Following(lambda: self.behind, lambda behind: behind.get_tracer(*scope, **more))
+    def get_tracer(self, *args: Any, **kwargs: Any) -> trace.Tracer:
+        return _ProxyTracer(
+            _CurrentInstance(
+                lambda: self.provider, lambda provider: provider.get_tracer(*args, **kwargs)
+            )
         )
 
 
-class _Logger(_logs.Logger):
-    def __init__(self, real: _Following[_logs.Logger], name: str) -> None:
+class _ProxyLogger(_logs.Logger):
+    def __init__(self, current: _CurrentInstance[_logs.Logger], name: str) -> None:
         super().__init__(name)
-        self._real = real
+        self._current = current
 
     def emit(self, *args: Any, **kwargs: Any) -> None:
-        self._real().emit(*args, **kwargs)
+        self._current().emit(*args, **kwargs)
 
     def enabled(self, **kwargs: Any) -> bool:
-        return self._real().enabled(**kwargs)
+        return self._current().enabled(**kwargs)
 
 
-class _Loggers(_logs.LoggerProvider):
+class _ProxyLoggerProvider(_logs.LoggerProvider):
     def __init__(self) -> None:
-        self.behind: _logs.LoggerProvider = _logs.NoOpLoggerProvider()
+        self.provider: _logs.LoggerProvider = _logs.NoOpLoggerProvider()
 
-    def get_logger(self, name: str, *scope: Any, **more: Any) -> _logs.Logger:
-        real = _Following[_logs.Logger](
-            lambda: self.behind, lambda behind: behind.get_logger(name, *scope, **more)
+    def get_logger(self, name: str, *args: Any, **kwargs: Any) -> _logs.Logger:
+        current = _CurrentInstance[_logs.Logger](
+            lambda: self.provider, lambda provider: provider.get_logger(name, *args, **kwargs)
         )
-        return _Logger(real, name)
+        return _ProxyLogger(current, name)
 
     def force_flush(self, timeout_millis: int) -> bool:
-        """Export the queued events, if an SDK is behind this proxy."""
-        flush = getattr(self.behind, "force_flush", None)
+        """Export the queued events; without an SDK there are none."""
+        flush = getattr(self.provider, "force_flush", None)
         return flush is None or bool(flush(timeout_millis))
 
 
-class _Meters(metrics.MeterProvider):
+class _ProxyMeterProvider(metrics.MeterProvider):
     def __init__(self) -> None:
-        self.behind: metrics.MeterProvider = metrics.NoOpMeterProvider()
-        self.steps: metrics.MeterProvider = metrics.NoOpMeterProvider()
+        self.provider: metrics.MeterProvider = metrics.NoOpMeterProvider()
+        self.step_provider: metrics.MeterProvider = metrics.NoOpMeterProvider()
 
-    def get_meter(self, *scope: Any, **more: Any) -> metrics.Meter:
-        return self.behind.get_meter(*scope, **more)
-
-
-_tracers, _loggers, _meters = _Tracers(), _Loggers(), _Meters()
+    def get_meter(self, *args: Any, **kwargs: Any) -> metrics.Meter:
+        return self.provider.get_meter(*args, **kwargs)
 
 
-def use(
+_tracers, _loggers, _meters = (
+    _ProxyTracerProvider(),
+    _ProxyLoggerProvider(),
+    _ProxyMeterProvider(),
+)
+
+
+def set_providers(
     *,
     tracers: trace.TracerProvider | None = None,
     loggers: _logs.LoggerProvider | None = None,
@@ -114,49 +121,57 @@ def use(
     steps: metrics.MeterProvider | None = None,
     troubles: Troubles,
 ) -> None:
-    """Set the providers behind the proxies; None makes the proxy of a signal do nothing.
+    """Set the providers of the proxies; a proxy without a provider does nothing.
 
-    ``steps`` is the provider of metrics of steps, see `step_meters`.
+    A proxy is registered when it first gets a provider. If the program registered another global
+    provider before, that one remains, and a warning is logged.
 
-    A proxy is registered when it first gets a provider. If the program registered another provider
-    before, that one stays, and a warning is logged.
+    Args:
+        tracers: provider of tracers.
+        loggers: provider of loggers.
+        meters: provider of meters, except for metrics of steps.
+        steps: provider of meters for metrics of steps, see `step_meters`.
+        troubles: logger of the warnings.
     """
-    silence()
+    remove_providers()
     if tracers is not None:
-        _tracers.behind = tracers
+        _tracers.provider = tracers
         if trace.get_tracer_provider() is not _tracers:
             trace.set_tracer_provider(_tracers)
-            _check(trace.get_tracer_provider() is _tracers, "TracerProvider", troubles)
+            _warn_unless(trace.get_tracer_provider() is _tracers, "TracerProvider", troubles)
     if loggers is not None:
-        _loggers.behind = loggers
+        _loggers.provider = loggers
         if _logs.get_logger_provider() is not _loggers:
             _logs.set_logger_provider(_loggers)
-            _check(_logs.get_logger_provider() is _loggers, "LoggerProvider", troubles)
+            _warn_unless(_logs.get_logger_provider() is _loggers, "LoggerProvider", troubles)
     if meters is not None:
-        _meters.behind = meters
+        _meters.provider = meters
         if metrics.get_meter_provider() is not _meters:
             metrics.set_meter_provider(_meters)
-            _check(metrics.get_meter_provider() is _meters, "MeterProvider", troubles)
+            _warn_unless(metrics.get_meter_provider() is _meters, "MeterProvider", troubles)
     if steps is not None:
-        _meters.steps = steps
+        _meters.step_provider = steps
 
 
 def step_meters() -> metrics.MeterProvider:
-    """Return the provider of metrics of steps: the program's own meter provider if it has one."""
+    """Return the provider of meters for metrics of steps.
+
+    If the program registered its own global meter provider, it is that one.
+    """
     registered = metrics.get_meter_provider()
-    return _meters.steps if registered is _meters else registered
+    return _meters.step_provider if registered is _meters else registered
 
 
-def silence() -> None:
+def remove_providers() -> None:
     """Make the proxies do nothing."""
-    _tracers.behind = trace.NoOpTracerProvider()
-    _loggers.behind = _logs.NoOpLoggerProvider()
-    _meters.behind = metrics.NoOpMeterProvider()
-    _meters.steps = metrics.NoOpMeterProvider()
+    _tracers.provider = trace.NoOpTracerProvider()
+    _loggers.provider = _logs.NoOpLoggerProvider()
+    _meters.provider = metrics.NoOpMeterProvider()
+    _meters.step_provider = metrics.NoOpMeterProvider()
 
 
-def _check(registered: bool, kind: str, troubles: Troubles) -> None:
-    if not registered:
+def _warn_unless(is_registered: bool, kind: str, troubles: Troubles) -> None:
+    if not is_registered:
         troubles.warn(
             f"another {kind} is registered already",
             consequence="telemetry that goes through it is not exported by observability.setup",

@@ -1,7 +1,7 @@
 """`ReadyThread`: a thread that is started before it is needed.
 
-Since Python 3.12 no thread can start once the interpreter shuts down, and that is when the last
-telemetry of a program is sent.
+The last telemetry of a program is sent while the interpreter shuts down. Since Python 3.12, no
+thread can be started then.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import suppress
 
 
 class Done:
-    """A flag that an action has finished.
+    """A flag that is set when an action finishes.
 
-    It is not a `threading.Event`: a signal handler may wait for the same flag as the thread that it
-    interrupts, and would deadlock on the event's internal lock.
+    It is not a `threading.Event`. A signal handler may wait for the same flag as the thread that it
+    interrupts, and with an event it would deadlock on the event's internal lock.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Done:
         self._running.release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` seconds; return whether the flag is set."""
+        """Wait until the flag is set, at most ``timeout_s`` seconds; return whether it is set."""
         if not self._is_set and self._running.acquire(timeout=max(timeout_s, 0)):
             self._running.release()
         return self._is_set
@@ -42,8 +42,8 @@ class ReadyThread:
     """A thread that runs actions in order; callers can wait for an action with a deadline.
 
     Args:
-        idle: function that is called after each ``idle_s`` seconds without an action.
-        idle_s: see ``idle``; None never calls it.
+        idle: function that is called whenever there was no action for ``idle_s`` seconds.
+        idle_s: seconds without an action before a call of ``idle``; None never calls it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReadyThread:
         threading.Thread(target=self._run, name="observability", daemon=True).start()
 
     def start(self, action: Callable[[], object]) -> Done:
-        """Queue an action and return its flag. Safe in a signal handler."""
+        """Queue an action and return its flag; may be called in a signal handler."""
         done = Done()
         self._actions.put((action, done))
         return done
@@ -84,5 +84,8 @@ class ReadyThread:
 
 
 def wait_all(flags: Iterable[Done], deadline: float) -> bool:
-    """Wait until ``deadline`` of `time.monotonic`; return whether all flags are set."""
+    """Wait until all flags are set, at most until ``deadline``; return whether they are set.
+
+    ``deadline`` is a time of `time.monotonic`.
+    """
     return all(flag.wait(deadline - time.monotonic()) for flag in flags)

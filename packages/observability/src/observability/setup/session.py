@@ -1,7 +1,7 @@
 """`CollectorSession`: the HTTP session of the SDK's exporters.
 
-The SDK treats a redirect as success and ignores the body of a response. Here a redirect is a
-failure, rejected items are counted, and only the first part of a long response is read.
+The SDK treats a redirect as success and ignores the body of a response. This session treats a
+redirect as a failure, counts rejected items, and reads only the first part of a long response.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from google.protobuf.message import DecodeError
 
 from observability.wire import Kind, rejected_count
 
-_MAX_ANSWER_BYTES = 1 << 16
+_MAX_RESPONSE_BYTES = 1 << 16
 _MIN_TIMEOUT_S = 0.01
-"""Minimum timeout: the library `requests` rejects the 0 that the SDK passes at its deadline."""
+"""Minimum timeout of a request. The SDK passes 0 at its deadline, which `requests` rejects."""
 _RETRYABLE = frozenset({429, 502, 503, 504})
-"""Statuses after which OTLP allows a retry."""
+"""Statuses of a response after which OTLP allows a retry."""
 
 
 class NotDelivered(Exception):
@@ -30,78 +30,81 @@ class CollectorSession(requests.Session):
     """A session that sends one request at a time and stores its outcome.
 
     Args:
-        kind: signal of its requests.
+        kind: kind of telemetry in its requests.
 
     Attributes:
-        once: whether the SDK must not retry a failed request.
-        deadline: monotonic time beyond which no request continues.
-        sent: 1 if a request was sent for the current batch, else 0.
+        no_retry: whether to prevent the SDK from retrying a failed request.
+        deadline: monotonic time at which every request ends; None for no deadline.
+        is_sent: whether a request was sent for the current batch.
         rejected: number of items of the last request that the collector rejected.
         trouble: kind and details of the last request's failure; None if it succeeded.
-        transient: whether the last failure was transient: no connection, no response in time, or a
-            status that allows a retry.
+        is_transient: whether the last failure was transient: no connection, no response in time, or
+            a status that allows a retry.
     """
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self._kind = kind
-        self.once = False
+        self.no_retry = False
         self.deadline: float | None = None
         self.reset()
 
     def reset(self) -> None:
         """Discard the outcome of the previous batch."""
-        self.sent = self.rejected = 0
+        self.is_sent = False
+        self.rejected = 0
         self.trouble: tuple[str, str] | None = None
-        self.transient = False
+        self.is_transient = False
 
     def request(self, method: str, url: str | bytes, *args: Any, **kwargs: Any) -> Any:
-        """Send as `requests.Session.request` does, and read the response.
+        """Send a request as `requests.Session.request` does, and read the response.
 
         Raises:
             NotDelivered: the request failed and must not be retried.
             requests.RequestException: the request failed; the SDK decides whether to retry.
         """
         self.reset()
-        self.sent = 1
+        self.is_sent = True
         timeouts = [] if kwargs.get("timeout") is None else [kwargs["timeout"]]
         if self.deadline is not None:
             timeouts.append(self.deadline - time.monotonic())
         if timeouts:
             kwargs["timeout"] = max(min(timeouts), _MIN_TIMEOUT_S)
         try:
-            answer = super().request(method, url, *args, **{**kwargs, "stream": True})
-            with answer:
-                body = answer.raw.read(_MAX_ANSWER_BYTES, decode_content=True)
+            response = super().request(method, url, *args, **{**kwargs, "stream": True})
+            with response:
+                body = response.raw.read(_MAX_RESPONSE_BYTES, decode_content=True)
         except Exception as error:  # an adapter may raise anything
-            self.trouble = _trouble(error)
+            self.trouble = _describe(error)
             transient_types = (
                 requests.ConnectionError,
                 requests.Timeout,
                 urllib3.exceptions.HTTPError,
             )
-            self.transient = isinstance(error, transient_types) and not isinstance(
+            self.is_transient = isinstance(error, transient_types) and not isinstance(
                 error, requests.exceptions.SSLError
             )
-            if self.once or isinstance(error, ValueError):
+            # `requests` raises a ValueError for an invalid URL: a retry would fail as well.
+            if self.no_retry or isinstance(error, ValueError):
                 raise NotDelivered(self.trouble[0]) from error
             raise
-        if not 200 <= answer.status_code < 300:
-            self.trouble = f"collector answered {answer.status_code}", str(answer.reason)
-            self.transient = answer.status_code in _RETRYABLE
-            if self.once or answer.status_code < 400:
+        if not 200 <= response.status_code < 300:
+            self.trouble = f"collector answered {response.status_code}", str(response.reason)
+            self.is_transient = response.status_code in _RETRYABLE
+            if self.no_retry or response.status_code < 400:
                 raise NotDelivered(self.trouble[0])
-            return answer
+            return response
         try:
             self.rejected = rejected_count(self._kind, body)
         except DecodeError:
-            self.rejected = 0  # a 2xx status means success, whatever the body
+            self.rejected = 0  # a 2xx status means success, even if the body is malformed
         if self.rejected:
-            self.trouble = "collector rejected a part", f"{self.rejected} items"
-        return answer
+            self.trouble = "collector rejected items", f"{self.rejected} items"
+        return response
 
 
-def _trouble(error: Exception) -> tuple[str, str]:
+def _describe(error: Exception) -> tuple[str, str]:
+    """Return the kind and the details of a failure."""
     if isinstance(error, requests.Timeout):
         return "collector timed out", type(error).__name__
     if isinstance(error, requests.RequestException) and isinstance(error, ValueError):

@@ -1,11 +1,12 @@
-"""Settings of `observability.setup`: its arguments, then the OTEL_* variables, then defaults.
+"""Settings of `observability.setup`: from its arguments, else OTEL_* variables, else defaults.
 
-A variable with an unusable value is logged and counts as unset: a typo in the environment of a job
-must not end it.
+A variable with an unusable value is logged and treated as unset: a typo in the environment of a job
+must not end the job.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias  # Any: arguments of the SDK
@@ -18,15 +19,16 @@ EXPORT_TIMEOUT_S = 3.0
 """Maximum duration of an export with all retries, unless OTEL_EXPORTER_OTLP_TIMEOUT is set."""
 
 _DEFAULT_ENDPOINT = "http://localhost:4318"
-_VARIABLE: dict[Signal, str] = {"spans": "TRACES", "events": "LOGS", "metrics": "METRICS"}
-_PROCESSOR: dict[Signal, str] = {"spans": "OTEL_BSP", "events": "OTEL_BLRP"}
-# An export costs milliseconds of CPU, whatever its size, so exports are infrequent. Only the first
-# report of a wait is flushed at once.
+_NAMES_IN_VARIABLES: dict[Signal, str] = {"spans": "TRACES", "events": "LOGS", "metrics": "METRICS"}
+_PROCESSOR_PREFIXES: dict[Signal, str] = {"spans": "OTEL_BSP", "events": "OTEL_BLRP"}
+# Even a small export costs milliseconds of CPU, so exports are infrequent. Only the first report of
+# a wait is exported at once.
 _INTERVAL_S: dict[Signal, float] = {"spans": 5.0, "events": 5.0, "metrics": 60.0}
-# An event names up to 4,096 samples, so a batch stays far below the 64 MiB limit of a request.
+# An event has up to 4,096 sample ids. A batch of 128 events is far below the limit of a request,
+# 64 MiB.
 _BATCH: dict[Signal, int] = {"spans": 512, "events": 128, "metrics": 1}
 _QUEUE = 2048
-# While the collector is unreachable, half of the queue is retained: ten minutes of exports.
+# While the collector is unreachable, half of the queue is retained: 120 exports, or ten minutes.
 _STEPS_INTERVAL_S, _STEPS_QUEUE = 5.0, 240
 
 AttributeValue: TypeAlias = str | bool | int | float
@@ -34,7 +36,7 @@ AttributeValue: TypeAlias = str | bool | int | float
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `observability.setup`, as given."""
+    """The arguments of `observability.setup`."""
 
     service_name: str | None
     instance: str | None
@@ -75,26 +77,29 @@ class Otlp:
         queue: maximum number of items queued and in flight.
         batch: maximum number of items in one request.
         interval_s: seconds from one export to the next.
-        timeout_s: maximum duration of one export in seconds; None if a variable sets it.
+        timeout_s: maximum duration of one export with its retries, in seconds.
     """
 
     endpoint: str
     queue: int
     batch: int
     interval_s: float
-    timeout_s: float | None
+    timeout_s: float
 
-    def of_steps(self, interval_s: float | None) -> Otlp:
-        """Return the settings for metrics of steps, from those of metrics.
+    def for_steps(self, interval_s: float | None) -> Otlp:
+        """Return the settings for metrics of steps, if these are the settings for metrics.
 
-        They are exported at least as often as other metrics, and every 5 s by default.
+        Metrics of steps are exported at least as often as other metrics, by default every 5 s.
+
+        Args:
+            interval_s: argument ``export_interval_s`` of the setup.
         """
-        default = min(self.interval_s, _STEPS_INTERVAL_S)
-        return replace(self, queue=_STEPS_QUEUE, interval_s=interval_s or default)
+        default_s = min(self.interval_s, _STEPS_INTERVAL_S)
+        return replace(self, queue=_STEPS_QUEUE, interval_s=interval_s or default_s)
 
     @property
     def batching(self) -> dict[str, Any]:
-        """Arguments of the SDK's batch processors."""
+        """Keyword arguments of the SDK's batch processors."""
         return {
             "max_queue_size": self.queue,
             "schedule_delay_millis": self.interval_s * 1000,
@@ -104,7 +109,7 @@ class Otlp:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """The address where metrics can be scraped; port 0 is any free one."""
+    """The address of the endpoint that Prometheus scrapes; port 0 is any free port."""
 
     host: str
     port: int
@@ -112,26 +117,27 @@ class Prometheus:
 
 @dataclass(frozen=True)
 class Settings:
-    """The exports and endpoints to set up.
+    """The exports to set up.
 
     Attributes:
-        otlp: settings of each exported signal.
-        prometheus: endpoint for Prometheus, or None.
+        otlp: export settings of each exported signal.
+        prometheus: address of the Prometheus endpoint; None for no endpoint.
     """
 
     otlp: dict[Signal, Otlp]
     prometheus: Prometheus | None
 
 
-def settings(arguments: Arguments, troubles: Troubles) -> Settings:
-    """Return the settings: arguments win over OTEL_* variables, these over defaults.
+def resolve_settings(arguments: Arguments, troubles: Troubles) -> Settings:
+    """Return the settings: an argument, else the OTEL_* variable, else the default.
 
-    OTEL_SDK_DISABLED and OTEL_<SIGNAL>_EXPORTER=none let an operator overrule the arguments.
+    With OTEL_SDK_DISABLED or OTEL_<SIGNAL>_EXPORTER=none, an operator disables export despite the
+    arguments.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return Settings(otlp={}, prometheus=None)
     exported: dict[Signal, Otlp] = {}
-    for signal in _VARIABLE:
+    for signal in _NAMES_IN_VARIABLES:
         endpoint = _endpoint(signal, arguments.endpoint, troubles)
         if endpoint is not None:
             exported[signal] = _otlp(signal, endpoint, arguments.export_interval_s, troubles)
@@ -139,7 +145,7 @@ def settings(arguments: Arguments, troubles: Troubles) -> Settings:
 
 
 def redacted(endpoint: str) -> str:
-    """Return an endpoint without its user, password and query, which may be secret."""
+    """Return an endpoint without user, password and query, which may be secret."""
     scheme, separator, rest = endpoint.partition("://")
     if not separator:
         scheme, rest = "", endpoint
@@ -147,16 +153,19 @@ def redacted(endpoint: str) -> str:
 
 
 def _endpoint(signal: Signal, argument: str | None, troubles: Troubles) -> str | None:
-    """Return the URL that a signal is sent to, or None if it is not exported."""
-    name = _VARIABLE[signal]
-    chosen = _names(f"OTEL_{name}_EXPORTER")
-    if "none" in chosen:
+    """Return the URL that a signal is sent to; None if the signal is not exported."""
+    name = _NAMES_IN_VARIABLES[signal]
+    exporters = _listed(f"OTEL_{name}_EXPORTER")
+    if "none" in exporters:
         return None
-    for unknown in chosen - {"otlp", "prometheus"}:
+    for unknown in exporters - {"otlp", "prometheus"}:
         troubles.warn(f"unknown exporter {unknown}", variable=f"OTEL_{name}_EXPORTER")
     base = argument or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    own = None if argument else os.environ.get(f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT")
-    is_exported = bool(base or own) if not chosen or argument else "otlp" in chosen
+    signal_endpoint = None if argument else os.environ.get(f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT")
+    if exporters and not argument:
+        is_exported = "otlp" in exporters
+    else:
+        is_exported = bool(base or signal_endpoint)
     if not is_exported:
         return None
     for variable in (f"OTEL_EXPORTER_OTLP_{name}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
@@ -165,67 +174,90 @@ def _endpoint(signal: Signal, argument: str | None, troubles: Troubles) -> str |
             troubles.warn(
                 f"unsupported protocol {protocol}", variable=variable, supported="http/protobuf"
             )
-    endpoint = own or f"{(base or _DEFAULT_ENDPOINT).rstrip('/')}/v1/{name.lower()}"
-    if wrong := _wrong(endpoint):
-        troubles.warn("invalid endpoint", endpoint=redacted(endpoint), reason=wrong)
+    base_url = (base or _DEFAULT_ENDPOINT).rstrip("/")
+    endpoint = signal_endpoint or f"{base_url}/v1/{name.lower()}"
+    if not _is_valid(endpoint):
+        troubles.warn(
+            "invalid endpoint",
+            endpoint=redacted(endpoint),
+            reason="expected http://host:port or https://host:port",
+        )
     return endpoint
 
 
-def _wrong(endpoint: str) -> str | None:
-    """Return why an endpoint is invalid, or None."""
+def _is_valid(endpoint: str) -> bool:
     try:
         parts = urlsplit(endpoint)
-        usable = parts.port is None or parts.port >= 0  # raises if it is not a number
-    except ValueError:  # not reported, since its text may quote a password
-        usable = False
-    if usable and parts.scheme in ("http", "https") and parts.hostname:
-        return None
-    return "expected http://host:port or https://host:port"
+        _ = parts.port  # raises if the port is not a number from 0 to 65535
+    except ValueError:  # its text may quote a password, so it is not logged
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _otlp(signal: Signal, endpoint: str, interval_s: float | None, troubles: Troubles) -> Otlp:
-    queue, batch, delay = 1, 1, "OTEL_METRIC_EXPORT_INTERVAL"
-    if prefix := _PROCESSOR.get(signal):
+    queue, batch, interval_variable = 1, 1, "OTEL_METRIC_EXPORT_INTERVAL"
+    if prefix := _PROCESSOR_PREFIXES.get(signal):
         queue = int(_positive(f"{prefix}_MAX_QUEUE_SIZE", _QUEUE, troubles))
         batch = int(_positive(f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH[signal], troubles))
-        delay = f"{prefix}_SCHEDULE_DELAY"
-    name = _VARIABLE[signal]
-    timeouts = (f"OTEL_EXPORTER_OTLP_{name}_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+        interval_variable = f"{prefix}_SCHEDULE_DELAY"
+    if interval_s is None:
+        interval_s = _positive(interval_variable, _INTERVAL_S[signal] * 1000, troubles) / 1000
     return Otlp(
         endpoint=endpoint,
         queue=queue,
         batch=min(batch, queue),
-        interval_s=interval_s or _positive(delay, _INTERVAL_S[signal] * 1000, troubles) / 1000,
-        timeout_s=None if any(os.environ.get(each) for each in timeouts) else EXPORT_TIMEOUT_S,
+        interval_s=interval_s,
+        timeout_s=_timeout_s(signal, troubles),
     )
 
 
+def _timeout_s(signal: Signal, troubles: Troubles) -> float:
+    """Return the timeout in the environment, in seconds as the SDK reads it, or the default."""
+    for variable in (
+        f"OTEL_EXPORTER_OTLP_{_NAMES_IN_VARIABLES[signal]}_TIMEOUT",
+        "OTEL_EXPORTER_OTLP_TIMEOUT",
+    ):
+        text = os.environ.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = 0.0
+        if 0 < timeout_s < math.inf:
+            return timeout_s
+        troubles.warn(f"{variable} is not usable", value=text, expected="seconds above 0")
+    return EXPORT_TIMEOUT_S
+
+
 def _prometheus(port: int | None, troubles: Troubles) -> Prometheus | None:
-    chosen = _names("OTEL_METRICS_EXPORTER")
-    if "none" in chosen or (port is None and "prometheus" not in chosen):
+    exporters = _listed("OTEL_METRICS_EXPORTER")
+    if "none" in exporters or (port is None and "prometheus" not in exporters):
         return None
     host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST") or "127.0.0.1"
     if port is not None:
         return Prometheus(host, port)
     variable = "OTEL_EXPORTER_PROMETHEUS_PORT"
     text = os.environ.get(variable) or "9464"
-    if text.isdecimal() and int(text) <= 65535:
+    if text.isdecimal() and len(text) <= 5 and int(text) <= 65535:
         return Prometheus(host, int(text))
     troubles.warn(f"{variable} is not usable", value=text, expected="0 to 65535")
     return None
 
 
 def _positive(variable: str, default: float, troubles: Troubles) -> float:
+    """Return a variable's positive integer, or the default."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
-    if text.isdecimal() and 0 < int(text) < 2**31:
+    if text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31:
         return int(text)
     troubles.warn(f"{variable} is not usable", value=text, used=default)
     return default
 
 
-def _names(variable: str) -> set[str]:
+def _listed(variable: str) -> set[str]:
+    """Return the names in a variable that is a list separated by commas."""
     return {
         name.strip().lower() for name in os.environ.get(variable, "").split(",") if name.strip()
     }

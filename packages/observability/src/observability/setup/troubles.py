@@ -1,7 +1,7 @@
-"""`Troubles`: one warning per kind of trouble, however often it occurs.
+"""`Troubles`: one warning per kind of trouble, even if it occurs often.
 
-The SDK logs every failed batch and bad attribute. While telemetry is set up, records of the
-standard logger ``opentelemetry`` and its children are redirected here.
+The SDK logs every failed batch and invalid attribute, through the standard logger ``opentelemetry``
+and its children. From the first setup on, these log records are redirected here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Troubles:
     """A logger that logs each kind of trouble once.
 
     Attributes:
-        exporter_message: last message that an SDK exporter logged. It causes no warning, since the
-            caller of the exporter reports the failure.
+        exporter_message: the last message that an SDK exporter logged. The message itself causes
+            no warning, because the caller of the exporter reports the failure.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,15 @@ class Troubles:
     def warn(self, kind: str, **facts: object) -> None:
         """Log one warning, ``telemetry_trouble``, unless this kind was logged before.
 
-        Neither lock nor raise, because this is called wherever a span ends.
+        It acquires no lock and never raises, because it may be called wherever a span ends.
 
         Args:
             kind: description of the trouble.
             facts: details; only those of the first occurrence are logged.
         """
-        mark = object()
-        if len(self._kinds) >= _MAX_KINDS or self._kinds.setdefault(kind, mark) is not mark:
+        # `setdefault` is atomic: only one of several threads gets its own marker back.
+        marker = object()
+        if len(self._kinds) >= _MAX_KINDS or self._kinds.setdefault(kind, marker) is not marker:
             return
         try:
             logger.warning("telemetry_trouble", trouble=kind, **facts)

@@ -1,4 +1,4 @@
-"""`Observing`: reports operations to observers; an observer's error does not reach the caller."""
+"""`Observers`: reports operations to observers, whose errors do not reach the caller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any  # Any: observers' own states
+from typing import Any  # Any: each observer has its own type of state
 
 import structlog
 
@@ -16,8 +16,8 @@ from observability.middleware.operation import Observer, Operation
 logger = structlog.get_logger("observability")
 
 
-class Observing:
-    """A reporter of operations to observers.
+class Observers:
+    """A group of observers that operations are reported to.
 
     Args:
         observers: observers in the order in which they begin.
@@ -30,9 +30,9 @@ class Observing:
         """Number of times an observer raised."""
 
     @contextmanager
-    def observed(self, call: Operation) -> Iterator[Operation]:
+    def observe(self, call: Operation) -> Iterator[Operation]:
         """Report the operation that the block runs; the block fills in its sizes and samples."""
-        begun = [(observer, self._guarded(observer.begin, call)) for observer in self._observers]
+        states = [(observer, self._notify(observer.begin, call)) for observer in self._observers]
         started = time.perf_counter()
         try:
             yield call
@@ -41,16 +41,19 @@ class Observing:
             raise
         finally:
             call.wall_s = time.perf_counter() - started
-            if call.started_ns is not None:
+            if call.started_ns is not None:  # the operation began before this block
                 call.wall_s = max(0, time.time_ns() - call.started_ns) / 1e9
-            for observer, state in reversed(begun):
-                self._guarded(observer.end, call, state)
+            for observer, state in reversed(states):
+                self._notify(observer.end, call, state)
 
-    def _guarded(self, observe: Callable[..., Any], call: Operation, *state: Any) -> Any:
-        """Call an observer; log its errors, since a claim that raises would lose its samples."""
+    def _notify(self, method: Callable[..., Any], call: Operation, *state: Any) -> Any:
+        """Call a method of an observer and log its error.
+
+        If the error reached the caller of a claim, the claimed samples would be lost.
+        """
         try:
-            return observe(call, *state)
-        except Exception:  # noqa: BLE001  # the user's listener may raise anything
+            return method(call, *state)
+        except Exception:  # noqa: BLE001  # the user's observer may raise anything
             with self._lock:
                 self.failures += 1
             logger.error(
