@@ -1,4 +1,4 @@
-"""Programs that set up telemetry, one process each, and collectors that misbehave."""
+"""Scripts that set up telemetry, each in a separate process, and collectors that misbehave."""
 
 from __future__ import annotations
 
@@ -40,28 +40,35 @@ def spans(number):
 """
 
 
-FORKING = "ignore:This process:DeprecationWarning"
+FORK_WARNING_FILTER = "ignore:This process:DeprecationWarning"
 
 
 @dataclass
 class ScriptResult:
-    """Result of a script."""
+    """Result of a script.
 
-    code: int
-    report: list[dict[str, Any]]
+    Attributes:
+        exit_code: exit code of its process.
+        reports: facts that it passed to ``report``.
+        warnings: its log lines.
+        stderr_lines: lines of its stderr that are not log lines.
+    """
+
+    exit_code: int
+    reports: list[dict[str, Any]]
     warnings: list[dict[str, Any]]
-    noise: list[str] = field(default_factory=list)
+    stderr_lines: list[str] = field(default_factory=list)
 
     @property
     def troubles(self) -> list[str]:
         return [each["trouble"] for each in self.warnings if each["event"] == "telemetry_trouble"]
 
 
-def started(script: str, endpoint: str = "", **variables: str) -> subprocess.Popen[str]:
+def start_script(script: str, endpoint: str = "", **variables: str) -> subprocess.Popen[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")}
     return subprocess.Popen(
-        # Some scripts fork after starting threads, of which Python 3.12 and later warn.
-        [sys.executable, "-W", FORKING, "-c", PREAMBLE + script, endpoint],
+        # Some scripts fork after starting threads. Python 3.12 and later warn of that.
+        [sys.executable, "-W", FORK_WARNING_FILTER, "-c", PREAMBLE + script, endpoint],
         env=inherited | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -69,28 +76,28 @@ def started(script: str, endpoint: str = "", **variables: str) -> subprocess.Pop
     )
 
 
-def ended(process: subprocess.Popen[str]) -> ScriptResult:
+def wait_for_end(process: subprocess.Popen[str]) -> ScriptResult:
     try:
         out, err = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
-    ran = ScriptResult(process.returncode, [json.loads(line) for line in out.splitlines()], [])
+    result = ScriptResult(process.returncode, [json.loads(line) for line in out.splitlines()], [])
     for line in err.splitlines():
         if line.startswith("{"):
-            ran.warnings.append(json.loads(line))
+            result.warnings.append(json.loads(line))
         else:
-            ran.noise.append(line)
-    return ran
+            result.stderr_lines.append(line)
+    return result
 
 
-def run(script: str, endpoint: str = "", **variables: str) -> ScriptResult:
-    ran = ended(started(script, endpoint, **variables))
-    assert ran.noise == [], ran.noise
-    return ran
+def run_script(script: str, endpoint: str = "", **variables: str) -> ScriptResult:
+    result = wait_for_end(start_script(script, endpoint, **variables))
+    assert result.stderr_lines == [], result.stderr_lines
+    return result
 
 
 class Collector:
-    """HTTP server with a given answer."""
+    """HTTP server that stores requests and gives the same answer to each."""
 
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler], None]) -> None:
         self.requests: list[tuple[str, dict[str, str]]] = []
@@ -102,7 +109,7 @@ class Collector:
             def do_POST(self) -> None:
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                with collector._lock:  # so a request and its body have one index
+                with collector._lock:  # so that a request and its body have the same index
                     collector.requests.append((self.path, headers))
                     collector.bodies.append(body)
                 answer(self)
@@ -123,10 +130,13 @@ class Collector:
 
 
 def step_points(
-    received: Collector, *, times: bool = False
+    server: Collector, *, times: bool = False
 ) -> Iterable[tuple[str, str, float, dict[str, Any]]]:
-    """Yield name, unit, value and attributes of each point of step metrics, or of ``rl.time``."""
-    for (path, _), body in zip(received.requests, received.bodies, strict=True):
+    """Yield name, unit, value and attributes of each point of step metrics.
+
+    With ``times``, yield the points of ``rl.time`` instead; otherwise omit them.
+    """
+    for (path, _), body in zip(server.requests, server.bodies, strict=True):
         if path != "/v1/metrics":
             continue
         request = ExportMetricsServiceRequest.FromString(body)
@@ -145,11 +155,11 @@ def step_points(
 
 @contextmanager
 def collector(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Collector]:
-    result = Collector(answer)
+    server = Collector(answer)
     try:
-        yield result
+        yield server
     finally:
-        result.close()
+        server.close()
 
 
 def status(code: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
@@ -165,16 +175,16 @@ def status(code: int, body: bytes = b"", **headers: str) -> Callable[[Any], None
 
 
 @contextmanager
-def hanging() -> Iterator[Collector]:
+def hanging_collector() -> Iterator[Collector]:
     """Collector that accepts a request and does not answer until the test ends."""
-    over = threading.Event()
-    with collector(lambda handler: over.wait(DEADLINE_S) and None) as result:
-        yield result
-        over.set()
+    test_ended = threading.Event()
+    with collector(lambda handler: test_ended.wait(DEADLINE_S) and None) as server:
+        yield server
+        test_ended.set()
 
 
-def balanced(counts: dict[str, dict[str, int]]) -> bool:
-    """Check, after shutdown, that recorded = exported + dropped."""
+def is_balanced(counts: dict[str, dict[str, int]]) -> bool:
+    """Return whether recorded = exported + dropped, as after shutdown, for each signal."""
     return all(
         each["recorded"] == each["exported"] + each["dropped"]
         and each["dropped"] == each["queue_full"] + each["export_failed"] + each["shutdown"]

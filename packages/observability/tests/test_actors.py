@@ -1,4 +1,4 @@
-"""Context across actors: on Ray where a test needs its checks, else in this process."""
+"""Trace context across actors, in one process; `integration/test_traced_actors.py` uses Ray."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ class Worker:
     """Class of an actor."""
 
     @traced
-    def plain(self, a, b=2, *args, c, **more):
+    def plain(self, a, b=2, *args, c, **kwargs):
         """Add."""
-        return a + b + c, current()
+        return a + b + c, current_trace_id()
 
     @traced(name="other", bucket="productive")
     def named(self):
-        return current(), trace.get_current_span().name, trace.get_current_span().attributes
+        return (
+            current_trace_id(),
+            trace.get_current_span().name,
+            trace.get_current_span().attributes,
+        )
 
     @traced
     async def awaited(self, a):
         await asyncio.sleep(0)
-        return a, current()
+        return a, current_trace_id()
 
     @traced
     def generated(self, n):
         for number in range(n):
-            yield number, current()
+            yield number, current_trace_id()
 
     @traced
     def talk(self):
@@ -51,16 +55,16 @@ class Worker:
     @traced
     async def items(self, n):
         for number in range(n):
-            yield number, current()
+            yield number, current_trace_id()
 
 
-def current():
+def current_trace_id():
     return trace.format_trace_id(trace.get_current_span().get_span_context().trace_id)
 
 
-def test_the_signature_gains_only_a_keyword():
+def test_the_signature_gains_only_the_argument_carrier():
     assert str(inspect.signature(Worker.plain)) == (
-        "(self, a, b=2, *args, c, carrier=None, **more)"
+        "(self, a, b=2, *args, c, carrier=None, **kwargs)"
     )
     assert (Worker.plain.__name__, Worker.plain.__doc__) == ("plain", "Add.")
     assert inspect.iscoroutinefunction(Worker.awaited)
@@ -71,15 +75,15 @@ def test_the_signature_gains_only_a_keyword():
 def test_a_call_with_a_carrier_belongs_to_the_callers_trace():
     worker = Worker()
     with span("caller"):
-        carrier, here = inject(), current()
-    assert worker.plain(1, c=3, carrier=carrier) == (6, here)
-    assert asyncio.run(worker.awaited(1, carrier=carrier)) == (1, here)
-    assert list(worker.generated(2, carrier=carrier)) == [(0, here), (1, here)]
+        carrier, trace_id = inject(), current_trace_id()
+    assert worker.plain(1, c=3, carrier=carrier) == (6, trace_id)
+    assert asyncio.run(worker.awaited(1, carrier=carrier)) == (1, trace_id)
+    assert list(worker.generated(2, carrier=carrier)) == [(0, trace_id), (1, trace_id)]
 
     async def collect():
         return [item async for item in worker.items(2, carrier=carrier)]
 
-    assert asyncio.run(collect()) == [(0, here), (1, here)]
+    assert asyncio.run(collect()) == [(0, trace_id), (1, trace_id)]
     assert not trace.get_current_span().get_span_context().is_valid
 
 
@@ -87,12 +91,12 @@ def test_a_generators_span_is_not_current_in_its_consumer():
     worker = Worker()
     with span("caller") as caller:
         for _number, inside in worker.generated(2, carrier=inject()):
-            assert inside == current()
+            assert inside == current_trace_id()
             assert trace.get_current_span() is caller
 
         async def consume():
             async for _number, inside in worker.items(2, carrier=inject()):
-                assert inside == current()
+                assert inside == current_trace_id()
                 assert trace.get_current_span() is caller
 
         asyncio.run(consume())
@@ -124,16 +128,17 @@ def test_a_generator_receives_what_its_consumer_sends():
     assert stop.value.value == "end"
 
 
-def test_a_call_without_a_carrier_begins_a_trace_and_works():
-    result, built = Worker().plain(1, c=3)
+def test_a_call_without_a_carrier_begins_a_trace():
+    result, new_trace_id = Worker().plain(1, c=3)
     assert result == 6
-    assert int(built, 16) != 0
+    assert int(new_trace_id, 16) != 0
 
 
 def test_name_and_bucket_are_those_of_the_decorator():
     with span("caller"):
-        here, name, attributes = Worker().named(carrier=inject())
-    assert (here, name, attributes["rl.bucket"]) == (here, "other", "productive")
+        expected = current_trace_id(), "other", "productive"
+        trace_id, name, attributes = Worker().named(carrier=inject())
+    assert (trace_id, name, attributes["rl.bucket"]) == expected
 
 
 def test_a_method_that_has_a_carrier_already_is_refused():
@@ -168,7 +173,7 @@ def test_a_malformed_carrier_is_ignored(carrier):
 
 
 class Handle:
-    """Imitation of a Ray handle."""
+    """Stand-in for a Ray handle, which records the calls of its methods."""
 
     def __init__(self):
         self.calls = []

@@ -1,7 +1,7 @@
-"""Adapters of other trainers, with stand-ins for the trainers.
+"""Adapters, with stand-ins for the trainers.
 
 `integration/test_trl.py` trains with TRL, `integration/verl` runs verl's loop, and
-`integration/test_skyrl.py` SkyRL's.
+`integration/test_skyrl.py` runs SkyRL's loop.
 """
 
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from setup_processes import collector, run, status, step_points
+from setup_processes import collector, run_script, status, step_points
 
 from observability.receiver import Receiver
 from observability.views import Step, steps_of
@@ -51,19 +51,19 @@ def log(step, **logs):
 """
 
 
-def traced(receiver: Receiver, body: str) -> list[Step]:
+def run_traced_trl(receiver: Receiver, body: str) -> list[Step]:
     indented = "\n".join(f"    {line}" for line in body.strip().splitlines())
     blocks = 'setup("grpo.driver", run_id="r", endpoint=ENDPOINT), trace_steps(trainer, "r")'
-    ran = run(
-        f"{TRL}\ntry:\n  with {blocks}:\n{indented}\nexcept ValueError: pass\n{AFTER}",
+    result = run_script(
+        f"{TRL}\ntry:\n  with {blocks}:\n{indented}\nexcept ValueError: pass\n{REPORT_RESTORED}",
         receiver.endpoint,
     )
-    assert ran.code == 0
-    assert ran.report == [{"restored": True, "callbacks": 0}]
+    assert result.exit_code == 0
+    assert result.reports == [{"restored": True, "callbacks": 0}]
     return steps_of(receiver.snapshot())
 
 
-AFTER = """
+REPORT_RESTORED = """
 restored = all(vars(ProfilingContext)[name] is value for name, value in original.items()
                if name in ("__enter__", "__exit__"))
 report(restored=restored, callbacks=len(callbacks))
@@ -71,7 +71,7 @@ report(restored=restored, callbacks=len(callbacks))
 
 
 def test_trl_backward_passes_and_the_optimizer_have_spans(receiver: Receiver) -> None:
-    [step] = traced(
+    [step] = run_traced_trl(
         receiver,
         """
 begin(4)
@@ -96,10 +96,10 @@ event("on_step_end")
 
 
 @pytest.mark.parametrize(("mode", "bucket"), [("server", "idle"), ("colocate", "productive")])
-def test_trl_is_idle_while_a_vllm_server_generates(
+def test_trl_is_idle_only_while_a_vllm_server_generates(
     receiver: Receiver, mode: str, bucket: str
 ) -> None:
-    [step] = traced(
+    [step] = run_traced_trl(
         receiver, f'begin(0, vllm_mode="{mode}"); block("vLLM.generate"); event("on_step_end")'
     )
     [generate] = step.children(step.root.span_id)
@@ -107,7 +107,7 @@ def test_trl_is_idle_while_a_vllm_server_generates(
 
 
 def test_trl_blocks_outside_of_a_step_have_no_spans(receiver: Receiver) -> None:
-    [step] = traced(
+    [step] = run_traced_trl(
         receiver, 'begin(0); event("on_step_end"); block("compute_loss"); block("my_reward")'
     )
     assert [span.name for span in receiver.snapshot().spans] == ["grpo.step"]
@@ -126,7 +126,7 @@ def test_trl_blocks_outside_of_a_step_have_no_spans(receiver: Receiver) -> None:
     ids=["backward", "rewards"],
 )
 def test_trl_error_ends_the_step_as_failed(receiver: Receiver, body: str, failed: set[str]) -> None:
-    [step] = traced(receiver, f"begin(0)\n{body}")
+    [step] = run_traced_trl(receiver, f"begin(0)\n{body}")
     errors = {s.name for s in step.spans if s.attributes.get("error.type") == "ValueError"}
     assert errors == {"grpo.step", *failed}
     assert [span.name for span in step.tree.roots] == ["grpo.step"]
@@ -134,7 +134,7 @@ def test_trl_error_ends_the_step_as_failed(receiver: Receiver, body: str, failed
 
 
 def test_trl_step_ends_if_training_stops_within_it(receiver: Receiver) -> None:
-    steps = traced(
+    steps = run_traced_trl(
         receiver, 'begin(0); block("compute_loss"); begin(0); block("x"); event("on_train_end")'
     )
     assert [step.incomplete for step in steps] == [[], []]
@@ -153,14 +153,14 @@ class Timer:
             self.update_dict[self.message] = 1.0
 
 class RayPPOTrainer:
-    def __init__(self, done):
-        self.global_step, self.dynamic_sampling_state = done + 1, None
+    def __init__(self, completed):
+        self.global_step, self.dynamic_sampling_state = completed + 1, None
     def step(self, rounds=1):
-        for place in range(rounds):
+        for number in range(rounds):
             with Timer("step"):
                 with Timer("generate"):
                     pass
-                self.dynamic_sampling_state = {} if place + 1 < rounds else None
+                self.dynamic_sampling_state = {} if number + 1 < rounds else None
                 if self.dynamic_sampling_state is not None:
                     continue
                 with Timer("train_critic_and_policy"), Timer("policy_train"):
@@ -184,23 +184,23 @@ from observability.adapters import skyrl
 """
 
 
-def traced_skyrl(receiver: Receiver, body: str, **variables: str) -> list[Step]:
+def run_traced_skyrl(receiver: Receiver, body: str, **variables: str) -> list[Step]:
     """Run a program with stand-ins for the parts of skyrl 0.4.0 that the adapter uses."""
     methods = "Timer.__enter__, Timer.__exit__, RayPPOTrainer.__init__, Tracking.log"
     program = f"{SKYRL}{body}\nreport(restored=originals == ({methods}))"
-    ran = run(program, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, **variables)
-    assert (ran.code, ran.report[-1:]) == (0, [{"restored": True}])
+    result = run_script(program, OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint, **variables)
+    assert (result.exit_code, result.reports[-1:]) == (0, [{"restored": True}])
     return steps_of(receiver.snapshot())
 
 
 def test_skyrl_stages_are_spans_of_a_step(receiver: Receiver) -> None:
-    steps = traced_skyrl(
+    steps = run_traced_skyrl(
         receiver,
         """
 with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
-    with Timer("step"):  # of a trainer that the adapter does not know
+    with Timer("step"):  # before a trainer exists
         pass
-    trainer = RayPPOTrainer(done=3)
+    trainer = RayPPOTrainer(completed=3)
     trainer.step()
     trainer.step()
 """,
@@ -214,15 +214,15 @@ with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
         assert (rollout.name, rollout.attributes["rl.bucket"]) == ("rollout", "idle")
         assert (train.name, train.attributes["rl.bucket"]) == ("train", "idle")
         assert [span.name for span in step.children(train.span_id)] == ["policy_train"]
-    assert len(receiver.snapshot().spans) == 8  # evaluations have none
+    assert len(receiver.snapshot().spans) == 8  # evaluations have no spans
 
 
-def test_skyrl_dynamic_sampling_stays_in_its_step(receiver: Receiver) -> None:
-    first, second = traced_skyrl(
+def test_skyrl_dynamic_sampling_continues_its_step(receiver: Receiver) -> None:
+    first, second = run_traced_skyrl(
         receiver,
         """
 with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
-    trainer = RayPPOTrainer(done=0)
+    trainer = RayPPOTrainer(completed=0)
     trainer.step(rounds=3)
     trainer.step()
 """,
@@ -233,12 +233,12 @@ with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
 
 
 def test_skyrl_error_ends_the_step_as_failed(receiver: Receiver) -> None:
-    [step] = traced_skyrl(
+    [step] = run_traced_skyrl(
         receiver,
         """
 try:
     with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
-        trainer = RayPPOTrainer(done=0)
+        trainer = RayPPOTrainer(completed=0)
         with Timer("step"), Timer("generate"):
             raise ValueError("contains a sample")
 except ValueError:
@@ -252,14 +252,14 @@ except ValueError:
 
 @pytest.mark.parametrize("run_id", ["", "chosen"])
 def test_skyrl_entry_point_runs_with_traced_steps(receiver: Receiver, run_id: str) -> None:
-    [step] = traced_skyrl(
+    [step] = run_traced_skyrl(
         receiver,
         """
 class BasePPOExp:
     def __init__(self, config):
         self.config = config
     def run(self):
-        RayPPOTrainer(done=0).step()
+        RayPPOTrainer(completed=0).step()
 
 def main():
     assert sys.argv[1:] == [ENDPOINT, "trainer.epochs=1"], sys.argv
@@ -280,9 +280,9 @@ skyrl.main()
     assert (step.run_id, step.incomplete) == (run_id or "named", [])
 
 
-def test_skyrl_metrics_are_those_of_the_step_and_of_the_validation() -> None:
-    with collector(status(200)) as received:
-        run(
+def test_skyrl_metrics_get_the_numbers_of_their_steps() -> None:
+    with collector(status(200)) as server:
+        run_script(
             f"""{SKYRL}
 with setup("grpo.driver", endpoint=ENDPOINT), skyrl.trace_steps("r"):
     Tracking().log({{"eval/all/avg_score": 0.1}}, step=0, commit=True)
@@ -290,9 +290,9 @@ with setup("grpo.driver", endpoint=ENDPOINT), skyrl.trace_steps("r"):
         "reward/avg_raw_reward": 0.5, "eval/all/pass_at_1": 0.25, "timing/step": 2.0,
     }}, step=1, commit=True)
 """,
-            received.endpoint,
+            server.endpoint,
         )
-        assert sorted(step_points(received)) == [
+        assert sorted(step_points(server)) == [
             ("rl.reward.mean", "1", 0.5, {"rl.step": 0, "rl.run_id": "r"}),
             ("rl.validation.pass_rate", "1", 0.25, {"rl.step": 1, "rl.run_id": "r"}),
             ("rl.validation.reward", "1", 0.1, {"rl.step": 0, "rl.run_id": "r"}),
@@ -335,8 +335,8 @@ tracking = Tracking("p", "r")
 Tracking("p", "r")
 tracking.finish(exit_code=0)
 """
-        ran = run(f"{VERL}\n{body}", receiver.endpoint)
-        assert ran.code == 0
+        result = run_script(f"{VERL}\n{body}", receiver.endpoint)
+        assert result.exit_code == 0
         assert [event.name for event in receiver.snapshot().events] == [
             "run_started",
             "run_finished",
@@ -346,11 +346,11 @@ tracking.finish(exit_code=0)
 def test_verl_run_uses_the_telemetry_that_its_program_set_up() -> None:
     with Receiver() as receiver:
         body = """
-with setup("mine", endpoint=ENDPOINT):
+with setup("other", endpoint=ENDPOINT):
     Tracking("p", "r").finish(exit_code=0)
 """
-        ran = run(f"{VERL}\n{body}", receiver.endpoint)
-        assert ran.code == 0
+        result = run_script(f"{VERL}\n{body}", receiver.endpoint)
+        assert result.exit_code == 0
         events = receiver.snapshot().events
     assert [event.name for event in events] == ["run_started", "run_finished"]
     assert {event.attributes["rl.run_id"] for event in events} == {"r"}
@@ -363,8 +363,8 @@ with setup("mine", endpoint=ENDPOINT):
 def test_an_adapter_records_the_start_and_the_end_of_the_run(program: str) -> None:
     with Receiver() as receiver:
         body = "\nwith setup('svc', endpoint=ENDPOINT), suppress(OSError), steps: raise OSError"
-        ran = run(f"from contextlib import suppress\n{program}{body}", receiver.endpoint)
-        assert ran.code == 0
+        result = run_script(f"from contextlib import suppress\n{program}{body}", receiver.endpoint)
+        assert result.exit_code == 0
         started, ended = receiver.snapshot().events
     assert (started.name, started.attributes["rl.run_id"]) == ("run_started", "r")
     assert (ended.name, ended.attributes["rl.run_id"]) == ("run_failed", "r")
@@ -372,9 +372,9 @@ def test_an_adapter_records_the_start_and_the_end_of_the_run(program: str) -> No
     assert started.attributes.get("dataplane.config") == config
 
 
-def test_trl_metrics_are_those_of_the_step() -> None:
-    with collector(status(200)) as received:
-        run(
+def test_trl_metrics_get_the_numbers_of_their_steps() -> None:
+    with collector(status(200)) as server:
+        run_script(
             f"""{TRL}
 with setup("svc", endpoint=ENDPOINT), trace_steps(trainer, "r"):
     log(1, **{{
@@ -384,10 +384,10 @@ with setup("svc", endpoint=ENDPOINT), trace_steps(trainer, "r"):
     log(2, eval_reward=0.6)
     log(2, train_loss=0.5, train_runtime=9.0)
 """,
-            received.endpoint,
+            server.endpoint,
         )
         facts = {"rl.step": 0, "rl.run_id": "r"}
-        assert sorted(step_points(received), key=lambda point: point[0]) == [
+        assert sorted(step_points(server), key=lambda point: point[0]) == [
             ("epoch", "1", 0.1, facts),
             ("rl.clip_fraction", "1", 0.25, facts),
             ("rl.loss", "1", 0.5, facts),
@@ -417,13 +417,13 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert f"needs {missing} (" in done.stdout
+    assert f"needs {missing} (" in result.stdout
 
 
-QUEUE = "".join(
+METHODS = "".join(
     f"async def {name}(self): ...\n    "
     for name in (
         "async_put",
@@ -457,12 +457,12 @@ def test_uninstrument_before_the_import_leaves_no_spans(tmp_path):
     (tmp_path / "transfer_queue").mkdir()
     (tmp_path / "transfer_queue" / "__init__.py").touch()
     (tmp_path / "transfer_queue" / "client.py").write_text(
-        f"class AsyncTransferQueueClient:\n    {QUEUE}"
+        f"class AsyncTransferQueueClient:\n    {METHODS}"
     )
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", UNINSTRUMENTED],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0, ran.stderr
+    assert result.returncode == 0, result.stderr

@@ -25,7 +25,7 @@ ROOT, CHILD = b"\x01" * 8, b"\x02" * 8
 BEGIN_NS = 1_790_000_000_000_000_000
 
 
-def attribute(holder: Any, name: str, value: str | int) -> None:
+def add_attribute(holder: Any, name: str, value: str | int) -> None:
     pair = holder.attributes.add(key=name)
     if isinstance(value, int):
         pair.value.int_value = value
@@ -33,16 +33,16 @@ def attribute(holder: Any, name: str, value: str | int) -> None:
         pair.value.string_value = value
 
 
-def describe(resource: Any) -> None:
-    attribute(resource, "service.name", "train")
-    attribute(resource, "host.name", "node-with-a-long-name")
-    attribute(resource, "process.pid", 1234567)
+def set_resource_attributes(resource: Any) -> None:
+    add_attribute(resource, "service.name", "train")
+    add_attribute(resource, "host.name", "node-with-a-long-name")
+    add_attribute(resource, "process.pid", 1234567)
 
 
 def step_request() -> ExportTraceServiceRequest:
     request = ExportTraceServiceRequest()
     resource_spans = request.resource_spans.add()
-    describe(resource_spans.resource)
+    set_resource_attributes(resource_spans.resource)
     spans = resource_spans.scope_spans.add().spans
     for span_id, parent, name, start_s, end_s in (
         (ROOT, b"", "grpo.step", 0, 4),
@@ -51,31 +51,31 @@ def step_request() -> ExportTraceServiceRequest:
         span = spans.add(trace_id=TRACE, span_id=span_id, parent_span_id=parent, name=name)
         span.start_time_unix_nano = BEGIN_NS + start_s * 10**9
         span.end_time_unix_nano = BEGIN_NS + end_s * 10**9
-        attribute(span, "rl.step", 7)
-        attribute(span, "rl.run_id", "my-run")
-        attribute(span, "rl.bucket", "productive")
+        add_attribute(span, "rl.step", 7)
+        add_attribute(span, "rl.run_id", "my-run")
+        add_attribute(span, "rl.bucket", "productive")
     return request
 
 
 def events_request() -> ExportLogsServiceRequest:
     request = ExportLogsServiceRequest()
     resource_logs = request.resource_logs.add()
-    describe(resource_logs.resource)
+    set_resource_attributes(resource_logs.resource)
     records = resource_logs.scope_logs.add().log_records
     put = records.add(event_name="dataplane.put", time_unix_nano=BEGIN_NS + 10**9)
     put.trace_id, put.span_id = TRACE, CHILD
     put.body.string_value = '["p0_g0"]'
     waiting = records.add(event_name="dataplane.waiting", time_unix_nano=BEGIN_NS + 2 * 10**9)
-    attribute(waiting, "dataplane.task", "train")
-    attribute(waiting, "dataplane.samples", 8)
+    add_attribute(waiting, "dataplane.task", "train")
+    add_attribute(waiting, "dataplane.samples", 8)
     for record in (put, waiting):
-        attribute(record, "dataplane.partition", "batch")
-        attribute(record, "rl.run_id", "my-run")
+        add_attribute(record, "dataplane.partition", "batch")
+        add_attribute(record, "rl.run_id", "my-run")
     return request
 
 
 def json_line(request: Any) -> str:
-    """Encode a request as OTLP's JSON does: with ids in hexadecimal."""
+    """Encode a request as a line of OTLP's JSON, with ids in hexadecimal."""
     line = json.dumps(MessageToDict(request))
     for raw_id in (TRACE, ROOT, CHILD):
         line = line.replace(base64.b64encode(raw_id).decode(), raw_id.hex())
@@ -91,7 +91,9 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*arguments: object, width: int = 80, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *arguments: object, width: int = 80, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "observability", *map(str, arguments)],
         capture_output=True,
@@ -101,14 +103,14 @@ def run(*arguments: object, width: int = 80, **variables: str) -> subprocess.Com
     )
 
 
-def printed(*arguments: object, **options: Any) -> str:
-    done = run(*arguments, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def output_of(*arguments: object, **options: Any) -> str:
+    result = run_command(*arguments, **options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_show_prints_waterfall_and_tables_within_80_columns(recording: Path) -> None:
-    shown = printed("show", recording)
+    shown = output_of("show", recording)
     assert "step 7 of run my-run: 4.00 s" in shown
     assert TRACE.hex() in shown
     for title in ("Processes", "Critical path", "Process-seconds", "Slowest operations"):
@@ -118,14 +120,14 @@ def test_show_prints_waterfall_and_tables_within_80_columns(recording: Path) -> 
 
 def test_show_writes_page_and_perfetto_file(recording: Path, tmp_path: Path) -> None:
     page, trace = tmp_path / "new" / "page.html", tmp_path / "trace.json"
-    shown = printed("show", recording, "--html", page, "--perfetto", trace, "--json")
+    shown = output_of("show", recording, "--html", page, "--perfetto", trace, "--json")
     assert [step["step"] for step in json.loads(shown)] == [7]
     assert "optimizer_step" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_show_as_json_has_the_figures(recording: Path) -> None:
-    [step] = json.loads(printed("show", recording, "--step", 7, "--json"))
+    [step] = json.loads(output_of("show", recording, "--step", 7, "--json"))
     assert (step["run_id"], step["trace_id"], step["seconds"]) == ("my-run", TRACE.hex(), 4)
     assert [part["seconds"] for part in step["critical_path"]] == [1, 2, 1]
     [process] = step["processes"]
@@ -133,27 +135,27 @@ def test_show_as_json_has_the_figures(recording: Path) -> None:
 
 
 def test_why_lists_the_blocked_task_of_a_silent_process(recording: Path) -> None:
-    shown = " ".join(printed("why", recording).split())
+    shown = " ".join(output_of("why", recording).split())
     assert "1. task 'train' in train has been blocked for" in shown
-    [wait] = json.loads(printed("why", recording, "--json"))
+    [wait] = json.loads(output_of("why", recording, "--json"))
     assert (wait["task"], wait["partition"], wait["requested"]) == ("train", "batch", 8)
     assert wait["sentence"].startswith("task 'train' in train has been blocked for")
     assert wait["present"] == 1
 
 
-def test_why_of_a_run_without_waits_says_so(tmp_path: Path) -> None:
+def test_why_reports_that_nothing_is_blocked(tmp_path: Path) -> None:
     (tmp_path / "traces.json").write_text(json_line(step_request()))
-    assert printed("why", tmp_path).strip() == "Nothing blocked."
-    assert json.loads(printed("why", tmp_path, "--json")) == []
+    assert output_of("why", tmp_path).strip() == "Nothing blocked."
+    assert json.loads(output_of("why", tmp_path, "--json")) == []
 
 
 def test_sample_prints_its_lifecycle(recording: Path) -> None:
-    shown = printed("sample", "p0_g0", recording)
+    shown = output_of("sample", "p0_g0", recording)
     assert shown.splitlines()[0] == "sample p0_g0"
     assert "put" in shown
-    life = json.loads(printed("sample", "p0_g0", recording, "--json"))
-    assert life["sample_id"] == "p0_g0"
-    [hop] = life["hops"]
+    lineage = json.loads(output_of("sample", "p0_g0", recording, "--json"))
+    assert lineage["sample_id"] == "p0_g0"
+    [hop] = lineage["hops"]
     assert (hop["name"], hop["partition"], hop["stage"]) == ("put", "batch", "optimizer_step")
 
 
@@ -171,28 +173,28 @@ def test_sample_prints_its_lifecycle(recording: Path) -> None:
 def test_errors_are_one_line_and_exit_status_1(
     arguments: list[str], message: str, recording: Path, tmp_path: Path
 ) -> None:
-    here = [str(tmp_path) if each == "." else each for each in arguments]
-    done = run(*(each.replace("{recording}", str(recording)) for each in here))
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    actual = [str(tmp_path) if each == "." else each for each in arguments]
+    result = run_command(*(each.replace("{recording}", str(recording)) for each in actual))
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_wrong_usage_has_exit_status_2() -> None:
-    assert run("show").returncode == 2
-    assert run("nothing").returncode == 2
+    assert run_command("show").returncode == 2
+    assert run_command("nothing").returncode == 2
 
 
 def test_version_and_help(recording: Path) -> None:
-    assert printed("--version") == f"observability {version('observability')}\n"
+    assert output_of("--version") == f"observability {version('observability')}\n"
     for arguments in ([], ["show"], ["why"], ["sample"]):
-        shown = " ".join(printed(*arguments, "--help").split())
+        shown = " ".join(output_of(*arguments, "--help").split())
         assert "Example: python -m observability" in shown
 
 
 def test_shell_completion_lists_the_commands() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "from observability.cli import app; app(prog_name='observability')"],
         capture_output=True,
         text=True,
@@ -204,7 +206,7 @@ def test_shell_completion_lists_the_commands() -> None:
             "COMP_CWORD": "1",
         },
     )
-    assert done.stdout.split() == ["show", "why", "sample"]
+    assert result.stdout.split() == ["show", "why", "sample"]
 
 
 def test_json_lines_are_read_like_a_recording(recording: Path, tmp_path: Path) -> None:
@@ -220,6 +222,6 @@ def test_json_lines_are_read_like_a_recording(recording: Path, tmp_path: Path) -
 
 def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(name='typer')")
-    done = run("show", ".", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    assert "needs the extra observability[views] (typer is missing)" in done.stderr
+    result = run_command("show", ".", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert "needs the extra observability[views] (typer is missing)" in result.stderr

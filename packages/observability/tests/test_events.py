@@ -1,4 +1,4 @@
-"""Each operation is one event with its cost and its outcome."""
+"""Each operation has one event with its size, duration and outcome."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ KEYS = ["op", "partition_id", "n_keys", "n_bytes", "wall_ms", "status"]
 
 
 class Recorder:
-    """Wrapped in-memory client and its events."""
+    """Wrapped in-memory client whose events are recorded."""
 
     def __init__(self):
         self.events = []
@@ -27,6 +27,7 @@ class Recorder:
         self.client.register_partition("train", ["x"], 4, ["logprob"])
 
     def last(self):
+        """Return the values of the last event, without its duration."""
         event = self.events[-1]
         assert list(event) == KEYS
         assert event["wall_ms"] >= 0
@@ -55,7 +56,7 @@ def strided(*shapes):
     )
 
 
-def test_each_call_is_one_event_of_its_kind(recorder):
+def test_each_call_has_one_event(recorder):
     client = recorder.client
     assert recorder.last() == ("register", "train", 4, 0, "ok")
     client.put_samples(["a", "b"], "train", batch(2, x=torch.zeros(2, 3)))
@@ -77,7 +78,7 @@ def test_each_call_is_one_event_of_its_kind(recorder):
     assert len(recorder.events) == 9
 
 
-def test_a_failed_call_is_an_event_and_raises_as_before(recorder):
+def test_a_failed_call_has_an_event_and_raises_its_error(recorder):
     with pytest.raises(PartitionNotFoundError, match="'nowhere' is not registered"):
         recorder.client.put_samples(["a"], "nowhere", batch(1, x=torch.zeros(1)))
     assert recorder.last() == ("put", "nowhere", 1, 4, "error")
@@ -137,16 +138,16 @@ def test_a_raising_listener_does_not_change_results():
     client.close()
 
 
-def test_the_log_of_a_listener_that_raises_holds_no_request(capsys):
+def test_the_log_of_a_raising_listener_quotes_no_request(capsys):
     def broken(event):
         raise RuntimeError("listener is down")
 
     with MetricsDataPlaneClient(InMemoryDataPlaneClient(), broken) as client:
         client.register_partition("train", ["x"], 1, ["logprob"])
-        client.put_samples(["of-a-user"], "train", batch(1, x=torch.zeros(1)))
+        client.put_samples(["sample-of-user"], "train", batch(1, x=torch.zeros(1)))
     printed = "".join(capsys.readouterr())
     assert "RuntimeError: listener is down" in printed
-    assert "of-a-user" not in printed
+    assert "sample-of-user" not in printed
 
 
 def test_a_listener_may_read_the_totals():

@@ -1,7 +1,7 @@
-"""Lifecycle events and their attributes, and waits that are reported while they last.
+"""Lifecycle events and their attributes, and reports of open waits.
 
-`Waits` is imported from its internal module: the `waits` of a process report after a second, and
-again after half a minute, too slow for a test.
+`Waits` is imported from its internal module. The `waits` of a process report after a second, and
+repeat the report after half a minute, which is too slow for a test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from opentelemetry._logs import get_logger_provider
-from setup_processes import run
+from setup_processes import run_script
 from tensordict import TensorDict
 
 from dataplane_core import InMemoryDataPlaneClient
@@ -74,10 +74,10 @@ def test_a_put_that_acknowledges_is_two_events(client, log):
     client.put_samples(["a", "b"], "train", batch(2))
     claim = client.claim_meta("train", "logprob", ["x"], 2)
     client.put_samples(["b"], "train", batch(1), claim=claim, acknowledge=True)
-    own = {"partition": "train", "samples": 1}
+    common = {"partition": "train", "samples": 1}
     assert log.named()[-2:] == [
-        ("put", ["b"], {**own, "fields": ("x",), "bytes": 4}),
-        ("acknowledged", ["b"], {**own, "task": "logprob"}),
+        ("put", ["b"], {**common, "fields": ("x",), "bytes": 4}),
+        ("acknowledged", ["b"], {**common, "task": "logprob"}),
     ]
 
 
@@ -95,18 +95,18 @@ def test_each_batch_operation_is_one_event_with_its_samples(client, log):
     client.clear_samples(None, "train")
     events = log.named()
     assert events[2][2].pop("wait_s") >= 0
-    own = {"partition": "train"}
-    claimed = {**own, "samples": 2, "task": "logprob"}
+    common = {"partition": "train"}
+    claimed = {**common, "samples": 2, "task": "logprob"}
     assert events == [
-        ("registered", [], {**own, "samples": 2, "fields": ("x",), "tasks": ("logprob",)}),
-        ("put", ["a", "b"], {**own, "samples": 2, "fields": ("x",), "bytes": 8}),
+        ("registered", [], {**common, "samples": 2, "fields": ("x",), "tasks": ("logprob",)}),
+        ("put", ["a", "b"], {**common, "samples": 2, "fields": ("x",), "bytes": 8}),
         ("claimed", ["a", "b"], {**claimed, "fields": ("x",), "leased": True}),
-        ("read", ["a", "b"], {**own, "samples": 2, "fields": ("x",), "bytes": 8}),
-        ("acknowledged", ["a"], {**own, "samples": 1, "task": "logprob"}),
-        ("released", ["b"], {**own, "samples": 1, "task": "logprob"}),
-        ("cleared", ["a"], {**own, "samples": 1}),
-        ("cleared", ["c"], {**own, "samples": 1, "withdrawn": True}),
-        ("cleared", [], {**own, "samples": 0}),
+        ("read", ["a", "b"], {**common, "samples": 2, "fields": ("x",), "bytes": 8}),
+        ("acknowledged", ["a"], {**common, "samples": 1, "task": "logprob"}),
+        ("released", ["b"], {**common, "samples": 1, "task": "logprob"}),
+        ("cleared", ["a"], {**common, "samples": 1}),
+        ("cleared", ["c"], {**common, "samples": 1, "withdrawn": True}),
+        ("cleared", [], {**common, "samples": 0}),
     ]
 
 
@@ -122,7 +122,7 @@ def test_among_failed_operations_only_a_claim_is_an_event(client, log):
     assert facts["error.type"] == "ClaimTimeoutError"
 
 
-def test_a_hundred_thousand_samples_are_bounded_parts_that_add_up(client, log):
+def test_an_event_of_many_samples_is_several_bounded_parts(client, log):
     count = 100_000
     client.register_partition("train", ["x"], count, [])
     ids = [f"s{number}" for number in range(count)]
@@ -134,7 +134,7 @@ def test_a_hundred_thousand_samples_are_bounded_parts_that_add_up(client, log):
     assert {(facts["parts"], facts["samples"]) for _, _, facts in parts} == {(len(parts), count)}
 
 
-def test_ids_with_odd_characters_pass_unchanged(log):
+def test_ids_with_unusual_characters_are_unchanged(log):
     ids = ["\x1b[31m", "</script>", "ü\u202e", "a\nb", "'; drop table", "\ud800", "x" * 10_000]
     emit("put", "train", ids)
     assert log.named()[0][1] == ids
@@ -152,7 +152,7 @@ def test_events_have_run_step_version_and_span(log):
         assert record.span_id not in (0, step.get_span_context().span_id)
 
 
-def test_a_claim_that_waits_is_reported_and_its_end_names_the_wait(client, log):
+def test_a_blocked_claim_is_reported_and_its_end_names_the_wait(client, log):
     client.register_partition("train", ["x"], 2, ["logprob"])
     claimer = threading.Thread(
         target=client.claim_meta, args=("train", "logprob", ["x"], 2), kwargs={"timeout_s": 60}
@@ -177,15 +177,16 @@ class Reports:
 
     def __init__(self):
         self.waits = []
-        self._came = threading.Semaphore(0)
+        self._new_reports = threading.Semaphore(0)
 
     def __call__(self, wait):
         self.waits.append(wait)
-        self._came.release()
+        self._new_reports.release()
 
-    def until(self, number):
+    def wait_for(self, number):
+        """Return the waits of the first reports, once there are so many."""
         for _ in range(number):
-            assert self._came.acquire(timeout=DEADLINE_S)
+            assert self._new_reports.acquire(timeout=DEADLINE_S)
         return self.waits[:number]
 
 
@@ -197,7 +198,7 @@ def test_only_open_waits_are_reported_and_in_order():
         begun.append(waits.begin(reports))
         waits.end(ended)
         assert not ended.reported
-    assert reports.until(3) == begun
+    assert reports.wait_for(3) == begun
     assert all(wait.reported for wait in begun)
 
 
@@ -206,7 +207,7 @@ def test_a_long_wait_is_reported_at_once_and_repeated(sdk, monkeypatch):
     monkeypatch.setattr(get_logger_provider(), "force_flush", flushes.append)
     waits, reports = Waits(delay_s=0.01, report_every_s=0.02), Reports()
     begun = [waits.begin(reports) for _ in range(2)]
-    assert reports.until(8) == begun * 4
+    assert reports.wait_for(8) == begun * 4
     for wait in begun:
         waits.end(wait)
     assert len(flushes) == 2
@@ -217,35 +218,35 @@ def test_a_long_report_interval_delays_no_other_wait():
     for _ in range(3):
         reports = Reports()
         waits.begin(reports)
-        reports.until(1)
+        reports.wait_for(1)
 
 
 def test_a_forked_child_reports_its_own_waits():
-    ran = run("""
+    result = run_script("""
 from observability.middleware.waits import Waits
 waits = Waits(delay_s=0.05)
-parents = waits.begin(lambda wait: None)
-inside, over = threading.Event(), threading.Event()
+wait_of_parent = waits.begin(lambda wait: None)
+is_locked, may_unlock = threading.Event(), threading.Event()
 
-def be_inside():
+def hold_lock():
     with waits._changed:  # as a thread that begins or ends a wait
-        inside.set()
-        over.wait(30)
+        is_locked.set()
+        may_unlock.wait(30)
 
-threading.Thread(target=be_inside, daemon=True).start()
-inside.wait(30)
+threading.Thread(target=hold_lock, daemon=True).start()
+is_locked.wait(30)
 if (child := os.fork()) == 0:
-    signal.alarm(20)  # what hangs must not outlive the test
+    signal.alarm(20)  # a child that hangs must not outlive the test
     reported, was_reported = [], threading.Event()
     own = waits.begin(lambda wait: (reported.append(wait.name), was_reported.set()))
     was_reported.wait(10)
     waits.end(own)
-    waits.end(parents)
-    os._exit(0 if reported == [own.name] and not parents.reported else 1)
+    waits.end(wait_of_parent)
+    os._exit(0 if reported == [own.name] and not wait_of_parent.reported else 1)
 report(child=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-over.set()
+may_unlock.set()
 """)
-    assert ran.report == [{"child": 0}]
+    assert result.reports == [{"child": 0}]
 
 
 def test_no_two_processes_give_a_wait_the_same_name():
@@ -257,7 +258,7 @@ if (child := os.fork()) == 0:
     os._exit(0)
 os.waitpid(child, 0)
 """
-    names = [facts["name"] for _ in range(2) for facts in run(script).report]
+    names = [facts["name"] for _ in range(2) for facts in run_script(script).reports]
     # The random part is needed: a restarted container has a process with pid 1 again.
     assert len({name.rpartition("-")[0] for name in names}) == len(names) == 4
     assert {name.rpartition("-")[2] for name in names} == {"1"}

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from setup_processes import run
+from setup_processes import run_script
 from structlog.testing import capture_logs
 from tensordict import TensorDict
 
@@ -24,7 +24,7 @@ PARTITION, TASK = "messaging.destination.name", "dataplane.task"
 
 
 class Metrics:
-    """Metrics that the SDK collects now."""
+    """Reader of the metrics that the SDK collects."""
 
     def __init__(self, reader):
         self._reader = reader
@@ -43,13 +43,13 @@ class Metrics:
         return self.read().get(name, ("", []))[1]
 
     def values(self, name, label=PARTITION):
-        return {own[label]: point.value for own, point in self.points(name)}
+        return {labels[label]: point.value for labels, point in self.points(name)}
 
     def states(self, task="train"):
         """Return the numbers of ready and of acknowledged samples of a task."""
         read = self.read()
         return tuple(
-            next(point.value for own, point in read[name][1] if own[TASK] == task)
+            next(point.value for labels, point in read[name][1] if labels[TASK] == task)
             for name in ("dataplane.ready", "dataplane.acknowledged")
         )
 
@@ -70,8 +70,8 @@ def batch(count):
     return TensorDict({"x": torch.zeros(count, 2)}, batch_size=[count])
 
 
-def claiming(store, *, partition="train_7", samples=4):
-    """Client of a store with one sample claimed for the task "train"."""
+def client_with_claim(store, *, partition="train_7", samples=4):
+    """Return a client of a store that has claimed one sample for the task "train"."""
     client = InstrumentedDataPlaneClient(store)
     client.register_partition(partition, ["x"], samples, ["train"])
     client.put_samples([f"s{i}" for i in range(samples)], partition, batch(samples))
@@ -88,8 +88,8 @@ def test_every_operation_has_a_duration_under_its_name_and_error(client, metrics
     unit, points = metrics.read()["messaging.client.operation.duration"]
     assert unit == "s"
     assert sorted(
-        (own["messaging.operation.name"], own.get("error.type", ""), point.count)
-        for own, point in points
+        (labels["messaging.operation.name"], labels.get("error.type", ""), point.count)
+        for labels, point in points
     ) == [
         ("claim", "", 1),
         ("get", "", 1),
@@ -97,10 +97,10 @@ def test_every_operation_has_a_duration_under_its_name_and_error(client, metrics
         ("put", "", 1),
         ("register", "", 1),
     ]
-    assert {own[PARTITION] for own, _ in points} == {"train_#", "nowhere"}
+    assert {labels[PARTITION] for labels, _ in points} == {"train_#", "nowhere"}
 
 
-def test_bytes_count_in_both_directions_and_fall_with_a_clear(client, metrics):
+def test_bytes_are_counted_by_direction_and_until_a_clear(client, metrics):
     for _ in range(2):
         client.put_samples(["a", "b"], "train_7", batch(2))
     client.get_samples(["a"], "train_7", ["x"])
@@ -115,8 +115,8 @@ def test_claim_age_counts_from_the_put(client, metrics):
     for sample_id in "ab":
         client.put_samples([sample_id], "train_7", batch(1))
     client.claim_meta("train_7", "train", ["x"], 2, blocking=False)
-    unit, [(own, point)] = metrics.read()["dataplane.claim.age"]
-    assert (unit, own, point.count) == ("s", {TASK: "train"}, 2)
+    unit, [(labels, point)] = metrics.read()["dataplane.claim.age"]
+    assert (unit, labels, point.count) == ("s", {TASK: "train"}, 2)
     assert 0 <= point.min <= point.max < 60
 
 
@@ -124,7 +124,7 @@ def test_claim_age_counts_from_the_put(client, metrics):
     ("counts", "recorded"),
     [
         ({3: 1, 5: 1}, {3: 1, 5: 1}),
-        # Of 4,000 samples about 32 are recorded, in proportion, but at least one per staleness.
+        # Of 4,000 samples, about 32 are recorded in proportion, at least one per staleness.
         ({3: 1000, 5: 2999, 2: 1}, {3: 8, 5: 24, 2: 1}),
     ],
 )
@@ -137,26 +137,40 @@ def test_staleness_is_the_difference_of_versions(client, metrics, counts, record
     claimed = client.claim_meta("train_7", "train", ["x"], size, blocking=False)
     with step_context("run", 6, 6):
         record_trained(client, claimed, field="x")
-    unit, [(own, point)] = metrics.read()["rl.staleness"]
-    assert (unit, own) == ("{version}", {TASK: "train"})
+    unit, [(labels, point)] = metrics.read()["rl.staleness"]
+    assert (unit, labels) == ("{version}", {TASK: "train"})
     assert point.count == sum(recorded.values())
     assert point.sum == sum((6 - version) * number for version, number in recorded.items())
     assert (point.min, point.max) == (6 - max(counts), 6 - min(counts))
 
 
-def test_labels_of_partitions_stay_few(client, metrics):
+def test_an_error_of_an_adapter_does_not_fail_the_training_step(client, metrics):
+    class FailingStore(InMemoryDataPlaneClient):
+        def read_origins(self, *args):
+            raise RuntimeError("a bug in an adapter")
+
+    client.put_samples(["a"], "train_7", batch(1))
+    claimed = client.claim_meta("train_7", "train", ["x"], 1)
+    with FailingStore() as store, step_context("run", 6, 6), capture_logs() as logs:
+        record_trained(store, claimed, field="x")
+    assert [line["event"] for line in logs] == ["staleness_not_recorded"]
+    assert metrics.points("rl.staleness") == []
+
+
+def test_labels_of_partitions_are_bounded(client, metrics):
     names = [f"step_{number}" for number in range(100)]
     names += ["7f3e9a2c-11d2-4a4e-9a1b-0123456789ab/train", "é" * 500, "\x00", " "]
     names += [f"{chr(97 + i % 26)}{chr(97 + i // 26)}z" for i in range(200)]
     for name in [*names, "step_5"]:
         client.register_partition(name, ["x"], 1, [])
-    labels = {own[PARTITION] for own, _ in metrics.points("messaging.client.operation.duration")}
-    assert len(labels) == MAX_LABELS + 1
-    assert labels >= {"train_#", "step_#", "#/train", "other"}
-    assert max(map(len, labels)) == 64
+    points = metrics.points("messaging.client.operation.duration")
+    classes = {labels[PARTITION] for labels, _ in points}
+    assert len(classes) == MAX_LABELS + 1
+    assert classes >= {"train_#", "step_#", "#/train", "other"}
+    assert max(map(len, classes)) == 64
 
 
-def test_each_client_of_a_process_reports_what_went_through_it(client, metrics):
+def test_values_of_all_clients_of_a_process_are_summed(client, metrics):
     client.put_samples(["a", "b"], "train_7", batch(2))
     with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as second:
         second.register_partition("val", ["x"], 4, ["judge"])
@@ -171,7 +185,7 @@ def test_each_client_of_a_process_reports_what_went_through_it(client, metrics):
 @pytest.mark.parametrize("attached", [False, True])
 def test_samples_of_a_store_with_several_clients_count_once(metrics, attached):
     store = InMemoryDataPlaneClient()
-    clients = [claiming(store)]
+    clients = [client_with_claim(store)]
     for _ in range(2):
         inner = InMemoryDataPlaneClient(bootstrap=False) if attached else store
         clients.append(InstrumentedDataPlaneClient(inner))
@@ -181,12 +195,15 @@ def test_samples_of_a_store_with_several_clients_count_once(metrics, attached):
 
 
 def test_partitions_of_one_name_in_two_stores_are_summed(metrics):
-    with claiming(InMemoryDataPlaneClient()), claiming(InMemoryDataPlaneClient(), samples=3):
+    with (
+        client_with_claim(InMemoryDataPlaneClient()),
+        client_with_claim(InMemoryDataPlaneClient(), samples=3),
+    ):
         assert metrics.states() == (3 + 2, 2)
 
 
-class Counting(InMemoryDataPlaneClient):
-    """Client that records queries, and can fail."""
+class QueryRecorder(InMemoryDataPlaneClient):
+    """Store that records its queries, and raises ``error`` if it is set."""
 
     def __init__(self):
         super().__init__()
@@ -205,9 +222,9 @@ class Counting(InMemoryDataPlaneClient):
         return super().list_storage()
 
 
-def test_each_place_is_queried_once_per_collection(metrics):
-    store = Counting()
-    clients = [claiming(store)]
+def test_each_task_is_queried_once_per_collection(metrics):
+    store = QueryRecorder()
+    clients = [client_with_claim(store)]
     for _ in range(2):  # one of them wrapped again
         clients.append(InstrumentedDataPlaneClient(clients[-1]))
         clients[-1].claim_meta("train_7", "train", ["x"], 1, blocking=False)
@@ -217,25 +234,25 @@ def test_each_place_is_queried_once_per_collection(metrics):
     assert metrics.states() == (2, 3)
     clients[0].clear_samples(None, "train_7")
     store.queries.clear()
-    for _ in range(2):  # a cleared place is not queried again
+    for _ in range(2):  # a task of a cleared partition is not queried again
         assert metrics.points("dataplane.ready") == metrics.points("dataplane.acknowledged") == []
     assert len(store.queries) <= len(clients)
     store.close()
 
 
-def test_a_failing_store_costs_only_its_own_series(metrics):
-    class Stored(Counting):
+def test_a_failing_store_loses_only_its_own_series(metrics):
+    class StoreWithUnit(QueryRecorder):
         def list_storage(self):
             super().list_storage()
             return [StorageSummary(name="u0", node="n", capacity=1, used=1, free=0)]
 
-    foreign = Stored()
+    failing_store = StoreWithUnit()
     with (
-        claiming(InMemoryDataPlaneClient()),
-        claiming(foreign, partition="val_1") as other,
+        client_with_claim(InMemoryDataPlaneClient()),
+        client_with_claim(failing_store, partition="val_1") as other,
         capture_logs() as logs,
     ):
-        foreign.error = RuntimeError("a bug in an adapter")
+        failing_store.error = RuntimeError("a bug in an adapter")
         for _ in range(2):
             for name in ("dataplane.ready", "dataplane.acknowledged", "dataplane.outstanding"):
                 assert metrics.values(name).keys() == {"train_#"}
@@ -245,23 +262,26 @@ def test_a_failing_store_costs_only_its_own_series(metrics):
 
 @pytest.mark.parametrize("error", [UnavailableError("away"), DeadlineExceededError("late")])
 def test_an_unreachable_store_is_queried_once_per_collection(metrics, error):
-    store = Counting()
-    with claiming(store, partition="train_1"), claiming(store, partition="val") as client:
+    store = QueryRecorder()
+    with (
+        client_with_claim(store, partition="train_1"),
+        client_with_claim(store, partition="val") as client,
+    ):
         client.register_partition("last", ["x"], 1, ["train"])
         client.put_samples(["a"], "last", batch(1))
         client.claim_meta("last", "train", ["x"], 1)
         store.queries.clear()
         store.error = error
-        with claiming(InMemoryDataPlaneClient(), partition="other"):
+        with client_with_claim(InMemoryDataPlaneClient(), partition="other"):
             assert metrics.values("dataplane.ready").keys() == {"other"}
         assert len(store.queries) == 1
         store.error = None
         assert metrics.values("dataplane.ready").keys() == {"train_#", "val", "last"}
 
 
-def test_only_the_last_claimed_places_are_reported(metrics):
-    store = Counting()
-    with claiming(store, partition="first") as client:
+def test_only_the_last_claiming_tasks_are_counted(metrics):
+    store = QueryRecorder()
+    with client_with_claim(store, partition="first") as client:
 
         def claim(partition):
             client.register_partition(partition, ["x"], 1, ["train"])
@@ -280,13 +300,13 @@ def test_only_the_last_claimed_places_are_reported(metrics):
 
 
 def test_bytes_of_equal_units_are_added_per_store(metrics):
-    class Stored(InMemoryDataPlaneClient):
+    class StoreWithUnit(InMemoryDataPlaneClient):
         used = 300
 
         def list_storage(self):
             return [StorageSummary(name="u0", node="n", capacity=999, used=self.used, free=1)]
 
-    store, other = Stored(), Stored()
+    store, other = StoreWithUnit(), StoreWithUnit()
     other.used = 4
     clients = [InstrumentedDataPlaneClient(each) for each in (store, store, other)]
     assert metrics.values("dataplane.outstanding", "dataplane.unit") == {"u0": 304}
@@ -294,10 +314,10 @@ def test_bytes_of_equal_units_are_added_per_store(metrics):
         client.close()
 
 
-@pytest.mark.parametrize("end", ["closed", "forgotten"])
+@pytest.mark.parametrize("end", ["closed", "garbage collected"])
 def test_closed_client_reports_nothing(metrics, end):
     store = InMemoryDataPlaneClient()
-    client = claiming(store)
+    client = client_with_claim(store)
     assert metrics.values("dataplane.outstanding") == {"train_#": 32}
     if end == "closed":
         client.close()
@@ -306,13 +326,13 @@ def test_closed_client_reports_nothing(metrics, end):
     gc.collect()
     assert metrics.points("dataplane.outstanding") == []
     assert metrics.points("dataplane.ready") == []
-    with claiming(InMemoryDataPlaneClient(), samples=1):
+    with client_with_claim(InMemoryDataPlaneClient(), samples=1):
         assert metrics.values("dataplane.outstanding") == {"train_#": 8}
     store.close()
 
 
-def test_clients_count_before_setup_but_not_from_the_parent():
-    ran = run(
+def test_clients_count_before_setup_but_not_in_a_forked_child():
+    result = run_script(
         """
 import urllib.request
 from dataplane_core import InMemoryDataPlaneClient
@@ -335,10 +355,10 @@ after = client("after")
 report(clients=outstanding(telemetry))
 if (child := os.fork()) == 0:
     telemetry = setup("child", prometheus_port=0)
-    childs = client("child")
+    own_client = client("child")
     report(clients=outstanding(telemetry))
     os._exit(0)
 os.waitpid(child, 0)
 """
     )
-    assert ran.report == [{"clients": ["after", "before"]}, {"clients": ["child"]}]
+    assert result.reports == [{"clients": ["after", "before"]}, {"clients": ["child"]}]

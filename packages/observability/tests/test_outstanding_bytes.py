@@ -1,4 +1,4 @@
-"""Samples put and not cleared count once per field, whatever the order of calls."""
+"""A field of a sample counts once from its put to its clear, in any order of calls."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ from dataplane_core import InMemoryDataPlaneClient
 from observability import MetricsDataPlaneClient
 
 MAX_SAMPLES = 262_144
-"""Maximum number of samples that stay counted; see docs/observability.md."""
+"""Maximum number of counted samples; see docs/observability.md."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def put(client, ids, partition="train", **lengths):
     client.put_samples(list(ids), partition, int8_rows(len(ids), **lengths))
 
 
-def held(client):
+def outstanding(client):
     snapshot = client.snapshot()
     return snapshot["bytes_outstanding"], snapshot["n_keys_outstanding"]
 
@@ -58,7 +58,7 @@ def test_failed_calls_change_nothing(client):
     assert client.snapshot() == before
 
 
-def test_a_refused_clear_changes_nothing_and_a_forced_one_does():
+def test_a_refused_clear_changes_nothing_but_a_forced_one_does():
     leased = {"enabled": True, "impl": "in_memory", "claim_lease_s": 1000.0}
     with MetricsDataPlaneClient(InMemoryDataPlaneClient(leased)) as client:
         client.register_partition("train", ["x"], 1, ["logprob"])
@@ -67,35 +67,35 @@ def test_a_refused_clear_changes_nothing_and_a_forced_one_does():
         for ids in (["a"], None):
             with pytest.raises(RuntimeError, match="leased by 'logprob'"):
                 client.clear_samples(ids, "train")
-        assert held(client) == (3, 1)
+        assert outstanding(client) == (3, 1)
         client.clear_samples(["a"], "train", force=True)
-        assert held(client) == (0, 0)
+        assert outstanding(client) == (0, 0)
 
 
-class Forgetful(InMemoryDataPlaneClient):
+class DiscardingStore(InMemoryDataPlaneClient):
     """Store that retains nothing."""
 
     def put_samples(self, sample_ids, partition_id, fields=None, tags=None):
         return None
 
 
-def test_no_tensor_is_kept_alive():
-    client = MetricsDataPlaneClient(Forgetful())
+def test_no_reference_to_a_tensor_is_held():
+    client = MetricsDataPlaneClient(DiscardingStore())
     tensor = torch.zeros(2, 3)
     alive = weakref.ref(tensor)
     client.put_samples(["a", "b"], "train", TensorDict({"x": tensor}, [2]))
     del tensor
     gc.collect()
     assert alive() is None
-    assert held(client) == (24, 2)
+    assert outstanding(client) == (24, 2)
 
 
-def test_samples_that_others_clear_are_forgotten_oldest_first():
-    client = MetricsDataPlaneClient(Forgetful())
+def test_samples_beyond_the_maximum_are_dropped_oldest_first():
+    client = MetricsDataPlaneClient(DiscardingStore())
     for partition in ("old", "new"):
         ids = [f"{partition}{number}" for number in range(150_000)]
         client.put_samples(ids, partition, TensorDict({"x": torch.zeros(len(ids))}, [len(ids)]))
-    assert held(client) == (4 * MAX_SAMPLES, MAX_SAMPLES)
+    assert outstanding(client) == (4 * MAX_SAMPLES, MAX_SAMPLES)
     assert client.outstanding_by_partition() == {
         "old": 4 * (MAX_SAMPLES - 150_000),
         "new": 4 * 150_000,
@@ -103,9 +103,9 @@ def test_samples_that_others_clear_are_forgotten_oldest_first():
 
 
 @pytest.mark.parametrize(
-    ("cleared", "left"), [(["a"], (4, 1)), (["a", "b"], (0, 0)), (None, (0, 0))]
+    ("cleared", "remaining"), [(["a"], (4, 1)), (["a", "b"], (0, 0)), (None, (0, 0))]
 )
-def test_a_sample_cleared_before_its_put_returns_is_not_counted(cleared, left):
+def test_a_sample_cleared_before_its_put_returns_is_not_counted(cleared, remaining):
     class FastConsumer(InMemoryDataPlaneClient):
         """Store whose samples another client clears before their put returns."""
 
@@ -118,53 +118,53 @@ def test_a_sample_cleared_before_its_put_returns_is_not_counted(cleared, left):
     client = MetricsDataPlaneClient(FastConsumer())
     client.register_partition("train", ["x"], 2, [])
     put(client, "ab", x=[4, 4])
-    assert held(client) == left
+    assert outstanding(client) == remaining
     assert client.snapshot()["peak_bytes_outstanding"] == 8
 
 
 def test_counting_from_many_threads_loses_nothing(client):
     threads = 8
-    together = threading.Barrier(threads)
+    barrier = threading.Barrier(threads)
 
     def work(number):
-        together.wait(10)
+        barrier.wait(10)
         for step in range(30):
             ids = [f"{number}-{step}-{i}" for i in range(3)]
             put(client, ids, x=[2, 2, 2])
             client.clear_samples(ids[:2], "train")
 
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work, number) for number in range(threads)]:
-            done.result(60)
+        for future in [pool.submit(work, number) for number in range(threads)]:
+            future.result(60)
     snapshot = client.snapshot()
-    assert held(client) == (threads * 30 * 2, threads * 30)
+    assert outstanding(client) == (threads * 30 * 2, threads * 30)
     assert snapshot["total_ops"] == 1 + threads * 30 * 2
     assert snapshot["total_bytes"] == threads * 30 * 6
 
 
 PARTITIONS = st.sampled_from(["train", "val"])
-SOME_IDS = st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), max_size=4, unique=True)
+SAMPLE_IDS = st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), max_size=4, unique=True)
 
 
 @st.composite
 def puts(draw):
-    ids = draw(SOME_IDS)
+    ids = draw(SAMPLE_IDS)
     names = draw(st.lists(st.sampled_from(["x", "y", "z"]), unique=True)) if ids else []
     fields = {name: [draw(st.integers(0, 7)) for _ in ids] for name in names}
     return ("put", draw(PARTITIONS), ids, fields)
 
 
-CLEARS = st.tuples(st.just("clear"), PARTITIONS, st.none() | SOME_IDS, st.just({}))
-FAILS = st.tuples(st.just("fail"), PARTITIONS, SOME_IDS, st.just({}))
+CLEARS = st.tuples(st.just("clear"), PARTITIONS, st.none() | SAMPLE_IDS, st.just({}))
+FAILS = st.tuples(st.just("fail"), PARTITIONS, SAMPLE_IDS, st.just({}))
 
 
 class Model:
-    """Model of every outstanding byte, with its sample and field."""
+    """Model that has every outstanding byte, with its sample and field."""
 
     def __init__(self):
         self.owned = []  # (partition, sample, field) of each byte
         self.keys = set()
-        self.totals = dict.fromkeys(MetricsDataPlaneClient(Forgetful()).snapshot(), 0)
+        self.totals = dict.fromkeys(MetricsDataPlaneClient(DiscardingStore()).snapshot(), 0)
 
     def count(self, n_keys, n_bytes=0):
         self.totals["total_ops"] += 1
@@ -175,25 +175,25 @@ class Model:
         written = {(partition, i, name) for i in ids for name in fields}
         self.owned = [byte for byte in self.owned if byte not in written]
         self.keys |= {(partition, i) for i in ids}
-        dealt, remainders = [], []  # the evenly divided bytes, then the remainders, field by field
+        even_bytes, remaining_bytes = [], []  # the name of the field of each byte
         for name, lengths in fields.items():
             even = sum(lengths) // len(ids) * len(ids)
-            dealt += [name] * even
-            remainders += [name] * (sum(lengths) - even)
-        for names in (dealt, remainders):
+            even_bytes += [name] * even
+            remaining_bytes += [name] * (sum(lengths) - even)
+        for names in (even_bytes, remaining_bytes):
             self.owned += [
-                (partition, ids[turn % len(ids)], name) for turn, name in enumerate(names)
+                (partition, ids[number % len(ids)], name) for number, name in enumerate(names)
             ]
-        n_bytes = len(dealt) + len(remainders)
+        n_bytes = len(even_bytes) + len(remaining_bytes)
         self.count(len(ids), n_bytes)
         if ids:
             self.totals["last_put_bytes_per_key"] = n_bytes // len(ids)
 
     def clear(self, partition, ids):
         self.count(len(ids or ()))
-        gone = {k for k in self.keys if k[0] == partition and (ids is None or k[1] in ids)}
-        self.keys -= gone
-        self.owned = [byte for byte in self.owned if byte[:2] not in gone]
+        cleared = {k for k in self.keys if k[0] == partition and (ids is None or k[1] in ids)}
+        self.keys -= cleared
+        self.owned = [byte for byte in self.owned if byte[:2] not in cleared]
 
     def snapshot(self):
         self.totals["bytes_outstanding"] = len(self.owned)

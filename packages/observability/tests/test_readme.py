@@ -1,4 +1,4 @@
-"""The README's Python blocks run unchanged, and importing the package costs little."""
+"""The README's Python blocks run unchanged, and the package imports no heavy dependency."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ def test_receiving_and_viewing_need_neither_torch_nor_an_sdk():
         "import sys, observability, observability.receiver, observability.views\n"
         "print(sorted({'torch', 'tensordict', 'ray', 'opentelemetry.sdk'} & sys.modules.keys()))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "[]"
+    assert result.stdout.strip() == "[]"

@@ -1,6 +1,6 @@
 """Exports of a process, decoded by OpenTelemetry's own service definitions.
 
-These tests use neither `Receiver` nor `records`, which could have the same error as the export.
+These tests use neither `Receiver` nor `records`: these could have the same error as the export.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from setup_processes import collector, status
-from setup_processes import run as run_process
+from setup_processes import collector, run_script, status
 
 SCRIPT = """
 from opentelemetry._logs import SeverityNumber
@@ -76,7 +75,7 @@ REQUESTS: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """Requests by path, and what the process reported."""
+    """Received resources by path, and what the process reported."""
 
     resources: dict[str, list[Any]]
     report: dict[str, Any]
@@ -107,15 +106,15 @@ class Run:
 @pytest.fixture(scope="module", params=["identity", "gzip"])
 def run(request: pytest.FixtureRequest) -> Run:
     compression = "none" if request.param == "identity" else request.param
-    with collector(status(200)) as result:
-        ran = run_process(
+    with collector(status(200)) as server:
+        result = run_script(
             SCRIPT,
-            result.endpoint,
+            server.endpoint,
             OTEL_EXPORTER_OTLP_COMPRESSION=compression,
             OTEL_EXPORTER_OTLP_HEADERS="x-token=secret",
         )
     resources: dict[str, list[Any]] = {path: [] for path in REQUESTS}
-    for (path, headers), body in zip(result.requests, result.bodies, strict=True):
+    for (path, headers), body in zip(server.requests, server.bodies, strict=True):
         assert headers["content-type"] == "application/x-protobuf"
         assert headers["x-token"] == "secret"
         assert headers.get("content-encoding", "identity") == request.param
@@ -124,10 +123,10 @@ def run(request: pytest.FixtureRequest) -> Run:
         )
         [(_, sent)] = message.ListFields()
         resources[path] += sent
-    return Run(resources, ran.report[0])
+    return Run(resources, result.reports[0])
 
 
-def plain(pairs: Any) -> dict[str, Any]:
+def decoded(pairs: Any) -> dict[str, Any]:
     def value(any_value: Any) -> Any:
         kind = any_value.WhichOneof("value")
         if kind == "array_value":
@@ -148,8 +147,8 @@ def test_the_span_tree_arrives(run: Run) -> None:
     assert (put.kind, claim.kind) == (Span.SPAN_KIND_PRODUCER, Span.SPAN_KIND_CLIENT)
 
 
-def test_attributes_keep_types_and_the_step_s_baggage(run: Run) -> None:
-    assert plain(run.span("send train").attributes) == {
+def test_attributes_have_their_types_and_include_baggage(run: Run) -> None:
+    assert decoded(run.span("send train").attributes) == {
         "messaging.system": "dataplane",
         "messaging.batch.message_count": 128,
         "dataplane.fields": ["tokens", "logprobs"],
@@ -158,14 +157,14 @@ def test_attributes_keep_types_and_the_step_s_baggage(run: Run) -> None:
         "first": True,
         "rl.step": 3,
     }
-    assert plain(run.span("clear").attributes) == {"rl.step": 3}
+    assert decoded(run.span("clear").attributes) == {"rl.step": 3}
 
 
 def test_links_and_failures_arrive(run: Run) -> None:
     put, claim = map(run.span, ("send train", "receive train"))
     [link] = claim.links
     assert (link.trace_id, link.span_id) == (put.trace_id, put.span_id)
-    assert plain(link.attributes) == {"n": 1}
+    assert decoded(link.attributes) == {"n": 1}
     assert (claim.status.code, claim.status.message) == (Status.STATUS_CODE_ERROR, "lost")
 
 
@@ -173,7 +172,7 @@ def test_a_lifecycle_event_arrives_with_its_span(run: Run) -> None:
     [record], put = run.items("/v1/logs"), run.span("send train")
     assert record.event_name == "dataplane.put"
     assert [item.string_value for item in record.body.array_value.values] == ["s0", "s1"]
-    assert plain(record.attributes) == {"dataplane.partition": "train", "dataplane.samples": 2}
+    assert decoded(record.attributes) == {"dataplane.partition": "train", "dataplane.samples": 2}
     assert record.time_unix_nano == 1_700_000_000_000_000_001
     assert (record.trace_id, record.span_id) == (put.trace_id, put.span_id)
 
@@ -182,20 +181,20 @@ def test_metrics_arrive(run: Run) -> None:
     moved = run.metric("dataplane.io")
     [point] = moved.sum.data_points
     assert (moved.unit, moved.description, moved.sum.is_monotonic) == ("By", "moved", True)
-    assert (point.as_int, plain(point.attributes)) == (42, {"dataplane.direction": "put"})
+    assert (point.as_int, decoded(point.attributes)) == (42, {"dataplane.direction": "put"})
     outstanding = run.metric("dataplane.outstanding").sum
     assert (outstanding.data_points[0].as_int, outstanding.is_monotonic) == (-5, False)
     assert run.metric("dataplane.ready").gauge.data_points[0].as_int == 12
     [age] = run.metric("dataplane.claim.age").histogram.data_points
     assert (age.count, age.sum, age.min, age.max) == (4, 104.5, 0.5, 99.0)
     assert (list(age.explicit_bounds), list(age.bucket_counts)) == ([1.0, 10.0], [1, 2, 1])
-    assert plain(age.attributes) == {"dataplane.task": "train"}
+    assert decoded(age.attributes) == {"dataplane.task": "train"}
 
 
-def test_every_signal_names_the_process_it_comes_from(run: Run) -> None:
+def test_every_signal_has_the_resource_of_its_process(run: Run) -> None:
     for resources in run.resources.values():
         for each in resources:
-            facts = plain(each.resource.attributes)
+            facts = decoded(each.resource.attributes)
             assert facts.pop("telemetry.sdk.version")
             assert facts == {
                 "service.name": "grpo.driver",
@@ -211,7 +210,7 @@ def test_every_signal_names_the_process_it_comes_from(run: Run) -> None:
     assert (scope.name, scope.version) == ("dataplane", "1.2")
 
 
-def test_the_process_counted_what_arrived(run: Run) -> None:
+def test_counts_of_the_process_equal_what_arrived(run: Run) -> None:
     counts = run.report["counts"]
     assert len(run.items("/v1/traces")) == 4
     assert [counts[each]["exported"] for each in ("spans", "events", "metrics")] == [4, 1, 1]

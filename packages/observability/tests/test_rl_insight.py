@@ -7,15 +7,15 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from setup_processes import run
+from setup_processes import run_script
 
 from observability.receiver import Receiver, read_folder
 from observability.views import critical_path, steps_of
 
 SCOPE = "rl_insight.utils.opentelemetry_utils"
 
-# The hub is a Ray actor of RL-Insight; this client does what the hub does with traces.
-REAL = """
+# RL-Insight's hub is a Ray actor. This client exports spans as the hub does.
+RL_INSIGHT_SCRIPT = """
 import rl_insight
 from rl_insight.agent_loop import agent_loop_session
 from rl_insight.client.base import MonitorClient, register_monitor_client
@@ -50,8 +50,8 @@ with rl_insight.trace_state("vllm_generate", state_lane_id="replica_0"):
 
 @pytest.mark.slow
 def test_sessions_of_rl_insight_are_one_trace_per_step(receiver: Receiver) -> None:
-    ran = run(REAL, receiver.endpoint)
-    assert ran.code == 0
+    result = run_script(RL_INSIGHT_SCRIPT, receiver.endpoint)
+    assert result.exit_code == 0
     records = receiver.snapshot()
     assert {span.attributes["rl.run_id"] for span in records.spans} == {"verl/ppo"}
     steps = steps_of(records)
@@ -65,7 +65,7 @@ def test_sessions_of_rl_insight_are_one_trace_per_step(receiver: Receiver) -> No
 
 
 class Sender:
-    """An SDK that sends spans as RL-Insight does, each at once and as a separate trace."""
+    """SDK that sends spans as RL-Insight does: each immediately and as a separate trace."""
 
     def __init__(self, receiver: Receiver, scope: str = SCOPE, **resource: str) -> None:
         self._provider = TracerProvider(resource=Resource(resource))
@@ -78,11 +78,13 @@ class Sender:
         span.end(int(end_s * 1e9))
 
 
-def test_step_lasts_from_its_first_span_to_its_last(receiver: Receiver) -> None:
+def test_step_lasts_from_its_first_to_its_last_span(receiver: Receiver) -> None:
     sender = Sender(receiver)
-    run_of = {"project": "p", "experiment_name": "e"}
-    sender.send("late", 12, 15, global_steps=7, **run_of)
-    sender.send("early", 10, 12, global_steps="7", **run_of)  # what a program passes is not checked
+    run_attributes = {"project": "p", "experiment_name": "e"}
+    sender.send("late", 12, 15, global_steps=7, **run_attributes)
+    sender.send(
+        "early", 10, 12, global_steps="7", **run_attributes
+    )  # RL-Insight does not check its type
     [step] = steps_of(receiver.snapshot())
     assert (step.run_id, step.number, step.seconds, step.incomplete) == ("p/e", 7, 5.0, [])
     assert [span.name for span in step.spans] == ["grpo.step", "early", "late"]
@@ -111,8 +113,8 @@ def test_only_spans_with_run_and_step_are_steps(
     assert [step.run_id for step in steps] == ([] if run_id is None else [run_id])
 
 
-def test_spans_of_others_are_not_joined(receiver: Receiver) -> None:
-    for scope, service in (("mine", "a"), (SCOPE, "a"), (SCOPE, "b")):
+def test_spans_of_other_programs_are_not_joined(receiver: Receiver) -> None:
+    for scope, service in (("other", "a"), (SCOPE, "a"), (SCOPE, "b")):
         sender = Sender(receiver, scope, **{"service.name": service})
         sender.send("span", 1, 2, experiment_name="e", global_steps=1)
     spans = receiver.snapshot().spans

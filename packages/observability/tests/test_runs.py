@@ -1,20 +1,20 @@
-"""The start and the end of a run are recorded and arrive, however the run ends."""
+"""The start and the end of a run are exported, whether it finishes, stops or fails."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from setup_processes import run
+from setup_processes import run_script
 
 from observability import record_run
 from observability.receiver import Receiver
 
 
-def recorded(receiver: Receiver, body: str, code: int = 0) -> list[tuple[str, dict[str, Any]]]:
-    """Run a program that ends at once; return name and attributes of its events."""
+def recorded(receiver: Receiver, body: str, exit_code: int = 0) -> list[tuple[str, dict[str, Any]]]:
+    """Run a program and return the name and attributes of its events."""
     program = "from observability import record_run\nsetup('svc', run_id='r', endpoint=ENDPOINT)\n"
-    assert run(program + body, receiver.endpoint).code == code
+    assert run_script(program + body, receiver.endpoint).exit_code == exit_code
     return [(event.name, dict(event.attributes)) for event in receiver.snapshot().events]
 
 
@@ -38,7 +38,7 @@ def test_a_run_records_its_start_configuration_and_end(receiver: Receiver) -> No
 
 
 @pytest.mark.parametrize(
-    ("statement", "code", "end", "facts"),
+    ("statement", "exit_code", "event", "facts"),
     [
         ("run.stop()", 0, "run_stopped", {}),
         ("sys.exit(143)", 143, "run_stopped", {}),
@@ -56,17 +56,17 @@ def test_a_run_records_its_start_configuration_and_end(receiver: Receiver) -> No
         ),
     ],
 )
-def test_the_end_of_a_run_says_how(
-    receiver: Receiver, statement: str, code: int, end: str, facts: dict[str, str]
+def test_the_end_of_a_run_is_recorded_with_its_kind(
+    receiver: Receiver, statement: str, exit_code: int, event: str, facts: dict[str, str]
 ) -> None:
     program = (
         "import contextlib, sys\n"
         f"with contextlib.suppress(Exception), record_run(run_id='own') as run:\n    {statement}"
     )
-    events = recorded(receiver, program, code)
+    events = recorded(receiver, program, exit_code)
     assert events == [
         ("run_started", {"rl.run_id": "own"}),
-        (end, {"rl.run_id": "own", **facts}),
+        (event, {"rl.run_id": "own", **facts}),
     ]
 
 
@@ -79,6 +79,15 @@ def test_a_configuration_is_recorded_in_bounded_size(receiver: Receiver) -> None
     config = started["dataplane.config"]
     assert len(config) == 1000
     assert {(len(key), len(value)) for key, value in config.items()} == {(200, 500)}
+
+
+def test_a_configuration_that_is_not_json_does_not_fail_the_run(receiver: Receiver) -> None:
+    [(_, started), _] = recorded(
+        receiver,
+        "cyclic = []\ncyclic.append(cyclic)\n"
+        "with record_run({'a': [{(1, 2): 3}], 'b': cyclic, 'c': {1}, 'd': 1}): pass",
+    )
+    assert started["dataplane.config"] == {"a": "<list>", "b": "<list>", "c": '"{1}"', "d": "1"}
 
 
 def test_without_an_sdk_a_run_is_not_recorded() -> None:

@@ -1,4 +1,4 @@
-"""Facts and texts of samples are log records whose bodies are JSON."""
+"""Facts and text of samples are log records whose bodies are JSON."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_many_samples_are_several_records(sdk: Any) -> None:
     assert bodies[1] == {"ids": ["4096"], "length": [4096]}
 
 
-def test_a_column_of_another_length_is_refused(sdk: Any) -> None:
+def test_a_column_of_wrong_length_is_refused(sdk: Any) -> None:
     with pytest.raises(ValueError, match=r"column 'reward' has 1 values; expected 2"):
         record_samples(["a", "b"], {"reward": [1.0]})
     assert recorded(sdk) == []
 
 
-def test_text_is_cut_to_its_maximum(sdk: Any) -> None:
+def test_text_and_tokens_are_truncated(sdk: Any) -> None:
     turns = [{"role": "user", "content": "x" * 40_000}]
     record_sample_text("a", turns=turns, tokens={"text": ["t"] * 5000}, run_id="r", step=7)
     [(name, attributes, body)] = recorded(sdk)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 
 import pytest
-from setup_processes import run
+from setup_processes import run_script
 
 from observability.receiver import Receiver
 
 
 def test_spans_and_events_arrive_with_the_resource_of_their_process(receiver: Receiver) -> None:
-    ran = run(
+    result = run_script(
         """
 from observability import record_step_metrics
 with setup("grpo.policy", instance="3", run_id="run-7", endpoint=ENDPOINT) as telemetry:
@@ -32,11 +32,11 @@ report(counts=telemetry.counts(), pid=os.getpid())
     assert (event.trace_id, event.span_id) == (span.trace_id, span.span_id)
     assert span.process == event.process
     assert span.process.label == "grpo.policy 3"
-    assert span.process.pid == ran.report[0]["pid"]
+    assert span.process.pid == result.reports[0]["pid"]
     assert span.process.host == os.uname().nodename
-    for counts in ran.report[0]["counts"].values():
+    for counts in result.reports[0]["counts"].values():
         assert (counts["recorded"], counts["exported"], counts["dropped"]) == (1, 1, 0)
-    assert ran.warnings == []
+    assert result.warnings == []
 
 
 def test_processes_with_the_same_seed_have_different_ids(receiver: Receiver) -> None:
@@ -47,24 +47,24 @@ with setup("train", endpoint=ENDPOINT):
     spans(2)
 """
     for _ in range(2):
-        run(script, receiver.endpoint)
+        run_script(script, receiver.endpoint)
     recorded = receiver.snapshot().spans
     assert len({span.trace_id for span in recorded}) == 4
     assert len({span.span_id for span in recorded}) == 4
 
 
 def test_without_configuration_nothing_is_recorded() -> None:
-    ran = run("""
+    result = run_script("""
 telemetry = setup("svc")
 span = trace.get_tracer("test").start_span("work")
 report(recording=span.is_recording(), enabled=get_logger("test").enabled())
 spans(3)
 report(threads=threading.active_count(), flushed=telemetry.flush(), counts=telemetry.counts())
 """)
-    assert ran.report[0] == {"recording": False, "enabled": False}
-    assert (ran.report[1]["threads"], ran.report[1]["flushed"]) == (1, True)
-    assert all(each["recorded"] == 0 for each in ran.report[1]["counts"].values())
-    assert ran.warnings == []
+    assert result.reports[0] == {"recording": False, "enabled": False}
+    assert (result.reports[1]["threads"], result.reports[1]["flushed"]) == (1, True)
+    assert all(each["recorded"] == 0 for each in result.reports[1]["counts"].values())
+    assert result.warnings == []
 
 
 def test_environment_disables_export_despite_arguments(receiver: Receiver) -> None:
@@ -74,22 +74,22 @@ spans(1)
 get_logger("test").emit(event_name="dataplane.put", body=[])
 report(address=telemetry.prometheus_address)
 """
-    ran = run(script, receiver.endpoint, OTEL_SDK_DISABLED="true")
-    assert ran.report == [{"address": None}]
+    result = run_script(script, receiver.endpoint, OTEL_SDK_DISABLED="true")
+    assert result.reports == [{"address": None}]
     assert receiver.counts()["received"] == 0
-    run(script, receiver.endpoint, OTEL_TRACES_EXPORTER="none", OTEL_METRICS_EXPORTER="none")
+    run_script(script, receiver.endpoint, OTEL_TRACES_EXPORTER="none", OTEL_METRICS_EXPORTER="none")
     records = receiver.snapshot()
     assert (len(records.spans), len(records.events)) == (0, 1)
 
 
-def test_standard_variables_configure_what_arguments_do_not(receiver: Receiver) -> None:
-    run(
+def test_standard_variables_supply_omitted_arguments(receiver: Receiver) -> None:
+    run_script(
         "setup(); spans(1)",
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{receiver.endpoint}/v1/traces",
         OTEL_SERVICE_NAME="from-variable",
         OTEL_RESOURCE_ATTRIBUTES="service.instance.id=5,rl.run_id=x%20y",
     )
-    run(
+    run_script(
         "setup('from-argument', instance='6', endpoint=ENDPOINT); spans(1)",
         f"{receiver.endpoint}/",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
@@ -111,32 +111,34 @@ def test_standard_variables_configure_what_arguments_do_not(receiver: Receiver) 
 def test_unsampled_spans_are_neither_recorded_nor_exported(
     options: str, variables: dict[str, str], receiver: Receiver
 ) -> None:
-    ran = run(
+    result = run_script(
         f"telemetry = setup('svc', endpoint=ENDPOINT, {options}); spans(9)\n"
         "report(**telemetry.counts()['spans'])",
         receiver.endpoint,
         **variables,
     )
-    assert ran.report[0]["recorded"] == 0
+    assert result.reports[0]["recorded"] == 0
     assert receiver.snapshot().spans == []
 
 
 def test_unusable_values_are_reported_and_replaced_by_defaults(receiver: Receiver) -> None:
-    ran = run(
+    result = run_script(
         "setup('svc', endpoint=ENDPOINT); spans(1)",
         receiver.endpoint,
         OTEL_BSP_MAX_QUEUE_SIZE="-5",
         OTEL_BLRP_SCHEDULE_DELAY="soon",
         OTEL_TRACES_SAMPLER="mostly",
         OTEL_EXPORTER_OTLP_PROTOCOL="grpc",
+        OTEL_EXPORTER_OTLP_TIMEOUT="long",
+        OTEL_METRIC_EXPORT_INTERVAL="9" * 5000,
     )
     assert len(receiver.snapshot().spans) == 1
-    assert len(ran.troubles) == 4
-    assert ran.code == 0
+    assert len(result.troubles) == 6
+    assert result.exit_code == 0
 
 
 def test_baggage_of_the_run_becomes_attributes_of_every_span(receiver: Receiver) -> None:
-    run(
+    run_script(
         """
 setup("svc", endpoint=ENDPOINT)
 for name, value in {
@@ -161,9 +163,9 @@ trace.get_tracer("test").start_span("work", attributes={"rl.bucket": "overhead"}
 def test_a_process_has_one_telemetry_until_shutdown(
     receiver: Receiver,
 ) -> None:
-    ran = run(
+    result = run_script(
         """
-tracer, logger = trace.get_tracer("early"), get_logger("early")
+tracer, logger = trace.get_tracer("before"), get_logger("before")
 first = setup("one", endpoint=ENDPOINT)
 report(same=setup("one", endpoint=ENDPOINT) is first)
 try:
@@ -176,26 +178,26 @@ first.shutdown()
 second = setup("two", endpoint=ENDPOINT)
 tracer.start_span("second").end()
 logger.emit(event_name="dataplane.second", body=[])
-metrics.get_meter("late").create_counter("c").add(1)
+metrics.get_meter("after").create_counter("c").add(1)
 second.shutdown()
 report(first=first.counts(), second=second.counts())
 """,
         receiver.endpoint,
     )
-    same, error, counts = ran.report
+    same, error, counts = result.reports
     assert same == {"same": True}
     assert "service_name" in error["error"]
     assert "shutdown()" in error["error"]
-    report = [(span.name, span.process.service) for span in receiver.snapshot().spans]
-    assert report == [("first", "one"), ("second", "two")]
-    report = [(event.name, event.process.service) for event in receiver.snapshot().events]
-    assert report == [("first", "one"), ("second", "two")]
+    spans = [(span.name, span.process.service) for span in receiver.snapshot().spans]
+    assert spans == [("first", "one"), ("second", "two")]
+    events = [(event.name, event.process.service) for event in receiver.snapshot().events]
+    assert events == [("first", "one"), ("second", "two")]
     assert [counts[each]["spans"]["recorded"] for each in ("first", "second")] == [1, 1]
     assert counts["second"]["metrics"]["exported"] == 1
 
 
 def test_prometheus_scrapes_on_loopback_with_otlp(receiver: Receiver) -> None:
-    ran = run(
+    result = run_script(
         """
 import urllib.request
 telemetry = setup("svc", endpoint=ENDPOINT, prometheus_port=0)
@@ -205,38 +207,40 @@ page = urllib.request.urlopen(f"http://{host}:{port}/metrics").read().decode()
 telemetry.shutdown()
 line = next(l for l in page.splitlines() if l.startswith("dataplane_io_bytes_total"))
 report(host=host, line=line,
-     exported=telemetry.counts()["metrics"]["exported"], again=setup("svc", prometheus_port=port)
-     .prometheus_address == (host, port))
+     exported=telemetry.counts()["metrics"]["exported"])
+next_telemetry = setup("svc", prometheus_port=port)
+report(same_address=next_telemetry.prometheus_address == (host, port))
 """,
         receiver.endpoint,
     )
-    assert ran.report[0]["host"] == "127.0.0.1"
-    assert 'direction="put"' in ran.report[0]["line"]
-    assert ran.report[0]["line"].endswith(" 42.0")
-    assert (ran.report[0]["exported"], ran.report[0]["again"]) == (1, True)
+    assert result.reports[0]["host"] == "127.0.0.1"
+    assert 'direction="put"' in result.reports[0]["line"]
+    assert result.reports[0]["line"].endswith(" 42.0")
+    assert result.reports[0]["exported"] == 1
+    assert result.reports[1] == {"same_address": True}
 
 
 def test_variables_enable_prometheus_and_a_used_port_is_a_warning(
     receiver: Receiver,
 ) -> None:
-    ran = run(
+    result = run_script(
         "report(address=setup('svc').prometheus_address)",
         OTEL_METRICS_EXPORTER="prometheus",
         OTEL_EXPORTER_PROMETHEUS_PORT=str(receiver.port),
     )
-    assert ran.report == [{"address": None}]
-    assert ran.troubles == ["prometheus endpoint not opened"]
+    assert result.reports == [{"address": None}]
+    assert result.troubles == ["prometheus endpoint not opened"]
 
 
 def test_without_the_sdk_the_error_names_the_extra() -> None:
-    ran = run("""
+    result = run_script("""
 sys.modules["opentelemetry.sdk"] = None
 try:
     setup("svc")
 except ImportError as error:
     report(error=str(error))
 """)
-    assert ran.report[0]["error"].endswith("install the extra observability[sdk]")
+    assert result.reports[0]["error"].endswith("install the extra observability[sdk]")
 
 
 def test_numbers_out_of_range_are_refused_by_name() -> None:
@@ -246,21 +250,21 @@ def test_numbers_out_of_range_are_refused_by_name() -> None:
         "export_interval_s": 0,
         "shutdown_timeout_s": -1,
     }
-    ran = run(f"""
+    result = run_script(f"""
 for name, number in {numbers}.items():
     try:
         setup("svc", **{{name: number}})
     except ValueError as error:
         report(name=name, error=str(error))
 """)
-    assert [each["name"] for each in ran.report] == list(numbers)
-    assert all(each["error"].startswith(f"{each['name']}=") for each in ran.report)
+    assert [each["name"] for each in result.reports] == list(numbers)
+    assert all(each["error"].startswith(f"{each['name']}=") for each in result.reports)
 
 
 def test_a_foreign_global_provider_is_reported() -> None:
-    ran = run("""
+    result = run_script("""
 from opentelemetry.sdk.trace import TracerProvider
 trace.set_tracer_provider(TracerProvider())
 setup("svc", endpoint="http://127.0.0.1:9")
 """)
-    assert "another TracerProvider is registered already" in ran.troubles
+    assert "another TracerProvider is registered already" in result.troubles

@@ -1,4 +1,4 @@
-"""Telemetry is exported at the end of a process, however it ends."""
+"""Telemetry is exported at the end of a process, whether it exits, raises or gets SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import time
 from http.server import BaseHTTPRequestHandler
 
 import pytest
-from setup_processes import DEADLINE_S, balanced, collector, ended, hanging, run, started, status
+from setup_processes import (
+    DEADLINE_S,
+    collector,
+    hanging_collector,
+    is_balanced,
+    run_script,
+    start_script,
+    status,
+    wait_for_end,
+)
 
 from observability.receiver import Receiver
 from observability.views import why
 
 
 def test_items_recorded_after_shutdown_count_as_dropped(receiver: Receiver) -> None:
-    ran = run(
+    result = run_script(
         """
 telemetry = setup("svc", endpoint=ENDPOINT)
 late = trace.get_tracer("test").start_span("begun before, ended after")
@@ -29,10 +38,10 @@ report(counts=telemetry.counts())
 """,
         receiver.endpoint,
     )
-    counts = ran.report[0]["counts"]
+    counts = result.reports[0]["counts"]
     assert (counts["spans"]["recorded"], counts["spans"]["shutdown"]) == (4, 2)
     assert (counts["events"]["recorded"], counts["events"]["shutdown"]) == (1, 1)
-    assert balanced(counts)
+    assert is_balanced(counts)
     assert len(receiver.snapshot().spans) == 2
 
 
@@ -48,7 +57,7 @@ def operate():
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
+    ("statement", "exit_code"),
     [
         ("", 0),
         ("raise KeyError(1)", 1),
@@ -58,14 +67,16 @@ def operate():
     ],
     ids=["at exit", "by an exception", "on SIGTERM", "at shutdown", "at a flush"],
 )
-def test_queued_items_are_sent_before_the_end(receiver: Receiver, end: str, code: int) -> None:
-    process = started(
+def test_queued_items_are_sent_before_the_end(
+    receiver: Receiver, statement: str, exit_code: int
+) -> None:
+    process = start_script(
         f"{OPERATION}\n"
         "telemetry = setup('svc', endpoint=ENDPOINT, export_interval_s=3600)\n"
-        f"spans(700); operate()\n{end}",
+        f"spans(700); operate()\n{statement}",
         receiver.endpoint,
     )
-    assert ended(process).code == code
+    assert wait_for_end(process).exit_code == exit_code
     assert len(receiver.snapshot().spans) == 700 + 2
     records = receiver.snapshot()
     root = next(span for span in records.spans if span.name == "root")
@@ -80,73 +91,73 @@ def test_queued_items_are_sent_before_the_end(receiver: Receiver, end: str, code
     assert records.events[1].sample_ids == ("a", "b")
 
 
-def test_sigterm_ends_a_process_in_time_though_the_collector_hangs() -> None:
-    with hanging() as result:
-        process = started(
+def test_sigterm_ends_a_process_in_time_if_the_collector_hangs() -> None:
+    with hanging_collector() as server:
+        process = start_script(
             "setup('svc', endpoint=ENDPOINT, shutdown_timeout_s=0.5); spans(3)\n"
-            # Short sleeps: a signal that arrives as a sleep begins is handled when it ends.
+            # The sleeps are short: a signal that arrives as a sleep begins is handled at its end.
             "report(ready=1)\nwhile True: time.sleep(0.1)",
-            result.endpoint,
+            server.endpoint,
         )
         assert process.stdout is not None
         process.stdout.readline()
         begin = time.monotonic()
         process.terminate()
-        ran = ended(process)
-    assert ran.code == -signal.SIGTERM
+        result = wait_for_end(process)
+    assert result.exit_code == -signal.SIGTERM
     assert time.monotonic() - begin < 5
-    assert ran.warnings[-1]["event"] == "telemetry_dropped"
+    assert result.warnings[-1]["event"] == "telemetry_dropped"
 
 
 def test_sigterm_during_shutdown_waits_for_exports_in_flight() -> None:
-    request, go_on = threading.Event(), threading.Event()
+    request_received, may_answer = threading.Event(), threading.Event()
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        request.set()
-        assert go_on.wait(DEADLINE_S)
+        request_received.set()
+        assert may_answer.wait(DEADLINE_S)
         status(200)(handler)
 
-    with collector(answer) as result:
-        process = started(
+    with collector(answer) as server:
+        process = start_script(
             "telemetry = setup('svc', endpoint=ENDPOINT, shutdown_timeout_s=30.0); spans(3)\n"
             "telemetry.shutdown(); threading.Event().wait()",
-            result.endpoint,
+            server.endpoint,
             OTEL_METRICS_EXPORTER="none",
             OTEL_EXPORTER_OTLP_TIMEOUT="30",
         )
-        assert request.wait(DEADLINE_S)
+        assert request_received.wait(DEADLINE_S)
         process.terminate()
-        go_on.set()
+        may_answer.set()
         begin = time.monotonic()
-        ran = ended(process)
-    assert ran.code == -signal.SIGTERM
+        result = wait_for_end(process)
+    assert result.exit_code == -signal.SIGTERM
     assert time.monotonic() - begin < 10
-    assert ran.warnings == []
+    assert result.warnings == []
 
 
 def test_sigterm_also_reaches_the_previous_handler(
     receiver: Receiver,
 ) -> None:
-    ran = run(
+    result = run_script(
         """
-def before(number, frame):
+def previous_handler(number, frame):
     report(handled=number, counts=telemetry.counts()["spans"]["exported"])
-signal.signal(signal.SIGTERM, before)
+signal.signal(signal.SIGTERM, previous_handler)
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
 spans(3)
 os.kill(os.getpid(), signal.SIGTERM)
 spans(2)
 telemetry.shutdown()
-report(given_back=signal.getsignal(signal.SIGTERM) is before)
+report(restored=signal.getsignal(signal.SIGTERM) is previous_handler)
 """,
         receiver.endpoint,
     )
-    assert ran.report == [{"handled": 15, "counts": 3}, {"given_back": True}]
+    assert result.reports == [{"handled": 15, "counts": 3}, {"restored": True}]
     assert len(receiver.snapshot().spans) == 5
 
 
 def test_sigterm_that_was_ignored_stays_ignored(receiver: Receiver) -> None:
-    ran = run(
+    result = run_script(
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 setup("svc", endpoint=ENDPOINT)
@@ -155,11 +166,11 @@ report(alive=True)
 """,
         receiver.endpoint,
     )
-    assert ran.report == [{"alive": True}]
+    assert result.reports == [{"alive": True}]
 
 
 def test_setup_works_in_another_thread_and_leaves_sigterm_alone(receiver: Receiver) -> None:
-    ran = run(
+    result = run_script(
         """
 thread = threading.Thread(target=lambda: setup("svc", endpoint=ENDPOINT))
 thread.start(); thread.join()
@@ -168,12 +179,12 @@ report(default=signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """,
         receiver.endpoint,
     )
-    assert ran.report == [{"default": True}]
+    assert result.reports == [{"default": True}]
     assert len(receiver.snapshot().spans) == 1
 
 
-def test_a_forked_child_does_not_send_again_what_its_parent_queued(receiver: Receiver) -> None:
-    ran = run(
+def test_a_forked_child_does_not_send_items_of_its_parent(receiver: Receiver) -> None:
+    result = run_script(
         """
 telemetry = setup("parent", endpoint=ENDPOINT, export_interval_s=3600, prometheus_port=0)
 metrics.get_meter("test").create_counter("c").add(1)
@@ -197,8 +208,8 @@ report(**telemetry.counts()["spans"])
 """,
         receiver.endpoint,
     )
-    assert ran.report[0] == {"child": 0}
-    assert (ran.report[1]["recorded"], ran.report[1]["exported"]) == (5, 5)
+    assert result.reports[0] == {"child": 0}
+    assert (result.reports[1]["recorded"], result.reports[1]["exported"]) == (5, 5)
     services = [(span.process.service, span.process.pid) for span in receiver.snapshot().spans]
     assert len(set(services)) == 2
     assert sorted(service for service, _ in services) == ["child"] * 2 + ["parent"] * 5
@@ -207,7 +218,7 @@ report(**telemetry.counts()["spans"])
 
 
 def test_a_wait_of_a_killed_process_becomes_silent(receiver: Receiver) -> None:
-    process = started(
+    process = start_script(
         """
 from dataplane_core import InMemoryDataPlaneClient
 from observability import InstrumentedDataPlaneClient

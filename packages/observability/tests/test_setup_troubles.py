@@ -1,4 +1,4 @@
-"""A broken collector causes one warning and loses data, but never ends the run."""
+"""A broken collector causes one warning and dropped items, but never ends the run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from setup_processes import Collector, ScriptResult, balanced, collector, hanging, run, status
+from setup_processes import (
+    Collector,
+    ScriptResult,
+    collector,
+    hanging_collector,
+    is_balanced,
+    run_script,
+    status,
+)
 
 from observability.receiver import Receiver
 
-# Several batches of each signal, so that a warning per batch would show.
-TROUBLE = """
+# It exports several batches of each signal, so that a warning per batch would be noticed.
+EXPORT_SCRIPT = """
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=0.05, shutdown_timeout_s=5.0)
 for _ in range(3):
     spans(40)
@@ -26,16 +34,16 @@ report(seconds=time.monotonic() - begin, counts=telemetry.counts())
 """
 
 
-SPANS_ALONE = {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
+SPANS_ONLY = {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
 
 
-def troubled(endpoint: str) -> ScriptResult:
-    ran = run(TROUBLE, endpoint, OTEL_BSP_MAX_EXPORT_BATCH_SIZE="10")
-    assert ran.code == 0
-    assert balanced(ran.report[0]["counts"])
-    assert (ran.report[0]["counts"]["spans"]["recorded"]) == 120
-    assert ran.report[0]["seconds"] < 6
-    return ran
+def run_export_script(endpoint: str) -> ScriptResult:
+    result = run_script(EXPORT_SCRIPT, endpoint, OTEL_BSP_MAX_EXPORT_BATCH_SIZE="10")
+    assert result.exit_code == 0
+    assert is_balanced(result.reports[0]["counts"])
+    assert (result.reports[0]["counts"]["spans"]["recorded"]) == 120
+    assert result.reports[0]["seconds"] < 6
+    return result
 
 
 @pytest.mark.parametrize(
@@ -54,23 +62,23 @@ def troubled(endpoint: str) -> ScriptResult:
 def test_a_refusing_collector_costs_one_warning_and_its_items(
     answer: Callable[[Any], None], trouble: str
 ) -> None:
-    with collector(answer) as result:
-        ran = troubled(result.endpoint)
-    assert ran.troubles == [trouble]
-    assert all(each["exported"] == 0 for each in ran.report[0]["counts"].values())
-    assert [each["event"] for each in ran.warnings][-1] == "telemetry_dropped"
+    with collector(answer) as server:
+        result = run_export_script(server.endpoint)
+    assert result.troubles == [trouble]
+    assert all(each["exported"] == 0 for each in result.reports[0]["counts"].values())
+    assert [each["event"] for each in result.warnings][-1] == "telemetry_dropped"
 
 
 def test_a_collector_that_hangs_costs_one_warning_and_bounded_time() -> None:
-    with hanging() as result:
-        ran = run(
-            TROUBLE.replace("flush(1.0)", "flush(0.1)"),
-            result.endpoint,
+    with hanging_collector() as server:
+        result = run_script(
+            EXPORT_SCRIPT.replace("flush(1.0)", "flush(0.1)"),
+            server.endpoint,
             OTEL_EXPORTER_OTLP_TIMEOUT="0.5",
         )
-    assert ran.troubles == ["collector timed out"]
-    assert ran.report[0]["seconds"] < 3
-    assert balanced(ran.report[0]["counts"])
+    assert result.troubles == ["collector timed out"]
+    assert result.reports[0]["seconds"] < 3
+    assert is_balanced(result.reports[0]["counts"])
 
 
 @pytest.mark.parametrize(
@@ -91,24 +99,24 @@ def test_a_collector_that_hangs_costs_one_warning_and_bounded_time() -> None:
 def test_an_unreachable_endpoint_costs_one_warning_without_password(
     endpoint: str,
 ) -> None:
-    ran = troubled(endpoint)
-    assert len(ran.troubles) == 1
-    assert "secret" not in json.dumps(ran.warnings)
-    assert all(each["exported"] == 0 for each in ran.report[0]["counts"].values())
+    result = run_export_script(endpoint)
+    assert len(result.troubles) == 1
+    assert "secret" not in json.dumps(result.warnings)
+    assert all(each["exported"] == 0 for each in result.reports[0]["counts"].values())
 
 
 def test_a_malformed_endpoint_costs_one_warning_per_signal() -> None:
-    ran = run(
+    result = run_script(
         "telemetry = setup('svc', endpoint='http://[::1'); spans(3); report(ok=telemetry.flush())",
         OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED="true",
     )
-    assert ran.report == [{"ok": True}]
-    assert ran.troubles == ["invalid endpoint", "exporter not created: ValueError"]
+    assert result.reports == [{"ok": True}]
+    assert result.troubles == ["invalid endpoint", "exporter not created: ValueError"]
 
 
 def test_items_beyond_the_queue_are_counted_and_reported_once() -> None:
-    with hanging() as result:
-        ran = run(
+    with hanging_collector() as server:
+        result = run_script(
             """
 telemetry = setup("svc", endpoint=ENDPOINT)
 pending = []
@@ -121,25 +129,25 @@ while requests_received() < 2:  # else a request may time out before shutdown do
 telemetry.shutdown(0.2)
 report(maximum=max(pending), counts=telemetry.counts())
 """,
-            result.endpoint,
+            server.endpoint,
             OTEL_BSP_MAX_QUEUE_SIZE="10",
             OTEL_BSP_MAX_EXPORT_BATCH_SIZE="5",
             OTEL_BLRP_MAX_QUEUE_SIZE="7",
             OTEL_METRICS_EXPORTER="none",
             OTEL_EXPORTER_OTLP_TIMEOUT="30",
         )
-    assert ran.report[0]["maximum"] == 10
-    spans, events = (ran.report[0]["counts"][each] for each in ("spans", "events"))
+    assert result.reports[0]["maximum"] == 10
+    spans, events = (result.reports[0]["counts"][each] for each in ("spans", "events"))
     assert (spans["recorded"], spans["queue_full"], spans["dropped"]) == (100, 90, 100)
     assert (events["recorded"], events["queue_full"], events["dropped"]) == (100, 93, 100)
-    assert ran.troubles == ["queue full", "shutdown timed out"]
-    assert ran.warnings[-1]["event"] == "telemetry_dropped"
-    assert ran.warnings[-1]["spans"]["dropped"] == 100
+    assert result.troubles == ["queue full", "shutdown timed out"]
+    assert result.warnings[-1]["event"] == "telemetry_dropped"
+    assert result.warnings[-1]["spans"]["dropped"] == 100
 
 
-def test_flush_and_shutdown_keep_to_their_time_from_many_threads() -> None:
-    with hanging() as result:
-        ran = run(
+def test_flush_and_shutdown_time_out_in_many_threads() -> None:
+    with hanging_collector() as server:
+        result = run_script(
             """
 telemetry = setup("svc", endpoint=ENDPOINT)
 spans(600)
@@ -156,19 +164,19 @@ for thread in threads: thread.join()
 telemetry.shutdown()
 report(answers=answers, flushed=telemetry.flush(0.0), counts=telemetry.counts())
 """,
-            result.endpoint,
+            server.endpoint,
         )
     assert all(
         not flushed and first < 2 and second < 2
-        for flushed, first, second in ran.report[0]["answers"]
+        for flushed, first, second in result.reports[0]["answers"]
     )
-    assert balanced(ran.report[0]["counts"])
-    assert not ran.report[0]["flushed"]  # some items were dropped
+    assert is_balanced(result.reports[0]["counts"])
+    assert not result.reports[0]["flushed"]  # some items were dropped
 
 
 def test_flushes_that_time_out_do_not_pile_up_threads() -> None:
-    with hanging() as result:
-        ran = run(
+    with hanging_collector() as server:
+        result = run_script(
             """
 telemetry = setup("svc", endpoint=ENDPOINT, shutdown_timeout_s=0.2)
 before = threading.active_count()
@@ -176,15 +184,15 @@ spans(10)
 flushed = [telemetry.flush(0.01) for _ in range(50)]
 report(flushed=any(flushed), more=threading.active_count() - before)
 """,
-            result.endpoint,
+            server.endpoint,
         )
-    assert not ran.report[0]["flushed"]
-    assert ran.report[0]["more"] <= 3  # one per signal
+    assert not result.reports[0]["flushed"]
+    assert result.reports[0]["more"] <= 3  # one per signal
 
 
-def test_lost_items_are_a_metric_by_signal_and_reason() -> None:
-    with collector(status(400)) as result:
-        ran = run(
+def test_dropped_items_are_a_metric_by_signal_and_reason() -> None:
+    with collector(status(400)) as server:
+        result = run_script(
             """
 import urllib.request
 telemetry = setup("svc", endpoint=ENDPOINT, prometheus_port=0, export_interval_s=3600)
@@ -198,9 +206,9 @@ with trace.get_tracer("test").start_as_current_span("lost"):
 telemetry.flush(10)
 report(before=before, after=lost())
 """,
-            result.endpoint,
+            server.endpoint,
         )
-    before, after = ran.report[0]["before"], ran.report[0]["after"]
+    before, after = result.reports[0]["before"], result.reports[0]["after"]
     assert len(before) == 3 * 3
     assert all(line.endswith(" 0.0") for line in before)  # so that the first loss is an increase
     [line] = set(after) - set(before)
@@ -210,7 +218,7 @@ report(before=before, after=lost())
 
 
 def test_a_repeated_log_of_the_sdk_is_reported_once(receiver: Receiver) -> None:
-    ran = run(
+    result = run_script(
         """
 setup("svc", endpoint=ENDPOINT)
 span = trace.get_tracer("test").start_span("work")
@@ -220,7 +228,7 @@ span.end()
 """,
         receiver.endpoint,
     )
-    assert len(ran.troubles) == 1
+    assert len(result.troubles) == 1
     assert len(receiver.snapshot().spans) == 1
 
 
@@ -230,40 +238,40 @@ span.end()
     ids=["partial_success { rejected_spans: 3 }", "garbage"],
 )
 def test_items_that_a_collector_rejects_are_dropped(answer: bytes, rejected: int) -> None:
-    with collector(status(200, answer)) as result:
-        ran = run(
+    with collector(status(200, answer)) as server:
+        result = run_script(
             """
 telemetry = setup("svc", endpoint=ENDPOINT)
 spans(5)
 telemetry.shutdown()
 report(**telemetry.counts()["spans"])
 """,
-            result.endpoint,
-            **SPANS_ALONE,
+            server.endpoint,
+            **SPANS_ONLY,
         )
-    counts = ran.report[0]
+    counts = result.reports[0]
     assert (counts["exported"], counts["export_failed"]) == (5 - rejected, rejected)
-    assert ran.troubles == ["collector rejected items"][: bool(rejected)]
+    assert result.troubles == ["collector rejected items"][: bool(rejected)]
 
 
-def restarting() -> Callable[[Any], None]:
-    """Answer 503 until a request to ``/open``, then 200."""
-    up = threading.Event()
+def unavailable_until_open() -> Callable[[Any], None]:
+    """Return an answer of 503 until a request to ``/open``, then of 200."""
+    is_open = threading.Event()
 
     def answer(handler: Any) -> None:
         if handler.path == "/open":
-            up.set()
-        status(200 if up.is_set() else 503)(handler)
+            is_open.set()
+        status(200 if is_open.is_set() else 503)(handler)
 
     return answer
 
 
-def received(result: Collector) -> list[str]:
-    """Return the span names received since ``/open``, with counts."""
-    opened = [path for path, _ in result.requests].index("/open")
+def received_span_names(server: Collector) -> list[str]:
+    """Return the names of the spans received after the request to ``/open``."""
+    opened = [path for path, _ in server.requests].index("/open")
     return [
         span.name
-        for (path, _), body in list(zip(result.requests, result.bodies, strict=True))[opened + 1 :]
+        for (path, _), body in list(zip(server.requests, server.bodies, strict=True))[opened + 1 :]
         if path == "/v1/traces"
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans
         for scope in resource.scope_spans
@@ -271,17 +279,17 @@ def received(result: Collector) -> list[str]:
     ]
 
 
-RESTART = """
+RESTART_PREAMBLE = """
 import urllib.request
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
-def named(*names):
+def record_spans(*names):
     for name in names:
         trace.get_tracer("test").start_span(str(name)).end()
 def counts():
     return telemetry.counts()["spans"]
-def opened():
+def open_collector():
     urllib.request.urlopen(urllib.request.Request(ENDPOINT + "/open", data=b"")).read()
-def until_sent():
+def wait_until_sent():
     deadline = time.monotonic() + 30
     while counts()["pending"] and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -289,92 +297,96 @@ def until_sent():
 
 
 def run_with_restart(script: str, **variables: str) -> tuple[ScriptResult, list[str]]:
-    """Run a script with a collector that is unavailable until it calls ``opened``."""
-    with collector(restarting()) as result:
-        ran = run(RESTART + script, result.endpoint, **SPANS_ALONE, **variables)
-        return ran, received(result) if "opened()" in script else []
+    """Run a script with a collector that is unavailable until it calls ``open_collector``."""
+    with collector(unavailable_until_open()) as server:
+        result = run_script(RESTART_PREAMBLE + script, server.endpoint, **SPANS_ONLY, **variables)
+        return result, received_span_names(server) if "open_collector()" in script else []
 
 
 def test_a_restarted_collector_gets_everything_once() -> None:
-    ran, names = run_with_restart("""
-named("a", "b")
-kept = telemetry.flush(20), counts()
-named("c")
-opened()
-report(kept=kept, sent=(telemetry.flush(20), counts()))
+    result, names = run_with_restart("""
+record_spans("a", "b")
+retained = telemetry.flush(20), counts()
+record_spans("c")
+open_collector()
+report(retained=retained, sent=(telemetry.flush(20), counts()))
 """)
-    kept, before = ran.report[0]["kept"]
-    assert not kept
+    retained, before = result.reports[0]["retained"]
+    assert not retained
     assert (before["pending"], before["dropped"]) == (2, 0)
-    sent, after = ran.report[0]["sent"]
+    sent, after = result.reports[0]["sent"]
     assert sent
     assert (after["exported"], after["dropped"]) == (3, 0)
     assert names == ["a", "b", "c"]
-    assert ran.troubles == ["collector answered 503"]
+    assert result.troubles == ["collector answered 503"]
 
 
 @pytest.mark.parametrize(
     ("spans", "script", "variables"),
     [
-        (1, "opened(); until_sent()", {"OTEL_BSP_SCHEDULE_DELAY": "200"}),
-        (4, "opened(); telemetry.flush(20)", {"OTEL_BSP_MAX_QUEUE_SIZE": "4"}),
-        # Too short for the SDK, which then asks for an attempt of 0 seconds.
+        (1, "open_collector(); wait_until_sent()", {"OTEL_BSP_SCHEDULE_DELAY": "200"}),
+        (4, "open_collector(); telemetry.flush(20)", {"OTEL_BSP_MAX_QUEUE_SIZE": "4"}),
+        # So short that the SDK passes a timeout of 0 to the request.
         (
             1,
-            "opened()\nfor _ in range(100): telemetry.flush(20) or time.sleep(0.05)",
+            "open_collector()\nfor _ in range(100): telemetry.flush(20) or time.sleep(0.05)",
             {"OTEL_EXPORTER_OTLP_TIMEOUT": "0.000000001"},
         ),
     ],
     ids=["without more spans", "as large as the queue", "no time for an attempt"],
 )
-def test_a_retained_batch_is_sent_later(spans: int, script: str, variables: dict[str, str]) -> None:
-    script = f"named(*range({spans})); telemetry.flush(20); report(**counts())\n{script}"
+def test_a_retained_batch_is_sent_after_the_outage(
+    spans: int, script: str, variables: dict[str, str]
+) -> None:
+    script = f"record_spans(*range({spans})); telemetry.flush(20); report(**counts())\n{script}"
     if "OTEL_BSP_SCHEDULE_DELAY" in variables:
         script = f"telemetry.shutdown(); telemetry = setup('svc', endpoint=ENDPOINT)\n{script}"
-    ran, names = run_with_restart(f"{script}\nreport(**counts())", **variables)
-    kept, sent = ran.report
-    assert (kept["pending"], kept["dropped"]) == (spans, 0)
+    result, names = run_with_restart(f"{script}\nreport(**counts())", **variables)
+    retained, sent = result.reports
+    assert (retained["pending"], retained["dropped"]) == (spans, 0)
     assert (sent["exported"], sent["dropped"]) == (spans, 0)
     assert names == [str(number) for number in range(spans)]
 
 
-def test_the_newest_half_of_the_queue_is_retained_without_collector() -> None:
-    ran, names = run_with_restart(
+def test_the_newest_half_of_the_queue_is_retained_in_an_outage() -> None:
+    result, names = run_with_restart(
         """
 for number in range(10):
-    named(*range(4 * number, 4 * number + 4))
+    record_spans(*range(4 * number, 4 * number + 4))
     telemetry.flush(20)
     report(**counts())
-opened()
+open_collector()
 telemetry.flush(20)
 report(**counts())
 """,
         OTEL_BSP_MAX_QUEUE_SIZE="20",
         OTEL_BSP_MAX_EXPORT_BATCH_SIZE="4",
     )
-    *away, last = ran.report
-    assert all(each["pending"] <= 10 for each in away)
-    assert all(each["recorded"] == each["pending"] + each["export_failed"] for each in away)
+    *during_outage, last = result.reports
+    assert all(each["pending"] <= 10 for each in during_outage)
+    assert all(
+        each["recorded"] == each["pending"] + each["export_failed"] for each in during_outage
+    )
     assert (last["exported"], last["export_failed"]) == (8, 32)
     assert names == [str(number) for number in range(32, 40)]
 
 
 def test_retained_batches_are_dropped_in_time_at_process_end() -> None:
-    ran, _ = run_with_restart("""
-named("a")
+    result, _ = run_with_restart("""
+record_spans("a")
 telemetry.flush(20)
 began = time.monotonic()
 telemetry.shutdown()
 report(seconds=time.monotonic() - began, **counts())
 """)
-    assert ran.report[0]["seconds"] < 7  # 5 s are the default
-    assert (ran.report[0]["pending"], ran.report[0]["dropped"]) == (0, 1)
+    assert result.reports[0]["seconds"] < 7  # 5 s are the default
+    assert (result.reports[0]["pending"], result.reports[0]["dropped"]) == (0, 1)
 
 
 def test_only_the_item_that_cannot_be_encoded_is_lost(
     receiver: Receiver,
 ) -> None:
-    ran = run(
+    result = run_script(
         """
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
 tracer, log = trace.get_tracer("test"), get_logger("test")
@@ -389,11 +401,11 @@ report(**telemetry.counts())
 """,
         receiver.endpoint,
     )
-    sent, counts = ran.report
+    sent, counts = result.reports
     assert [span.name for span in receiver.snapshot().spans] == ["größe", "half a surrogate pair ?"]
     assert [event.sample_ids for event in receiver.snapshot().events] == [("half ?",)]
-    assert balanced({name: counts[name] for name in ("spans", "events")})
+    assert is_balanced({name: counts[name] for name in ("spans", "events")})
     assert (counts["spans"]["exported"], counts["spans"]["export_failed"]) == (2, 1)
     assert (counts["events"]["exported"], counts["events"]["export_failed"]) == (1, 1)
     assert sent == {"flushed": False}
-    assert ran.troubles == ["items not exported"]
+    assert result.troubles == ["items not exported"]

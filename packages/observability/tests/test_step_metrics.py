@@ -1,4 +1,4 @@
-"""Each step's metrics are exported once, in bounded memory, however the process ends."""
+"""Metrics of a step are exported once, in bounded memory, and also at the end of a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from setup_processes import collector, run, status, step_points
+from setup_processes import collector, run_script, status, step_points
 
 from observability import record_step_metrics
 
@@ -15,14 +15,14 @@ IMPORTS = "from observability import record_step_metrics\n"
 
 
 def test_metrics_of_a_step_arrive_when_the_process_ends_at_once() -> None:
-    with collector(status(200)) as received:
-        ran = run(
+    with collector(status(200)) as server:
+        result = run_script(
             f"{IMPORTS}setup('svc', run_id='r', endpoint=ENDPOINT)\n"
             "record_step_metrics(7, {'rl.loss': 0.5, 'rl.kl': 0.25}, components={'format': 1.0})",
-            received.endpoint,
+            server.endpoint,
         )
-        assert ran.code == 0
-        assert sorted(step_points(received)) == [
+        assert result.exit_code == 0
+        assert sorted(step_points(server)) == [
             ("rl.kl", "{nat}", 0.25, {"rl.step": 7}),
             ("rl.loss", "1", 0.5, {"rl.step": 7}),
             ("rl.reward.component", "1", 1.0, {"rl.step": 7, "rl.component": "format"}),
@@ -30,14 +30,14 @@ def test_metrics_of_a_step_arrive_when_the_process_ends_at_once() -> None:
 
 
 def test_metrics_of_a_step_arrive_when_the_process_is_terminated() -> None:
-    with collector(status(200)) as received:
-        ran = run(
+    with collector(status(200)) as server:
+        result = run_script(
             f"{IMPORTS}setup('svc', endpoint=ENDPOINT)\n"
             "record_step_metrics(1, {'rl.loss': 0.5})\nos.kill(os.getpid(), signal.SIGTERM)",
-            received.endpoint,
+            server.endpoint,
         )
-        assert ran.code == -15
-        assert [name for name, *_ in step_points(received)] == ["rl.loss"]
+        assert result.exit_code == -15
+        assert [name for name, *_ in step_points(server)] == ["rl.loss"]
 
 
 def test_each_point_of_a_long_run_is_exported_once_in_bounded_memory() -> None:
@@ -55,36 +55,39 @@ for step in range(10_000):
         counts.append(objects())
 report(growth=counts[-1] - counts[1], counts=telemetry.counts())
 """
-    with collector(status(200)) as received:
-        [facts] = run(script, received.endpoint).report
-        exported = Counter((name, int(value)) for name, _, value, _ in step_points(received))
+    with collector(status(200)) as server:
+        [facts] = run_script(script, server.endpoint).report
+        exported = Counter((name, int(value)) for name, _, value, _ in step_points(server))
     assert len(exported) == 50_000
     assert set(exported.values()) == {1}
-    # A retained attribute set is several objects, and there would be 45,000 of them.
+    # If attributes were retained, there would be 45,000 sets of them, each of several objects.
     assert facts["growth"] < 1_000
     assert facts["counts"]["steps"]["exported"] == 20
 
 
 def test_step_metrics_survive_a_collector_outage(tmp_path: Path) -> None:
-    back = tmp_path / "back"
+    restarted = tmp_path / "restarted"
     script = f"""{IMPORTS}
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
 record_step_metrics(0, {{"rl.loss": 0.5}})
-away = telemetry.flush(20)
-open({str(back)!r}, "x").close()
+sent_in_outage = telemetry.flush(20)
+open({str(restarted)!r}, "x").close()
 record_step_metrics(1, {{"rl.loss": 0.5}})
-report(away=away, back=telemetry.flush(20), **telemetry.counts()["steps"])
+sent_later = telemetry.flush(20)
+report(in_outage=sent_in_outage, later=sent_later, **telemetry.counts()["steps"])
 """
-    with collector(lambda handler: status(200 if back.exists() else 503)(handler)) as received:
-        [facts] = run(script, received.endpoint).report
-    assert (facts["away"], facts["back"]) == (False, True)
+    with collector(lambda handler: status(200 if restarted.exists() else 503)(handler)) as server:
+        [facts] = run_script(script, server.endpoint).report
+    assert (facts["in_outage"], facts["later"]) == (False, True)
     assert (facts["recorded"], facts["exported"], facts["dropped"]) == (2, 2, 0)
 
 
 def test_a_step_without_metrics_is_not_exported() -> None:
-    with collector(status(200)) as received:
+    with collector(status(200)) as server:
         script = "telemetry = setup('svc', endpoint=ENDPOINT)\ntelemetry.shutdown()\n"
-        [facts] = run(f"{script}report(**telemetry.counts()['steps'])", received.endpoint).report
+        [facts] = run_script(
+            f"{script}report(**telemetry.counts()['steps'])", server.endpoint
+        ).report
     assert facts["recorded"] == 0
 
 
@@ -97,25 +100,25 @@ def test_a_step_without_metrics_is_not_exported() -> None:
         ("x" * 300, "x" * 255),
     ],
 )
-def test_names_of_other_trainers_become_names_of_metrics(name: str, exported: str) -> None:
-    with collector(status(200)) as received:
-        run(
+def test_invalid_characters_of_a_name_are_replaced(name: str, exported: str) -> None:
+    with collector(status(200)) as server:
+        run_script(
             f"{IMPORTS}setup('svc', endpoint=ENDPOINT)\n"
             f"record_step_metrics(0, {json.dumps({name: 1})})",
-            received.endpoint,
+            server.endpoint,
         )
-        assert [name for name, *_ in step_points(received)] == [exported]
+        assert [name for name, *_ in step_points(server)] == [exported]
 
 
-def test_values_that_are_no_numbers_are_skipped() -> None:
-    with collector(status(200)) as received:
-        run(
+def test_values_that_are_not_numbers_are_skipped() -> None:
+    with collector(status(200)) as server:
+        run_script(
             f"{IMPORTS}setup('svc', endpoint=ENDPOINT)\n"
             "record_step_metrics(0, {'a': 'text', 'b': None, 'c': [1, 2], 'd': True, 'e': '3'},"
             " names={'d': 'rl.loss'}, run_id='r')",
-            received.endpoint,
+            server.endpoint,
         )
-        assert list(step_points(received)) == [
+        assert list(step_points(server)) == [
             ("rl.loss", "1", 1.0, {"rl.step": 0, "rl.run_id": "r"})
         ]
 
@@ -124,8 +127,8 @@ def test_without_an_sdk_nothing_is_recorded() -> None:
     record_step_metrics(0, {"rl.loss": 0.5})
 
 
-def test_prometheus_is_not_given_a_series_per_step() -> None:
-    ran = run(
+def test_prometheus_has_no_series_per_step() -> None:
+    result = run_script(
         f"""{IMPORTS}
 import urllib.request
 telemetry = setup("svc", prometheus_port=0)
@@ -135,4 +138,4 @@ page = urllib.request.urlopen(f"http://{{host}}:{{port}}/metrics", timeout=20).r
 report(steps=page.count("rl_loss"))
 """
     )
-    assert ran.report == [{"steps": 0}]
+    assert result.reports == [{"steps": 0}]

@@ -24,8 +24,8 @@ def batch(*fields, count):
     return TensorDict({name: torch.zeros(count) for name in fields}, batch_size=[count])
 
 
-class PublishedOnly(InMemoryDataPlaneClient):
-    """Store without origins, like an adapter that has only the documented methods."""
+class StoreWithoutOrigins(InMemoryDataPlaneClient):
+    """Store that has no support for origins, like an adapter with only the documented methods."""
 
     capabilities = InMemoryDataPlaneClient.capabilities.__class__(
         read_your_writes=True, exclusive_claims=True
@@ -43,7 +43,7 @@ def client(spans):
         yield client
 
 
-def named(spans, name):
+def spans_named(spans, name):
     return [span for span in spans.get_finished_spans() if span.name == name]
 
 
@@ -63,7 +63,7 @@ def test_a_put_is_a_producer_span_with_the_messaging_attributes(client, spans):
     }
 
 
-def test_every_batch_operation_has_its_span_and_an_inspection_none(client, spans):
+def test_batch_operations_have_spans_and_inspections_have_none(client, spans):
     client.put_samples(["a"], "train", batch("x", count=1))
     client.claim_meta("train", "train", ["x"], 1)
     client.get_samples(["a"], "train", ["x"])
@@ -96,7 +96,7 @@ def test_claims_and_reads_link_to_the_puts_they_consume(client, spans):
     client.put_samples(["a", "b"], "train", batch("x", count=2))
     client.put_samples(["c", "d"], "train", batch("x", count=2))
     client.put_samples(["a", "b"], "train", batch("y", count=2))
-    first, second, third = (span.context for span in named(spans, "send train"))
+    first, second, third = (span.context for span in spans_named(spans, "send train"))
     client.claim_meta("train", "train", ["x"], 4)
     client.get_samples(["a"], "train", ["x", "y"])
     client.get_columns(["c", "d"], "train", ["x"])
@@ -105,7 +105,7 @@ def test_claims_and_reads_link_to_the_puts_they_consume(client, spans):
         return {(context.trace_id, context.span_id) for context in contexts}
 
     def links(name):
-        return [ids(*(link.context for link in span.links)) for span in named(spans, name)]
+        return [ids(*(link.context for link in span.links)) for span in spans_named(spans, name)]
 
     assert links("receive train") == [ids(first, second)]
     assert links("get train") == [ids(first, third), ids(second)]
@@ -116,22 +116,22 @@ def test_links_beyond_128_are_counted(client, spans):
     for number in range(140):
         client.put_samples([f"s{number}"], "many", batch("x", count=1))
     client.claim_meta("many", "train", ["x"], 140)
-    [claim] = named(spans, "receive many")
+    [claim] = spans_named(spans, "receive many")
     assert len(claim.links) == MAX_LINKS
     assert claim.attributes["dataplane.links_dropped"] == 12
 
 
-def test_an_error_is_recorded_by_its_class_and_raised_as_it_is(client, spans):
+def test_an_error_is_recorded_by_class_and_raised_unchanged(client, spans):
     with pytest.raises(PartitionNotFoundError):
         client.get_samples(["a"], "nowhere", ["x"])
     [failed] = spans.get_finished_spans()
     assert failed.status.status_code is StatusCode.ERROR
     assert failed.attributes["error.type"] == "PartitionNotFoundError"
     assert failed.attributes["rl.bucket"] == "wasted"
-    assert not failed.events  # no text, which could quote samples
+    assert not failed.events  # an event would have the error's text, which could quote samples
 
 
-@pytest.mark.parametrize("store", [InMemoryDataPlaneClient, PublishedOnly])
+@pytest.mark.parametrize("store", [InMemoryDataPlaneClient, StoreWithoutOrigins])
 def test_users_tags_come_back_as_they_were_put(spans, store):
     with TracingDataPlaneClient(store()) as client:
         client.register_partition("train", ["x", "y"], 2, ["train", "other"])
@@ -139,9 +139,9 @@ def test_users_tags_come_back_as_they_were_put(spans, store):
         assert client.put_samples(["a", "b"], "train", batch("x", count=2), tags).tags == tags
         client.put_samples(["a"], "train", batch("y", count=1))
         assert client.claim_meta("train", "train", ["x"], 2).tags == tags
-        assert [len(span.links) for span in named(spans, "receive train")] == [1]
+        assert [len(span.links) for span in spans_named(spans, "receive train")] == [1]
         raw = client.inner.claim_meta("train", "other", ["x"], 2).tags
-        if store is PublishedOnly:  # then the origin travels with the tags
+        if store is StoreWithoutOrigins:  # then the origin travels with the tags
             assert [tag.pop("traceparent").count("-") for tag in raw] == [3, 3]
         assert raw == tags
 
@@ -162,11 +162,11 @@ def test_unparsable_origin_is_not_linked(client, spans, text):
     client.put_samples(["a"], "train", batch("x", count=1), origin=text)
     assert client.read_origins(["a"], "train", ["x"]) == {text: 1}
     client.claim_meta("train", "train", ["x"], 1)
-    [claim] = named(spans, "receive train")
+    [claim] = spans_named(spans, "receive train")
     assert claim.links == ()
 
 
-def test_spans_nest_below_the_current_one(client, spans):
+def test_spans_are_children_of_the_current_span(client, spans):
     with span("rollout", "idle") as outer:
         client.put_samples(["a"], "train", batch("x", count=1))
     put, rollout = spans.get_finished_spans()

@@ -1,4 +1,4 @@
-"""A wrapped client keeps all promises of the inner client, and hides nothing of it."""
+"""A wrapped client fulfills all promises of the inner client and forwards all of its methods."""
 
 import inspect
 
@@ -84,7 +84,7 @@ class TestWrappedLeases(LeaseContract, NamedClaimContract, BackpressureContract)
         TracingDataPlaneClient,
     ],
 )
-def test_a_client_with_the_documented_methods_alone_can_be_wrapped(wrap):
+def test_a_client_with_only_the_documented_methods_can_be_wrapped(wrap):
     inner = MinimalClient()
     client = wrap(inner)
     client.register_partition("train", ["x"], 2, ["train"])
@@ -105,7 +105,7 @@ def test_a_client_with_the_documented_methods_alone_can_be_wrapped(wrap):
     client.close()
 
 
-class Nameless:
+class WithoutRepr:
     def __repr__(self):
         raise RuntimeError("no repr")
 
@@ -115,7 +115,7 @@ def nested(depth):
 
 
 @pytest.mark.usefixtures("sdk")
-@pytest.mark.parametrize("hostile", [Nameless(), nested(900), None, b"p"], ids=lambda _: "")
+@pytest.mark.parametrize("hostile", [WithoutRepr(), nested(900), None, b"p"], ids=lambda _: "")
 def test_no_observer_fails_on_refused_arguments(hostile):
     with InstrumentedDataPlaneClient(InMemoryDataPlaneClient()) as client:
         client.register_partition("p", ["x"], 1, ["t"])
@@ -157,8 +157,8 @@ def test_sample_ids_need_not_be_a_list(wrap, ids):
         assert client.failures == 0
 
 
-class Echo:
-    """Client that only records its calls."""
+class RaisingClient:
+    """Client whose methods raise a `LookupError` with their name and arguments."""
 
     capabilities = Capabilities()
 
@@ -169,7 +169,7 @@ class Echo:
         return called
 
 
-MOVES_DATA = [
+WITH_EVENT = [
     ("register_partition", ("p", ["x"], 1, ["t"], 2, {"x": ["v"]})),
     ("claim_meta", ("p", "t", ["x"], 4, 1, False, 2.5)),
     ("check_consumption_status", ("p", ["t"])),
@@ -178,22 +178,22 @@ MOVES_DATA = [
     ("clear_samples", (["a"], "p")),
     ("clear_samples", (None, "p")),
 ]
-MOVES_NONE = [
+WITHOUT_EVENT = [
     *((name, (KVBatchMeta("p", "t", ["a"]),)) for name in ("acknowledge", "renew", "release")),
     ("count_samples", ("p", "t", ["x"])),
 ]
 
 
-@pytest.mark.parametrize(("name", "args"), [*MOVES_DATA, *MOVES_NONE])
-def test_a_call_is_forwarded_and_is_an_event_if_it_moves_data(name, args):
+@pytest.mark.parametrize(("name", "args"), [*WITH_EVENT, *WITHOUT_EVENT])
+def test_a_call_is_forwarded_and_is_an_event_if_it_has_event(name, args):
     events = []
-    client = MetricsDataPlaneClient(Echo(), events.append)
-    moves_data = (name, args) in MOVES_DATA
-    more = {"also": 1} if moves_data else {}
+    client = MetricsDataPlaneClient(RaisingClient(), events.append)
+    has_event = (name, args) in WITH_EVENT
+    extra = {"also": 1} if has_event else {}
     with pytest.raises(LookupError) as called:
-        getattr(client, name)(*args, **more)
-    assert called.value.args[0] == (name, args, more)
-    assert [event["status"] for event in events] == ["error"] * moves_data
+        getattr(client, name)(*args, **extra)
+    assert called.value.args[0] == (name, args, extra)
+    assert [event["status"] for event in events] == ["error"] * has_event
 
 
 def test_every_method_of_the_contract_is_forwarded():

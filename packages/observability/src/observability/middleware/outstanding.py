@@ -145,9 +145,10 @@ class Outstanding:
 def divide(bytes_by_field: Mapping[str, int], count: int) -> list[tuple[SampleBytes, int]]:
     """Divide the bytes of each field among ``count`` samples.
 
-    Each sample gets an equal part of a field. The remaining bytes go to one sample each, from the
-    sample after the last one that got a remaining byte of the previous field. So the totals of two
-    samples differ by at most one byte, and the first samples have the larger totals.
+    Each sample gets an equal part of a field. The remaining bytes of the field go to consecutive
+    samples, one byte each, after the last sample that got a remaining byte of the previous field.
+    So the totals of two samples differ by at most one byte, and the first samples have the larger
+    totals.
 
     Returns:
         Runs of samples with equal bytes, in order. Each is the bytes of a sample and the length of
