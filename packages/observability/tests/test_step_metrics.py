@@ -56,7 +56,7 @@ for step in range(10_000):
 report(growth=counts[-1] - counts[1], counts=telemetry.counts())
 """
     with collector(status(200)) as server:
-        [facts] = run_script(script, server.endpoint).report
+        [facts] = run_script(script, server.endpoint).reports
         exported = Counter((name, int(value)) for name, _, value, _ in step_points(server))
     assert len(exported) == 50_000
     assert set(exported.values()) == {1}
@@ -77,7 +77,7 @@ sent_later = telemetry.flush(20)
 report(in_outage=sent_in_outage, later=sent_later, **telemetry.counts()["steps"])
 """
     with collector(lambda handler: status(200 if restarted.exists() else 503)(handler)) as server:
-        [facts] = run_script(script, server.endpoint).report
+        [facts] = run_script(script, server.endpoint).reports
     assert (facts["in_outage"], facts["later"]) == (False, True)
     assert (facts["recorded"], facts["exported"], facts["dropped"]) == (2, 2, 0)
 

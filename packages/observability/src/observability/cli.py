@@ -195,14 +195,14 @@ def steps_in(records: Records, *, number: int | None = None) -> list[Step]:
     steps = steps_of(records)
     if not steps:
         raise CommandError("no step was traced: no span has the attribute rl.step")
-    chosen = [step for step in steps if number in (None, step.number)]
-    if not chosen:
+    selected = [step for step in steps if number in (None, step.number)]
+    if not selected:
         numbers = [step.number for step in steps]
         raise CommandError(
             f"--step: no step {number} in the recording, which has steps {min(numbers)} to "
             f"{max(numbers)}"
         )
-    return chosen
+    return selected
 
 
 def print_steps(steps: Sequence[Step]) -> None:

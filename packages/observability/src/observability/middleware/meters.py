@@ -57,7 +57,7 @@ OTHER = "other"
 _SCOPE = "rl-dataplane"
 _MAX_WATCHED = 64
 """Maximum number of pairs of partition and task whose counts one client queries."""
-# Observations of two instruments within this time belong to one collection. A query is much faster.
+# Observations of two instruments within this time belong to one collection. A query takes less.
 _ONE_COLLECTION_S = 1.0
 # Maximum number of values of staleness recorded per step. A histogram records one value per call,
 # and a hundred thousand calls would take a second.
@@ -236,9 +236,8 @@ class Meters(Observer):
                 with self._lock:
                     self._watched.pop((partition_id, task), None)
             except (UnavailableError, DeadlineExceededError):
-                collection.unreachable_stores.add(
-                    self.store_key
-                )  # a further query would block, too
+                # A further query of this store would block as well.
+                collection.unreachable_stores.add(self.store_key)
             except DataPlaneError:
                 pass  # for example, this client was closed; another client may count the task
             except Exception:  # noqa: BLE001  # a failing store must not stop the queries of others
@@ -355,7 +354,7 @@ class _CountCallbacks:
             yield Observation(samples, labels)
 
     def _query(self) -> _CountsByLabels:
-        """Return the counts of all open clients; a task counts once, whatever its clients."""
+        """Return the counts of all open clients; a task that has several clients counts once."""
         collection = CollectionState()
         counts_by_labels: _CountsByLabels = {}
         # The newest client is queried first, because its required fields are the most recent.

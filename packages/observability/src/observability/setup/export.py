@@ -121,8 +121,8 @@ class Delivery:
         all_sent = True
         while self._batches:
             batch, export = self._batches[0]
-            gives_up = self._is_shutting_down and self._is_failing
-            exported = 0 if gives_up else self._attempt(batch, export)
+            drops = self._is_shutting_down and self._is_failing
+            exported = 0 if drops else self._attempt(batch, export)
             may_retain = self._retains and not self._is_shutting_down
             if self._is_failing and self.session.is_transient and may_retain:
                 all_sent = False

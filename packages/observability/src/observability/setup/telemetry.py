@@ -67,7 +67,7 @@ class _Pipeline:
         flush: function that exports the queued items.
         shutdown: function that exports the queued items and stops the SDK's part of the export.
         flushes_at_intervals: whether the thread also flushes at each export interval, because the
-            SDK does not. Otherwise it only retries retained batches then.
+            SDK does not. If False, it only retries the retained batches.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Telemetry:
         self.shutdown()
 
     def reset_after_fork(self) -> None:
-        """Make the parent's telemetry, as copied into a forked child, shut down and empty.
+        """Mark a forked child's copy of the parent's telemetry as shut down and empty.
 
         Nothing is sent, and no lock is acquired: a thread of the parent may have held it.
         """
@@ -298,14 +298,14 @@ class Telemetry:
             CountedMetricExporter(delivery),
             export_interval_millis=delivery.otlp.interval_s * 1000,
         )
-        # The flush is that of this reader alone. The provider's flush would also collect for the
-        # reader of Prometheus, which stores every collection until the next scrape.
+        # The pipeline flushes this reader, not the provider. The provider's flush would also collect
+        # for the Prometheus reader, which stores every collection until the next scrape.
         self._pipelines["metrics"] = _Pipeline(delivery, reader.force_flush, reader.shutdown)
         return reader
 
     def _step_meter_provider(self, resource: Resource, delivery: Delivery) -> AnyMeterProvider:
         # With delta temporality, the SDK exports a gauge's point once and then discards it with its
-        # attributes. Without it, memory would grow with each step, since each has other attributes.
+        # attributes. Otherwise the SDK would retain the attributes of every step.
         exporter = CountedMetricExporter(delivery, {_Gauge: AggregationTemporality.DELTA})
         reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
 
@@ -383,7 +383,7 @@ class Telemetry:
                 # after this handler, so waiting for `_shutdown_finished` would block.
                 wait_all(self._shutdowns, deadline)
             else:
-                # The previous handler may keep the process alive, so it only flushes then.
+                # A previous handler may keep the process alive; then telemetry is not shut down.
                 action = self.flush if callable(previous) else self.shutdown
                 wait_all([self._signal_thread.start(action)], deadline)
         if callable(previous):
