@@ -87,7 +87,7 @@ def test_a_step_without_metrics_is_not_exported() -> None:
         script = "telemetry = setup('svc', endpoint=ENDPOINT)\ntelemetry.shutdown()\n"
         [facts] = run_script(
             f"{script}report(**telemetry.counts()['steps'])", server.endpoint
-        ).report
+        ).reports
     assert facts["recorded"] == 0
 
 

@@ -40,8 +40,9 @@ def traced(
 
     The method gains the keyword-only argument ``carrier``, to which the caller passes the result of
     `dataplane_core.telemetry.inject`. The rest of the signature does not change, so Ray checks
-    calls as before. A coroutine function or generator function remains one. A generator runs in a
-    copy of the context of its first step, so its span is not the parent of its consumer's spans.
+    calls as before. A coroutine function remains one, and so does a generator function. A generator
+    runs in a copy of the context of its first step, so its span is not the parent of its consumer's
+    spans.
 
     Args:
         method: the method to decorate.
@@ -91,7 +92,7 @@ def traced(
             wrapper = run
 
         functools.update_wrapper(wrapper, function)
-        del wrapper.__wrapped__  # Ray would read the signature of this function, without a carrier
+        del wrapper.__wrapped__  # Ray would follow it and read a signature without ``carrier``
         parameters = list(signature.parameters.values())
         carrier_parameter = inspect.Parameter(CARRIER, inspect.Parameter.KEYWORD_ONLY, default=None)
         position = len(parameters)

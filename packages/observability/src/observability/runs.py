@@ -83,7 +83,7 @@ def _leaves(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 
 
 def _as_text(value: object) -> str:
-    """Return a string unchanged, any other value as JSON, and a value without JSON as its type."""
+    """Return a string unchanged and other values as JSON; without JSON, return the type's name."""
     if isinstance(value, str):
         return value
     try:

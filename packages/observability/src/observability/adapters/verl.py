@@ -86,7 +86,7 @@ class _Run:
 
     def __init__(self) -> None:
         self.run_id = ""  # until the first `Tracking`
-        self.steps = 0  # completed ones
+        self.steps = 0  # number of the next step, if verl does not count its steps
         self.telemetry: Any = None  # from the first `Tracking` until it finishes
         self.record = ExitStack()
 

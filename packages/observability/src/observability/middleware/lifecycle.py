@@ -84,7 +84,7 @@ def emit(
         partition_id: the partition; None for an event without one.
         sample_ids: ids of the samples.
         samples: number of samples, if it differs from that of ``sample_ids``.
-        context: trace context of the event; None is the current one.
+        context: trace context of the event; None is the current context.
         error: the exception of a failed operation, whose class is recorded.
         facts: further attributes, which get the prefix "dataplane.". None values are omitted.
     """
@@ -124,7 +124,8 @@ def logger_of(provider: LoggerProvider) -> Logger:
     return _cached[1]
 
 
-# The last provider and its logger: creating a logger takes as long as the rest of `emit`.
+# The last provider and its logger. They are cached, because creating a logger takes as long as the
+# rest of `emit`.
 _cached: tuple[LoggerProvider | None, Logger] = None, NoOpLogger(_SCOPE)
 
 

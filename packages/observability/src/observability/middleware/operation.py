@@ -96,7 +96,7 @@ class Operation:
             self._origins = self.extra["origins"]
 
     def origins(self) -> Mapping[str, int]:
-        """Return the origins of a successful claim's or read's samples, with numbers of samples.
+        """Return the number of samples by origin, after a successful claim or read.
 
         An origin is the text of an `Origin`. The store is queried at most once.
         """

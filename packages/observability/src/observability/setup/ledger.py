@@ -34,7 +34,8 @@ class Counts(TypedDict):
         dropped: the sum of the following counts.
         queue_full: items recorded while the queue was full.
         export_failed: items whose export failed or that a collector rejected.
-        shutdown: items pending when shutdown timed out, or recorded after it.
+        shutdown: items that were pending when the shutdown timed out, or recorded after the
+            shutdown.
     """
 
     recorded: int
@@ -64,7 +65,7 @@ class Ledger:
         self.closed = False
 
     def admit(self) -> bool:
-        """Count an item as recorded; return False and count it as dropped if it must be dropped."""
+        """Count an item as recorded and return True; if it must be dropped, count that, return False."""
         with self._lock:
             self._recorded += 1
             if self.closed:

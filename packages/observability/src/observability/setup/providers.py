@@ -1,9 +1,9 @@
 """The proxies registered as OpenTelemetry's global providers, and the SDK providers behind them.
 
 OpenTelemetry accepts a global provider once per process. So a proxy is registered once. It forwards
-to an SDK provider, which is replaced when telemetry shuts down or starts again, and after a fork.
-Tracers and loggers of a proxy follow the replacement. Meters and instruments do not: they belong to
-the provider that created them.
+to an SDK provider, which is replaced when telemetry is set up again, and removed in a forked child.
+Tracers and loggers of a proxy follow the change. Meters and instruments do not: they belong to the
+provider that created them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def set_providers(
 def step_meters() -> metrics.MeterProvider:
     """Return the provider of meters for metrics of steps.
 
-    If the program registered its own global meter provider, it is that one.
+    If the program registered its own global meter provider, that one is returned.
     """
     registered = metrics.get_meter_provider()
     return _meters.step_provider if registered is _meters else registered

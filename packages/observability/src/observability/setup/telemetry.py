@@ -298,8 +298,8 @@ class Telemetry:
             CountedMetricExporter(delivery),
             export_interval_millis=delivery.otlp.interval_s * 1000,
         )
-        # The pipeline flushes this reader, not the provider. The provider's flush would also collect
-        # for the Prometheus reader, which stores every collection until the next scrape.
+        # The pipeline flushes this reader, not the provider. A flush of the provider would also
+        # collect for the Prometheus reader, which stores every collection until the next scrape.
         self._pipelines["metrics"] = _Pipeline(delivery, reader.force_flush, reader.shutdown)
         return reader
 
