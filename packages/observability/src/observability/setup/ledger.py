@@ -65,7 +65,7 @@ class Ledger:
         self.closed = False
 
     def admit(self) -> bool:
-        """Count an item as recorded and return True; if it must be dropped, count that, return False."""
+        """Count an item as recorded; return whether it is queued. If not, count it as dropped."""
         with self._lock:
             self._recorded += 1
             if self.closed:
