@@ -184,7 +184,7 @@ class Reports:
         self._new_reports.release()
 
     def wait_for(self, number):
-        """Return the waits of the first reports, once there are so many."""
+        """Wait for a number of reports; return the wait of each."""
         for _ in range(number):
             assert self._new_reports.acquire(timeout=DEADLINE_S)
         return self.waits[:number]
@@ -192,23 +192,23 @@ class Reports:
 
 def test_only_open_waits_are_reported_and_in_order():
     waits, reports = Waits(delay_s=0.3), Reports()
-    begun = []
+    open_waits = []
     for _ in range(3):
         ended = waits.begin(reports)
-        begun.append(waits.begin(reports))
+        open_waits.append(waits.begin(reports))
         waits.end(ended)
         assert not ended.reported
-    assert reports.wait_for(3) == begun
-    assert all(wait.reported for wait in begun)
+    assert reports.wait_for(3) == open_waits
+    assert all(wait.reported for wait in open_waits)
 
 
 def test_a_long_wait_is_reported_at_once_and_repeated(sdk, monkeypatch):
     flushes = []
     monkeypatch.setattr(get_logger_provider(), "force_flush", flushes.append)
     waits, reports = Waits(delay_s=0.01, report_every_s=0.02), Reports()
-    begun = [waits.begin(reports) for _ in range(2)]
-    assert reports.wait_for(8) == begun * 4
-    for wait in begun:
+    open_waits = [waits.begin(reports) for _ in range(2)]
+    assert reports.wait_for(8) == open_waits * 4
+    for wait in open_waits:
         waits.end(wait)
     assert len(flushes) == 2
 
@@ -249,7 +249,7 @@ may_unlock.set()
     assert result.reports == [{"child": 0}]
 
 
-def test_no_two_processes_give_a_wait_the_same_name():
+def test_waits_of_different_processes_have_different_names():
     script = """
 from observability import waits
 report(name=waits.begin(lambda wait: None).name)

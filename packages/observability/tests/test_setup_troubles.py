@@ -182,12 +182,12 @@ telemetry = setup("svc", endpoint=ENDPOINT, shutdown_timeout_s=0.2)
 before = threading.active_count()
 spans(10)
 flushed = [telemetry.flush(0.01) for _ in range(50)]
-report(flushed=any(flushed), more=threading.active_count() - before)
+report(flushed=any(flushed), new_threads=threading.active_count() - before)
 """,
             server.endpoint,
         )
     assert not result.reports[0]["flushed"]
-    assert result.reports[0]["more"] <= 3  # one per signal
+    assert result.reports[0]["new_threads"] <= 3  # one per signal
 
 
 def test_dropped_items_are_a_metric_by_signal_and_reason() -> None:
@@ -306,16 +306,16 @@ def run_with_restart(script: str, **variables: str) -> tuple[ScriptResult, list[
 def test_a_restarted_collector_gets_everything_once() -> None:
     result, names = run_with_restart("""
 record_spans("a", "b")
-retained = telemetry.flush(20), counts()
+in_outage = telemetry.flush(20), counts()
 record_spans("c")
 open_collector()
-report(retained=retained, sent=(telemetry.flush(20), counts()))
+report(in_outage=in_outage, later=(telemetry.flush(20), counts()))
 """)
-    retained, before = result.reports[0]["retained"]
-    assert not retained
+    is_flushed, before = result.reports[0]["in_outage"]
+    assert not is_flushed
     assert (before["pending"], before["dropped"]) == (2, 0)
-    sent, after = result.reports[0]["sent"]
-    assert sent
+    is_flushed, after = result.reports[0]["later"]
+    assert is_flushed
     assert (after["exported"], after["dropped"]) == (3, 0)
     assert names == ["a", "b", "c"]
     assert result.troubles == ["collector answered 503"]
