@@ -40,7 +40,7 @@ def test_a_parted_dict_is_a_dict_without_order(operations):
                 assert parted.get(key, "none") == model.get(key, "none")
         assert (len(parted), key in parted) == (len(model), key in model)
     assert dict(parted) == model
-    while not parted.shed(1):
+    while not parted.free_entries(1):
         assert len(parted)
     assert (len(parted), list(parted)) == (0, [])
 
@@ -50,7 +50,7 @@ def test_parted_dict_is_freed_in_small_parts():
     for number in range(10_000):
         parted[number] = parted[f"s{number}"] = None
     before = len(parted)
-    while not parted.shed(100):
+    while not parted.free_entries(100):
         assert before - len(parted) < 300
         before = len(parted)
 

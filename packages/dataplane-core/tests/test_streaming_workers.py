@@ -23,7 +23,7 @@ from dataplane_core import (
     StreamingDataLoader,
     StreamingDataset,
 )
-from dataplane_core.streaming.feed import Delivered  # noqa: TID251
+from dataplane_core.streaming.feed import DeliveredBatch  # noqa: TID251
 from dataplane_core.tensors.rows import form_of, is_form_known
 
 pytestmark = pytest.mark.slow
@@ -133,8 +133,8 @@ def is_pinned(monkeypatch):
 def test_a_batch_is_pinned_as_it_is_and_as_it_was_collated(is_pinned):
     meta = KVBatchMeta(partition_id="p", task_name="a", sample_ids=["s00"])
     batch = TensorDict({"x": torch.ones(1)}, [1])
-    plain = Delivered((batch, meta), meta).pin_memory()
-    own = Delivered({"x": torch.ones(1)}, meta).pin_memory()
+    plain = DeliveredBatch((batch, meta), meta).pin_memory()
+    own = DeliveredBatch({"x": torch.ones(1)}, meta).pin_memory()
     assert is_pinned(plain.content[0]["x"])
     assert plain.content[1] is meta
     assert is_pinned(own.content["x"])

@@ -381,11 +381,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
             UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided
                 evenly.
         """
-        size, where = self.size, "make_microbatch_iterator"
-        microbatch_size = checked_int(where, "microbatch_size", microbatch_size)
+        size, operation = self.size, "make_microbatch_iterator"
+        microbatch_size = checked_int(operation, "microbatch_size", microbatch_size)
         if microbatch_size == 0 or size % microbatch_size:
             raise UnevenShardsError(
-                f"{where}: {size} rows in micro-batches of {microbatch_size}; "
+                f"{operation}: {size} rows in micro-batches of {microbatch_size}; "
                 "expected a size that divides the number of rows"
             )
         return (
@@ -402,9 +402,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
             InvalidRequestError: (a ValueError) there is no plan, or the plan has several global
                 batches (see `get_batch`) or another number of rows.
         """
-        where = "make_microbatch_iterator_with_dynamic_shapes"
-        sequence_dim = checked_int(where, "sequence_dim", sequence_dim)
-        cuts, lengths = self._single_plan(where)
+        operation = "make_microbatch_iterator_with_dynamic_shapes"
+        sequence_dim = checked_int(operation, "sequence_dim", sequence_dim)
+        cuts, lengths = self._single_plan(operation)
         names = self._along_tokens(sequence_dim)
         return (
             self.slice(start, stop)._truncate(sequence_dim, width, names)

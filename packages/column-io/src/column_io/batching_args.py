@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict  # Any: the values come 
 
 from column_io.packing import PACKERS
 from dataplane_core import InvalidRequestError
-from dataplane_core.arguments import checked_int, refused, shown
+from dataplane_core.arguments import argument_type_error, checked_int, repr_with_type
 from dataplane_core.errors import listed
 
 ORDERS = ("packer", "largest_first")
@@ -74,7 +74,7 @@ def check_dynamic_batching_args(args: Mapping[str, Any]) -> None:
 
 def _check_keys(name: str, args: Mapping[str, Any], declared: Any) -> None:
     if not isinstance(args, Mapping):
-        raise refused("sharding", name, args, "a dict")
+        raise argument_type_error("sharding", name, args, "a dict")
     required, optional = declared.__required_keys__, declared.__optional_keys__
     for problem, keys in (
         ("missing", required - args.keys()),
@@ -90,5 +90,5 @@ def _check_keys(name: str, args: Mapping[str, Any], declared: Any) -> None:
 def _check_choice(name: str, key: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise InvalidRequestError(
-            f"{name}: {key} {shown(value)}; expected one of {listed(choices)}"
+            f"{name}: {key} {repr_with_type(value)}; expected one of {listed(choices)}"
         )

@@ -110,14 +110,14 @@ def pack_jagged_fields(
         InvalidRequestError: (a ValueError) the columns differ in their number of rows, or a length
             is not an int of at least 0.
     """
-    where = "pack_jagged_fields"
-    count = count_columns(where, fields)
-    row_lengths = None if lengths is None else checked_ints(where, "lengths", lengths)
+    operation = "pack_jagged_fields"
+    count = count_columns(operation, fields)
+    row_lengths = None if lengths is None else checked_ints(operation, "lengths", lengths)
     ragged = ragged_columns(fields, row_lengths, token_aligned_fields)
     return fields_of_columns(fields, count, row_lengths, ragged)
 
 
-def count_columns(where: str, fields: Mapping[str, Column]) -> int:
+def count_columns(operation: str, fields: Mapping[str, Column]) -> int:
     """Return the number of rows that all columns have.
 
     Raises:
@@ -129,13 +129,13 @@ def count_columns(where: str, fields: Mapping[str, Column]) -> int:
         if not is_storable(column):
             kind = getattr(column, "dtype", None) or type(column).__name__
             raise InvalidTypeError(
-                f"{where}: column {name!r} is {kind}; expected a torch.Tensor or a numpy array of "
-                "dtype object"
+                f"{operation}: column {name!r} is {kind}; expected a torch.Tensor or a numpy "
+                "array of dtype object"
             )
         counts[name] = count_rows(name, column)
     if len(set(counts.values())) > 1:
         rows = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
-        raise InvalidRequestError(f"{where}: columns differ in their number of rows ({rows})")
+        raise InvalidRequestError(f"{operation}: columns differ in their number of rows ({rows})")
     return next(iter(counts.values()), 0)
 
 
@@ -157,7 +157,7 @@ def ragged_columns(
 
 
 def check_token_axis(
-    where: str, fields: Mapping[str, Column], lengths: Sequence[int] | None
+    operation: str, fields: Mapping[str, Column], lengths: Sequence[int] | None
 ) -> None:
     """Refuse token-aligned columns without a token axis.
 
@@ -179,8 +179,8 @@ def check_token_axis(
         if column.dim() < 2 or column.shape[1] < longest:
             expected = "(rows, tokens, ...)" if lengths is None else f"(rows, >= {longest}, ...)"
             raise InvalidRequestError(
-                f"{where}: column {name!r} has shape {tuple(column.shape)}; expected a value per "
-                f"token, {expected}{', or one per sample, (rows,)' if is_per_sample_too else ''}"
+                f"{operation}: column {name!r} has shape {tuple(column.shape)}; expected a value "
+                f"per token, {expected}{', or one per sample, (rows,)' if is_per_sample_too else ''}"
             )
 
 

@@ -132,22 +132,22 @@ def write_columns(
     """
     if not fields:
         return
-    where = f"write_columns(partition={meta.partition_id!r})"
+    operation = f"write_columns(partition={meta.partition_id!r})"
     samples, lengths = len(meta.sample_ids), meta.sequence_lengths
     if lengths is not None:
-        lengths = checked_ints(where, "sequence_lengths", lengths)
+        lengths = checked_ints(operation, "sequence_lengths", lengths)
         if len(lengths) != samples:
             raise InvalidRequestError(
-                f"{where}: {len(lengths)} sequence_lengths for {samples} samples; expected one "
+                f"{operation}: {len(lengths)} sequence_lengths for {samples} samples; expected one "
                 "per sample, or None"
             )
-    count = count_columns(where, fields)
+    count = count_columns(operation, fields)
     if count != samples:
         raise InvalidRequestError(
-            f"{where}: columns {listed(fields)} of {count} rows for {samples} samples; expected "
-            "one row per sample"
+            f"{operation}: columns {listed(fields)} of {count} rows for {samples} samples; "
+            "expected one row per sample"
         )
-    check_token_axis(where, fields, lengths)
+    check_token_axis(operation, fields, lengths)
     as_client(dp_client).put_columns(
         meta.sample_ids,
         meta.partition_id,
@@ -198,19 +198,19 @@ def kv_first_write(
             ``pad_to_multiple`` is not an int of at least 1; or a token-aligned column has no token
             axis, see `write_columns`.
     """
-    where = f"kv_first_write(partition={partition_id!r})"
-    alignment = checked_int(where, "pad_to_multiple", pad_to_multiple, minimum=1)
+    operation = f"kv_first_write(partition={partition_id!r})"
+    alignment = checked_int(operation, "pad_to_multiple", pad_to_multiple, minimum=1)
     missing = [name for name in (SAMPLE_MASK, INPUT_LENGTHS) if name not in final_batch_cpu]
     if missing:
         raise MissingDataError(
-            f"{where}: no columns {listed(missing)} among {listed(final_batch_cpu)}",
+            f"{operation}: no columns {listed(missing)} among {listed(final_batch_cpu)}",
             fields=missing,
         )
     rows = count_rows(SAMPLE_MASK, final_batch_cpu[SAMPLE_MASK])
     if rows == 0:
-        raise InvalidRequestError(f"{where}: no rows; expected at least one")
-    ids = checked_names(where, "sample_ids", sample_ids)
-    lengths = checked_ints(where, INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
+        raise InvalidRequestError(f"{operation}: no rows; expected at least one")
+    ids = checked_names(operation, "sample_ids", sample_ids)
+    lengths = checked_ints(operation, INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
     for name, count in (
         ("sample_ids", len(ids)),
         ("input_lengths", len(lengths)),
@@ -218,11 +218,11 @@ def kv_first_write(
     ):
         if count != rows:
             raise InvalidRequestError(
-                f"{where}: {count} {name} for {rows} rows of sample_mask; expected one per row"
+                f"{operation}: {count} {name} for {rows} rows of sample_mask; expected one per row"
             )
     written = {name: column for name, column in final_batch_cpu.items() if is_storable(column)}
-    count_columns(where, written)
-    check_token_axis(where, written, lengths)
+    count_columns(operation, written)
+    check_token_axis(operation, written, lengths)
     as_client(dp_client).put_columns(
         ids,
         partition_id,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dataplane_core import INPUT_IDS, InvalidRequestError, MissingDataError
-from dataplane_core.arguments import refused
+from dataplane_core.arguments import argument_type_error
 from dataplane_core.errors import listed
 
 MESSAGE_LOG_BULK_FIELDS: Final[tuple[str, ...]] = ("turn_lengths", "turn_roles", "turn_contents")
@@ -144,10 +144,12 @@ def _reconstruct(columns: Mapping[str, Any]) -> list[MessageLog]:
     for name in (INPUT_IDS, "turn_lengths", _GENERATION_LOGPROBS):
         column = columns.get(name)
         if column is not None and not isinstance(column, torch.Tensor):
-            raise refused("reconstruct_message_log", name, column, "a tensor with a row per sample")
+            raise argument_type_error(
+                "reconstruct_message_log", name, column, "a tensor with a row per sample"
+            )
     lengths = columns["turn_lengths"]
     if lengths.dtype.is_floating_point:
-        raise refused("reconstruct_message_log", "turn_lengths", lengths, "integers")
+        raise argument_type_error("reconstruct_message_log", "turn_lengths", lengths, "integers")
     token_rows = columns[INPUT_IDS].unbind()
     logprobs = columns.get(_GENERATION_LOGPROBS)
     logprob_rows = [None] * len(token_rows) if logprobs is None else logprobs.unbind()

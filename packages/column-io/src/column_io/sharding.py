@@ -70,19 +70,21 @@ def shard_meta_for_dp(
             exceeds a micro-batch, or the rows are too few for equally many micro-batches per rank.
         UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided evenly.
     """
-    where = f"shard_meta_for_dp(partition={meta.partition_id!r})"
+    operation = f"shard_meta_for_dp(partition={meta.partition_id!r})"
     lengths = meta.sequence_lengths
     if not meta.sample_ids:
-        raise InvalidRequestError(f"{where}: no sample_ids; expected at least one")
+        raise InvalidRequestError(f"{operation}: no sample_ids; expected at least one")
     if lengths is None or len(lengths) != meta.size:
         given = "no" if lengths is None else len(lengths)
         raise InvalidRequestError(
-            f"{where}: {given} sequence_lengths for {meta.size} samples; expected one per sample"
+            f"{operation}: {given} sequence_lengths for {meta.size} samples; expected one per "
+            "sample"
         )
-    lengths = checked_ints(where, "sequence_lengths", lengths)
+    lengths = checked_ints(operation, "sequence_lengths", lengths)
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise InvalidRequestError(
-            f"{where}: both sequence_packing_args and dynamic_batching_args; expected at most one"
+            f"{operation}: both sequence_packing_args and dynamic_batching_args; expected at "
+            "most one"
         )
     if sequence_packing_args is not None:
         plans = plan_sequence_packing(

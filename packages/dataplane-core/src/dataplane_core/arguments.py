@@ -34,17 +34,21 @@ _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = _brief.maxlong = 60
 
 
-def shown(value: object) -> str:
+def repr_with_type(value: object) -> str:
     """Return ``value`` and its type as short text for an error message, even if its repr raises."""
     return f"{_brief.repr(value)} of type {type(value).__name__}"
 
 
-def refused(where: str, argument: str, value: object, expected: str) -> InvalidTypeError:
+def argument_type_error(
+    operation: str, argument: str, value: object, expected: str
+) -> InvalidTypeError:
     """Return the error for an argument of a wrong type; it says what was found and expected."""
-    return InvalidTypeError(f"{where}: {argument} is {shown(value)}; expected {expected}")
+    return InvalidTypeError(
+        f"{operation}: {argument} is {repr_with_type(value)}; expected {expected}"
+    )
 
 
-def checked_name(where: str, argument: str, value: object, *, empty: bool = False) -> str:
+def checked_name(operation: str, argument: str, value: object, *, empty: bool = False) -> str:
     """Return ``value`` as a plain str that UTF-8 can encode; it may be empty only with ``empty``.
 
     Raises:
@@ -52,22 +56,24 @@ def checked_name(where: str, argument: str, value: object, *, empty: bool = Fals
             empty without ``empty``.
     """
     if not isinstance(value, str):
-        raise refused(where, argument, value, "a str")
+        raise argument_type_error(operation, argument, value, "a str")
     name = str.__str__(value)
     if not name and not empty:
-        raise InvalidRequestError(f"{where}: {argument} is empty; expected a name")
+        raise InvalidRequestError(f"{operation}: {argument} is empty; expected a name")
     if not is_utf8(name):
         raise InvalidRequestError(
-            f"{where}: {argument} {name!r} has a lone surrogate, which UTF-8 cannot encode"
+            f"{operation}: {argument} {name!r} has a lone surrogate, which UTF-8 cannot encode"
         )
     return name
 
 
-def checked_names(where: str, argument: str, value: object, *, empty: bool = False) -> list[str]:
+def checked_names(
+    operation: str, argument: str, value: object, *, empty: bool = False
+) -> list[str]:
     """Return ``value`` as a new list of names, each checked as by `checked_name`.
 
     Args:
-        where: name of the call, for the error.
+        operation: method and its main arguments, for the error.
         argument: name of the argument, for the error.
         value: a list, a tuple, another sequence, the keys of a dict, or an array of one dimension.
         empty: accept empty names too.
@@ -76,33 +82,34 @@ def checked_names(where: str, argument: str, value: object, *, empty: bool = Fal
         InvalidRequestError: (a ValueError) ``value`` is a single str, is unordered, or has an
             item that is no name.
     """
-    names: list[Any] = checked_items(where, argument, value, "a list of str")
+    names: list[Any] = checked_items(operation, argument, value, "a list of str")
     # The fast path checks all names at once: a put of many ids pays one pass, not a call per id.
     if set(map(type, names)) <= {str} and (empty or all(names)) and is_utf8("".join(names)):
         return names
     return [
-        checked_name(where, f"{argument}[{i}]", name, empty=empty) for i, name in enumerate(names)
+        checked_name(operation, f"{argument}[{i}]", name, empty=empty)
+        for i, name in enumerate(names)
     ]
 
 
-def checked_distinct_ids(where: str, value: object) -> list[str]:
+def checked_distinct_ids(operation: str, value: object) -> list[str]:
     """Return distinct sample ids, checked as by `checked_names`.
 
     Raises:
         InvalidRequestError: (a ValueError) as `checked_names`.
         DuplicateSampleError: (a ValueError) an id is given twice.
     """
-    ids = checked_names(where, "sample_ids", value)
+    ids = checked_names(operation, "sample_ids", value)
     if len(set(ids)) != len(ids):
         repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
         raise DuplicateSampleError(
-            f"{where}: {len(repeated)} ids are given more than once: {listed(repeated)}"
+            f"{operation}: {len(repeated)} ids are given more than once: {listed(repeated)}"
         )
     return ids
 
 
 def checked_int(
-    where: str, argument: str, value: object, *, minimum: int = 0, maximum: int = MAX_INT
+    operation: str, argument: str, value: object, *, minimum: int = 0, maximum: int = MAX_INT
 ) -> int:
     """Return ``value`` as a plain int between ``minimum`` and ``maximum``.
 
@@ -119,23 +126,23 @@ def checked_int(
     if minimum == MIN_INT and maximum == MAX_INT:
         expected = "an int of 64 bits"
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        raise refused(where, argument, value, expected)
+        raise argument_type_error(operation, argument, value, expected)
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # whatever it is
     except (TypeError, ValueError, RuntimeError):  # torch raises any of these
-        raise refused(where, argument, value, expected) from None
+        raise argument_type_error(operation, argument, value, expected) from None
     if not minimum <= number <= maximum:
         raise InvalidRequestError(
-            f"{where}: {argument} is {_brief.repr(number)}; expected {expected}"
+            f"{operation}: {argument} is {_brief.repr(number)}; expected {expected}"
         )
     return number
 
 
-def checked_ints(where: str, argument: str, value: object, *, minimum: int = 0) -> list[int]:
+def checked_ints(operation: str, argument: str, value: object, *, minimum: int = 0) -> list[int]:
     """Return ``value`` as a new list of plain ints, each checked as by `checked_int`.
 
     Args:
-        where: name of the call, for the error.
+        operation: method and its main arguments, for the error.
         argument: name of the argument, for the error.
         value: a list, another sequence, or an array or tensor of one dimension.
         minimum: smallest value allowed.
@@ -144,22 +151,22 @@ def checked_ints(where: str, argument: str, value: object, *, minimum: int = 0) 
         InvalidRequestError: (a ValueError) an item is not an int or is too small; the error
             names its index.
     """
-    numbers: list[Any] = checked_items(where, argument, value, "a list of ints")
+    numbers: list[Any] = checked_items(operation, argument, value, "a list of ints")
     if set(map(type, numbers)) <= {int} and (
         not numbers or (minimum <= min(numbers) and max(numbers) <= MAX_INT)
     ):
         return numbers
     return [
-        checked_int(where, f"{argument}[{i}]", number, minimum=minimum)
+        checked_int(operation, f"{argument}[{i}]", number, minimum=minimum)
         for i, number in enumerate(numbers)
     ]
 
 
-def checked_indices(where: str, value: object, rows: int) -> list[int]:
+def checked_indices(operation: str, value: object, rows: int) -> list[int]:
     """Return ``value`` as a new list of row indices; negative ones count from the end.
 
     Args:
-        where: name of the call, for the error.
+        operation: method and its main arguments, for the error.
         value: as for `checked_ints`, or a set or an iterator.
         rows: number of rows.
 
@@ -171,27 +178,27 @@ def checked_indices(where: str, value: object, rows: int) -> list[int]:
         IndexError: an index is outside the rows.
     """
     ordered = list(value) if isinstance(value, Set | Iterator) else value
-    indices = checked_ints(where, "indices", ordered, minimum=MIN_INT)
+    indices = checked_ints(operation, "indices", ordered, minimum=MIN_INT)
     for index in indices:
         if not -rows <= index < rows:
-            raise IndexError(f"{where}: index {index} outside a batch of {rows} samples")
+            raise IndexError(f"{operation}: index {index} outside a batch of {rows} samples")
     return [index % rows for index in indices]
 
 
-def checked_slice(where: str, start: object, stop: object) -> slice:
+def checked_slice(operation: str, start: object, stop: object) -> slice:
     """Return the slice ``[start, stop)`` with Python's rules; None leaves a side open.
 
     Raises:
         InvalidRequestError: (a ValueError) a bound is neither an int nor None.
     """
     start, stop = (
-        None if bound is None else checked_int(where, name, bound, minimum=MIN_INT)
+        None if bound is None else checked_int(operation, name, bound, minimum=MIN_INT)
         for name, bound in (("start", start), ("stop", stop))
     )
     return slice(start, stop)
 
 
-def checked_seconds(where: str, argument: str, value: object) -> float:
+def checked_seconds(operation: str, argument: str, value: object) -> float:
     """Return ``value`` as a duration in seconds, from 0 to `MAX_SECONDS`; NaN is refused.
 
     Raises:
@@ -199,27 +206,27 @@ def checked_seconds(where: str, argument: str, value: object) -> float:
     """
     number = scalar_of(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise refused(where, argument, value, "a number of seconds")
+        raise argument_type_error(operation, argument, value, "a number of seconds")
     if not 0 <= number <= MAX_SECONDS:  # False for NaN
         raise InvalidRequestError(
-            f"{where}: {argument} is {number}; expected 0 to {MAX_SECONDS:g} seconds"
+            f"{operation}: {argument} is {number}; expected 0 to {MAX_SECONDS:g} seconds"
         )
     return float(number)
 
 
-def checked_period(where: str, argument: str, value: object) -> float:
+def checked_period(operation: str, argument: str, value: object) -> float:
     """Return ``value`` as seconds between two calls: above 0, up to `MAX_SECONDS`.
 
     Raises:
         InvalidRequestError: (a ValueError) ``value`` is not a number, or is out of bounds.
     """
-    seconds = checked_seconds(where, argument, value)
+    seconds = checked_seconds(operation, argument, value)
     if not seconds:
-        raise InvalidRequestError(f"{where}: {argument} is 0; expected more than 0 seconds")
+        raise InvalidRequestError(f"{operation}: {argument} is 0; expected more than 0 seconds")
     return seconds
 
 
-def checked_bool(where: str, argument: str, value: object) -> bool:
+def checked_bool(operation: str, argument: str, value: object) -> bool:
     """Return ``value`` as a plain bool; numbers and text are refused.
 
     Raises:
@@ -227,7 +234,7 @@ def checked_bool(where: str, argument: str, value: object) -> bool:
     """
     flag = scalar_of(value)
     if not isinstance(flag, bool):
-        raise refused(where, argument, value, "True or False")
+        raise argument_type_error(operation, argument, value, "True or False")
     return flag
 
 
@@ -242,7 +249,7 @@ def scalar_of(value: Any) -> object:
     return scalar
 
 
-def checked_items(where: str, argument: str, value: Any, expected: str) -> list[Any]:
+def checked_items(operation: str, argument: str, value: Any, expected: str) -> list[Any]:
     """Return the items of an ordered ``value`` as a new list; a str, set or scalar is refused.
 
     Raises:
@@ -259,10 +266,10 @@ def checked_items(where: str, argument: str, value: Any, expected: str) -> list[
             items = None
         if isinstance(items, list):
             return items
-    raise refused(where, argument, value, expected)
+    raise argument_type_error(operation, argument, value, expected)
 
 
-def checked_mapping(where: str, argument: str, value: Any, expected: str) -> Mapping[Any, Any]:
+def checked_mapping(operation: str, argument: str, value: Any, expected: str) -> Mapping[Any, Any]:
     """Return ``value`` if it is a mapping; a TensorDict, which may unwrap its items, is refused.
 
     Raises:
@@ -270,7 +277,7 @@ def checked_mapping(where: str, argument: str, value: Any, expected: str) -> Map
     """
     if isinstance(value, Mapping) and not hasattr(value, "batch_size"):
         return value
-    raise refused(where, argument, value, expected)
+    raise argument_type_error(operation, argument, value, expected)
 
 
 def is_utf8(text: str) -> bool:

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 logger = structlog.get_logger("dataplane_core.async_client")
 
 
-def _awaited(
+def _coroutine_method(
     method: Callable[Concatenate[DataPlaneClient, _P], _T], pool: str = "_calls"
 ) -> Callable[Concatenate[AsyncDataPlaneClient, _P], Coroutine[Any, Any, _T]]:
     """Return the coroutine function that runs a client's method in a pool of threads.
@@ -105,31 +105,31 @@ class AsyncDataPlaneClient:
         return self._inner.capabilities
 
     # Callers must not change the arguments of a put before it returns.
-    put_samples = _awaited(DataPlaneClient.put_samples, "_puts")
-    put_columns = _awaited(DataPlaneClient.put_columns, "_puts")
-    get_data = _awaited(DataPlaneClient.get_data, "_reads")
-    get_samples = _awaited(DataPlaneClient.get_samples, "_reads")
-    get_columns = _awaited(DataPlaneClient.get_columns, "_reads")
-    register_partition = _awaited(DataPlaneClient.register_partition)
-    check_consumption_status = _awaited(DataPlaneClient.check_consumption_status)
-    clear_samples = _awaited(DataPlaneClient.clear_samples)
-    withdraw_samples = _awaited(DataPlaneClient.withdraw_samples)
-    acknowledge = _awaited(DataPlaneClient.acknowledge)
-    renew = _awaited(DataPlaneClient.renew)
-    release = _awaited(DataPlaneClient.release)
-    read_origins = _awaited(DataPlaneClient.read_origins)
-    count_samples = _awaited(DataPlaneClient.count_samples)
-    list_partitions = _awaited(DataPlaneClient.list_partitions)
-    list_storage = _awaited(DataPlaneClient.list_storage)
-    list_samples = _awaited(DataPlaneClient.list_samples)
-    list_claims = _awaited(DataPlaneClient.list_claims)
-    list_assignments = _awaited(DataPlaneClient.list_assignments)
-    read_totals = _awaited(DataPlaneClient.read_totals)
-    read_sample = _awaited(DataPlaneClient.read_sample)
-    find_samples = _awaited(DataPlaneClient.find_samples)
-    scan_states = _awaited(DataPlaneClient.scan_states)
-    reset_consumption = _awaited(DataPlaneClient.reset_consumption)
-    end_claim = _awaited(DataPlaneClient.end_claim)
+    put_samples = _coroutine_method(DataPlaneClient.put_samples, "_puts")
+    put_columns = _coroutine_method(DataPlaneClient.put_columns, "_puts")
+    get_data = _coroutine_method(DataPlaneClient.get_data, "_reads")
+    get_samples = _coroutine_method(DataPlaneClient.get_samples, "_reads")
+    get_columns = _coroutine_method(DataPlaneClient.get_columns, "_reads")
+    register_partition = _coroutine_method(DataPlaneClient.register_partition)
+    check_consumption_status = _coroutine_method(DataPlaneClient.check_consumption_status)
+    clear_samples = _coroutine_method(DataPlaneClient.clear_samples)
+    withdraw_samples = _coroutine_method(DataPlaneClient.withdraw_samples)
+    acknowledge = _coroutine_method(DataPlaneClient.acknowledge)
+    renew = _coroutine_method(DataPlaneClient.renew)
+    release = _coroutine_method(DataPlaneClient.release)
+    read_origins = _coroutine_method(DataPlaneClient.read_origins)
+    count_samples = _coroutine_method(DataPlaneClient.count_samples)
+    list_partitions = _coroutine_method(DataPlaneClient.list_partitions)
+    list_storage = _coroutine_method(DataPlaneClient.list_storage)
+    list_samples = _coroutine_method(DataPlaneClient.list_samples)
+    list_claims = _coroutine_method(DataPlaneClient.list_claims)
+    list_assignments = _coroutine_method(DataPlaneClient.list_assignments)
+    read_totals = _coroutine_method(DataPlaneClient.read_totals)
+    read_sample = _coroutine_method(DataPlaneClient.read_sample)
+    find_samples = _coroutine_method(DataPlaneClient.find_samples)
+    scan_states = _coroutine_method(DataPlaneClient.scan_states)
+    reset_consumption = _coroutine_method(DataPlaneClient.reset_consumption)
+    end_claim = _coroutine_method(DataPlaneClient.end_claim)
 
     async def claim_meta(
         self,
@@ -173,7 +173,7 @@ class AsyncDataPlaneClient:
             )
 
         if not blocking:
-            return await self._claimed(self._start(self._calls, claim))
+            return await self._await_claim(self._start(self._calls, claim))
         try:
             async with asyncio.timeout(timeout_s if queued else None):
                 await self._claim_slots.acquire()
@@ -191,22 +191,22 @@ class AsyncDataPlaneClient:
             raise
         self._blocked.add(future)
 
-        def ended(future: Future[KVBatchMeta]) -> None:
+        def on_end(future: Future[KVBatchMeta]) -> None:
             self._blocked.discard(future)
             with contextlib.suppress(RuntimeError):  # the loop was closed: no claim needs a slot
                 loop.call_soon_threadsafe(self._claim_slots.release)
 
-        future.add_done_callback(ended)
-        return await self._claimed(future)
+        future.add_done_callback(on_end)
+        return await self._await_claim(future)
 
-    async def _claimed(self, future: Future[KVBatchMeta]) -> KVBatchMeta:
+    async def _await_claim(self, future: Future[KVBatchMeta]) -> KVBatchMeta:
         try:
             return await asyncio.wrap_future(future)
         except (asyncio.CancelledError, GeneratorExit):
-            future.add_done_callback(self._abandoned)
+            future.add_done_callback(self._on_abandoned)
             raise
 
-    def _abandoned(self, future: Future[KVBatchMeta]) -> None:
+    def _on_abandoned(self, future: Future[KVBatchMeta]) -> None:
         """Release a claim whose await was cancelled; runs in the loop or in the claim's thread."""
         if future.cancelled() or future.exception() is not None or not future.result().size:
             return
@@ -246,13 +246,13 @@ class AsyncDataPlaneClient:
             return
         self._closed = True
         deadline = time.monotonic() + self._close_timeout_s
-        await _unfinished(self._running - self._blocked, deadline)
+        await _wait_for_all(self._running - self._blocked, deadline)
         # A separate thread: calls that are stuck would delay the close, and with it the end of the
         # blocked claims.
         closer = ThreadPoolExecutor(1, "dataplane-close")
         closing = closer.submit(self._inner.close)
-        unfinished = await _unfinished({closing}, deadline)
-        unfinished |= await _unfinished(set(self._running), deadline)
+        unfinished = await _wait_for_all({closing}, deadline)
+        unfinished |= await _wait_for_all(set(self._running), deadline)
         for pool in (self._claims, self._puts, self._reads, self._calls, closer):
             pool.shutdown(wait=False)
         if closing.done():
@@ -292,7 +292,7 @@ class AsyncDataPlaneClient:
             raise ClosedError("the client was closed; build a new one")
 
 
-async def _unfinished(futures: set[Future[Any]], deadline: float) -> set[Future[Any]]:
+async def _wait_for_all(futures: set[Future[Any]], deadline: float) -> set[Future[Any]]:
     """Wait until the deadline; return the futures that are not done then."""
     if not futures:
         return set()

@@ -17,13 +17,13 @@ from typing import Any  # Any: callers may pass any type
 
 from dataplane_core.arguments import (
     MIN_INT,
+    argument_type_error,
     checked_bool,
     checked_distinct_ids,
     checked_int,
     checked_name,
     checked_names,
     checked_seconds,
-    refused,
 )
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger.selection import ClaimRequest, TagFilter
@@ -36,7 +36,7 @@ class PutRequest:
     """A checked put; see `DataPlaneClient.put_samples`.
 
     Attributes:
-        where: name of the call, for errors.
+        operation: method and its main arguments, for errors.
         sample_ids: distinct ids.
         partition_id: their partition.
         tags: one dict of primitives per id, or None.
@@ -45,7 +45,7 @@ class PutRequest:
         acknowledge: whether the put also acknowledges the samples that the lease holds.
     """
 
-    where: str
+    operation: str
     sample_ids: list[str]
     partition_id: str
     tags: list[dict[str, Any]] | None
@@ -63,13 +63,13 @@ class ReadRequest:
     """A checked read; see `DataPlaneClient.get_samples`.
 
     Attributes:
-        where: name of the call, for errors.
+        operation: method and its main arguments, for errors.
         sample_ids: ids, which may repeat.
         partition_id: their partition.
         fields: the fields to read, without repeats.
     """
 
-    where: str
+    operation: str
     sample_ids: list[str]
     partition_id: str
     fields: list[str]
@@ -80,13 +80,13 @@ class ClaimCall:
     """A checked claim; see `DataPlaneClient.claim_meta`.
 
     Attributes:
-        where: name of the call, for errors.
+        operation: method and its main arguments, for errors.
         partition_id: the partition.
         request: the claim.
         timeout_s: how long to wait, in seconds; 0 for a claim that does not block.
     """
 
-    where: str
+    operation: str
     partition_id: str
     request: ClaimRequest
     timeout_s: float
@@ -97,14 +97,14 @@ class LeaseCall:
     """A checked `DataPlaneClient.acknowledge`, ``renew`` or ``release``.
 
     Attributes:
-        where: name of the call, for errors.
+        operation: method and its main arguments, for errors.
         sample_ids: samples of the claim to which the call applies.
         partition_id: their partition.
         task_name: the claiming task, or None.
         token: token of the lease; empty without samples.
     """
 
-    where: str
+    operation: str
     sample_ids: list[str]
     partition_id: str
     task_name: str | None
@@ -129,29 +129,33 @@ def check_put(
             ``acknowledge`` is given without a claim.
     """
     partition = checked_name(method, "partition_id", partition_id)
-    where = f"{method}(partition={partition!r})"
-    if checked_bool(where, "acknowledge", acknowledge) and claim is None:
-        raise refused(where, "claim", claim, "a leased claim, which acknowledge=True needs")
-    ids = checked_distinct_ids(where, sample_ids)
+    operation = f"{method}(partition={partition!r})"
+    if checked_bool(operation, "acknowledge", acknowledge) and claim is None:
+        raise argument_type_error(
+            operation, "claim", claim, "a leased claim, which acknowledge=True needs"
+        )
+    ids = checked_distinct_ids(operation, sample_ids)
     return PutRequest(
-        where,
+        operation,
         ids,
         partition,
-        None if tags is None else _checked_tags(where, ids, tags),
-        None if claim is None else _token(where, checked_meta(where, "claim", claim)),
-        None if origin is None else checked_name(where, "origin", origin, empty=True),
+        None if tags is None else _checked_tags(operation, ids, tags),
+        None if claim is None else _token(operation, checked_meta(operation, "claim", claim)),
+        None if origin is None else checked_name(operation, "origin", origin, empty=True),
         bool(acknowledge),
     )
 
 
-def _checked_tags(where: str, ids: list[str], tags: object) -> list[dict[str, Any]]:
+def _checked_tags(operation: str, ids: list[str], tags: object) -> list[dict[str, Any]]:
     if isinstance(tags, str | bytes) or not isinstance(tags, Sequence):
-        raise refused(where, "tags", tags, "a list of one dict per id, or None")
+        raise argument_type_error(operation, "tags", tags, "a list of one dict per id, or None")
     if len(tags) != len(ids):
         raise InvalidRequestError(
-            f"{where}: {len(tags)} tags for {len(ids)} ids; give one dict per id, or None"
+            f"{operation}: {len(tags)} tags for {len(ids)} ids; give one dict per id, or None"
         )
-    return [checked_tags(where, sample_id, own) for sample_id, own in zip(ids, tags, strict=True)]
+    return [
+        checked_tags(operation, sample_id, own) for sample_id, own in zip(ids, tags, strict=True)
+    ]
 
 
 def check_read(
@@ -168,12 +172,12 @@ def check_read(
         InvalidRequestError: (a ValueError) an argument is invalid.
     """
     partition = checked_name(method, "partition_id", partition_id)
-    where = f"{method}(partition={partition!r})"
+    operation = f"{method}(partition={partition!r})"
     if origins is not None and not isinstance(origins, dict):
-        raise refused(where, "origins", origins, "a dict to fill, or None")
-    ids = checked_names(where, "sample_ids", sample_ids)
-    fields = checked_names(where, "select_fields", select_fields)
-    return ReadRequest(where, ids, partition, list(dict.fromkeys(fields)))
+        raise argument_type_error(operation, "origins", origins, "a dict to fill, or None")
+    ids = checked_names(operation, "sample_ids", sample_ids)
+    fields = checked_names(operation, "select_fields", select_fields)
+    return ReadRequest(operation, ids, partition, list(dict.fromkeys(fields)))
 
 
 def fields_to_read(meta: Any, select_fields: object) -> Any:
@@ -215,40 +219,42 @@ def check_claim(
     Raises:
         InvalidRequestError: (a ValueError) an argument is invalid, or two contradict each other.
     """
-    call = "claim_meta"
-    partition = checked_name(call, "partition_id", partition_id)
-    task = checked_name(call, "task_name", task_name)
-    call = f"claim_meta(partition={partition!r}, task={task!r})"
-    blocks = checked_bool(call, "blocking", blocking)
-    limit_s = checked_seconds(call, "timeout_s", timeout_s)
+    operation = "claim_meta"
+    partition = checked_name(operation, "partition_id", partition_id)
+    task = checked_name(operation, "task_name", task_name)
+    operation = f"claim_meta(partition={partition!r}, task={task!r})"
+    blocks = checked_bool(operation, "blocking", blocking)
+    limit_s = checked_seconds(operation, "timeout_s", timeout_s)
     if not isinstance(where, list | tuple) or not all(isinstance(c, TagFilter) for c in where):
-        raise refused(call, "where", where, "a list of TagFilter")
-    size = checked_int(call, "batch_size", batch_size, minimum=1)
-    ids = None if sample_ids is None else checked_distinct_ids(call, sample_ids)
+        raise argument_type_error(operation, "where", where, "a list of TagFilter")
+    size = checked_int(operation, "batch_size", batch_size, minimum=1)
+    ids = None if sample_ids is None else checked_distinct_ids(operation, sample_ids)
     if ids is not None:
         if len(ids) != size:
             raise InvalidRequestError(
-                f"{call}: batch_size {size} for {len(ids)} sample_ids; expected {len(ids)}"
+                f"{operation}: batch_size {size} for {len(ids)} sample_ids; expected {len(ids)}"
             )
         if dp_world is not None or where or seed is not None:
             raise InvalidRequestError(
-                f"{call}: sample_ids with dp_world, where or seed; expected sample_ids alone"
+                f"{operation}: sample_ids with dp_world, where or seed; expected sample_ids alone"
             )
     request = ClaimRequest(
         task_name=task,
-        required_fields=tuple(checked_names(call, "required_fields", required_fields)),
+        required_fields=tuple(checked_names(operation, "required_fields", required_fields)),
         batch_size=size,
         blocking=blocks,
         where=tuple(where),
-        seed=None if seed is None else checked_int(call, "seed", seed, minimum=MIN_INT),
-        dp_rank=None if dp_rank is None else checked_int(call, "dp_rank", dp_rank),
-        dp_world=None if dp_world is None else checked_int(call, "dp_world", dp_world, minimum=1),
+        seed=None if seed is None else checked_int(operation, "seed", seed, minimum=MIN_INT),
+        dp_rank=None if dp_rank is None else checked_int(operation, "dp_rank", dp_rank),
+        dp_world=None
+        if dp_world is None
+        else checked_int(operation, "dp_world", dp_world, minimum=1),
         lease_s=lease_s,
         owner=owner,
-        wait_for_leased=checked_bool(call, "wait_for_leased", wait_for_leased),
+        wait_for_leased=checked_bool(operation, "wait_for_leased", wait_for_leased),
         sample_ids=None if ids is None else tuple(ids),
     )
-    return ClaimCall(call, partition, request, limit_s if blocks else 0.0)
+    return ClaimCall(operation, partition, request, limit_s if blocks else 0.0)
 
 
 def check_consumption(partition_id: object, task_names: object) -> tuple[str, list[str]]:
@@ -257,9 +263,11 @@ def check_consumption(partition_id: object, task_names: object) -> tuple[str, li
     Raises:
         InvalidRequestError: (a ValueError) an argument is invalid.
     """
-    call = "check_consumption_status"
-    partition = checked_name(call, "partition_id", partition_id)
-    return partition, checked_names(f"{call}(partition={partition!r})", "task_names", task_names)
+    operation = "check_consumption_status"
+    partition = checked_name(operation, "partition_id", partition_id)
+    return partition, checked_names(
+        f"{operation}(partition={partition!r})", "task_names", task_names
+    )
 
 
 def check_clear(
@@ -271,11 +279,11 @@ def check_clear(
         InvalidRequestError: (a ValueError) an argument is invalid.
     """
     partition = checked_name(method, "partition_id", partition_id)
-    where = f"{method}(partition={partition!r})"
+    operation = f"{method}(partition={partition!r})"
     ids = None
     if sample_ids is not None or method != "clear_samples":  # None clears the partition
-        ids = checked_names(where, "sample_ids", sample_ids)
-    return ids, partition, checked_bool(where, "force", force)
+        ids = checked_names(operation, "sample_ids", sample_ids)
+    return ids, partition, checked_bool(operation, "force", force)
 
 
 def check_lease_call(method: str, meta: object) -> LeaseCall:
@@ -291,13 +299,13 @@ def check_lease_call(method: str, meta: object) -> LeaseCall:
     task = claim.task_name
     if task is not None:
         task = checked_name(method, "meta.task_name", task)
-    where = f"{method}(partition={partition!r}, task={task!r})"
-    ids = checked_names(where, "meta.sample_ids", claim.sample_ids)
-    return LeaseCall(where, ids, partition, task, _token(where, claim) if ids else "")
+    operation = f"{method}(partition={partition!r}, task={task!r})"
+    ids = checked_names(operation, "meta.sample_ids", claim.sample_ids)
+    return LeaseCall(operation, ids, partition, task, _token(operation, claim) if ids else "")
 
 
-def _token(where: str, claim: Any) -> str:
-    return checked_name(where, f"extra_info[{LEASE!r}]", lease_token(claim))
+def _token(operation: str, claim: Any) -> str:
+    return checked_name(operation, f"extra_info[{LEASE!r}]", lease_token(claim))
 
 
 def check_inspection(method: str, partition_id: object, **names: object) -> tuple[str, ...]:
@@ -315,7 +323,7 @@ def check_inspection(method: str, partition_id: object, **names: object) -> tupl
     )
 
 
-def checked_meta(where: str, argument: str, meta: Any) -> Any:
+def checked_meta(operation: str, argument: str, meta: Any) -> Any:
     """Return ``meta`` if it has the attributes of a `KVBatchMeta`; its class does not matter.
 
     Raises:
@@ -323,7 +331,7 @@ def checked_meta(where: str, argument: str, meta: Any) -> Any:
     """
     attributes = ("partition_id", "task_name", "sample_ids", "fields", "extra_info")
     if isinstance(meta, type) or not all(hasattr(meta, name) for name in attributes):
-        raise refused(where, argument, meta, "a KVBatchMeta")
+        raise argument_type_error(operation, argument, meta, "a KVBatchMeta")
     if not isinstance(meta.extra_info, dict):
-        raise refused(where, f"{argument}.extra_info", meta.extra_info, "a dict")
+        raise argument_type_error(operation, f"{argument}.extra_info", meta.extra_info, "a dict")
     return meta

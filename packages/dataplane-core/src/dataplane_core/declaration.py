@@ -15,7 +15,7 @@ from dataplane_core.arguments import (
     checked_mapping,
     checked_name,
     checked_names,
-    shown,
+    repr_with_type,
 )
 from dataplane_core.errors import (
     CapacityExceeded,
@@ -54,24 +54,24 @@ class PartitionDeclaration:
     ) -> PartitionDeclaration:
         """Return the declaration; raise `InvalidRequestError` that names an invalid argument."""
         partition = checked_name("register_partition", "partition_id", partition_id)
-        where = f"register_partition({partition!r})"
+        operation = f"register_partition({partition!r})"
         vocabularies: Mapping[Any, Any] = {}
         if enums is not None:
             expected = "a dict of field to allowed values, or None"
-            vocabularies = checked_mapping(where, "enums", enums, expected)
+            vocabularies = checked_mapping(operation, "enums", enums, expected)
         return cls(
             partition_id=partition,
-            fields=_distinct(where, "fields", fields),
-            num_samples=checked_int(where, "num_samples", num_samples),
-            consumer_tasks=_distinct(where, "consumer_tasks", consumer_tasks),
+            fields=_distinct(operation, "fields", fields),
+            num_samples=checked_int(operation, "num_samples", num_samples),
+            consumer_tasks=_distinct(operation, "consumer_tasks", consumer_tasks),
             grpo_group_size=(
                 None
                 if grpo_group_size is None
-                else checked_int(where, "grpo_group_size", grpo_group_size, minimum=1)
+                else checked_int(operation, "grpo_group_size", grpo_group_size, minimum=1)
             ),
             enums={
-                checked_name(where, "a field of enums", name): tuple(
-                    checked_names(where, f"enums[{name!r}]", values, empty=True)
+                checked_name(operation, "a field of enums", name): tuple(
+                    checked_names(operation, f"enums[{name!r}]", values, empty=True)
                 )
                 for name, values in vocabularies.items()
             },
@@ -83,7 +83,7 @@ class PartitionDeclaration:
         *,
         ready: int,
         present: int,
-        unput: int,
+        not_put: int,
         lacking: Mapping[str, int],
         batch_size: int,
         timeout_s: float,
@@ -100,7 +100,7 @@ class PartitionDeclaration:
             task_name: the claiming task.
             ready: number of samples that could be claimed.
             present: number of unclaimed samples, ready or not.
-            unput: number of declared samples that were never put.
+            not_put: number of declared samples that were never put.
             lacking: required field to the number of present samples without it.
             batch_size: number of samples that the claim requested.
             timeout_s: its deadline, in seconds.
@@ -115,12 +115,12 @@ class PartitionDeclaration:
         """
         holders = dict(holders or {})
         leased = sum(holders.values())
-        wanted = min(batch_size, present + unput or leased + assigned)
+        wanted = min(batch_size, present + not_put or leased + assigned)
         if absent is not None:
             wanted = batch_size
         reasons = [f"{count} lack {name!r}" for name, count in lacking.items()]
-        if unput:
-            reasons.append(f"{unput} of {self.num_samples} declared samples were not put")
+        if not_put:
+            reasons.append(f"{not_put} of {self.num_samples} declared samples were not put")
         if absent:
             reasons.append(f"{absent} of the named samples are not in the partition")
         if leased:
@@ -174,10 +174,10 @@ def named_holders(holders: Mapping[str, int], claimer: str) -> str:
     return ", ".join(named)
 
 
-def _distinct(where: str, argument: str, value: object) -> tuple[str, ...]:
-    names = checked_names(where, argument, value)
+def _distinct(operation: str, argument: str, value: object) -> tuple[str, ...]:
+    names = checked_names(operation, argument, value)
     if len(set(names)) != len(names):
-        raise InvalidRequestError(f"{where}: {argument} {names!r}; expected each name once")
+        raise InvalidRequestError(f"{operation}: {argument} {names!r}; expected each name once")
     return tuple(names)
 
 
@@ -213,7 +213,7 @@ def check_enums(columns: Mapping[str, Column], declaration: PartitionDeclaration
         if undeclared:
             raise InvalidRequestError(
                 f"put_samples(partition={declaration.partition_id!r}): field {name!r} holds "
-                f"{shown(undeclared[0])}; declared values: {listed(vocabulary)}"
+                f"{repr_with_type(undeclared[0])}; declared values: {listed(vocabulary)}"
             )
 
 

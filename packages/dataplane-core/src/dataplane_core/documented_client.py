@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any  # Any: a client of another package
 
-from dataplane_core.arguments import refused
+from dataplane_core.arguments import argument_type_error
 from dataplane_core.capabilities import Capabilities
 from dataplane_core.client import DataPlaneClient
 
@@ -37,11 +37,13 @@ def as_client(client: Any) -> DataPlaneClient:
         return client
     for name in sorted({*DataPlaneClient.__abstractmethods__, "get_data"}):
         if not callable(getattr(client, name, None)):
-            raise refused("as_client", "client", client, f"an object with the method {name!r}")
-    return _Documented(client)  # type: ignore[abstract]  # its abstract methods are cleared below
+            raise argument_type_error(
+                "as_client", "client", client, f"an object with the method {name!r}"
+            )
+    return _DocumentedClient(client)  # type: ignore[abstract]  # its abstract methods are cleared below
 
 
-class _Documented(DataPlaneClient):
+class _DocumentedClient(DataPlaneClient):
     """Wrapper of a client with the documented methods."""
 
     def __init__(self, client: Any) -> None:
@@ -61,4 +63,4 @@ class _Documented(DataPlaneClient):
         return key
 
 
-_Documented.__abstractmethods__ = frozenset()  # `as_client` checked that the client has them
+_DocumentedClient.__abstractmethods__ = frozenset()  # `as_client` checked that the client has them

@@ -43,7 +43,7 @@ from dataplane_core.ledger.selection import TagFilter
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import Form
 from dataplane_core.tensors.object_codec import decode_object, decode_struct, encode_object
-from dataplane_core.tensors.rows import Column, collate, keep_forms, split_rows
+from dataplane_core.tensors.rows import Column, collate, set_forms, split_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -218,7 +218,7 @@ class KeyValueClient(DataPlaneClient):
             if rows
         }
         forms = {name: own.form for name, own in record.fields.items() if own.form is not None}
-        return keep_forms(collate(columns, len(sample_ids)), forms)
+        return set_forms(collate(columns, len(sample_ids)), forms)
 
     def claim_meta(
         self,
@@ -277,8 +277,8 @@ class KeyValueClient(DataPlaneClient):
                     )
                 present = _unclaimed(store, partition_id, task_name)
                 ready = [each for each in present if {*required_fields} <= {*each[1].fields}]
-                unput = max(0, declared.num_samples - record.put)
-                is_remainder = not unput and len(ready) == len(present)
+                not_put = max(0, declared.num_samples - record.put)
+                is_remainder = not not_put and len(ready) == len(present)
                 if len(ready) >= batch_size or is_remainder or not blocking:
                     taken = ready[:batch_size]
                     for sample_id, _ in taken:
@@ -293,7 +293,7 @@ class KeyValueClient(DataPlaneClient):
                     task_name,
                     ready=len(ready),
                     present=len(present),
-                    unput=unput,
+                    not_put=not_put,
                     lacking={name: count for name, count in lacking.items() if count},
                     batch_size=batch_size,
                     timeout_s=timeout_s,

@@ -19,7 +19,7 @@ from dataplane_core.arguments import (
     checked_name,
     checked_slice,
 )
-from dataplane_core.display import first_of, html_table
+from dataplane_core.display import html_table, quote_first
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.tags import checked_column
 
@@ -72,7 +72,7 @@ class KVBatchMeta:
         parts = [f"partition={self.partition_id!r}"]
         if self.task_name is not None:
             parts.append(f"task={self.task_name!r}")
-        ids = first_of(self.sample_ids[:2], self.size)
+        ids = quote_first(self.sample_ids[:2], self.size)
         parts.append(f"{self.size} samples ({ids})" if ids else "0 samples")
         if self.fields is not None:
             parts.append(f"fields={self.fields}")
@@ -133,12 +133,12 @@ class KVBatchMeta:
         """Return ``sequence_lengths`` as plain ints; a transform needs one per row."""
         if self.sequence_lengths is None:
             return None
-        where = f"KVBatchMeta(partition={self.partition_id!r})"
+        operation = f"KVBatchMeta(partition={self.partition_id!r})"
         # Items of a tensor are tensors, which messages between processes cannot carry.
-        lengths = checked_ints(where, "sequence_lengths", self.sequence_lengths)
+        lengths = checked_ints(operation, "sequence_lengths", self.sequence_lengths)
         if len(lengths) != self.size:
             raise InvalidRequestError(
-                f"{where}: {len(lengths)} sequence_lengths "
+                f"{operation}: {len(lengths)} sequence_lengths "
                 f"for {self.size} sample_ids; subset, slice, concat and drop need one per id, or "
                 "None"
             )

@@ -87,9 +87,9 @@ class PaddedColumns:
             acknowledge=acknowledge,
         )
         count = len(put.sample_ids)
-        row_lengths, cut_columns = check_columns(put.where, columns, count, lengths, ragged)
+        row_lengths, cut_columns = check_columns(put.operation, columns, count, lengths, ragged)
         fields = fields_of_columns(columns, count, row_lengths, cut_columns)
-        keywords = _given(claim=claim, origin=origin, acknowledge=put.acknowledge or None)
+        keywords = _without_none(claim=claim, origin=origin, acknowledge=put.acknowledge or None)
         return self.put_samples(put.sample_ids, put.partition_id, fields, put.tags, **keywords)
 
     def get_columns(
@@ -138,8 +138,8 @@ class PaddedColumns:
         from dataplane_core.tensors.rows import forms_of
 
         read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
-        pad_values, width = check_padding(read.where, pad_values, width)
-        keywords = _given(origins=origins)
+        pad_values, width = check_padding(read.operation, pad_values, width)
+        keywords = _without_none(origins=origins)
         samples = self.get_samples(read.sample_ids, read.partition_id, read.fields, **keywords)
         if not read.sample_ids:
             return {}
@@ -148,8 +148,8 @@ class PaddedColumns:
             rows = count_rows(columns[name]) if name in columns else 0
             if rows != len(read.sample_ids):
                 raise MissingDataError(
-                    f"{read.where}: get_samples returned {rows} rows of field {name!r}; expected "
-                    f"{len(read.sample_ids)}",
+                    f"{read.operation}: get_samples returned {rows} rows of field {name!r}; "
+                    f"expected {len(read.sample_ids)}",
                     fields=[name],
                 )
         if forms is not None:
@@ -182,7 +182,7 @@ class LeasedClaims:
         raise _unsupported(self, "leases")
 
 
-def _inspected(
+def _inspector_method(
     method: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[OptionalMethods, P], T]:
     """Return a client's method that calls the same method of its inspector."""
@@ -210,18 +210,18 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
         """
         raise _unsupported(self, "inspection and capabilities.conservation")
 
-    list_partitions = _inspected(DataPlaneInspector.list_partitions)
-    list_storage = _inspected(DataPlaneInspector.list_storage)
-    read_totals = _inspected(DataPlaneInspector.read_totals)
-    count_samples = _inspected(DataPlaneInspector.count_samples)
-    list_samples = _inspected(DataPlaneInspector.list_samples)
-    read_sample = _inspected(DataPlaneInspector.read_sample)
-    find_samples = _inspected(DataPlaneInspector.find_samples)
-    list_claims = _inspected(DataPlaneInspector.list_claims)
-    list_assignments = _inspected(DataPlaneInspector.list_assignments)
-    scan_states = _inspected(DataPlaneInspector.scan_states)
-    reset_consumption = _inspected(ConsumptionActions.reset_consumption)
-    end_claim = _inspected(ConsumptionActions.end_claim)
+    list_partitions = _inspector_method(DataPlaneInspector.list_partitions)
+    list_storage = _inspector_method(DataPlaneInspector.list_storage)
+    read_totals = _inspector_method(DataPlaneInspector.read_totals)
+    count_samples = _inspector_method(DataPlaneInspector.count_samples)
+    list_samples = _inspector_method(DataPlaneInspector.list_samples)
+    read_sample = _inspector_method(DataPlaneInspector.read_sample)
+    find_samples = _inspector_method(DataPlaneInspector.find_samples)
+    list_claims = _inspector_method(DataPlaneInspector.list_claims)
+    list_assignments = _inspector_method(DataPlaneInspector.list_assignments)
+    scan_states = _inspector_method(DataPlaneInspector.scan_states)
+    reset_consumption = _inspector_method(ConsumptionActions.reset_consumption)
+    end_claim = _inspector_method(ConsumptionActions.end_claim)
 
     @property
     def store_key(self) -> Hashable:
@@ -261,7 +261,7 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
         raise _unsupported(self, "origins")
 
 
-def _given(**keywords: Any) -> dict[str, Any]:
+def _without_none(**keywords: Any) -> dict[str, Any]:
     """Return the keywords that are not None; adapters may not know the others."""
     return {name: value for name, value in keywords.items() if value is not None}
 

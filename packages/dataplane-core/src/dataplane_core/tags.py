@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any  # Any: callers may pass any type
 
-from dataplane_core.arguments import checked_mapping, is_utf8, scalar_of, shown
+from dataplane_core.arguments import checked_mapping, is_utf8, repr_with_type, scalar_of
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 LENGTH_TAG = "input_lengths"
@@ -32,7 +32,7 @@ def primitive(value: Any) -> str | int | float | None:
         number = int.__int__(scalar)
         if -(2**63) <= number < 2**64:
             return number
-        raise InvalidRequestError(f"{shown(number)} has more than 64 bits")
+        raise InvalidRequestError(f"{repr_with_type(number)} has more than 64 bits")
     if isinstance(scalar, float):
         return float.__float__(scalar)
     if isinstance(scalar, str):
@@ -40,10 +40,10 @@ def primitive(value: Any) -> str | int | float | None:
         if is_utf8(text):
             return text
         raise InvalidRequestError(f"{text!r} has a lone surrogate, which UTF-8 cannot encode")
-    raise InvalidTypeError(f"{shown(scalar)}; expected str, int, float, bool or None")
+    raise InvalidTypeError(f"{repr_with_type(scalar)}; expected str, int, float, bool or None")
 
 
-def checked_column(where: str, name: str, values: Sequence[Any]) -> list[Any]:
+def checked_column(operation: str, name: str, values: Sequence[Any]) -> list[Any]:
     """Return the values of one tag as primitives, sample by sample.
 
     Raises:
@@ -55,22 +55,22 @@ def checked_column(where: str, name: str, values: Sequence[Any]) -> list[Any]:
         try:
             checked.append(primitive(value))
         except InvalidRequestError as error:
-            raise type(error)(f"{where}: tag {name!r}, sample {index}: {error}") from None
+            raise type(error)(f"{operation}: tag {name!r}, sample {index}: {error}") from None
     return checked
 
 
-def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
+def checked_tags(operation: str, sample_id: str, tags: object) -> dict[str, Any]:
     """Return a sample's tags as primitives, in a new dict.
 
     Args:
-        where: name of the call, for the error.
+        operation: method and its main arguments, for the error.
         sample_id: id of the sample, for the error.
         tags: the caller's argument.
 
     Raises:
         InvalidRequestError: (a ValueError) a tag is not a primitive; the error names it.
     """
-    sample = f"{where}: sample {sample_id!r}"
+    sample = f"{operation}: sample {sample_id!r}"
     tags = checked_mapping(sample, "tags", tags, "a dict of primitives")
     checked: dict[str, Any] = {}
     for name, value in tags.items():
@@ -81,7 +81,7 @@ def checked_tags(where: str, sample_id: str, tags: object) -> dict[str, Any]:
             if key == LENGTH_TAG and (type(plain) is not int or plain < 0):
                 raise InvalidRequestError(f"{plain!r}; expected an int of at least 0")
         except InvalidRequestError as error:
-            shown_name = repr(name) if isinstance(name, str) else shown(name)
+            shown_name = repr(name) if isinstance(name, str) else repr_with_type(name)
             raise type(error)(f"{sample}, tag {shown_name}: {error}") from None
         checked[key] = plain
     return checked

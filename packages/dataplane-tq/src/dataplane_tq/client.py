@@ -231,7 +231,7 @@ class TQDataPlaneClient(DataPlaneClient):
             acknowledge=acknowledge,
         )
         count = len(put.sample_ids)
-        row_lengths, cut_columns = check_columns(put.where, columns, count, lengths, ragged)
+        row_lengths, cut_columns = check_columns(put.operation, columns, count, lengths, ragged)
         encoded = self._store.encode_columns(columns, count, row_lengths, cut_columns)
 
         def rows() -> dict[str, Column]:
@@ -243,7 +243,7 @@ class TQDataPlaneClient(DataPlaneClient):
         self, put: PutRequest, encoded: Encoded, rows: Callable[[], Mapping[str, Column]]
     ) -> KVBatchMeta:
         """Put encoded values; ``rows`` returns them row by row, to check fields with enums."""
-        what, sample_ids, partition_id = put.where, put.sample_ids, put.partition_id
+        what, sample_ids, partition_id = put.operation, put.sample_ids, put.partition_id
         if self._reporter is not None:
             self._reporter.wait_for_turn(what)
         with self._link.session(what) as session:
@@ -318,7 +318,7 @@ class TQDataPlaneClient(DataPlaneClient):
     ) -> dict[str, PaddedColumn]:
         self._check_open()
         read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
-        padding, width = check_padding(read.where, pad_values, width)
+        padding, width = check_padding(read.operation, pad_values, width)
         with self._reading(read, origins) as answer:
             if forms is not None:
                 forms.update(answer.forms)
@@ -330,7 +330,7 @@ class TQDataPlaneClient(DataPlaneClient):
     @contextmanager
     def _reading(self, read: ReadRequest, origins: dict[str, int] | None) -> Iterator[p.ReadAnswer]:
         """Pin the rows of a read until the block ends; yield their locations."""
-        with self._link.session(read.where) as session:
+        with self._link.session(read.operation) as session:
             request = p.Read(read.partition_id, read.sample_ids, read.fields, origins is not None)
             answer = session.ask(request, p.ReadAnswer)
             if origins is not None:
@@ -373,7 +373,7 @@ class TQDataPlaneClient(DataPlaneClient):
         )
         request = call.request
         claimed = self._ask(
-            call.where,
+            call.operation,
             p.Claim(call.partition_id, request, call.timeout_s),
             p.ClaimAnswer,
             call.timeout_s + min(self._timeout_s, _CLAIM_ANSWER_S),
@@ -444,14 +444,14 @@ class TQDataPlaneClient(DataPlaneClient):
     ) -> dict[str, int]:
         read = check_read("read_origins", sample_ids, partition_id, fields)
         request = p.ReadOrigins(read.partition_id, read.sample_ids, read.fields)
-        return self._ask_open(read.where, request, dict[str, int])
+        return self._ask_open(read.operation, request, dict[str, int])
 
     def _update_lease(self, meta: KVBatchMeta, action: p.LeaseAction) -> None:
         self._check_open()
         claim = check_lease_call(action, meta)
         if claim.sample_ids:
             known = self._ask(
-                claim.where,
+                claim.operation,
                 p.UpdateLease(
                     claim.partition_id, claim.token, claim.sample_ids, action, claim.task_name
                 ),

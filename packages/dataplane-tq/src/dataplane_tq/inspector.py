@@ -15,7 +15,7 @@ from dataplane_core import (
 )
 from dataplane_core.arguments import checked_bool, checked_names
 from dataplane_core.boundary import check_inspection
-from dataplane_core.ledger.inspect import check_page, in_steps
+from dataplane_core.ledger.inspect import check_page, read_in_steps
 from dataplane_core.ledger.scan import check_search
 from dataplane_tq.directory import protocol as p
 
@@ -37,8 +37,8 @@ class DirectoryInspector:
 
     def _query(self, method: str, request: p.Request, answer: type[T]) -> T:
         partition_id = getattr(request, "partition_id", None)
-        where = "" if partition_id is None else f"partition={partition_id!r}"
-        return self._ask(f"{method}({where})", request, answer)
+        arguments = "" if partition_id is None else f"partition={partition_id!r}"
+        return self._ask(f"{method}({arguments})", request, answer)
 
     def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]
@@ -46,8 +46,8 @@ class DirectoryInspector:
         partition_id, task_name = check_inspection(
             "count_samples", partition_id, task_name=task_name
         )
-        where = f"count_samples(partition={partition_id!r})"
-        fields = checked_names(where, "required_fields", required_fields)
+        operation = f"count_samples(partition={partition_id!r})"
+        fields = checked_names(operation, "required_fields", required_fields)
         return self._query("count_samples", p.Count(partition_id, task_name, fields), TaskCounts)
 
     def list_partitions(self) -> list[PartitionSummary]:
@@ -62,7 +62,7 @@ class DirectoryInspector:
             request = p.ListSamples(partition_id, start, limit)
             return self._query("list_samples", request, list[SampleState])
 
-        return in_steps(start, limit, ask)
+        return read_in_steps(start, limit, ask)
 
     def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
         partition_id, sample_id = check_inspection("read_sample", partition_id, sample_id=sample_id)

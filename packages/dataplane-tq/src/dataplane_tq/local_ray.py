@@ -74,8 +74,8 @@ def _check_answers(address: str) -> None:
     """Raise `UnavailableError` unless the address speaks HTTP/2, as a control store's gRPC does."""
     if "://" in address:
         return  # Ray Client, which has its own time-out
-    where = services.canonicalize_bootstrap_address(address)
-    host, _, port = (where or "").rpartition(":")
+    resolved = services.canonicalize_bootstrap_address(address)
+    host, _, port = (resolved or "").rpartition(":")
     if not host:
         return
     try:
@@ -84,7 +84,7 @@ def _check_answers(address: str) -> None:
                 probe.sendall(_HTTP2)
                 probe.recv(1)
     except (OSError, OverflowError) as error:
-        raise UnavailableError(f"no Ray answers at {where}: {error}") from None
+        raise UnavailableError(f"no Ray answers at {resolved}: {error}") from None
 
 
 @contextmanager

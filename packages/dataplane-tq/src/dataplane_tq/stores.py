@@ -34,8 +34,8 @@ from dataplane_core.tensors.rows import (
     collate,
     form_of,
     forms_of,
-    keep_form,
-    keep_forms,
+    set_form,
+    set_forms,
     split_rows,
 )
 from dataplane_tq.directory.protocol import PutAnswer, ReadAnswer
@@ -159,7 +159,7 @@ class TransferQueueStore(Store):
     ) -> None:
         client, what, ids, partition_id = (
             self._engine.client,
-            put.where,
+            put.operation,
             put.sample_ids,
             put.partition_id,
         )
@@ -174,7 +174,7 @@ class TransferQueueStore(Store):
     def read(self, read: ReadRequest, answer: ReadAnswer) -> TensorDict:
         distinct = list(dict.fromkeys(read.sample_ids))
         names = list(dict.fromkeys(read.fields))
-        client, what = self._engine.client, read.where
+        client, what = self._engine.client, read.operation
         fields = self._engine.run(
             what, rows_in.read, client, distinct, read.partition_id, names, what
         )
@@ -189,7 +189,7 @@ class TransferQueueStore(Store):
             if self._rows_as_bytes or kinds[name] == OBJECT:
                 values = [decode_object(value) for value in values]
             columns[name] = Column(kinds[name], values)
-        return keep_forms(collate(columns, len(order)), answer.forms)
+        return set_forms(collate(columns, len(order)), answer.forms)
 
 
 class PackedStore(Store):
@@ -234,7 +234,7 @@ class PackedStore(Store):
 
     def read(self, read: ReadRequest, answer: ReadAnswer) -> TensorDict:
         leaves = self._units.read(read.fields, answer.parts)
-        return keep_forms(TensorDict(leaves, batch_size=[len(read.sample_ids)]), answer.forms)
+        return set_forms(TensorDict(leaves, batch_size=[len(read.sample_ids)]), answer.forms)
 
     def read_columns(
         self,
@@ -252,7 +252,7 @@ class PackedStore(Store):
                 check_width(name, forms.get(name), layout.item, width)
         columns = self._units.read_columns(fields, answer.parts, pad_values, widths)
         return {
-            name: keep_form(column, forms.get(name)) if isinstance(column, torch.Tensor) else column
+            name: set_form(column, forms.get(name)) if isinstance(column, torch.Tensor) else column
             for name, column in columns.items()
         }
 

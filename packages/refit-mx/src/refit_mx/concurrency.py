@@ -105,7 +105,7 @@ class CallGroup:
                 self._changed.notify_all()
 
 
-def run_together(
+def run_concurrently(
     threads: Executor | None, calls: Sequence[Callable[[Callable[[], bool]], object]]
 ) -> None:
     """Run calls that share one job: the first in this thread, the others in the pool.

@@ -58,8 +58,8 @@ class Deadline:
 
     def error(self, doing: str = "") -> RefitTimeoutError:
         """Return the error to raise when the deadline has passed."""
-        where = f" while {doing}" if doing else ""
-        return RefitTimeoutError(f"{self._what}: not done after {self._timeout_s:g} s{where}")
+        phase = f" while {doing}" if doing else ""
+        return RefitTimeoutError(f"{self._what}: not done after {self._timeout_s:g} s{phase}")
 
 
 class StallDeadline(Deadline):
@@ -93,5 +93,5 @@ class StallDeadline(Deadline):
         """Return the error to raise when the deadline has passed."""
         if not self._overall.left_s:
             return self._overall.error(doing)
-        where = f" while {doing}" if doing else ""
-        return RefitTimeoutError(f"{self._what}: no data for {self._timeout_s:g} s{where}")
+        phase = f" while {doing}" if doing else ""
+        return RefitTimeoutError(f"{self._what}: no data for {self._timeout_s:g} s{phase}")

@@ -47,27 +47,27 @@ def read_return(result: Any, task: str, rows: Sequence[int]) -> list[StepOutcome
             ``terminateds`` are not booleans, or a row's stop strings are not a list of str. It
             names the task, and the row where there is one.
     """
-    where = f"environment of task {task!r}"
-    parts = _as_return(result, where)
+    source = f"environment of task {task!r}"
+    parts = _as_return(result, source)
     for name in ("observations", "metadata", "next_stop_strings", _OPTIONAL):
-        _check_length(getattr(parts, name), name, where, len(rows))
+        _check_length(getattr(parts, name), name, source, len(rows))
     for row, observation in zip(rows, parts.observations, strict=True):
-        _check_observation(observation, f"{where}: observation of row {row}")
-    rewards, components = _read_rewards(parts.rewards, where, rows)
+        _check_observation(observation, f"{source}: observation of row {row}")
+    rewards, components = _read_rewards(parts.rewards, source, rows)
     nothing = [None] * len(rows)
     columns = (
         rows,
         parts.observations,
         nothing if parts.metadata is None else parts.metadata,
         nothing if parts.next_stop_strings is None else parts.next_stop_strings,
-        _column(parts.terminateds, torch.bool, f"{where}: terminateds", len(rows)),
+        _column(parts.terminateds, torch.bool, f"{source}: terminateds", len(rows)),
     )
     return [
         StepOutcome(
             observation=observation,
             metadata=metadata,
             sets_stop_strings=parts.next_stop_strings is not None,
-            stop_strings=read_stop_strings(stops, f"{where}: next_stop_strings of row {row}"),
+            stop_strings=read_stop_strings(stops, f"{source}: next_stop_strings of row {row}"),
             reward=rewards[index],
             components={name: values[index] for name, values in components.items()},
             terminated=terminated,
@@ -98,34 +98,34 @@ def read_stop_strings(strings: Any, what: str) -> list[str] | None:
     return copy
 
 
-def _check_length(column: Any, name: str, where: str, count: int) -> None:
+def _check_length(column: Any, name: str, source: str, count: int) -> None:
     if column is None and name != "observations":
         return
     # From a str or a mapping of n items, the rows would get letters or keys; a set is unordered.
     listing = _is_sized(column) and not isinstance(column, str | bytes | Mapping | Set)
     if not listing or len(column) != count:
         raise InvalidRequestError(
-            f"{where}: {name} is {_described(column)}; expected one value for each of {count} rows"
+            f"{source}: {name} is {_described(column)}; expected one value for each of {count} rows"
         )
 
 
-def _check_observation(observation: Any, where: str) -> None:
+def _check_observation(observation: Any, source: str) -> None:
     if not isinstance(observation, Mapping) or not {"role", "content"} <= observation.keys():
         raise InvalidRequestError(
-            f"{where} is {_described(observation)}; expected a dict with 'role' and 'content'"
+            f"{source} is {_described(observation)}; expected a dict with 'role' and 'content'"
         )
     for name in ("role", "content"):
         if not isinstance(observation[name], str):
             raise InvalidRequestError(
-                f"{where} has {_described(observation[name])} as {name}; expected a str"
+                f"{source} has {_described(observation[name])} as {name}; expected a str"
             )
         if not is_utf8(observation[name]):
             raise InvalidRequestError(
-                f"{where} has a lone surrogate in its {name}, which UTF-8 cannot encode"
+                f"{source} has a lone surrogate in its {name}, which UTF-8 cannot encode"
             )
 
 
-def _as_return(result: Any, where: str) -> EnvironmentReturn:
+def _as_return(result: Any, source: str) -> EnvironmentReturn:
     names = EnvironmentReturn._fields
     parts: dict[str, Any]
     if isinstance(result, Mapping):
@@ -137,27 +137,27 @@ def _as_return(result: Any, where: str) -> EnvironmentReturn:
     missing = [name for name in names if name not in parts and name != _OPTIONAL]
     if missing:
         raise InvalidRequestError(
-            f"{where}: its step returned {_described(result)} without "
+            f"{source}: its step returned {_described(result)} without "
             f"{listed(missing)}; expected an EnvironmentReturn"
         )
     return EnvironmentReturn._make(parts.get(name) for name in names)
 
 
 def _read_rewards(
-    rewards: Any, where: str, rows: Sequence[int]
+    rewards: Any, source: str, rows: Sequence[int]
 ) -> tuple[list[float], dict[str, list[float]]]:
     named = rewards if isinstance(rewards, Mapping) else {"rewards": rewards}
     columns: dict[str, list[float]] = {}
     for name, values in named.items():
         if not isinstance(name, str):
             raise InvalidRequestError(
-                f"{where}: reward component {name!r} is {_described(name)}; expected a str"
+                f"{source}: reward component {name!r} is {_described(name)}; expected a str"
             )
-        column = _column(values, torch.float32, f"{where}: reward {name!r}", len(rows))
+        column = _column(values, torch.float32, f"{source}: reward {name!r}", len(rows))
         for row, value in zip(rows, column, strict=True):
             if not isfinite(value):
                 raise InvalidRequestError(
-                    f"{where}: reward {name!r} of row {row} is {value}; expected a finite number"
+                    f"{source}: reward {name!r} of row {row} is {value}; expected a finite number"
                 )
         columns[name] = column
     totals = [sum(column[index] for column in columns.values()) for index in range(len(rows))]

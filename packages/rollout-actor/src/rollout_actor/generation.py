@@ -159,13 +159,13 @@ def responses(output: Any, request: GenerationRequest) -> list[Response]:
 
 def _read_columns(output: Any, request: GenerationRequest) -> dict[str, torch.Tensor]:
     """Return the columns as CPU tensors of the right type and shape."""
-    where = f"generation backend {request.backend}"
+    source = f"generation backend {request.backend}"
     if not isinstance(output, Mapping):
-        raise InvalidRequestError(f"{where}: a {type(output).__name__}; expected a mapping")
+        raise InvalidRequestError(f"{source}: a {type(output).__name__}; expected a mapping")
     missing = [name for name in _NEEDED_OUTPUTS if name not in output]
     if missing:
         raise MissingDataError(
-            f"{where}: no {listed(missing)} in its output; found {listed(output)}", fields=missing
+            f"{source}: no {listed(missing)} in its output; found {listed(output)}", fields=missing
         )
     columns = {}
     for name, (kind, dimensions, shape) in _FORMS.items():
@@ -175,14 +175,14 @@ def _read_columns(output: Any, request: GenerationRequest) -> dict[str, torch.Te
             column = torch.as_tensor(output[name]).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(
-                f"{where}: {name} is a {type(output[name]).__name__}, not a tensor: {error}"
+                f"{source}: {name} is a {type(output[name]).__name__}, not a tensor: {error}"
             ) from error
         dense = column.layout == torch.strided and not column.is_nested
         fits = dense and column.dim() == dimensions and len(column) == len(request.rows)
         if not fits or _kind_of(column) != kind:
             size = f"of shape {tuple(column.shape)}" if dense else "not a dense tensor"
             raise InvalidRequestError(
-                f"{where}: {name} has {_kind_of(column)} ({column.dtype}) and is {size}; expected "
+                f"{source}: {name} has {_kind_of(column)} ({column.dtype}) and is {size}; expected "
                 f"{kind} of shape {shape} for the n = {len(request.rows)} rows of the request"
             )
         columns[name] = column
@@ -196,11 +196,11 @@ def _read_weight_versions(
     rows = output.get(WEIGHT_VERSIONS)
     if rows is None:
         return [None] * len(generated)
-    where = f"generation backend {request.backend}"
+    source = f"generation backend {request.backend}"
     count = len(rows) if isinstance(rows, Sequence) else None
     if count != len(generated):
         raise InvalidRequestError(
-            f"{where}: {WEIGHT_VERSIONS} is a {type(rows).__name__} of {count} rows; expected a "
+            f"{source}: {WEIGHT_VERSIONS} is a {type(rows).__name__} of {count} rows; expected a "
             f"list of {len(generated)}"
         )
     for row, spans, length in zip(request.rows, rows, generated, strict=True):
@@ -213,13 +213,13 @@ def _read_weight_versions(
             named = False
         if not named:
             raise InvalidRequestError(
-                f"{where}: row {row}: {WEIGHT_VERSIONS} is {spans!r:.300}; expected a list of "
+                f"{source}: row {row}: {WEIGHT_VERSIONS} is {spans!r:.300}; expected a list of "
                 "spans with version (a str), start and end"
             )
         starts, ends = [start for start, _ in borders], [end for _, end in borders]
         if [*starts, length] != [0, *ends] or any(start >= end for start, end in borders):
             raise InvalidRequestError(
-                f"{where}: row {row}: {WEIGHT_VERSIONS} has the spans {borders}; expected spans "
+                f"{source}: row {row}: {WEIGHT_VERSIONS} has the spans {borders}; expected spans "
                 f"that cover the response of {length} tokens without gaps"
             )
     return [None if spans is None else list(spans) for spans in rows]

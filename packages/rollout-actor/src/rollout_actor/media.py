@@ -91,8 +91,8 @@ def held_media(client: DataPlaneClient, partition: PartitionSummary) -> MediaFor
         for sample in page:
             for name in sorted(names.intersection(sample.fields)):
                 try:
-                    ids, where = [sample.sample_id], partition.partition_id
-                    row = client.get_samples(ids, where, [name])[name]
+                    ids, partition_id = [sample.sample_id], partition.partition_id
+                    row = client.get_samples(ids, partition_id, [name])[name]
                 except MissingDataError:
                     continue  # cleared since the listing
                 forms[name] = row.new_empty((0, *row.shape[2:]))
@@ -117,21 +117,21 @@ def check_media(
         SchemaMismatchError: (a ValueError and a TypeError) media have other dimensions, or the
             samples of earlier rollouts lack them; names them.
     """
-    where = f"rollout_to_tq: partition {partition.partition_id!r}"
+    operation = f"rollout_to_tq: partition {partition.partition_id!r}"
     for name, form in (declared | media).items():
         if name in held and held[name].dim() != form.dim():
             raise SchemaMismatchError(
-                f"{where} holds media {name!r} of {held[name].dim()} dimensions and cannot take "
-                f"{form.dim()}; clear the partition before changing them"
+                f"{operation} holds media {name!r} of {held[name].dim()} dimensions and cannot "
+                f"take {form.dim()}; clear the partition before changing them"
             )
     rollouts = next((each.written for each in partition.fields if each.name == INPUT_IDS), 0)
     for name, form in media.items():
         if rollouts and name not in held:
             kind = str(form.dtype).removeprefix("torch.")
             raise SchemaMismatchError(
-                f"{where} holds {rollouts} samples without media {name!r}, which cannot be read "
-                f"together with samples that have it; declare policy.media.{name} (dtype {kind}, "
-                f"dims {form.dim()}) from the first rollout on, or clear the partition first"
+                f"{operation} holds {rollouts} samples without media {name!r}, which cannot be "
+                "read together with samples that have it; declare "
+                f"policy.media.{name} (dtype {kind}, dims {form.dim()}) from the first rollout on, or clear the partition first"
             )
 
 

@@ -40,9 +40,9 @@ class FolderWriter:
         _write(self._folder / name, content)
         self._files[name] = hashlib.sha256(content).hexdigest()
 
-    def finish(self, about: dict[str, Any]) -> None:
-        """Write the manifest with the content ``about``; this must be the last call."""
-        body = {"format": _FORMAT, "files": self._files, "about": about}
+    def finish(self, metadata: dict[str, Any]) -> None:
+        """Write the manifest with ``metadata``; this must be the last call."""
+        body = {"format": _FORMAT, "files": self._files, "metadata": metadata}
         manifest = {**body, "sha256": _digest_of(body)}
         _write(self._folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
@@ -90,12 +90,12 @@ class VerifiedFolder:
     Attributes:
         folder: path of the checkpoint.
         files: file name to digest, in the order written.
-        about: content of the manifest.
+        metadata: content of the manifest.
     """
 
     folder: Path
     files: dict[str, str]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
 
     def read(self, name: str) -> bytes:
         """Return the content of one file, verified again because it may have changed since.
@@ -127,8 +127,8 @@ def open_folder(folder: Path) -> VerifiedFolder:
         raise CheckpointError(f"checkpoint {folder}: there is no such folder")
     try:
         manifest = json.loads(_read(path))
-        body = {name: manifest[name] for name in ("format", "files", "about")}
-        files, about, digest = body["files"], body["about"], manifest["sha256"]
+        body = {name: manifest[name] for name in ("format", "files", "metadata")}
+        files, metadata, digest = body["files"], body["metadata"], manifest["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint file {path}: cannot be read: {error!r}") from None
     if body["format"] != _FORMAT:
@@ -137,7 +137,7 @@ def open_folder(folder: Path) -> VerifiedFolder:
         )
     if _digest_of(body) != digest:
         raise CheckpointError(f"checkpoint file {path}: its content changed since it was saved")
-    verified = VerifiedFolder(folder, files, about)
+    verified = VerifiedFolder(folder, files, metadata)
     for name in files:
         if Path(name).name != name:
             raise CheckpointError(f"checkpoint file {path}: lists {name!r}, which is no file name")

@@ -42,11 +42,11 @@ _CLAIM = 10_000
 
 
 class _Declaration(msgspec.Struct, frozen=True):
-    """A partition in the manifest; ``unput`` counts declared samples that were never put."""
+    """A partition in the manifest; ``not_put`` counts declared samples that were never put."""
 
     partition_id: str
     fields: list[str]
-    unput: int
+    not_put: int
     tasks: list[str]
     group_size: int | None
     enums: dict[str, list[str]]
@@ -125,7 +125,7 @@ def save_partition(
                 _Declaration(
                     partition_id=partition_id,
                     fields=[field.name for field in before.fields if field.declared],
-                    unput=max(0, before.declared - before.put),
+                    not_put=max(0, before.declared - before.put),
                     tasks=[task.name for task in before.tasks],
                     group_size=before.group_size,
                     enums={
@@ -191,7 +191,7 @@ def _restore(
 ) -> None:
     def declare(tasks: list[str], group_size: int | None) -> None:
         client.register_partition(
-            name, saved.fields, saved.samples + saved.unput, tasks, group_size, saved.enums
+            name, saved.fields, saved.samples + saved.not_put, tasks, group_size, saved.enums
         )
 
     # Tasks are declared after the puts, so that no consumer can claim earlier. The group size is
@@ -316,7 +316,7 @@ def _restored(
 
 def _declaration(checkpoint: VerifiedFolder) -> _Declaration:
     try:
-        return msgspec.convert(checkpoint.about, _Declaration)
+        return msgspec.convert(checkpoint.metadata, _Declaration)
     except ValueError as error:
         raise _malformed(checkpoint, "manifest.json", error) from None
 

@@ -211,7 +211,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 return ticket
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise self._store.ledger.full(put.partition_id, put.sample_ids)
+                raise self._store.ledger.capacity_error(put.partition_id, put.sample_ids)
             self._store.changed.wait(remaining)
 
     def get_samples(
@@ -241,7 +241,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         for column in columns.values():
             if column.kind == row_codec.OBJECT:
                 column.rows[:] = map(decode_object, column.rows)
-        return row_codec.keep_forms(row_codec.collate(columns, len(read.sample_ids)), forms)
+        return row_codec.set_forms(row_codec.collate(columns, len(read.sample_ids)), forms)
 
     def claim_meta(
         self,

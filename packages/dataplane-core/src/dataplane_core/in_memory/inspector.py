@@ -49,8 +49,8 @@ class InMemoryInspector:
         partition_id, task_name = check_inspection(
             "count_samples", partition_id, task_name=task_name
         )
-        where = f"count_samples(partition={partition_id!r})"
-        fields = checked_names(where, "required_fields", required_fields)
+        operation = f"count_samples(partition={partition_id!r})"
+        fields = checked_names(operation, "required_fields", required_fields)
         with self._ledger() as ledger:
             return ledger.partition(partition_id).counts(task_name, fields)
 
@@ -68,7 +68,7 @@ class InMemoryInspector:
             with self._ledger() as ledger:
                 return inspect.page(ledger.partition(partition_id), start, limit, time.monotonic())
 
-        return inspect.in_steps(start, limit, read_page)
+        return inspect.read_in_steps(start, limit, read_page)
 
     def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
         partition_id, sample_id = check_inspection("read_sample", partition_id, sample_id=sample_id)

@@ -101,7 +101,7 @@ class Assignments:
             assignment.deadline = now + assignment.seconds
 
 
-def indivisible(rows: Iterable[Row], by_group: bool) -> list[list[Row]]:
+def indivisible_units(rows: Iterable[Row], by_group: bool) -> list[list[Row]]:
     """Return the rows in units that must stay together: groups, or single samples."""
     if not by_group:
         return [[row] for row in rows]
@@ -117,6 +117,6 @@ def split(rows: list[Row], limit: int, by_group: bool) -> tuple[list[Row], list[
         return rows, []
     taken: list[Row] = []
     rest: list[Row] = []
-    for unit in indivisible(rows, by_group):
+    for unit in indivisible_units(rows, by_group):
         (taken if len(taken) + len(unit) <= limit else rest).extend(unit)
     return taken, rest

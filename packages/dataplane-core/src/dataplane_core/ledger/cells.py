@@ -47,7 +47,7 @@ class Overlay:
         # the same id().
         self._merged: dict[tuple[int, int], tuple[Any, Any, dict[str, Any], list[int]]] = {}
 
-    def over(
+    def merge(
         self, cells: Mapping[str, Any], place: Place, newer: Mapping[str, Any], newer_place: Place
     ) -> tuple[Mapping[str, Any], Place]:
         """Return cells and place of a sample, with the fields of ``newer`` replaced or added."""
@@ -56,8 +56,8 @@ class Overlay:
         if not newer_place:
             return {**cells, **newer}, ()
         key = id(cells), id(newer)
-        known = self._merged.get(key)
-        if known is None:
+        entry = self._merged.get(key)
+        if entry is None:
             kept = sorted({layer for name, (_, layer) in cells.items() if name not in newer})
             merged = {
                 name: (column, kept.index(layer)) if name not in newer else newer[name]
@@ -65,5 +65,5 @@ class Overlay:
             }
             for name, (column, layer) in newer.items():
                 merged[name] = column, len(kept) + layer
-            known = self._merged[key] = cells, newer, merged, kept
-        return known[2], (*(place[layer] for layer in known[3]), *newer_place)
+            entry = self._merged[key] = cells, newer, merged, kept
+        return entry[2], (*(place[layer] for layer in entry[3]), *newer_place)

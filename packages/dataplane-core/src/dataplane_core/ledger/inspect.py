@@ -340,7 +340,7 @@ def check_page(what: str, start: object, limit: object) -> tuple[int, int]:
 def page(partition: Partition, start: int, limit: int, now: float) -> list[SampleState]:
     """Return up to ``limit`` samples from position ``start`` on, in the order of first puts.
 
-    A sample takes some microseconds; `in_steps` reads large pages.
+    A sample takes some microseconds; `read_in_steps` reads large pages.
 
     Raises:
         InvalidRequestError: as `check_page`.
@@ -349,7 +349,7 @@ def page(partition: Partition, start: int, limit: int, now: float) -> list[Sampl
     return [state_of(partition, row, now) for row in partition.rows.page(start, limit)]
 
 
-def in_steps(
+def read_in_steps(
     start: int, limit: int, read_page: Callable[[int, int], list[SampleState]]
 ) -> list[SampleState]:
     """Return a page, read in steps of up to 1,000 samples; other calls can run in between.

@@ -165,7 +165,7 @@ class Ledger:
         needed = sum(sample_id not in partition.reserved for sample_id in new)
         if self.capacity is not None and self.held + needed > self.capacity:
             if needed > self.capacity:
-                raise self.full(partition_id, sample_ids)
+                raise self.capacity_error(partition_id, sample_ids)
             return None
         for sample_id in new:
             partition.reserved[sample_id] = partition.reserved.get(sample_id, 0) + 1
@@ -176,7 +176,7 @@ class Ledger:
             partition, list(sample_ids), new, dict(kinds), token, forms=dict(forms or {})
         )
 
-    def full(self, partition_id: str, sample_ids: Iterable[str]) -> CapacityExceeded:
+    def capacity_error(self, partition_id: str, sample_ids: Iterable[str]) -> CapacityExceeded:
         """Return the error of a put for which there is no capacity."""
         partition = self.partition(partition_id)
         return capacity_exceeded(

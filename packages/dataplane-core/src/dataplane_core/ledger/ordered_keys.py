@@ -98,9 +98,9 @@ class OrderedKeys(Generic[K]):
             del self._entries[key]
         return taken
 
-    def shed(self, count: int) -> bool:
+    def free_entries(self, count: int) -> bool:
         """Free about ``count`` keys of an unused set; return whether it is empty."""
         for _ in range(-(-count // _MAX_RUN)):
             if self._runs:
                 del self._runs[-1], self._bounds[-1]
-        return self._entries.shed(count) and not self._runs
+        return self._entries.free_entries(count) and not self._runs

@@ -80,7 +80,7 @@ class PartedDict(Mapping[K, V]):
             del self._parts[number]
         return value
 
-    def shed(self, count: int) -> bool:
+    def free_entries(self, count: int) -> bool:
         """Free about ``count`` items of an unused mapping; return whether it is empty."""
         while self._parts and count > 0:
             freed = len(self._parts.popitem()[1])

@@ -12,7 +12,7 @@ from typing import Any  # Any: cells belong to the storage, tags to the caller
 from dataplane_core.capabilities import TaskCounts
 from dataplane_core.declaration import PartitionDeclaration, describe_large_group
 from dataplane_core.errors import InvalidRequestError, UnknownTaskError, listed
-from dataplane_core.ledger.assignments import Assignment, indivisible, split
+from dataplane_core.ledger.assignments import Assignment, indivisible_units, split
 from dataplane_core.ledger.leases import Lease, Leases
 from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.queues import Queue
@@ -75,7 +75,7 @@ class Partition:
     def touch(self) -> None:
         """Increase ``revision``, and free a part of the retired queues."""
         self.revision = next(self._revisions)
-        if self._retired and self._retired[-1].shed(_FREED_AT_ONCE):
+        if self._retired and self._retired[-1].free_entries(_FREED_AT_ONCE):
             self._retired.pop()
 
     @property
@@ -88,7 +88,7 @@ class Partition:
         return self.declaration.grpo_group_size is not None
 
     @property
-    def unput(self) -> int:
+    def not_put(self) -> int:
         """Number of declared samples that are still to be put."""
         return max(0, self.declaration.num_samples - self.put_total)
 
@@ -165,7 +165,7 @@ class Partition:
         task = self.task(request.task_name)
         if request.sample_ids is not None:
             return True
-        return task.extend(task.begun_queue(request, self.rows))
+        return task.extend(task.get_or_create_queue(request, self.rows))
 
     def claim(self, request: ClaimRequest, now: float) -> Claimed | None:
         """Claim samples; return None if a blocking claim has to wait.
@@ -242,7 +242,7 @@ class Partition:
 
     def _nothing_more(self, task: Task, queue: Queue) -> bool:
         """Return whether every sample that can ever match is ready now."""
-        if self.unput:
+        if self.not_put:
             return False
         if queue.terms.where:
             return not queue.terms.awaited
@@ -252,8 +252,8 @@ class Partition:
         """Return the name and size of the largest complete group that exceeds the batch size."""
         if self.declaration.grpo_group_size is None or request.sample_ids is not None:
             return None
-        queue = self.task(request.task_name).begun_queue(request, self.rows)
-        return queue.too_large(request.batch_size)
+        queue = self.task(request.task_name).get_or_create_queue(request, self.rows)
+        return queue.oversized_group(request.batch_size)
 
     def _refuse_large_group(self, task: Task, request: ClaimRequest) -> None:
         """Raise if every remaining sample is in a group larger than the batch size."""
@@ -287,7 +287,7 @@ class Partition:
         drawn = self._draw(task, request, group.world * request.batch_size)
         if not drawn:
             return drawn
-        units = indivisible(drawn, self._is_grouped)
+        units = indivisible_units(drawn, self._is_grouped)
         parts = balance([sum(row.length for row in unit) for unit in units], group.world)
         if not parts[rank] and not task.assignments.missed.isdisjoint(
             row.sample_id for row in drawn
@@ -469,7 +469,7 @@ class Partition:
                 row.states = NO_STATES
         for task in self.tasks.values():
             task.drop_queues()
-        self._retired[:] = [queue for queue in self._retired if not queue.shed(2 * count)]
+        self._retired[:] = [queue for queue in self._retired if not queue.free_entries(2 * count)]
         return rows
 
     def consumed(self, task_names: Iterable[str]) -> bool:

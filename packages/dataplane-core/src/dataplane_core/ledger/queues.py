@@ -103,7 +103,7 @@ class SampleQueue:
         """Return how many samples `take` can return without ``partial``."""
         return len(self._ready)
 
-    def too_large(self, unit: int) -> tuple[str, int] | None:
+    def oversized_group(self, unit: int) -> tuple[str, int] | None:
         """Return name and size of the largest complete group of more than ``unit`` samples."""
         return None
 
@@ -114,9 +114,9 @@ class SampleQueue:
         """
         return self._ready.take(limit)
 
-    def shed(self, count: int) -> bool:
+    def free_entries(self, count: int) -> bool:
         """Free about ``count`` entries of an unused queue; return whether it is empty."""
-        return self._ready.shed(count) and self.terms.awaited.shed(count)
+        return self._ready.free_entries(count) and self.terms.awaited.free_entries(count)
 
 
 @dataclass(eq=False)
@@ -126,19 +126,19 @@ class _Group:
     Attributes:
         name: name of the group.
         positions: sequence of each sample to its position.
-        misfits: sequences of samples whose tags do not meet the conditions.
-        takeable: the list that contains the group; None if it has misfits or no samples.
+        mismatched: sequences of samples whose tags do not meet the conditions.
+        member_of: the list that contains the group; None if it has mismatched or no samples.
         size: number of its samples when it was listed.
     """
 
     name: str
     positions: dict[int, float] = field(default_factory=dict)
-    misfits: set[int] = field(default_factory=set)
-    takeable: _Takeable | None = None
+    mismatched: set[int] = field(default_factory=set)
+    member_of: _GroupList | None = None
     size: int = 0
 
 
-class _Takeable:
+class _GroupList:
     """List of groups that can be taken.
 
     Attributes:
@@ -153,13 +153,13 @@ class _Takeable:
     def add(self, group: _Group) -> None:
         """Add a group that is in no list."""
         self.names.put(group.name, min(group.positions.values()))
-        group.takeable, group.size = self, len(group.positions)
+        group.member_of, group.size = self, len(group.positions)
         self.sizes[group.size] += 1
 
     def remove(self, group: _Group) -> None:
         """Remove a group from the list."""
         self.names.discard([group.name])
-        group.takeable = None
+        group.member_of = None
         self.sizes[group.size] -= 1
         if not self.sizes[group.size]:
             del self.sizes[group.size]
@@ -178,8 +178,8 @@ class GroupQueue:
         self._size = group_size
         self._group_of: PartedDict[int, _Group] = PartedDict()
         self._groups: PartedDict[str, _Group] = PartedDict()
-        self._complete = _Takeable()
-        self._incomplete = _Takeable()
+        self._complete = _GroupList()
+        self._incomplete = _GroupList()
 
     def __len__(self) -> int:
         """Return the number of samples, including those of incomplete or misfit groups."""
@@ -201,9 +201,9 @@ class GroupQueue:
             elif not self.terms.where:
                 continue
             if self.terms.meets(row):
-                group.misfits.discard(row.sequence)
+                group.mismatched.discard(row.sequence)
             else:
-                group.misfits.add(row.sequence)
+                group.mismatched.add(row.sequence)
             changed[group] = None
         self._list(changed)
 
@@ -219,17 +219,17 @@ class GroupQueue:
         if group is not None:
             del group.positions[row.sequence]
             self.positions.forget([row.sequence])
-            group.misfits.discard(row.sequence)
+            group.mismatched.discard(row.sequence)
             changed[group] = None
 
     def _list(self, changed: Iterable[_Group]) -> None:
         """Move changed groups to the list to which they belong now, if any."""
         for group in changed:
-            if group.takeable is not None:
-                group.takeable.remove(group)
+            if group.member_of is not None:
+                group.member_of.remove(group)
             if not group.positions:
                 del self._groups[group.name]
-            elif not group.misfits:
+            elif not group.mismatched:
                 is_complete = len(group.positions) >= self._size
                 (self._complete if is_complete else self._incomplete).add(group)
 
@@ -237,11 +237,11 @@ class GroupQueue:
         sizes = self._complete.sizes
         return sum(size * count for size, count in sizes.items() if size <= unit)
 
-    def too_large(self, unit: int) -> tuple[str, int] | None:
+    def oversized_group(self, unit: int) -> tuple[str, int] | None:
         size = max(self._complete.sizes, default=0)
         if size <= unit:
             return None
-        complete = (each for each in self._groups.values() if each.takeable is self._complete)
+        complete = (each for each in self._groups.values() if each.member_of is self._complete)
         return max(group.name for group in complete if group.size == size), size
 
     def take(self, limit: int, *, unit: int, partial: bool) -> list[int]:
@@ -265,10 +265,10 @@ class GroupQueue:
                 groups.add(group)
         return taken
 
-    def shed(self, count: int) -> bool:
+    def free_entries(self, count: int) -> bool:
         names = self._complete.names, self._incomplete.names
         parts = (self._group_of, self._groups, *names, self.terms.awaited)
-        return all(part.shed(count) for part in parts)
+        return all(part.free_entries(count) for part in parts)
 
 
 Queue: TypeAlias = SampleQueue | GroupQueue

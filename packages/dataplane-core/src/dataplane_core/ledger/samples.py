@@ -86,7 +86,7 @@ class Samples:
 
     def _forget_bytes(self, rows: Sequence[Row], fields: Iterable[str]) -> None:
         """Subtract the bytes of cells that are about to be replaced or removed."""
-        if self.sizes.known:
+        if self.sizes.is_measured:
             for name in fields:
                 self.sizes.remove(name, [row.cell(name) for row in rows if name in row.cells])
 
@@ -100,7 +100,7 @@ class Samples:
                 replaced.append(row.cell(name))
             else:
                 self.field_counts[name] = self.field_counts.get(name, 0) + 1
-        row.cells, row.place = overlay.over(row.cells, row.place, cells, place)
+        row.cells, row.place = overlay.merge(row.cells, row.place, cells, place)
         if row.pins:
             row.stale = [*row.stale, *replaced]
             return []

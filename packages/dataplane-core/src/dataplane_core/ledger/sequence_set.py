@@ -68,7 +68,7 @@ class SequenceSet:
         self._length -= len(taken)
         return taken
 
-    def shed(self, count: int) -> bool:
+    def free_entries(self, count: int) -> bool:
         """Free an unused set at once, because it is small; return True."""
         self._chunks, self._masks, self._length = [], {}, 0
         return True

@@ -81,7 +81,7 @@ class Shortage:
             claimer=self._request.owner,
             assigned=assigned,
             large_group=partition.large_group(self._request),
-            unput=partition.unput if named is None else 0,
+            not_put=partition.not_put if named is None else 0,
             absent=None if named is None else self._absent,
             lacking={name: count for name, count in self.lacking.items() if count},
             batch_size=self._request.batch_size,

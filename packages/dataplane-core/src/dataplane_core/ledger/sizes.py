@@ -16,17 +16,17 @@ class FieldBytes:
         measure: returns the bytes of cells; None if the store does not know them.
 
     Attributes:
-        known: whether the store knows the bytes of cells.
+        is_measured: whether the store knows the bytes of cells.
     """
 
     def __init__(self, measure: Measure | None) -> None:
-        self.known = measure is not None
+        self.is_measured = measure is not None
         self._measure = measure
         self._held: dict[str, int] = {}
 
     def add(self, nbytes: Mapping[str, int]) -> None:
         """Add the bytes that a put wrote, by field; the bytes of other fields are unknown."""
-        if self.known:
+        if self.is_measured:
             for name, count in nbytes.items():
                 self._held[name] = self._held.get(name, 0) + count
 
@@ -42,10 +42,10 @@ class FieldBytes:
     def of(self, name: str, written: int) -> int | None:
         """Return the bytes of a field that ``written`` samples have; None if unknown."""
         if not written:
-            return 0 if self.known else None
+            return 0 if self.is_measured else None
         return self._held.get(name)
 
     @property
     def total(self) -> int | None:
         """Bytes of the fields whose size is known; None if the store knows none."""
-        return sum(self._held.values()) if self.known else None
+        return sum(self._held.values()) if self.is_measured else None

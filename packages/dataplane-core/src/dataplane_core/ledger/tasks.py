@@ -175,7 +175,7 @@ class Task:
         if step < 0 and chunk < self._first:
             self._first = chunk
 
-    def begun_queue(self, request: ClaimRequest, rows: Rows) -> Queue:
+    def get_or_create_queue(self, request: ClaimRequest, rows: Rows) -> Queue:
         """Return the queue for a claim, and mark it as most recently used.
 
         A new queue is empty: `extend` fills it with ``rows``.
@@ -214,7 +214,7 @@ class Task:
 
     def queue(self, request: ClaimRequest, rows: Rows) -> Queue:
         """Return the queue for a claim, complete."""
-        queue = self.begun_queue(request, rows)
+        queue = self.get_or_create_queue(request, rows)
         while not self.extend(queue):
             pass
         return queue

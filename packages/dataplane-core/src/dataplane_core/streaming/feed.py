@@ -17,26 +17,26 @@ from dataplane_core.errors import DataPlaneError, DeadlineExceededError, Invalid
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import Form
 from dataplane_core.streaming.dataset import StreamingDataset
-from dataplane_core.tensors.rows import keep_forms, kept_forms
+from dataplane_core.tensors.rows import recorded_forms, set_forms
 
 _MAX_WAIT_S = 1e6  # limit of the poll that reads a worker's queue
 
 
 @dataclass
-class Delivered:
+class DeliveredBatch:
     """A collated batch, and the claim it belongs to."""
 
     content: Any
     meta: KVBatchMeta
 
-    def pin_memory(self) -> Delivered:
+    def pin_memory(self) -> DeliveredBatch:
         from torch.utils.data._utils.pin_memory import pin_memory
 
         batch = self._batch()
         if batch is not None:
             content = (batch.pin_memory(), *self.content[1:])
-            return _with_forms(content, self.meta, kept_forms(batch))
-        return Delivered(pin_memory(self.content), self.meta)  # type: ignore[no-untyped-call]
+            return _with_forms(content, self.meta, recorded_forms(batch))
+        return DeliveredBatch(pin_memory(self.content), self.meta)  # type: ignore[no-untyped-call]
 
     def _batch(self) -> TensorDict | None:
         """Return the content's first item if that is a TensorDict, as `get_data` returns it."""
@@ -44,43 +44,43 @@ class Delivered:
         is_batch = isinstance(content, tuple) and content and isinstance(content[0], TensorDict)
         return content[0] if is_batch else None
 
-    def __reduce__(self) -> tuple[Callable[..., Delivered], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., DeliveredBatch], tuple[Any, ...]]:
         batch = self._batch()
-        forms = None if batch is None else kept_forms(batch)
+        forms = None if batch is None else recorded_forms(batch)
         return _with_forms, (self.content, self.meta, forms)
 
 
-def _with_forms(content: Any, meta: KVBatchMeta, forms: dict[str, Form] | None) -> Delivered:
+def _with_forms(content: Any, meta: KVBatchMeta, forms: dict[str, Form] | None) -> DeliveredBatch:
     """Return a batch with its tensors' forms, which pinning and a worker's queue drop."""
     if forms is not None:
-        keep_forms(content[0], forms)
-    return Delivered(content, meta)
+        set_forms(content[0], forms)
+    return DeliveredBatch(content, meta)
 
 
-def collated(
+def collate_batch(
     batch: TensorDict,
     meta: KVBatchMeta,
     collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
-) -> Delivered:
+) -> DeliveredBatch:
     """Return a fetched batch as the loop gets it, collated if ``collate`` is given."""
-    return Delivered((batch, meta) if collate is None else collate(batch, meta), meta)
+    return DeliveredBatch((batch, meta) if collate is None else collate(batch, meta), meta)
 
 
 @dataclass
-class Failed:
+class WorkerFailure:
     """An error of a worker as a value, so that pickling keeps its class and attributes."""
 
     error: DataPlaneError
 
 
-class _Packed:
+class _PickledItem:
     """An item pickled in advance, which unpickles to the item itself.
 
     A DataLoader's queue pickles in a thread that drops what it cannot pickle, and the loop would
     wait for it forever. Here the error is raised in the worker.
     """
 
-    def __init__(self, item: Delivered | Failed) -> None:
+    def __init__(self, item: DeliveredBatch | WorkerFailure) -> None:
         self._pickled = bytes(ForkingPickler.dumps(item))
 
     def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
@@ -94,46 +94,48 @@ class Feed(IterableDataset[Any]):
         self,
         dataset: StreamingDataset,
         collate: Callable[[TensorDict, KVBatchMeta], Any] | None,
-        claimed: Callable[[KVBatchMeta], None],
+        on_claim: Callable[[KVBatchMeta], None],
         client: DataPlaneClient | None,
         *,
         wait_for_leased: bool = False,
     ) -> None:
         self._dataset = dataset
         self._collate = collate
-        self._claimed = claimed
+        self._on_claim = on_claim
         self._client = client
         self._wait_for_leased = wait_for_leased
 
-    def __iter__(self) -> Iterator[Delivered | Failed | _Packed]:
-        return self._items() if self._client is not None else self._packed()
+    def __iter__(self) -> Iterator[DeliveredBatch | WorkerFailure | _PickledItem]:
+        return self._items() if self._client is not None else self._pickled_items()
 
-    def _items(self) -> Iterator[Delivered | Failed]:
+    def _items(self) -> Iterator[DeliveredBatch | WorkerFailure]:
         try:
             with contextlib.ExitStack() as stack:
                 client = self._client or stack.enter_context(self._dataset.make_client())
                 batches = self._dataset.batches(
-                    client, self._claimed, wait_for_leased=self._wait_for_leased
+                    client, self._on_claim, wait_for_leased=self._wait_for_leased
                 )
                 for batch, meta in batches:
-                    yield collated(batch, meta, self._collate)
+                    yield collate_batch(batch, meta, self._collate)
         except DataPlaneError as error:
-            yield Failed(error)
+            yield WorkerFailure(error)
 
-    def _packed(self) -> Iterator[_Packed]:
+    def _pickled_items(self) -> Iterator[_PickledItem]:
         for item in self._items():
             try:
-                packed = _Packed(item)
+                packed = _PickledItem(item)
             except Exception as error:  # noqa: BLE001  # pickling user values can raise anything
-                yield _Packed(self._refused(item, error))
+                yield _PickledItem(self._pickling_failure(item, error))
                 return
             yield packed
 
-    def _refused(self, item: Delivered | Failed, error: Exception) -> Failed:
-        if isinstance(item, Failed):
-            return Failed(DataPlaneError(f"{type(item.error).__name__}: {item.error}"))
+    def _pickling_failure(
+        self, item: DeliveredBatch | WorkerFailure, error: Exception
+    ) -> WorkerFailure:
+        if isinstance(item, WorkerFailure):
+            return WorkerFailure(DataPlaneError(f"{type(item.error).__name__}: {item.error}"))
         content = "the batch" if self._collate is None else "the result of collate"
-        return Failed(
+        return WorkerFailure(
             InvalidRequestError(
                 f"StreamingDataLoader(partition={self._dataset.partition_id!r}, "
                 f"task={self._dataset.task_name!r}): {content} for {item.meta.size} samples, a "
@@ -143,7 +145,7 @@ class Feed(IterableDataset[Any]):
         )
 
 
-def in_time(
+def with_timeout(
     items: Iterable[Any], dataset: StreamingDataset, batch_timeout_s: float
 ) -> Iterator[Any]:
     """Yield the items of a DataLoader whose ``timeout`` is `max_wait_s`.

@@ -67,10 +67,10 @@ class HeldClaims:
         """
         forgotten = self.forget(meta)
         try:
-            return _as_far_as_held(self._client.acknowledge, meta)
+            return _apply_to_held(self._client.acknowledge, meta)
         except BaseException:  # also after an interrupt, unacknowledged samples must be renewed
             if forgotten is not None:
-                self._hold_again(forgotten)
+                self._restore(forgotten)
             raise
 
     def renew_claim(self, meta: KVBatchMeta) -> LeaseOutcome:
@@ -79,7 +79,7 @@ class HeldClaims:
         Raises:
             DataPlaneError: the store is unavailable, as `DataPlaneClient.renew`.
         """
-        left, lost = _as_far_as_held(self._client.renew, meta)
+        left, lost = _apply_to_held(self._client.renew, meta)
         gone = meta if left is None else meta.drop(indices_of(meta, set(left.sample_ids)))
         if gone is not None:
             self.forget(gone)
@@ -93,7 +93,7 @@ class HeldClaims:
             held = list(self._held.items())
         for token, meta in held:
             try:
-                left, lost = _as_far_as_held(self._client.renew, meta)
+                left, lost = _apply_to_held(self._client.renew, meta)
             except DataPlaneError:
                 continue  # the store is unavailable for now; the next round retries
             if lost is None:
@@ -116,7 +116,7 @@ class HeldClaims:
                 self.forget(unfinished)
                 release(self._client, unfinished)
 
-    def _hold_again(self, meta: KVBatchMeta) -> None:
+    def _restore(self, meta: KVBatchMeta) -> None:
         token = meta.extra_info[LEASE]
         with self._lock:
             held = self._held.get(token)
@@ -135,10 +135,10 @@ def release(client: DataPlaneClient, meta: KVBatchMeta) -> None:
     """Release what a claim still holds; if the store is unavailable, its lease expires."""
     if LEASE in meta.extra_info:
         with contextlib.suppress(DataPlaneError):
-            _as_far_as_held(client.release, meta)
+            _apply_to_held(client.release, meta)
 
 
-def _as_far_as_held(operation: Callable[[KVBatchMeta], None], meta: KVBatchMeta) -> LeaseOutcome:
+def _apply_to_held(operation: Callable[[KVBatchMeta], None], meta: KVBatchMeta) -> LeaseOutcome:
     """Apply an all-or-nothing operation to the samples that the claim still holds.
 
     A sample that was withdrawn or cleared by force does not end the lease of the others. If the

@@ -16,7 +16,7 @@ import torch.multiprocessing
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from dataplane_core.arguments import checked_period, shown
+from dataplane_core.arguments import checked_period, repr_with_type
 from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -25,7 +25,14 @@ from dataplane_core.errors import (
 )
 from dataplane_core.meta import LEASE, KVBatchMeta
 from dataplane_core.streaming.dataset import StreamingDataset
-from dataplane_core.streaming.feed import Delivered, Failed, Feed, collated, in_time, max_wait_s
+from dataplane_core.streaming.feed import (
+    DeliveredBatch,
+    Feed,
+    WorkerFailure,
+    collate_batch,
+    max_wait_s,
+    with_timeout,
+)
 from dataplane_core.streaming.held_claims import HeldClaims, indices_of, release
 from dataplane_core.streaming.lease_watch import LeaseWatch, wait_timeout
 
@@ -110,7 +117,8 @@ class StreamingDataLoader:
         call = "StreamingDataLoader"
         if acknowledge_on not in ("next", "commit"):
             raise InvalidRequestError(
-                f"{call}: acknowledge_on is {shown(acknowledge_on)}; expected 'next' or 'commit'"
+                f"{call}: acknowledge_on is {repr_with_type(acknowledge_on)}; expected 'next' or "
+                "'commit'"
             )
         renew_every_s = checked_period(call, "renew_every_s", renew_every_s)
         self.dataset = dataset
@@ -130,10 +138,13 @@ class StreamingDataLoader:
         self._listed: list[str] = []  # uncommitted samples in the last state_dict
         self._iterating = False
         # Since when every batch lost its lease before delivery; None if the last was delivered.
-        self._losing_since: float | None = None
+        self._all_lost_since: float | None = None
         self._closing = threading.Event()
         self._renewer = threading.Thread(
-            target=self._renew_often, args=(renew_every_s,), name="dataplane-renew", daemon=True
+            target=self._renew_periodically,
+            args=(renew_every_s,),
+            name="dataplane-renew",
+            daemon=True,
         )
         self._renewer.start()
 
@@ -145,12 +156,12 @@ class StreamingDataLoader:
         try:
             watch: LeaseWatch | None = None  # holders that were live at the last wait
             while True:
-                before = self._awaited_samples(watch)
+                before = self._count_awaited(watch)
                 more = yield from self._round(workers)
                 workers = 0  # few samples remain, for which starting processes does not pay off
                 if more:
                     watch = None  # holders that were live then may be dead now
-                elif after := self._awaited_samples(watch):
+                elif after := self._count_awaited(watch):
                     watch = self._wait_for_others(after)
                 elif not before:
                     return  # others held nothing before and after the round: no sample is left
@@ -181,29 +192,29 @@ class StreamingDataLoader:
             loader: DataLoader[Any] = DataLoader(
                 feed,
                 batch_size=None,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 num_workers=workers,
                 prefetch_factor=self._prefetch_factor if workers else None,
                 pin_memory=self._pin_memory,
                 timeout=max_wait_s(self.dataset, self._batch_timeout_s) if workers else 0,
                 multiprocessing_context=self._context if workers else None,
             )
-            for item in in_time(loader, self.dataset, self._batch_timeout_s):
-                if isinstance(item, Failed):
+            for item in with_timeout(loader, self.dataset, self._batch_timeout_s):
+                if isinstance(item, WorkerFailure):
                     raise item.error
-                held = self._still_held(item.meta)
+                held = self._renew_claim(item.meta)
                 if held is None:
                     more = True
                     continue
-                fresh = self._fresh(item, held)
+                fresh = self._undone_part(item, held)
                 if fresh is not None:
                     more = True
-                    self._losing_since = None
+                    self._all_lost_since = None
                     yield fresh.content
                     self._finish(fresh.meta)
         return more
 
-    def _still_held(self, meta: KVBatchMeta) -> KVBatchMeta | None:
+    def _renew_claim(self, meta: KVBatchMeta) -> KVBatchMeta | None:
         """Return what a claim still holds when its turn has come; None if it lost everything."""
         if LEASE not in meta.extra_info:
             return meta
@@ -215,9 +226,9 @@ class StreamingDataLoader:
         if held is not None:
             return held
         now = time.monotonic()
-        if self._losing_since is None:
-            self._losing_since = now
-        elif now > self._losing_since + self.dataset.timeout_s:
+        if self._all_lost_since is None:
+            self._all_lost_since = now
+        elif now > self._all_lost_since + self.dataset.timeout_s:
             raise LeaseLostError(
                 f"StreamingDataLoader(partition={meta.partition_id!r}, "
                 f"task={self.dataset.task_name!r}): for {self.dataset.timeout_s:g} s each batch "
@@ -226,21 +237,21 @@ class StreamingDataLoader:
             ) from lost
         return None
 
-    def _fresh(self, item: Delivered, held: KVBatchMeta) -> Delivered | None:
+    def _undone_part(self, item: DeliveredBatch, held: KVBatchMeta) -> DeliveredBatch | None:
         """Return the part of a batch that is still held and not done yet; None if empty."""
-        known = indices_of(held, self._done)
-        if not known and held.size == item.meta.size:
+        done = indices_of(held, self._done)
+        if not done and held.size == item.meta.size:
             return item
-        if known:
-            self._claimed_again(held.subset(known))
-        rest = held.drop(known)
+        if done:
+            self._handle_reclaimed(held.subset(done))
+        rest = held.drop(done)
         if rest is None:
             return None
         batch = self._client.get_data(rest, self.dataset.select_fields)
-        fresh = collated(batch, rest, self._collate)
+        fresh = collate_batch(batch, rest, self._collate)
         return fresh.pin_memory() if self._pin_memory and torch.cuda.is_available() else fresh
 
-    def _claimed_again(self, meta: KVBatchMeta) -> None:
+    def _handle_reclaimed(self, meta: KVBatchMeta) -> None:
         """Acknowledge samples that are done in a saved state; hold the others until `commit`."""
         if LEASE not in meta.extra_info:
             return
@@ -261,8 +272,8 @@ class StreamingDataLoader:
         self._finish(meta)
 
     def _finish(self, meta: KVBatchMeta) -> None:
-        known = indices_of(meta, self._done)
-        rest = meta.drop(known) if known else meta
+        done = indices_of(meta, self._done)
+        rest = meta.drop(done) if done else meta
         if rest is None:
             return
         acknowledged = LEASE not in meta.extra_info or self._acknowledge_on == "next"
@@ -293,16 +304,16 @@ class StreamingDataLoader:
         try:
             for meta in self._claims_of(committed):
                 acknowledged, _ = self._held.acknowledge(meta)
-                known = set() if acknowledged is None else set(acknowledged.sample_ids)
-                lost += [each for each in meta.sample_ids if each not in known]
+                done = set() if acknowledged is None else set(acknowledged.sample_ids)
+                lost += [each for each in meta.sample_ids if each not in done]
                 for sample_id in meta.sample_ids:
                     del self._uncommitted[sample_id]
         except DataPlaneError as error:
             if lost:
-                error.add_note(self._loss(lost, len(committed)))
+                error.add_note(self._describe_loss(lost, len(committed)))
             raise
         if lost:
-            raise LeaseLostError(self._loss(lost, len(committed)))
+            raise LeaseLostError(self._describe_loss(lost, len(committed)))
 
     def _claims_of(self, sample_ids: Sequence[str]) -> list[KVBatchMeta]:
         """Return the claims, or parts of claims, that hold these uncommitted samples."""
@@ -315,7 +326,7 @@ class StreamingDataLoader:
             for meta, ids in held.values()
         ]
 
-    def _loss(self, lost: Sequence[str], committed: int) -> str:
+    def _describe_loss(self, lost: Sequence[str], committed: int) -> str:
         return (
             f"commit(partition={self.dataset.partition_id!r}, task={self.dataset.task_name!r}): "
             f"the leases of {len(lost)} of {committed} samples expired or were ended before, and "
@@ -383,17 +394,17 @@ class StreamingDataLoader:
         while (meta := reports.get()) is not None:
             self._held.add(meta)
 
-    def _renew_often(self, every_s: float) -> None:
+    def _renew_periodically(self, every_s: float) -> None:
         while not self._closing.wait(every_s):
             self._held.renew_all()
 
-    def _awaited_samples(self, watch: LeaseWatch | None) -> int:
+    def _count_awaited(self, watch: LeaseWatch | None) -> int:
         """Return the number of samples that others hold; 0 if all holders are live."""
         self._held.renew_all()  # drops leases that were lost, so that they count as held by others
-        others = self._held_by_others()
+        others = self._count_held_by_others()
         return 0 if watch is not None and watch.all_live() else others
 
-    def _held_by_others(self) -> int:
+    def _count_held_by_others(self) -> int:
         promises = self._client.capabilities
         if not (promises.leases and promises.conservation):
             return 0
@@ -418,7 +429,7 @@ class StreamingDataLoader:
             watch = LeaseWatch(self._client, dataset.partition_id, dataset.task_name)
         deadline = time.monotonic() + dataset.timeout_s
         next_check = 0.0
-        while (held := self._held_by_others()) >= others:
+        while (held := self._count_held_by_others()) >= others:
             others = held
             now = time.monotonic()
             if watch is not None and now >= next_check:
@@ -437,5 +448,5 @@ class StreamingDataLoader:
         return None
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item

@@ -26,14 +26,14 @@ from tensordict import (
 
 from dataplane_core import pages
 from dataplane_core.arguments import (
+    argument_type_error,
     checked_int,
     checked_ints,
     checked_mapping,
     checked_name,
     checked_names,
-    refused,
+    repr_with_type,
     scalar_of,
-    shown,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, listed
 from dataplane_core.pages import copy_slices
@@ -43,7 +43,7 @@ from dataplane_core.tensors.rows import (
     form_of,
     is_form_known,
     jagged_from_rows,
-    keep_form,
+    set_form,
     storable_tensor,
 )
 
@@ -77,7 +77,9 @@ def check_columns(
     for name, column in columns.items():
         checked_name(what, "a column's name", name)
         if not is_column(column):
-            raise refused(what, f"column {name!r}", column, "a tensor or an object array (n,)")
+            raise argument_type_error(
+                what, f"column {name!r}", column, "a tensor or an object array (n,)"
+            )
         rows = count_rows(column)
         if rows != count or not column.ndim:
             raise InvalidRequestError(f"{what}: column {name!r} has {rows} rows; expected {count}")
@@ -87,7 +89,7 @@ def check_columns(
         for value in column:
             # A TensorDict would treat it as the leaf itself, not as one value.
             if type(value) not in _COMMON and is_tensor_collection(value):
-                raise refused(
+                raise argument_type_error(
                     what, f"column {name!r}", value, "Python values; put its leaves as columns"
                 )
     cut_columns = [name for name in columns if name in names]
@@ -143,7 +145,9 @@ def check_padding(what: str, pad_values: object, width: object) -> tuple[dict[st
     for name, value in given.items():
         number = scalar_of(value)
         if not isinstance(number, int | float):
-            raise refused(what, f"pad_values[{shown(name)}]", value, "a number")
+            raise argument_type_error(
+                what, f"pad_values[{repr_with_type(name)}]", value, "a number"
+            )
         numbers[checked_name(what, "a name in pad_values", name)] = number
     return numbers, checked_int(what, "width", width)
 
@@ -242,7 +246,7 @@ def columns_of_fields(
                 check_width(name, form, leaf.shape[1:], width)
             pad_value = (pad_values or {}).get(name, 0)
             column = padded_tensor(leaf, pad_value, width_of(name, form, width))
-            columns[name] = keep_form(column, form) if is_known else column
+            columns[name] = set_form(column, form) if is_known else column
         else:
             columns[name] = object_column(name, leaf, count)
     return columns

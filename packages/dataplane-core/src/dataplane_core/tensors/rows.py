@@ -22,7 +22,7 @@ from tensordict import (
     is_tensor_collection,
 )
 
-from dataplane_core.arguments import checked_name, refused
+from dataplane_core.arguments import argument_type_error, checked_name
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import Form
 
@@ -51,7 +51,7 @@ _FORM = "_dataplane_form"
 
 
 def form_of(leaf: object) -> Form | None:
-    """Return the form that `keep_form` set on a tensor, or else the form of its layout.
+    """Return the form that `set_form` set on a tensor, or else the form of its layout.
 
     A jagged tensor is ``ragged``, a strided nested one ``shaped``; any other has None.
     """
@@ -66,14 +66,14 @@ def form_of(leaf: object) -> Form | None:
 
 
 def is_form_known(leaf: torch.Tensor) -> bool:
-    """Return whether `keep_form` set the form of ``leaf``; form None then means it was put dense.
+    """Return whether `set_form` set the form of ``leaf``; form None then means it was put dense.
 
     The rows of such a field may still differ in shape between puts.
     """
     return hasattr(leaf, _FORM)
 
 
-def keep_form(leaf: torch.Tensor, form: Form | None) -> torch.Tensor:
+def set_form(leaf: torch.Tensor, form: Form | None) -> torch.Tensor:
     """Set the form of a field on a tensor that was read; `form_of` then returns it.
 
     Returns:
@@ -86,8 +86,8 @@ def keep_form(leaf: torch.Tensor, form: Form | None) -> torch.Tensor:
     return leaf
 
 
-def keep_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
-    """Apply `keep_form` to each tensor of a read's result, in place.
+def set_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
+    """Apply `set_form` to each tensor of a read's result, in place.
 
     Args:
         fields: result of a read.
@@ -96,7 +96,7 @@ def keep_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
     for name in list(fields.keys()):
         leaf = _leaf(fields, name)
         if isinstance(leaf, torch.Tensor):
-            kept = keep_form(leaf, forms.get(name))
+            kept = set_form(leaf, forms.get(name))
             if kept is not leaf:
                 fields.set(name, kept)
     return fields
@@ -108,8 +108,8 @@ def forms_of(fields: TensorDictBase) -> dict[str, Form]:
     return {name: form for name, form in forms if form is not None}
 
 
-def kept_forms(fields: TensorDict) -> dict[str, Form] | None:
-    """Return the forms that `keep_forms` set on a result; None if its store records no forms."""
+def recorded_forms(fields: TensorDict) -> dict[str, Form] | None:
+    """Return the forms that `set_forms` set on a result; None if its store records no forms."""
     leaves = [_leaf(fields, name) for name in fields.keys()]  # noqa: SIM118
     if not all(is_form_known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
         return None
@@ -153,7 +153,7 @@ def checked_leaves(fields: object, count: int) -> dict[str, torch.Tensor | list[
             number of rows, cannot be stored, or is a TensorDict of tensors.
     """
     if not isinstance(fields, TensorDictBase) or isinstance(fields, NonTensorStack | NonTensorData):
-        raise refused(
+        raise argument_type_error(
             "put_samples", "fields", fields, "a TensorDict; put_columns takes a dict of columns"
         )
     if fields.batch_dims and fields.batch_size[0] != count:

@@ -108,10 +108,10 @@ class _Walk(RuleBasedStateMachine):
             for sample_id, row in self.rows.items()
             if set(fields) <= row.keys() and sample_id not in self.claimed[task]
         }
-        unput = max(0, self.declared - self.put_total)
+        not_put = max(0, self.declared - self.put_total)
         lacking = len(self.rows.keys() - self.claimed[task] - ready)
         leased = len(self.leased(task))
-        complete = len(ready) >= size or not (unput or lacking or (leased and not ready))
+        complete = len(ready) >= size or not (not_put or lacking or (leased and not ready))
         client = self.clients[caller]
         if blocking and not complete:
             with pytest.raises(ClaimTimeoutError) as caught:

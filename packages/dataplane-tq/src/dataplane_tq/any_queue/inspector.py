@@ -182,15 +182,15 @@ class QueueInspector:
     def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]
     ) -> TaskCounts:
-        where = "count_samples"
-        partition_id, task_name = check_inspection(where, partition_id, task_name=task_name)
-        names = checked_names(where, "required_fields", required_fields)
+        operation = "count_samples"
+        partition_id, task_name = check_inspection(operation, partition_id, task_name=task_name)
+        names = checked_names(operation, "required_fields", required_fields)
         with self._lock:
-            partition = self._partition(where, partition_id)
+            partition = self._partition(operation, partition_id)
         if task_name not in partition.tasks:
             raise UnknownTaskError(
-                f"{where}: partition {partition_id!r}: task {task_name!r} has not claimed; tasks "
-                f"that have claimed: {', '.join(partition.tasks) or 'none'}"
+                f"{operation}: partition {partition_id!r}: task {task_name!r} has not claimed; "
+                f"tasks that have claimed: {', '.join(partition.tasks) or 'none'}"
             )
         consumed = partition.consumed[:, partition.tasks.index(task_name)]
         ready = ~consumed
@@ -280,14 +280,14 @@ class QueueInspector:
         """Refuse: this inspector changes nothing."""
         _refuse("clear_samples")
 
-    def _partition(self, where: str, partition_id: str) -> _Partition:
+    def _partition(self, operation: str, partition_id: str) -> _Partition:
         if partition_id not in self._partitions:
             self._refresh()
         try:
             return self._partitions[partition_id]
         except KeyError:
             raise PartitionNotFoundError(
-                f"{where}: TransferQueue has no partition {partition_id!r}"
+                f"{operation}: TransferQueue has no partition {partition_id!r}"
             ) from None
 
     def _states(

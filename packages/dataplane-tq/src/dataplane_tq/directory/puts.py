@@ -181,7 +181,7 @@ async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer
                     f"being cleared or read after {request.timeout_s:g} s"
                 )
             if ticket is None:
-                raise store.ledger.full(request.partition_id, request.sample_ids)
+                raise store.ledger.capacity_error(request.partition_id, request.sample_ids)
             assert store.catalogue is not None
             raise _no_bytes(store.catalogue, request)
         await store.wait(request.partition_id, remaining)

@@ -58,7 +58,7 @@ class Restoring(Operation):
             kinds = {name: block.layout.kind for name, (block, _) in fields.items()}
             ticket = self._store.ledger.begin_put(self._partition_id, sample_ids, kinds)
             if ticket is None:
-                raise self._store.ledger.full(self._partition_id, sample_ids)
+                raise self._store.ledger.capacity_error(self._partition_id, sample_ids)
             self._puts.append((ticket, fields))
         return [block for block, _ in self._blocks]
 

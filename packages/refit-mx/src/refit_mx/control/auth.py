@@ -42,12 +42,12 @@ def read_token(path: Path) -> str:
     return checked_token(text, f"token file {str(path)!r}")
 
 
-def checked_token(text: str, where: str) -> str:
+def checked_token(text: str, source: str) -> str:
     """Return the token in a text, without surrounding white space.
 
     Args:
         text: text that should hold a token.
-        where: place that the text came from, for the error.
+        source: place that the text came from, for the error.
 
     Raises:
         RefitConfigError: the text is not a token.
@@ -55,7 +55,7 @@ def checked_token(text: str, where: str) -> str:
     token = text.strip()
     if len(token) < MIN_CHARACTERS or not is_sendable(token):
         raise RefitConfigError(
-            f"{where}: {len(token)} characters; expected one line of at least "
+            f"{source}: {len(token)} characters; expected one line of at least "
             f"{MIN_CHARACTERS} visible ASCII characters"
         )
     return token

@@ -11,7 +11,7 @@ import grpc
 from refit_mx.control.auth import TokenInterceptor
 from refit_mx.control.limits import Limits
 from refit_mx.control.plane import ControlPlane
-from refit_mx.control.servicer import CallObserver, add_servicers, unobserved
+from refit_mx.control.servicer import CallObserver, add_servicers, ignore_call
 from refit_mx.control.store import Store
 from refit_mx.errors import RefitConfigError
 from refit_mx.listening.grpc_server import RequestGuard, server_options
@@ -57,7 +57,7 @@ class EmbeddedControlServer:
         limits: Limits | None = None,
         token: str | None = None,
         restart_grace_s: float = 30.0,
-        observe: CallObserver = unobserved,
+        observe: CallObserver = ignore_call,
     ) -> None:
         self._closed = False
         with ExitStack() as opened:  # closed again if the server cannot start
@@ -77,11 +77,11 @@ class EmbeddedControlServer:
                     *([TokenInterceptor(token, self._guard.log)] if token is not None else []),
                 ],
             )
-            where = host_and_port(host, port)
+            bind_address = host_and_port(host, port)
             try:
-                bound = self._server.add_insecure_port(where)
+                bound = self._server.add_insecure_port(bind_address)
             except RuntimeError as error:
-                raise RefitConfigError(f"cannot listen on {where}: {error}") from None
+                raise RefitConfigError(f"cannot listen on {bind_address}: {error}") from None
             self.address = host_and_port(advertised, bound)
             """HOST:PORT that clients connect to."""
             self.plane = ControlPlane(

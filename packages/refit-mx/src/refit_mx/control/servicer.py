@@ -46,12 +46,12 @@ class CallObserver(Protocol):
         """Record a call: its method, the name of its status code, and its duration."""
 
 
-def unobserved(method: str, code: str, seconds: float) -> None:
+def ignore_call(method: str, code: str, seconds: float) -> None:
     """Ignore a call."""
 
 
 class _Servicer:
-    def __init__(self, plane: ControlPlane, observe: CallObserver = unobserved) -> None:
+    def __init__(self, plane: ControlPlane, observe: CallObserver = ignore_call) -> None:
         self._plane = plane
         self._observe = observe
 
@@ -316,7 +316,7 @@ def _instance(source: Source) -> Message:
     return instance
 
 
-def add_servicers(server: Any, plane: ControlPlane, observe: CallObserver = unobserved) -> None:
+def add_servicers(server: Any, plane: ControlPlane, observe: CallObserver = ignore_call) -> None:
     """Add both services to a ``grpc.server`` or a ``grpc.aio.server`` (neither has types)."""
     refit_pb2_grpc.add_RefitServiceServicer_to_server(RefitServicer(plane, observe), server)
     p2p_pb2_grpc.add_P2pServiceServicer_to_server(P2pServicer(plane, observe), server)

@@ -76,12 +76,12 @@ def divide(
             f"{len(first)} different shards cut a box of shape {shape.tolist()} into a grid of "
             f"{cells} cells; expected at most {_MAX_CELLS} cells and {_MAX_WORK} overlaps"
         )
-    where = [
+    regions = [
         tuple(slice(int(a[i]), int(b[i])) for a, b in zip(low, high, strict=True))
         for i in range(len(first))
     ]
     covers = np.zeros(cells, dtype=np.int32)
-    for region in where:
+    for region in regions:
         covers[region] += 1
     if (covers == 1).all():
         return Division(start, stop, tuple(members), ())
@@ -90,7 +90,7 @@ def divide(
     # the cells that it covers new labels.
     label = np.zeros(cells, dtype=np.int64)
     held: list[tuple[int, ...]] = [()]
-    for region, pieces in zip(where, members, strict=True):
+    for region, pieces in zip(regions, members, strict=True):
         before, place = np.unique(label[region], return_inverse=True)
         label[region] = (len(held) + place).reshape(label[region].shape)
         held += [held[old] + pieces for old in before.tolist()]

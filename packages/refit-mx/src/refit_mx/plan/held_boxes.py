@@ -58,9 +58,9 @@ class HeldBoxes:
             ProtocolError: a column has a wrong length, or a shard belongs to no tensor of the table
                 or extends beyond its tensor.
         """
-        where = f"manifest of worker {worker!r}: its shards"
+        label = f"manifest of worker {worker!r}: its shards"
         if not 0 <= shards.axes <= MAX_AXES:
-            raise ProtocolError(f"{where} have {shards.axes} axes; expected at most {MAX_AXES}")
+            raise ProtocolError(f"{label} have {shards.axes} axes; expected at most {MAX_AXES}")
         count = len(shards.tensor) // _INT32.itemsize
         for name, itemsize in (
             ("tensor", _INT32.itemsize),
@@ -70,13 +70,13 @@ class HeldBoxes:
             actual = len(getattr(shards, name))
             if actual != count * itemsize:
                 raise ProtocolError(
-                    f"{where}: column {name!r} has {actual} bytes; "
+                    f"{label}: column {name!r} has {actual} bytes; "
                     f"expected {count * itemsize}, for {count} shards of {shards.axes} axes"
                 )
         local = np.frombuffer(shards.tensor, _INT32).astype(np.int64)
         if count and not (local.min() >= 0 and local.max() < len(rows)):
             raise ProtocolError(
-                f"{where} are of tensors {local.min()} to {local.max()}; "
+                f"{label} are of tensors {local.min()} to {local.max()}; "
                 f"expected 0 to {len(rows) - 1}, as the table has {len(rows)}"
             )
         tensor = rows[local] if count else local
@@ -95,7 +95,7 @@ class HeldBoxes:
         if not inside.all():
             row = int(np.flatnonzero(~inside)[0])
             raise ProtocolError(
-                f"{where}: shard {row}, of {tensors.names[tensor[row]]!r}, starts at "
+                f"{label}: shard {row}, of {tensors.names[tensor[row]]!r}, starts at "
                 f"{start[row].tolist()} with shape {shape[row].tolist()}; expected one inside the "
                 f"tensor's shape {full[row].tolist()}, with starts of 0 and sizes of 1 beyond its "
                 f"{tensors.axes[tensor[row]]} axes; the columns have {shards.axes} axes"

@@ -238,22 +238,22 @@ def _check_digests(manifest: Manifest, boxes: HeldBoxes) -> None:
 
 def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> npt.NDArray[np.int64]:
     """Return a source's offsets, checked together with all that depends on its boxes."""
-    where = f"manifest of worker {manifest.worker_id!r}"
+    label = f"manifest of worker {manifest.worker_id!r}"
     column = manifest.shards.offset
     if len(column) != len(boxes) * _OFFSET.itemsize:
         raise ProtocolError(
-            f"{where}: column 'offset' has {len(column)} bytes; "
+            f"{label}: column 'offset' has {len(column)} bytes; "
             f"expected {len(boxes) * _OFFSET.itemsize}, for {len(boxes)} shards"
         )
     _check_digests(manifest, boxes)
     if not 0 <= manifest.arena_bytes < 1 << 62:
-        raise ProtocolError(f"{where}: arena_bytes {manifest.arena_bytes}; expected below 2**62")
+        raise ProtocolError(f"{label}: arena_bytes {manifest.arena_bytes}; expected below 2**62")
     offsets = np.frombuffer(column, _OFFSET).astype(np.int64, copy=False)
     outside = (offsets < 0) | (offsets > manifest.arena_bytes - boxes.nbytes)
     if outside.any():
         row = int(np.flatnonzero(outside)[0])
         raise ProtocolError(
-            f"{where}: shard {row} has {boxes.nbytes[row]} bytes from offset {offsets[row]}; "
+            f"{label}: shard {row} has {boxes.nbytes[row]} bytes from offset {offsets[row]}; "
             f"expected a place inside the arena of {manifest.arena_bytes} bytes"
         )
     return offsets

@@ -51,11 +51,11 @@ class TensorColumns:
             ProtocolError: the data is no table, or has invalid dtypes or shapes.
         """
         table = decode_table(data)
-        where = f"manifest of worker {worker!r}: its table"
+        label = f"manifest of worker {worker!r}: its table"
         if len(set(table.names)) != len(table.names):
-            raise ProtocolError(f"{where} has a tensor twice")
-        dtype = _dtype_codes(table, where)
-        return cls(table.names, dtype, *_padded_shapes(table, dtype, where))
+            raise ProtocolError(f"{label} has a tensor twice")
+        dtype = _dtype_codes(table, label)
+        return cls(table.names, dtype, *_padded_shapes(table, dtype, label))
 
     @property
     def item_size(self) -> npt.NDArray[np.int64]:
@@ -117,31 +117,31 @@ def merge_tables(
     return columns, row_of, rows_of_table
 
 
-def _dtype_codes(table: TensorTable, where: str) -> npt.NDArray[np.int8]:
+def _dtype_codes(table: TensorTable, label: str) -> npt.NDArray[np.int8]:
     unknown = set(table.dtypes) - _CODES.keys()
     if unknown:
         raise ProtocolError(
-            f"{where} names dtype {min(unknown)!r}; expected one of {', '.join(DTYPES)}"
+            f"{label} names dtype {min(unknown)!r}; expected one of {', '.join(DTYPES)}"
         )
     return np.array([_CODES[dtype] for dtype in table.dtypes], dtype=np.int8)
 
 
 def _padded_shapes(
-    table: TensorTable, dtype: npt.NDArray[np.int8], where: str
+    table: TensorTable, dtype: npt.NDArray[np.int8], label: str
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
     """Return the number of axes, and shapes padded at the end with 1."""
     axes = np.array([len(shape) for shape in table.shapes], dtype=np.int64)
     if axes.size and axes.max() > MAX_AXES:
         row = int(axes.argmax())
         raise ProtocolError(
-            f"{where}: {table.names[row]!r} has {axes[row]} axes; expected at most {MAX_AXES}"
+            f"{label}: {table.names[row]!r} has {axes[row]} axes; expected at most {MAX_AXES}"
         )
     try:
         flat = np.fromiter(chain.from_iterable(table.shapes), np.int64, int(axes.sum()))
     except OverflowError:
-        raise ProtocolError(f"{where}: a size of a tensor is past 63 bits") from None
+        raise ProtocolError(f"{label}: a size of a tensor is past 63 bits") from None
     if flat.size and flat.min() < 0:
-        raise ProtocolError(f"{where}: a size of a tensor is negative: {flat.min()}")
+        raise ProtocolError(f"{label}: a size of a tensor is negative: {flat.min()}")
     shape = np.ones((len(axes), MAX_AXES), dtype=np.int64)
     shape[np.arange(MAX_AXES) < axes[:, None]] = flat
     # In floats, since a product of integers may overflow; rounding is harmless far below 2**63.
@@ -149,7 +149,7 @@ def _padded_shapes(
     if nbytes.size and nbytes.max() > _MAX_BYTES:
         row = int(nbytes.argmax())
         raise ProtocolError(
-            f"{where}: {table.names[row]!r} has shape {table.shapes[row]}; "
+            f"{label}: {table.names[row]!r} has shape {table.shapes[row]}; "
             f"expected at most {_MAX_BYTES} bytes, sizes of 0 counted as 1"
         )
     return axes.astype(np.int8), shape

@@ -60,12 +60,14 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
             interceptors=[self._guard],
         )
         refit_pb2_grpc.add_RefitWorkerServiceServicer_to_server(self, self._server)
-        where = host_and_port(host, port)
+        bind_address = host_and_port(host, port)
         try:
-            bound = self._server.add_insecure_port(where)
+            bound = self._server.add_insecure_port(bind_address)
         except RuntimeError as error:
             self._guard.close()
-            raise RefitConfigError(f"manifests cannot be served on {where}: {error}") from None
+            raise RefitConfigError(
+                f"manifests cannot be served on {bind_address}: {error}"
+            ) from None
         self._server.start()
         self.endpoint = host_and_port(advertised, bound)
 

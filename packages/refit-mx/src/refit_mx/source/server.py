@@ -120,8 +120,8 @@ class SourceServer:
                 handshake_timeout_s=handshake_timeout_s,
             )
         except OSError as error:
-            where = host_and_port(host, port)
-            raise RefitConfigError(f"weights cannot be served on {where}: {error}") from None
+            bind_address = host_and_port(host, port)
+            raise RefitConfigError(f"weights cannot be served on {bind_address}: {error}") from None
 
     @property
     def endpoint(self) -> str:

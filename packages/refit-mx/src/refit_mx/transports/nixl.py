@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from refit_mx.concurrency import run_together
+from refit_mx.concurrency import run_concurrently
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, SourceLostError
 from refit_mx.manifest.format import Manifest
@@ -237,7 +237,7 @@ class NixlTransport:
 
         if len(lanes) > 1 and self._threads is None:
             self._threads = ThreadPoolExecutor(self._max_lanes - 1, thread_name_prefix="refit-nixl")
-        run_together(self._threads, [partial(carry_out, lane) for lane in lanes])
+        run_concurrently(self._threads, [partial(carry_out, lane) for lane in lanes])
 
     def _abandon(self, lanes: Sequence[Lane], deadline: Deadline) -> None:
         for lane in lanes:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from refit_mx.concurrency import run_together
+from refit_mx.concurrency import run_concurrently
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.manifest.byte_spans import host_bytes
@@ -137,7 +137,7 @@ class ShmTransport:
             lanes = self._max_lanes if nbytes >= LANE_BYTES else 1
             if lanes > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(lanes - 1, thread_name_prefix="refit-shm")
-            run_together(self._threads, [copying] * lanes)
+            run_concurrently(self._threads, [copying] * lanes)
             seconds = time.monotonic() - started
             memories.clear()  # a stored error would keep the frame and so the mappings alive
             for each, key in zip(wanted, keys, strict=True):

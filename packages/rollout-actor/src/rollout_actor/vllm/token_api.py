@@ -108,46 +108,46 @@ def read_answer(answer: Any, request: RowRequest, address: str) -> RowAnswer | N
         InvalidRequestError: (a ValueError) the answer is malformed; names the server, the row, what
             was found and what was expected.
     """
-    where = f"vLLM at {address}: row {request.row}"
-    choice = _only_choice(answer, where)
+    source = f"vLLM at {address}: row {request.row}"
+    choice = _only_choice(answer, source)
     if choice.get("finish_reason") == ABORTED:
         return None
     token_ids = choice.get("token_ids")
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
-        raise InvalidRequestError(f"{where}: token_ids is {_text(token_ids)}; expected ints")
+        raise InvalidRequestError(f"{source}: token_ids is {_text(token_ids)}; expected ints")
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
     if not isinstance(content, list) or len(content) != len(token_ids):
         count = len(content) if isinstance(content, list) else "no"
         raise InvalidRequestError(
-            f"{where}: {count} log-probabilities for {len(token_ids)} tokens; expected one each"
+            f"{source}: {count} log-probabilities for {len(token_ids)} tokens; expected one each"
         )
     return RowAnswer(
         token_ids=token_ids,
-        logprobs=[_logprob(entry, index, where) for index, entry in enumerate(content)],
+        logprobs=[_logprob(entry, index, source) for index, entry in enumerate(content)],
         truncated=choice.get("finish_reason") == "length",
-        weight_versions=_spans(choice.get("weight_versions"), where),
+        weight_versions=_spans(choice.get("weight_versions"), source),
     )
 
 
-def _only_choice(answer: Any, where: str) -> Mapping[str, Any]:
+def _only_choice(answer: Any, source: str) -> Mapping[str, Any]:
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-        raise InvalidRequestError(f"{where}: found {_text(answer)}; expected one choice")
+        raise InvalidRequestError(f"{source}: found {_text(answer)}; expected one choice")
     return choices[0]
 
 
-def _logprob(entry: Any, index: int, where: str) -> float:
+def _logprob(entry: Any, index: int, source: str) -> float:
     value = entry.get("logprob") if isinstance(entry, Mapping) else None
     if not isinstance(value, int | float) or value <= _MISSING_LOGPROB:
         raise InvalidRequestError(
-            f"{where}: log-probability of token {index} of the response is {value!r}; expected a "
+            f"{source}: log-probability of token {index} of the response is {value!r}; expected a "
             f"finite number (vLLM sends {_MISSING_LOGPROB:g} for NaN and minus infinity)"
         )
     return float(value)
 
 
-def _spans(spans: Any, where: str) -> list[WeightVersionSpan] | None:
+def _spans(spans: Any, source: str) -> list[WeightVersionSpan] | None:
     if spans is None:
         return None
     try:
@@ -157,7 +157,7 @@ def _spans(spans: Any, where: str) -> list[WeightVersionSpan] | None:
         ]
     except (LookupError, TypeError, ValueError):
         raise InvalidRequestError(
-            f"{where}: weight_versions is {_text(spans)}; expected version, start and end of spans"
+            f"{source}: weight_versions is {_text(spans)}; expected version, start and end of spans"
         ) from None
     return [span for span in read if span["start"] < span["end"]]
 

@@ -101,13 +101,13 @@ class Webhook(_Section):
             ValueError: there is no valid secret. The message does not contain it.
         """
         if self.secret_file is not None:
-            where = f"secret_file {str(self.secret_file)!r}"
+            source = f"secret_file {str(self.secret_file)!r}"
             try:
                 text = self.secret_file.read_bytes().decode("utf-8", errors="replace")
             except OSError as error:
-                raise ValueError(f"{where}: {error.strerror}") from None
+                raise ValueError(f"{source}: {error.strerror}") from None
         else:
-            where = f"secret_env {self.secret_env!r}"
+            source = f"secret_env {self.secret_env!r}"
             text = os.environ.get(self.secret_env or "", "")
         try:
             key = base64.b64decode(text.strip().removeprefix("whsec_"), validate=True)
@@ -115,7 +115,7 @@ class Webhook(_Section):
             key = b""
         if len(key) < _MIN_SECRET_BYTES:
             raise ValueError(
-                f"{where}: expected whsec_ and at least {_MIN_SECRET_BYTES} bytes in base64; "
+                f"{source}: expected whsec_ and at least {_MIN_SECRET_BYTES} bytes in base64; "
                 '`echo "whsec_$(openssl rand -base64 32)"` creates one'
             )
         return key
@@ -180,14 +180,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _problem(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "file"
+    location = ".".join(str(part) for part in item["loc"]) or "file"
     if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key"
+        return f"{location}: unknown key"
     if item["type"] == "missing":
-        return f"{where}: missing"
+        return f"{location}: missing"
     if item["type"] == "value_error":
-        return f"{where}: {item['ctx']['error']}"
+        return f"{location}: {item['ctx']['error']}"
     shown = item["input"]
     if isinstance(shown, float) and not math.isfinite(shown):
         shown = str(shown)
-    return f"{where}: found {str(shown)[:100]!r}; {item['msg']}"
+    return f"{location}: found {str(shown)[:100]!r}; {item['msg']}"

@@ -298,11 +298,11 @@ def _detail(
         is_same_trace = link.trace_id in (trace.trace_id, "")
         known = spans.get(link.span_id) if is_same_trace else None
         text = f"{known.name} of {known.process}" if known else f"span {link.span_id}"
-        where = "" if is_same_trace else f" in trace {link.trace_id[:8]}…"
+        suffix = "" if is_same_trace else f" in trace {link.trace_id[:8]}…"
         target = _url(trace, query, span=link.span_id)
         if not is_same_trace:
             target = to("/trace", id=link.trace_id, span=link.span_id)
-        links.append((text + where, target))
+        links.append((text + suffix, target))
     attributes = span.attributes
     partition = attributes.get("messaging.destination.name") or attributes.get("db.collection.name")
     return SpanDetail(

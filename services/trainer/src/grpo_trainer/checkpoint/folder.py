@@ -171,8 +171,8 @@ def load_state(checkpoint: Path) -> RunState:
         saved = _StateFile.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"checkpoint file {path}: {where}: {first['msg']}") from None
+        location = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"checkpoint file {path}: {location}: {first['msg']}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint file {path}: cannot be read: {error}") from None
     body = {name: value for name, value in raw.items() if name != "digest"}

@@ -269,20 +269,20 @@ def _describe(item: Any) -> str:
     parts = [str(part) for part in item["loc"]]
     if parts[:2] in (["policy", "model"], ["policy", "generation"]):
         del parts[2:3]  # the kind of model or the backend, which pydantic adds to the path
-    where = ".".join(parts)
+    location = ".".join(parts)
     if item["type"] == "extra_forbidden":
         close = difflib.get_close_matches(parts[-1], _known_keys(), n=1)
-        return f"{where}: unknown key" + (f"; did you mean {close[0]!r}?" if close else "")
+        return f"{location}: unknown key" + (f"; did you mean {close[0]!r}?" if close else "")
     if item["type"] == "missing":
-        return f"{where}: missing; every key must be set"
+        return f"{location}: missing; every key must be set"
     if item["type"] == "union_tag_not_found":
-        return f"{where}.{_discriminator(item)}: missing; every key must be set"
+        return f"{location}.{_discriminator(item)}: missing; every key must be set"
     if item["type"] == "union_tag_invalid":
         expected, tag = item["ctx"]["expected_tags"], item["ctx"]["tag"]
-        return f"{where}.{_discriminator(item)}: found {tag!r}; expected {expected}"
+        return f"{location}.{_discriminator(item)}: found {tag!r}; expected {expected}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
-    return f"{where}: found {item['input']!r}; {item['msg']}"
+    return f"{location}: found {item['input']!r}; {item['msg']}"
 
 
 def _discriminator(item: Any) -> str:

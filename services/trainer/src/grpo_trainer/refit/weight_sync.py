@@ -103,10 +103,10 @@ class RefitWeightSync:
         workers = (*self._sources, *self._targets)
         nodes = self._calls.each("node_address", dict.fromkeys(workers, ((), {})))
         if len({node_address(), *nodes.values()}) > 1:
-            where = ", ".join(f"{worker} on {node}" for worker, node in nodes.items())
+            locations = ", ".join(f"{worker} on {node}" for worker, node in nodes.items())
             raise WorkerError(
                 f"refit.host: {host} is reachable from one machine only, but the run is on several "
-                f"(driver on {node_address()}, {where}); set refit.host to 'node'"
+                f"(driver on {node_address()}, {locations}); set refit.host to 'node'"
             )
 
     def replace_sources(self, names: list[str]) -> None:

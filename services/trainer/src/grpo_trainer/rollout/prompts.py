@@ -95,9 +95,10 @@ def load_prompts(path: Path, encode: Encode, *, max_length: int) -> list[Prompt]
             record = PromptRecord.model_validate_json(line)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
+            location = ".".join(str(part) for part in first["loc"])
             raise ConfigurationError(
-                f"data set {path}, line {number}: {where + ': ' if where else ''}{first['msg']}"
+                f"data set {path}, line {number}: "
+                f"{location + ': ' if location else ''}{first['msg']}"
             ) from None
         try:
             token_ids = encode(record.prompt)

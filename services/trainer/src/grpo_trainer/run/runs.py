@@ -214,8 +214,8 @@ def _check_inputs(
     }
     for key in sorted(digests.keys() & expected.keys()):
         if digests[key] != expected[key] and expected[key].startswith(DIGEST_FORM):
-            where, what = descriptions[key]
+            location, what = descriptions[key]
             raise ConfigurationError(
-                f"{key}: {where}: found {what} of digest {digests[key]}; expected "
+                f"{key}: {location}: found {what} of digest {digests[key]}; expected "
                 f"{expected[key]}, with which the run of {checkpoint} began"
             )
