@@ -91,7 +91,7 @@ def test_blocked_job_on_any_transfer_queue_is_explained(ask: Callable[..., Any])
         assert job.stdout is not None
         assert job.stdout.readline() == "waiting\n"
         (wait,) = until(lambda: [each for each in ask("why") if each["task"] == "update_actor"])
-        assert "its waiting claim requires input_ids, advantages" in wait["sentence"]
+        assert "its blocked claim requires input_ids, advantages" in wait["sentence"]
         assert "8 of 16 samples of partition 'train' are unclaimed" in wait["sentence"]
         assert {name: lack["count"] for name, lack in wait["lacks"].items()} == {"advantages": 6}
         assert wait["blocking"] == ["prompt2-2", "prompt2-3", "prompt3-0"]

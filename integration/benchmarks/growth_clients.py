@@ -44,9 +44,9 @@ CLIENTS_HEADINGS = [
     "cycle p50 ms",
     "p99 ms",
     "cores: directory",
-    "units",
-    "clients",
-    "machine",
+    "cores: units",
+    "cores: clients",
+    "cores: machine",
     "bound by",
 ]
 UNITS_HEADINGS = ["units", "transport", "put GB/s", "IQR", "get GB/s", "IQR", "n"]

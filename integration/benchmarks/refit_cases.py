@@ -100,7 +100,7 @@ class RefitCase:
     def ranges(
         self, source: int, target: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the contiguous pieces that a trainer's and a generator's memory have in common.
+        """Return the contiguous ranges that a trainer's and a generator's memory have in common.
 
         In both memories the tensors are concatenated.
 
@@ -117,7 +117,7 @@ class RefitCase:
             width, columns = wide.stop - wide.start, held[name].shape[1]
             rows = np.arange(here[0].stop - here[0].start)
             run = here[1].stop - here[1].start
-            if run == width == columns:  # both contiguous: one piece
+            if run == width == columns:  # both contiguous: one range
                 rows, run = rows[:1], run * len(rows)
             to.append(
                 target_offsets[name] + _ITEM * ((here[0].start + rows) * width + here[1].start)

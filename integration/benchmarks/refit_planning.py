@@ -35,7 +35,7 @@ from refit_mx.manifest.format import (  # noqa: TID251
     TensorTable,
     encode_table,
 )
-from refit_mx.plan.pieces import in_pieces  # noqa: TID251
+from refit_mx.plan.block_splits import split_at_blocks  # noqa: TID251
 from refit_mx.receive.verify import row_checks  # noqa: TID251
 from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
 
@@ -110,7 +110,9 @@ def measure_planning(announce: Callable[[str], None]) -> PlanningResult:
         marks = [time.perf_counter()]
         shards = ShardTable.of([Manifest.decode(data) for data in encoded])
         marks.append(time.perf_counter())
-        plan = in_pieces(shards, plan_reads(shards, targets, seed=0), TcpTransport.piece_bytes)
+        plan = split_at_blocks(
+            shards, plan_reads(shards, targets, seed=0), TcpTransport.max_read_bytes
+        )
         marks.append(time.perf_counter())
         row_checks(shards, plan)
         marks.append(time.perf_counter())

@@ -134,7 +134,7 @@ class RefitWorker:
     def prepare_raw(self, buffers: list[Any]) -> None:
         """Prepare reads of each trainer's buffer, in one transfer per source, in two variants.
 
-        The first reads the pieces of a refit, the second as many bytes in one long piece.
+        The first executes the reads of a refit, the second one long read of as many bytes.
         """
         agent = new_agent("raw", serves=False)
         self._buffer = torch.zeros(self._case.target_bytes(self._rank), dtype=torch.uint8)
@@ -163,7 +163,7 @@ class RefitWorker:
         self._raw = agent, short, long
 
     def read_raw(self, long: bool) -> Timing:
-        """Read from all trainers, in the pieces of a refit or in long pieces."""
+        """Read from all trainers, in the reads of a refit or in long reads."""
         agent, *prepared = self._raw
         handles = prepared[long]
         with _timed() as timing:

@@ -141,10 +141,10 @@ def test_claim_that_blocks_the_controller_is_shown_until_the_queue_ends(address)
         # TransferQueue answers no other request until this claim has two samples or times out.
         job.begin("claim(['x', 'y'], 2, 'train')")
         summary = summary_of(
-            inspector, "train", lambda s: s.tasks and s.tasks[0].waiting_for is not None
+            inspector, "train", lambda s: s.tasks and s.tasks[0].blocked_claim_fields is not None
         )
         (task,) = summary.tasks
-        assert (task.name, task.waiting_for, task.unclaimed) == ("train", ("x", "y"), 2)
+        assert (task.name, task.blocked_claim_fields, task.unclaimed) == ("train", ("x", "y"), 2)
         job.close()
         with pytest.raises(UnavailableError, match="TransferQueue cannot be read"):
             until(lambda: inspector.list_partitions() is None)

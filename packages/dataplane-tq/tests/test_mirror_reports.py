@@ -57,14 +57,14 @@ def test_unreported_put_is_read_and_claimed(client):
 
 def test_report_of_a_put_includes_claims_made_meanwhile(client):
     first, second = client.put(["a", "b"]), client.put(["b", "c"])
-    assert client.claim(3).known == []
+    assert client.claim(3).mirrored_ids == []
     lease = client.claim(2, task="score", lease_s=60.0)
-    assert lease.known == []
+    assert lease.mirrored_ids == []
     acknowledgment = p.UpdateLease("p", lease.token, ["b"], "acknowledge")
     assert client.ask(acknowledgment, list[str]) == []
     assert client.report(first) == {"train": ["a"]}  # the second put will report "b"
     assert client.report(second) == {"train": ["b", "c"], "score": ["b"]}
-    assert client.claim(1, task="score").known == ["c"]
+    assert client.claim(1, task="score").mirrored_ids == ["c"]
     acknowledgment = p.UpdateLease("p", lease.token, ["a"], "acknowledge")
     assert client.ask(acknowledgment, list[str]) == ["a"]
     assert not client.directory.store.backlog
@@ -80,7 +80,7 @@ def test_reset_consumption_is_not_reported_with_the_put(client):
     reset = p.ResetConsumption("p", "score", ["a", "b"])
     assert client.ask(reset, int) == 1
     assert client.report(session) == {"train": ["a", "b"]}
-    assert client.claim(1).known == ["c"]
+    assert client.claim(1).mirrored_ids == ["c"]
 
 
 def test_clear_waits_for_the_report_of_a_put(client):
@@ -110,5 +110,5 @@ def test_client_that_dies_in_its_report_blocks_no_other(client):
     client.claim(1)
     session.close()
     assert client.clear(["a"]) == ["a"]
-    assert client.claim(1).known == ["b"]
+    assert client.claim(1).mirrored_ids == ["b"]
     assert not client.directory.store.backlog

@@ -102,7 +102,7 @@ class Wrapped:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        for attribute in ("name", "piece_bytes", "register", "unregister", "busy", "close"):
+        for attribute in ("name", "max_read_bytes", "register", "unregister", "busy", "close"):
             setattr(self, attribute, getattr(inner, attribute))
 
 

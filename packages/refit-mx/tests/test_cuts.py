@@ -1,6 +1,6 @@
-"""Shards that are cut like the generators' slices: the same tensor, read in long pieces.
+"""Shards that are cut like the generators' slices: the same tensor, read in long runs.
 
-These tests use internals: index arithmetic of shards and pieces.
+These tests use internals: index arithmetic of shards and split reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from refit_fixtures import TRANSPORTS, a_world
 from refit_processes import fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx import Box, Cut, LocalShard, RefitConfigError, ShardTable, plan_reads
-from refit_mx.plan.pieces import _cut, in_pieces  # noqa: TID251
+from refit_mx.plan.block_splits import _split_rows, split_at_blocks  # noqa: TID251
 from refit_mx.source.shards import cut_shards  # noqa: TID251
 
 BLOCK_BYTES = 1 << 20
@@ -105,7 +105,7 @@ def test_cut_along_a_missing_axis_names_the_tensor():
             publisher.publish("v1", weights(5, SHAPES))
 
 
-# Reads cut in pieces
+# Long reads split at blocks
 
 
 @given(
@@ -117,7 +117,7 @@ def test_cut_along_a_missing_axis_names_the_tensor():
     ),
     st.integers(1, 8).map(lambda blocks: blocks * BLOCK_BYTES),
 )
-def test_pieces_cover_the_read_and_end_at_block_ends(reads, piece_bytes):
+def test_split_reads_cover_the_read_and_end_at_block_ends(reads, max_read_bytes):
     rows = np.array(
         [
             (1000 + begin, 7, run, n1, 2 * run if n1 > 1 else 0, run if n1 > 1 else 0, 1, 0, 0)
@@ -126,26 +126,26 @@ def test_pieces_cover_the_read_and_end_at_block_ends(reads, piece_bytes):
         np.int64,
     ).reshape(-1, 9)
     begin = np.array([begin for begin, _, _ in reads], np.int64)
-    cut_rows, origin = _cut(rows, begin, piece_bytes)
+    split_rows, origin = _split_rows(rows, begin, max_read_bytes)
     for row in range(len(rows)):
-        pieces = cut_rows[origin == row]
+        parts = split_rows[origin == row]
         if rows[row, 3] > 1:
-            assert (pieces == rows[row]).all()
-            assert len(pieces) == 1
+            assert (parts == rows[row]).all()
+            assert len(parts) == 1
             continue
-        ends = pieces[:, :2] + pieces[:, 2:3]
-        assert (pieces[0, :2] == rows[row, :2]).all()
-        assert (pieces[1:, :2] == ends[:-1]).all()
+        ends = parts[:, :2] + parts[:, 2:3]
+        assert (parts[0, :2] == rows[row, :2]).all()
+        assert (parts[1:, :2] == ends[:-1]).all()
         assert (ends[-1] == rows[row, :2] + rows[row, 2]).all()
-        assert (pieces[:, 2] <= piece_bytes).all()
+        assert (parts[:, 2] <= max_read_bytes).all()
         assert ((ends[:-1, 0] - 1000) % BLOCK_BYTES == 0).all()
 
 
-@pytest.mark.parametrize("piece_bytes", [0, -BLOCK_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
-def test_pieces_that_end_within_a_block_are_refused(piece_bytes):
+@pytest.mark.parametrize("max_read_bytes", [0, -BLOCK_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
+def test_split_within_a_block_is_refused(max_read_bytes):
     with a_world() as world:
         world.version("v1")
         shards = ShardTable.of([world.publisher().publish("v1", weights(5, SHAPES))])
     plan = plan_reads(shards, [], seed=0)
-    with pytest.raises(ValueError, match=f"piece_bytes {piece_bytes}; expected a multiple"):
-        in_pieces(shards, plan, piece_bytes)
+    with pytest.raises(ValueError, match=f"max_read_bytes {max_read_bytes}; expected a multiple"):
+        split_at_blocks(shards, plan, max_read_bytes)

@@ -92,7 +92,7 @@ def columns_of(tensors, ranks, rank):
 @pytest.mark.parametrize("min_bytes", [1, 1 << 40])
 def test_strided_complete_shards_request_no_digests(min_bytes):
     shapes = {name: spec for name, spec in SHAPES.items() if len(spec[1]) == 2}
-    shapes["wide"] = ("uint8", (7, 3, 5 << 18))  # rows longer than a piece that is gathered
+    shapes["wide"] = ("uint8", (7, 3, 5 << 18))  # rows longer than a buffer that is gathered
     whole = weights(1, shapes)
     flips = []
 

@@ -200,9 +200,9 @@ def test_nixl_transfers_fit_into_the_stall_timeout_at_1_gbit(sources, lanes):
 
 
 @pytest.mark.parametrize("sources", [1, 4])
-def test_complete_pieces_are_read_from_local_sources(sources):
+def test_local_sources_are_read_at_the_maximum_length(sources):
     assert nixl.batch_bytes(sources * nixl.MAX_LANES, copies=True, local=True) == (
-        nixl.NixlTransport.piece_bytes
+        nixl.NixlTransport.max_read_bytes
     )
 
 

@@ -87,8 +87,8 @@ def test_batches_are_bounded_and_report_each_complete_row_once(seed, count, max_
 def test_runs_have_the_same_bytes_in_the_same_order(seed, count):
     reads = random_reads(NBYTES, count, seed, max_run=300)
     src, dst, length = runs(reads)
-    pieces = zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)
-    assert [(s + k, d + k) for s, d, size in pieces for k in range(size)] == pairs(reads)
+    moves = zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)
+    assert [(s + k, d + k) for s, d, size in moves for k in range(size)] == pairs(reads)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_runs_have_the_same_bytes_in_the_same_order(seed, count):
         ([[0, 0, 8, 1, 0, 0, 1, 0, 0], [8, 9, 4, 1, 0, 0, 1, 0, 0]], [(0, 0, 8), (8, 9, 4)]),
     ],
 )
-def test_adjacent_pieces_are_joined(rows, expected):
+def test_adjacent_runs_are_joined(rows, expected):
     src, dst, length = runs(ReadTable(np.array(rows, np.int64)))
     assert list(zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)) == expected
 

@@ -181,7 +181,7 @@ def test_plan_is_cut_for_the_transport_in_use(world: World, monkeypatch):
     def counting(read):
         def counted(transport, source_reads, *args, **options):
             assert all(
-                (each.reads.rows[:, 2] <= transport.piece_bytes).all() for each in source_reads
+                (each.reads.rows[:, 2] <= transport.max_read_bytes).all() for each in source_reads
             )
             fetched.append((transport.name, sum(len(each.reads) for each in source_reads)))
             return read(transport, source_reads, *args, **options)
@@ -199,7 +199,7 @@ def test_plan_is_cut_for_the_transport_in_use(world: World, monkeypatch):
                 elsewhere.setattr(transport_choice, "can_map", lambda _: False)
             receiver.refit(f"v{number}", live)
         assert same(live, weights(number, shapes))
-    # 18 MiB and a few bytes, in pieces of 2 MiB and of 16.
+    # 18 MiB and a few bytes, in reads of 2 MiB and of 16.
     assert fetched == [("shm", 10), ("shm", 10), ("tcp", 3), ("shm", 10)]
 
 

@@ -180,7 +180,7 @@ def test_idle_tasks_and_old_claims_are_listed_with_ids(plane, start_polling, otl
     assert held["process"].partition(":")[2].isdecimal()
 
 
-def test_waiting_claim_comes_first_with_its_fields(plane, watched, start_polling, monkeypatch):
+def test_blocked_claim_comes_first_with_its_fields(plane, watched, start_polling, monkeypatch):
     plane.register_partition("train", ["a", "b"], 8, ["idle", "waiting"])
     put(plane, [f"s{i}" for i in range(4)], "a")
     put(plane, ["s0"], "c")
@@ -190,14 +190,14 @@ def test_waiting_claim_comes_first_with_its_fields(plane, watched, start_polling
     def list_partitions():
         (summary,) = plane.list_partitions()
         idle, waiting = summary.tasks
-        return [replace(summary, tasks=(idle, replace(waiting, waiting_for=("a", "c"))))]
+        return [replace(summary, tasks=(idle, replace(waiting, blocked_claim_fields=("a", "c"))))]
 
     monkeypatch.setattr(watched, "list_partitions", list_partitions, raising=False)
     job = start_polling(stuck_after_s=0.05)
     waits = until(lambda: len(rows := job.get("why")) >= 2 and rows)
     first = next(wait for wait in waits if wait["kind"] == "backlog")
     assert first["task"] == "waiting"
-    assert "its waiting claim requires a, c" in first["sentence"]
+    assert "its blocked claim requires a, c" in first["sentence"]
     assert {name: lack["count"] for name, lack in first["lacks"].items()} == {"c": 3}
     assert first["blocking"] == ["s1", "s2", "s3"]
     tasks = {task["name"]: task for task in job.get("partition", id="train")["tasks"]}

@@ -180,7 +180,8 @@ def check_token_axis(
             expected = "(rows, tokens, ...)" if lengths is None else f"(rows, >= {longest}, ...)"
             raise InvalidRequestError(
                 f"{operation}: column {name!r} has shape {tuple(column.shape)}; expected a value "
-                f"per token, {expected}{', or one per sample, (rows,)' if is_per_sample_too else ''}"
+                f"per token, {expected}"
+                f"{', or one per sample, (rows,)' if is_per_sample_too else ''}"
             )
 
 

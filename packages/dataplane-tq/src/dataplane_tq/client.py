@@ -379,7 +379,7 @@ class TQDataPlaneClient(DataPlaneClient):
             call.timeout_s + min(self._timeout_s, _CLAIM_ANSWER_S),
         )
         if self._reporter is not None:
-            self._reporter.report_claim(claimed.known, call.partition_id, request.task_name)
+            self._reporter.report_claim(claimed.mirrored_ids, call.partition_id, request.task_name)
         return KVBatchMeta(
             partition_id=call.partition_id,
             task_name=request.task_name,
@@ -450,7 +450,7 @@ class TQDataPlaneClient(DataPlaneClient):
         self._check_open()
         claim = check_lease_call(action, meta)
         if claim.sample_ids:
-            known = self._ask(
+            mirrored = self._ask(
                 claim.operation,
                 p.UpdateLease(
                     claim.partition_id, claim.token, claim.sample_ids, action, claim.task_name
@@ -458,7 +458,7 @@ class TQDataPlaneClient(DataPlaneClient):
                 list[str],
             )
             if self._reporter is not None and claim.task_name is not None:
-                self._reporter.report_claim(known, claim.partition_id, claim.task_name)
+                self._reporter.report_claim(mirrored, claim.partition_id, claim.task_name)
 
     @property
     def closed(self) -> bool:

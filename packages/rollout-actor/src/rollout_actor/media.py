@@ -131,7 +131,8 @@ def check_media(
             raise SchemaMismatchError(
                 f"{operation} holds {rollouts} samples without media {name!r}, which cannot be "
                 "read together with samples that have it; declare "
-                f"policy.media.{name} (dtype {kind}, dims {form.dim()}) from the first rollout on, or clear the partition first"
+                f"policy.media.{name} (dtype {kind}, dims {form.dim()}) from the first rollout on, "
+                "or clear the partition first"
             )
 
 

@@ -109,8 +109,8 @@ class TaskSummary:
             there is none.
         oldest_claim: the oldest claim under a lease; None if there is none.
         holders: process ("host:pid") to the number of leased samples that it holds.
-        waiting_for: fields that a blocked claim of the task requires; None if no claim is known to
-            be blocked.
+        blocked_claim_fields: fields that a blocked claim of the task requires; None if no claim is
+            known to be blocked.
     """
 
     name: str
@@ -122,7 +122,7 @@ class TaskSummary:
     oldest_unclaimed_s: float | None = None
     oldest_claim: ClaimSummary | None = None
     holders: dict[str, int] = field(default_factory=dict)
-    waiting_for: tuple[str, ...] | None = None
+    blocked_claim_fields: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

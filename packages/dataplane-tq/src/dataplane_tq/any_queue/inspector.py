@@ -107,7 +107,7 @@ class _ControllerRead(msgspec.Struct, frozen=True):
     """Answer of `remote_reads.read_controller`."""
 
     sampler: str
-    waiting: list[_Claim]
+    blocked_claims: list[_Claim]
     partitions: dict[str, _PartitionRead]
     busy_s: float
 
@@ -135,7 +135,7 @@ class QueueInspector:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._partitions: dict[str, _Partition] = {}
-        self._waiting: list[_Claim] = []
+        self._blocked_claims: list[_Claim] = []
         self._next_read_s = 0.0
         self._connection, other = _pair()
         with other:
@@ -168,7 +168,7 @@ class QueueInspector:
             self._refresh()
             now = time.monotonic()
             return [
-                _summary(name, partition, self._waiting, now)
+                _summary(name, partition, self._blocked_claims, now)
                 for name, partition in self._partitions.items()
             ]
 
@@ -317,15 +317,15 @@ class QueueInspector:
         """Read the controller, unless the reads' share of its time is used up."""
         if time.monotonic() < self._next_read_s:
             return
-        known = {name: partition.checksum for name, partition in self._partitions.items()}
-        read = self._ask("read_controller", _CONTROLLER, known, timeout_s=timeout_s)
+        checksums = {name: partition.checksum for name, partition in self._partitions.items()}
+        read = self._ask("read_controller", _CONTROLLER, checksums, timeout_s=timeout_s)
         if read.sampler.startswith("dataplane_tq."):
             raise UnavailableError("this cluster's data plane is starting; attach again")
         now = time.monotonic()
         self._next_read_s = now + read.busy_s * (1 / _SHARE - 1)
-        self._waiting = read.waiting
+        self._blocked_claims = read.blocked_claims
         self._partitions = {
-            name: _updated(self._partitions.get(name), partition, now)
+            name: _merge_read(self._partitions.get(name), partition, now)
             for name, partition in read.partitions.items()
         }
 
@@ -373,11 +373,16 @@ def _pair() -> tuple[Connection, socket.socket]:
     return Connection(own.detach()), other
 
 
-def _updated(known: _Partition | None, read: _PartitionRead, now: float) -> _Partition:
+def _merge_read(previous: _Partition | None, read: _PartitionRead, now: float) -> _Partition:
     if read.rows is None:
-        assert known is not None  # the answer lacks arrays only if their checksum was sent
+        assert previous is not None  # the answer lacks arrays only if their checksum was sent
         return _Partition(
-            **{**vars(known), "fields": read.fields, "tasks": read.tasks, "expected": read.expected}
+            **{
+                **vars(previous),
+                "fields": read.fields,
+                "tasks": read.tasks,
+                "expected": read.expected,
+            }
         )
     rows = np.frombuffer(read.rows, dtype=np.int64)
     keys = np.frombuffer(read.keys, dtype=np.int64)
@@ -386,24 +391,24 @@ def _updated(known: _Partition | None, read: _PartitionRead, now: float) -> _Par
         tasks=read.tasks,
         expected=read.expected,
         checksum=read.checksum,
-        revision=1 if known is None else known.revision + 1,
+        revision=1 if previous is None else previous.revision + 1,
         rows=rows,
         keys=keys,
-        since=_since(known, rows, keys, now),
+        since=_first_seen(previous, rows, keys, now),
         written=_unpacked(read.written, len(rows), len(read.fields)),
         consumed=_unpacked(read.consumed, len(rows), len(read.tasks)),
     )
 
 
-def _since(known: _Partition | None, rows: Ints, keys: Ints, now: float) -> Floats:
+def _first_seen(previous: _Partition | None, rows: Ints, keys: Ints, now: float) -> Floats:
     """Return when each sample was first seen; an index with another key is another sample."""
     since = np.full(len(rows), now)
-    if known is None or not len(known.rows) or not len(rows):
+    if previous is None or not len(previous.rows) or not len(rows):
         return since
-    order = np.argsort(known.rows)
-    place = order[np.searchsorted(known.rows, rows, sorter=order).clip(max=len(order) - 1)]
-    same = (known.rows[place] == rows) & (known.keys[place] == keys)
-    since[same] = known.since[place[same]]
+    order = np.argsort(previous.rows)
+    place = order[np.searchsorted(previous.rows, rows, sorter=order).clip(max=len(order) - 1)]
+    same = (previous.rows[place] == rows) & (previous.keys[place] == keys)
+    since[same] = previous.since[place[same]]
     return since
 
 
@@ -420,7 +425,7 @@ def _column(partition: _Partition, field: str) -> Flags:
 
 
 def _summary(
-    name: str, partition: _Partition, waiting: list[_Claim], now: float
+    name: str, partition: _Partition, blocked_claims: list[_Claim], now: float
 ) -> PartitionSummary:
     sizes = [nbytes for _, _, nbytes in partition.fields.values()]
     return PartitionSummary(
@@ -435,7 +440,8 @@ def _summary(
             for field, (kind, written, nbytes) in partition.fields.items()
         ),
         tasks=tuple(
-            _task(name, partition, place, waiting, now) for place in range(len(partition.tasks))
+            _task(name, partition, place, blocked_claims, now)
+            for place in range(len(partition.tasks))
         ),
         nbytes=None if None in sizes else sum(size or 0 for size in sizes),
         revision=partition.revision,
@@ -443,7 +449,7 @@ def _summary(
 
 
 def _task(
-    partition_id: str, partition: _Partition, place: int, waiting: list[_Claim], now: float
+    partition_id: str, partition: _Partition, place: int, blocked_claims: list[_Claim], now: float
 ) -> TaskSummary:
     task = partition.tasks[place]
     consumed = partition.consumed[:, place]
@@ -455,10 +461,10 @@ def _task(
         acknowledged=len(consumed) - len(open_since),
         leases=0,
         oldest_unclaimed_s=max(0.0, now - float(open_since.min())) if len(open_since) else None,
-        waiting_for=next(
+        blocked_claim_fields=next(
             (
                 claim.fields
-                for claim in waiting
+                for claim in blocked_claims
                 if claim.partition == partition_id and claim.task == task
             ),
             None,

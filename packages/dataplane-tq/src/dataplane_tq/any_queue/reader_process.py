@@ -48,9 +48,9 @@ class QueueReader:
         self._units: dict[str, Any] | None = None
         self._packed: Link | None = None
 
-    def read_controller(self, known: dict[str, int]) -> dict[str, Any]:
+    def read_controller(self, checksums: dict[str, int]) -> dict[str, Any]:
         """See `remote_reads.read_controller`."""
-        read: dict[str, Any] = self._read(self._controller, remote_reads.read_controller, known)
+        read: dict[str, Any] = self._read(self._controller, remote_reads.read_controller, checksums)
         return read
 
     def read_samples(self, partition_id: str, rows: list[int]) -> list[Any] | None:

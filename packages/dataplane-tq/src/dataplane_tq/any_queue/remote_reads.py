@@ -18,36 +18,36 @@ import numpy as np
 import ray
 
 
-def read_controller(controller: Any, known: dict[str, int]) -> dict[str, Any]:
+def read_controller(controller: Any, checksums: dict[str, int]) -> dict[str, Any]:
     """Read all partitions of a controller.
 
     Args:
         controller: TransferQueue's controller.
-        known: partition to the checksum that the caller got from its last read.
+        checksums: partition to the checksum that the caller got from its last read.
 
     Returns:
         ``sampler`` (module of the controller's sampler), ``busy_s`` (duration of this call),
-        ``waiting`` (see `_waiting`) and ``partitions`` (see `_partition`).
+        ``blocked_claims`` (see `_blocked_claims`) and ``partitions`` (see `_partition`).
     """
     began = time.perf_counter()
     partitions = {
-        _text(name): _partition(status, known.get(name))
+        _text(name): _partition(status, checksums.get(name))
         for name, status in list(controller.partitions.items())
     }
     return {
         "sampler": type(controller.sampler).__module__,
-        "waiting": _waiting(controller),
+        "blocked_claims": _blocked_claims(controller),
         "partitions": partitions,
         "busy_s": time.perf_counter() - began,
     }
 
 
-def _partition(status: Any, known: int | None) -> dict[str, Any]:
+def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
     """Return ``fields``, ``tasks``, ``expected`` and ``checksum`` of a partition.
 
-    If the checksum is not ``known``, also return ``rows`` (int64, index of each sample), ``keys``
-    (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields) and
-    ``consumed`` (samples x tasks).
+    If the checksum is not ``last_checksum``, also return ``rows`` (int64, index of each sample),
+    ``keys`` (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields)
+    and ``consumed`` (samples x tasks).
     """
     keyed = dict(status.keys_mapping)
     indexes = list(status.global_indexes)
@@ -83,7 +83,7 @@ def _partition(status: Any, known: int | None) -> dict[str, Any]:
         "tasks": [_text(name) for name in consumption],
         "expected": len(rows) + len(getattr(status, "pre_allocated_global_indexes", ())),
         "checksum": checksum,
-        **({} if checksum == known else parts),
+        **({} if checksum == last_checksum else parts),
     }
 
 
@@ -110,7 +110,7 @@ def _field(meta: Any, count: int) -> list[Any]:
     return [str(meta.dtype), count, size * count]
 
 
-def _waiting(controller: Any) -> list[dict[str, Any]]:
+def _blocked_claims(controller: Any) -> list[dict[str, Any]]:
     """Return the claims that wait inside the controller's request thread.
 
     With ``polling_mode: false``, TransferQueue's default, a claim that finds too few samples waits

@@ -48,12 +48,12 @@ class Backlog:
     def reported(self, sample_ids: Sequence[str]) -> list[Consumption]:
         """End one report of the samples; return the consumption that can be reported now."""
         self.reporting.subtract(sample_ids)
-        known = {sample_id for sample_id in sample_ids if self.reporting[sample_id] <= 0}
-        for sample_id in known:
+        finished = {sample_id for sample_id in sample_ids if self.reporting[sample_id] <= 0}
+        for sample_id in finished:
             del self.reporting[sample_id]
         consumed = []
         for task_name, waiting in list(self.unreported.items()):
-            if ready := waiting & known:
+            if ready := waiting & finished:
                 consumed.append(Consumption(task_name, sorted(ready)))
                 self.forget_consumption(task_name, ready)
         return consumed

@@ -248,8 +248,10 @@ class Connection:
             await self._store.wait(request.partition_id, remaining)
         tags = [row.tags for row in claimed.rows]
         ids = [row.sample_id for row in claimed.rows]
-        known = [] if claimed.token else self._consume(request.partition_id, wanted.task_name, ids)
-        return p.ClaimAnswer(ids, tags if any(tags) else None, claimed.token, known)
+        mirrored = (
+            [] if claimed.token else self._consume(request.partition_id, wanted.task_name, ids)
+        )
+        return p.ClaimAnswer(ids, tags if any(tags) else None, claimed.token, mirrored)
 
     def _consume(self, partition_id: str, task_name: str, sample_ids: list[str]) -> list[str]:
         """Return the consumed samples that TransferQueue has; record the others as unreported."""
@@ -259,17 +261,17 @@ class Connection:
     def _update_lease(self, request: p.UpdateLease) -> list[str]:
         self._store.expire()
         partition = self._ledger.partition(request.partition_id)
-        known: list[str] = []
+        mirrored: list[str] = []
         if request.action == "renew":
             now = time.monotonic()
             partition.renew(request.token, request.sample_ids, now, request.task_name)
         elif request.action == "acknowledge":
             task_name = partition.acknowledge(request.token, request.sample_ids, request.task_name)
-            known = self._consume(request.partition_id, task_name, request.sample_ids)
+            mirrored = self._consume(request.partition_id, task_name, request.sample_ids)
         else:
             partition.release(request.token, request.sample_ids, request.task_name)
         self._store.changed(request.partition_id)
-        return known
+        return mirrored
 
     async def _clear(self, request: p.Clear) -> p.ClearAnswer:
         clearing = Clearing(self._store, request)

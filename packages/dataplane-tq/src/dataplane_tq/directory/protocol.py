@@ -189,20 +189,20 @@ class ClaimAnswer(msgspec.Struct, frozen=True):
         sample_ids: ids of the samples.
         tags: tags of the samples; None if none has any.
         token: token of the lease; None for a claim without a lease.
-        known: for a claim without a lease, those of its samples that TransferQueue has. The client
-            that reports the other samples reports their consumption too.
+        mirrored_ids: for a claim without a lease, those of its samples that TransferQueue
+            has. The client that reports the other samples reports their consumption too.
     """
 
     sample_ids: list[str]
     tags: list[dict[str, Any]] | None
     token: str | None
-    known: list[str]
+    mirrored_ids: list[str]
 
 
 class UpdateLease(msgspec.Struct, frozen=True, tag=True):
     """Acknowledge, release or renew a lease. Answer: list of sample ids.
 
-    For an acknowledgment the list is like `ClaimAnswer.known`; for the other actions it is empty.
+    For an acknowledgment the list is like `ClaimAnswer.mirrored_ids`; for other actions it is empty.
 
     ``task_name`` must be the claim's task; None skips that check.
     """

@@ -127,8 +127,8 @@ class PackedStorageManager(StorageManager):
             )
         partition_id, indexes = metadata.partition_ids[0], metadata.global_indexes
         schema = await asyncio.to_thread(field_schema, data)
-        known = _known(metadata, range(metadata.size))
-        cells = await asyncio.to_thread(raw.put, partition_id, indexes, data, known)
+        stored = _cells_of(metadata, range(metadata.size))
+        cells = await asyncio.to_thread(raw.put, partition_id, indexes, data, stored)
         deadline = time.monotonic() + raw.timeout_s
         while True:
             rows = _by_row(cells)
@@ -175,9 +175,9 @@ class PackedStorageManager(StorageManager):
         answers = []
         for partition_id, at in _by_partition(metadata).items():
             indexes = [metadata.global_indexes[i] for i in at]
-            known = _known(metadata, at)
+            cells = _cells_of(metadata, at)
             answers.append(
-                (at, await asyncio.to_thread(raw.get, partition_id, indexes, fields, known))
+                (at, await asyncio.to_thread(raw.get, partition_id, indexes, fields, cells))
             )
         columns = answers[0][1] if len(answers) == 1 else merge_columns(answers, metadata.size)
         return TensorDict(columns, batch_size=[metadata.size])
@@ -192,8 +192,8 @@ class PackedStorageManager(StorageManager):
             return
         for partition_id, at in _by_partition(metadata).items():
             indexes = [metadata.global_indexes[i] for i in at]
-            known = _known(metadata, at)
-            await asyncio.to_thread(self._raw.clear, partition_id, indexes, known)
+            cells = _cells_of(metadata, at)
+            await asyncio.to_thread(self._raw.clear, partition_id, indexes, cells)
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write all rows into a folder of TransferQueue's checkpoint.
@@ -233,7 +233,7 @@ def _by_row(cells: Cells) -> list[dict[str, int]]:
     return [dict(zip(cells, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _known(metadata: Any, at: Sequence[int]) -> Cells:
+def _cells_of(metadata: Any, at: Sequence[int]) -> Cells:
     """Return the meta's cells of the rows ``at``, for fields that all of them have."""
     rows = [metadata._custom_backend_meta[i] for i in at]
     fields = [name for name in rows[0] if all(name in row for row in rows)] if rows else []

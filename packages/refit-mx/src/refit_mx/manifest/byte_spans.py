@@ -98,21 +98,21 @@ def host_bytes(memory: torch.Tensor) -> Bytes:
 
 
 class Chunk(NamedTuple):
-    """A part of the stream: either boxes, or pieces that are contiguous on this side.
+    """A part of the stream: either boxes, or ranges that are contiguous on this side.
 
     Attributes:
         nbytes: size of the chunk, at most `CHUNK_BYTES`.
-        boxes: the boxes; empty if there are pieces.
-        pieces: first byte of each piece, and the byte after its last.
+        boxes: the boxes; empty if there are ranges.
+        ranges: first byte of each range, and the byte after its last.
     """
 
     nbytes: int
     boxes: list[RunBox]
-    pieces: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]
 
 
 def contiguous(reads: ReadTable, side: Side) -> npt.NDArray[np.bool_]:
-    """Return for each row whether it is one contiguous piece in this memory."""
+    """Return for each row whether it is one contiguous range in this memory."""
     _, stride1, stride2 = (reads.rows[:, column] for column in _COLUMNS[side])
     run, n1, n2 = (reads.rows[:, column] for column in (2, 3, 6))
     flat: npt.NDArray[np.bool_] = (n1 == 1) | (stride1 == run)
@@ -211,8 +211,8 @@ class ByteSpans:
                 caller fills the buffers, and `store` copies staged bytes to their place.
         """
         view = self._view
-        if view is not None and chunk.pieces:
-            return [view[start:stop] for start, stop in chunk.pieces]
+        if view is not None and chunk.ranges:
+            return [view[start:stop] for start, stop in chunk.ranges]
         buffers: list[memoryview] = []
         used = 0
         joins = False
@@ -240,7 +240,7 @@ class ByteSpans:
 
     def store(self, chunk: Chunk) -> None:
         """Copy the staged bytes of ``chunk`` to their place in the memory."""
-        if self._view is not None and chunk.pieces:
+        if self._view is not None and chunk.ranges:
             return
         used = 0
         for box in _boxes_of(chunk):
@@ -279,7 +279,7 @@ _COLUMNS: dict[Side, tuple[int, int, int]] = {"source": (0, 4, 7), "scratch": (1
 
 
 def _boxes_of(chunk: Chunk) -> list[RunBox]:
-    return chunk.boxes or [RunBox(at, stop - at, 1, 0, 1, 0) for at, stop in chunk.pieces]
+    return chunk.boxes or [RunBox(at, stop - at, 1, 0, 1, 0) for at, stop in chunk.ranges]
 
 
 def _joined(box: RunBox) -> RunBox:

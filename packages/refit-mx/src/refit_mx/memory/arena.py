@@ -28,7 +28,7 @@ PAGE_BYTES = 4096
 
 
 class Arena:
-    """A contiguous piece of memory of fixed size.
+    """A contiguous range of memory of fixed size.
 
     Args:
         nbytes: size, rounded up to full pages, at least one.

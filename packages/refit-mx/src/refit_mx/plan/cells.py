@@ -1,11 +1,12 @@
 """Division of a wanted box by the held boxes that overlap it, so that each element is read once.
 
 Parts of equal geometry are divided once: a model repeats few geometries over its layers. The edges
-of all pieces cut the box into a grid, whose cells are then joined where the same pieces hold them:
+of all overlaps cut the box into a grid, whose cells are then joined where the same overlaps
+hold them:
 
-    piece 0: rows 0-4, columns 0-4                  columns 0-2   2-4     4-6
-    piece 1: rows 2-6, columns 2-6      rows 0-2    0             0       missing
-    wanted:  rows 0-6, columns 0-6      rows 2-4    0             0 or 1  1
+    overlap 0: rows 0-4, columns 0-4                columns 0-2   2-4     4-6
+    overlap 1: rows 2-6, columns 2-6    rows 0-2    0             0       missing
+    wanted:    rows 0-6, columns 0-6    rows 2-4    0             0 or 1  1
                                         rows 4-6    missing       1       1
 """
 
@@ -31,9 +32,9 @@ class Division:
     Attributes:
         start: int64 (boxes, axes).
         stop: int64 (boxes, axes).
-        held: for each box, the pieces that contain it; at least one.
-        missing: (start, stop) of disjoint boxes that no piece covers. If there are any, the wanted
-            box is not available.
+        held: for each box, the overlaps that contain it; at least one.
+        missing: (start, stop) of disjoint boxes that no overlap covers. If there are any, the
+            wanted box is not available.
     """
 
     start: npt.NDArray[np.int64]
@@ -45,23 +46,23 @@ class Division:
 def divide(
     shape: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
 ) -> Division:
-    """Divide a box of ``shape`` by pieces of it.
+    """Divide a box of ``shape`` by overlaps of it.
 
     Args:
         shape: int64 (axes,), shape of the wanted box, not empty.
-        start: int64 (pieces, axes), relative to its first element.
-        stop: int64 (pieces, axes); no piece is empty or extends beyond the box.
+        start: int64 (overlaps, axes), relative to its first element.
+        stop: int64 (overlaps, axes); no overlap is empty or extends beyond the box.
 
     Raises:
-        LayoutError: the pieces overlap in too many ways to divide the box in time.
+        LayoutError: the overlaps intersect in too many ways to divide the box in time.
     """
     alike: dict[bytes, list[int]] = {}
-    for piece, bounds in enumerate(np.concatenate([start, stop], axis=1)):
-        alike.setdefault(bounds.tobytes(), []).append(piece)
-    members = [tuple(pieces) for pieces in alike.values()]
-    first = [pieces[0] for pieces in members]
+    for overlap, bounds in enumerate(np.concatenate([start, stop], axis=1)):
+        alike.setdefault(bounds.tobytes(), []).append(overlap)
+    members = [tuple(overlaps) for overlaps in alike.values()]
+    first = [overlaps[0] for overlaps in members]
     start, stop = start[first], stop[first]
-    # The pieces cut the box into a grid; each grid cell is entirely inside or outside a piece.
+    # The overlaps cut the box into a grid; each grid cell is entirely inside or outside an overlap.
     cuts = [
         np.unique(np.concatenate([[0, shape[axis]], start[:, axis], stop[:, axis]]))
         for axis in range(len(shape))
@@ -86,14 +87,14 @@ def divide(
     if (covers == 1).all():
         return Division(start, stop, tuple(members), ())
 
-    # Cells have the same label if the same pieces hold them; label 0 means none. Each piece gives
-    # the cells that it covers new labels.
+    # Cells have the same label if the same overlaps hold them; label 0 means none. Each overlap
+    # gives the cells that it covers new labels.
     label = np.zeros(cells, dtype=np.int64)
     held: list[tuple[int, ...]] = [()]
-    for region, pieces in zip(regions, members, strict=True):
+    for region, overlaps in zip(regions, members, strict=True):
         before, place = np.unique(label[region], return_inverse=True)
         label[region] = (len(held) + place).reshape(label[region].shape)
-        held += [held[old] + pieces for old in before.tolist()]
+        held += [held[old] + overlaps for old in before.tolist()]
     boxes = []
     missing = []
     for number, a, b in _boxes_of_equal(label):
@@ -109,7 +110,7 @@ def divide(
     return Division(
         np.array([box[0] for box, _ in boxes], dtype=np.int64).reshape(wide),
         np.array([box[1] for box, _ in boxes], dtype=np.int64).reshape(wide),
-        tuple(pieces for _, pieces in boxes),
+        tuple(overlaps for _, overlaps in boxes),
         tuple(missing),
     )
 

@@ -1,4 +1,4 @@
-"""`Choices`: the disjoint boxes that form the wanted parts, with the pieces that supply each."""
+"""`Choices`: the disjoint boxes that form the wanted parts, with the overlaps that supply each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_mx.plan.cells import Division, divide
-from refit_mx.plan.matching import Pieces
+from refit_mx.plan.matching import Overlaps
 from refit_mx.plan.target_columns import TargetColumns
 
 
@@ -35,54 +35,54 @@ class Choices:
         part: int64 (n,), row of the `TargetColumns`.
         start: int64 (n, axes), in the published tensor.
         stop: int64 (n, axes).
-        pieces: int64 (any,), rows of the `Pieces`, grouped by box.
-        first: int64 (n + 1,), index of each box's first piece; every box has at least one.
+        overlaps: int64 (any,), rows of the `Overlaps`, grouped by box.
+        first: int64 (n + 1,), index of each box's first overlap; every box has at least one.
     """
 
     part: npt.NDArray[np.int64]
     start: npt.NDArray[np.int64]
     stop: npt.NDArray[np.int64]
-    pieces: npt.NDArray[np.int64]
+    overlaps: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
 
 
-def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
-    """Divide each part into boxes by the pieces that sources hold; return gaps if there are any.
+def choices(overlaps: Overlaps, wanted: TargetColumns) -> Choices | Missing:
+    """Divide each part into boxes by the overlaps that sources hold; return gaps if there are any.
 
     Raises:
-        LayoutError: pieces overlap in too many ways.
+        LayoutError: overlaps intersect in too many ways.
     """
     parts = len(wanted.tensor)
-    counts = np.bincount(pieces.part, minlength=parts)
+    counts = np.bincount(overlaps.part, minlength=parts)
     firsts = np.cumsum(counts) - counts
-    # Most parts in most plans: one piece covers the complete part.
+    # Most parts in most plans: one overlap covers the complete part.
     alone = np.flatnonzero(
-        (counts[pieces.part] == 1)
-        & (pieces.start == wanted.start[pieces.part]).all(axis=1)
-        & (pieces.stop == wanted.stop[pieces.part]).all(axis=1)
+        (counts[overlaps.part] == 1)
+        & (overlaps.start == wanted.start[overlaps.part]).all(axis=1)
+        & (overlaps.stop == wanted.stop[overlaps.part]).all(axis=1)
     )
     rest: npt.NDArray[np.bool_] = np.all(wanted.stop > wanted.start, axis=1)
-    rest[pieces.part[alone]] = False
+    rest[overlaps.part[alone]] = False
 
     columns = [
         (
-            pieces.part[alone],
-            pieces.start[alone],
-            pieces.stop[alone],
+            overlaps.part[alone],
+            overlaps.start[alone],
+            overlaps.stop[alone],
             alone,
             np.ones(len(alone), dtype=np.int64),
         )
     ]
     incomplete: list[tuple[int, Division]] = []
     incomplete_parts = 0
-    for members in _by_geometry(pieces, wanted, np.flatnonzero(rest), firsts, counts):
+    for members in _by_geometry(overlaps, wanted, np.flatnonzero(rest), firsts, counts):
         first = int(members[0])
-        own_pieces = slice(int(firsts[first]), int(firsts[first] + counts[first]))
+        own_overlaps = slice(int(firsts[first]), int(firsts[first] + counts[first]))
         origin = wanted.start[first]
         division = divide(
             wanted.stop[first] - origin,
-            pieces.start[own_pieces] - origin,
-            pieces.stop[own_pieces] - origin,
+            overlaps.start[own_overlaps] - origin,
+            overlaps.stop[own_overlaps] - origin,
         )
         if division.missing:
             incomplete.append((first, division))
@@ -100,25 +100,25 @@ def choices(pieces: Pieces, wanted: TargetColumns) -> Choices | Missing:
             for start, stop in division.missing
         )
         return Missing(part, boxes, incomplete_parts)
-    part_, start_, stop_, pieces_, held = (
+    part_, start_, stop_, overlaps_, held = (
         np.concatenate(column) for column in zip(*columns, strict=True)
     )
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(held)])
-    return Choices(part_, start_, stop_, pieces_, ends)
+    return Choices(part_, start_, stop_, overlaps_, ends)
 
 
 def _by_geometry(
-    pieces: Pieces,
+    overlaps: Overlaps,
     wanted: TargetColumns,
     rest: npt.NDArray[np.int64],
     firsts: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
 ) -> list[npt.NDArray[np.int64]]:
-    """Group the parts of ``rest`` that have equal shapes and equal pieces relative to the part."""
+    """Group the parts of ``rest`` with equal shapes and equal overlaps relative to the part."""
     if not len(rest):
         return []
-    origin = wanted.start[pieces.part]
-    bounds = np.concatenate([pieces.start - origin, pieces.stop - origin], axis=1)
+    origin = wanted.start[overlaps.part]
+    bounds = np.concatenate([overlaps.start - origin, overlaps.stop - origin], axis=1)
     width = bounds.shape[1] * bounds.itemsize
     data = memoryview(bounds.tobytes())
     shapes = wanted.stop[rest] - wanted.start[rest]
@@ -146,13 +146,13 @@ def _applied(
     """Apply the division of one part to all ``members``, which have the same geometry."""
     boxes, axes = division.start.shape
     origin = wanted.start[members][:, None, :]
-    held = np.array([len(pieces) for pieces in division.held], dtype=np.int64)
-    flat = np.array([piece for pieces in division.held for piece in pieces], dtype=np.int64)
+    held = np.array([len(overlaps) for overlaps in division.held], dtype=np.int64)
+    flat = np.array([overlap for overlaps in division.held for overlap in overlaps], dtype=np.int64)
     return (
         np.repeat(members, boxes),
         (origin + division.start).reshape(-1, axes),
         (origin + division.stop).reshape(-1, axes),
-        # A division counts pieces from the first one of its part.
+        # A division counts overlaps from the first one of its part.
         (firsts[members][:, None] + flat).ravel(),
         np.tile(held, len(members)),
     )

@@ -18,7 +18,7 @@ _MAX_PAIRS = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Overlaps:
     """Non-empty intersections of held boxes with wanted parts, one per row, ordered by part.
 
     Attributes:
@@ -35,9 +35,9 @@ class Pieces:
     start: npt.NDArray[np.int64]
     stop: npt.NDArray[np.int64]
 
-    def of(self, rows: npt.NDArray[np.int64]) -> Pieces:
+    def of(self, rows: npt.NDArray[np.int64]) -> Overlaps:
         """Return the given rows, in the given order."""
-        return Pieces(
+        return Overlaps(
             self.part[rows],
             self.held[rows],
             self.row[rows],
@@ -47,10 +47,10 @@ class Pieces:
         )
 
 
-def shared_pieces(
+def find_overlaps(
     held: Sequence[HeldBoxes], live: Sequence[int], wanted: TargetColumns, tensors: int
-) -> Pieces:
-    """Return every piece of the wanted parts that a source has.
+) -> Overlaps:
+    """Return every overlap of the wanted parts that a source has.
 
     Args:
         held: boxes of all sources.
@@ -61,13 +61,13 @@ def shared_pieces(
     Raises:
         LayoutError: a source has so many shards of one tensor that matching would take too long.
     """
-    by_source = [_pieces(held[index], index, wanted, tensors) for index in live]
+    by_source = [_overlaps_of(held[index], index, wanted, tensors) for index in live]
     if len(by_source) == 1:
         return by_source[0]
     empty = np.zeros(0, dtype=np.int64)
     wide = np.zeros((0, wanted.start.shape[1]), dtype=np.int64)
     part = np.concatenate([empty, *(each.part for each in by_source)])
-    together = Pieces(
+    together = Overlaps(
         part,
         np.concatenate([empty, *(each.held for each in by_source)]),
         np.concatenate([empty, *(each.row for each in by_source)]),
@@ -77,7 +77,7 @@ def shared_pieces(
     return together.of(np.argsort(part, kind="stable"))
 
 
-def _pieces(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) -> Pieces:
+def _overlaps_of(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) -> Overlaps:
     counts = held.counts(tensors)
     firsts = np.cumsum(counts) - counts
     part = np.flatnonzero(counts[wanted.tensor])
@@ -103,7 +103,7 @@ def _pieces(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) ->
             part, row, start, stop = part[shares], row[shares], start[shares], stop[shares]
             bounds = [(low[shares], high[shares]) for low, high in bounds]
         bounds.append((start, stop))
-    return Pieces(
+    return Overlaps(
         part,
         np.full(len(part), index, dtype=np.int64),
         row,

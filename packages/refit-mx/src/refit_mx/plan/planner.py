@@ -7,8 +7,8 @@ is done on columns: a large model has a hundred thousand tensors.
     A, replica A'  rows 0-4                 . . . x x x   from A or A', the less loaded
     B              rows 4-8                 . . . x x x   from B only
 
-    wanted parts x held boxes -> pieces, where box and part intersect        matching.shared_pieces
-    pieces of a part          -> disjoint boxes, each with its holders       choices.choices
+    wanted parts x held boxes -> overlaps of boxes with parts                matching.find_overlaps
+    overlaps of a part        -> disjoint boxes, each with its holders       choices.choices
     boxes of several sources  -> split, each to the least loaded source      balance.spread
     boxes of one source       -> rows of its ReadTable, by shard             strided.read_rows
 """
@@ -25,7 +25,7 @@ from refit_mx.errors import LayoutError
 from refit_mx.manifest.reads import ReadTable
 from refit_mx.plan.balance import spread
 from refit_mx.plan.choices import Choices, Missing, choices
-from refit_mx.plan.matching import Pieces, shared_pieces
+from refit_mx.plan.matching import Overlaps, find_overlaps
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.strided import read_rows
 from refit_mx.plan.target_columns import TargetColumns
@@ -111,11 +111,11 @@ def plan_reads(
         if manifest.worker_id not in excluded:
             sources_of_held[shards.held_of_source[source]].append(source)
     live = [index for index, sources in enumerate(sources_of_held) if sources]
-    pieces = shared_pieces(shards.held, live, wanted, len(shards.tensors.names))
-    boxes = choices(pieces, wanted)
+    overlaps = find_overlaps(shards.held, live, wanted, len(shards.tensors.names))
+    boxes = choices(overlaps, wanted)
     if isinstance(boxes, Missing):
         raise LayoutError(_describe_missing(boxes, shards, targets, wanted, excluded))
-    assignment = _chosen(shards, wanted, pieces, boxes, sources_of_held, seed)
+    assignment = _chosen(shards, wanted, overlaps, boxes, sources_of_held, seed)
     return _as_plan(shards, wanted, assignment)
 
 
@@ -133,24 +133,24 @@ def _nbytes(
 def _chosen(
     shards: ShardTable,
     wanted: TargetColumns,
-    pieces: Pieces,
+    overlaps: Overlaps,
     boxes: Choices,
     sources_of_held: Sequence[Sequence[int]],
     seed: int,
 ) -> _Assignment:
     """Choose one source for each box. A box that several sources hold is undecided at first."""
-    first_piece = boxes.pieces[boxes.first[:-1]]
+    first_overlap = boxes.overlaps[boxes.first[:-1]]
     only = np.array([s[0] if len(s) == 1 else -1 for s in sources_of_held], dtype=np.int64)
-    source = only[pieces.held[first_piece]]
+    source = only[overlaps.held[first_overlap]]
     source[np.diff(boxes.first) > 1] = -1
     nbytes = _nbytes(shards, wanted, boxes.part, boxes.start, boxes.stop)
     assigned, undecided = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
     if not len(undecided):
-        return _Assignment(boxes.part, boxes.start, boxes.stop, source, pieces.row[first_piece])
+        return _Assignment(boxes.part, boxes.start, boxes.stop, source, overlaps.row[first_overlap])
 
     load = np.zeros(len(shards.manifests), dtype=np.int64)
     np.add.at(load, source[assigned], nbytes[assigned])
-    group, members, places = _groups(pieces, boxes, undecided, sources_of_held)
+    group, members, places = _groups(overlaps, boxes, undecided, sources_of_held)
     several = np.array([len(sources) > 1 for sources in members], dtype=np.bool_)[group]
     which, start, stop = _split(
         boxes.start[undecided],
@@ -160,23 +160,23 @@ def _chosen(
     box, group = undecided[which], group[which]
     box_bytes = _nbytes(shards, wanted, boxes.part[box], start, stop)
     picked = np.array(spread(box_bytes, group.tolist(), members, load, seed=seed), dtype=np.int64)
-    # Concatenate all groups, so that ``at`` is the place of each box's source and piece.
+    # Concatenate all groups, so that ``at`` is the place of each box's source and overlap.
     sizes = np.array([len(sources) for sources in members], dtype=np.int64)
     at = (np.cumsum(sizes) - sizes)[group] + picked
     source_of = np.array([s for sources in members for s in sources], dtype=np.int64)
     place_of = np.array([p for group_places in places for p in group_places], dtype=np.int64)
-    piece = boxes.pieces[boxes.first[box] + place_of[at]]
+    overlap = boxes.overlaps[boxes.first[box] + place_of[at]]
     return _Assignment(
         np.concatenate([boxes.part[assigned], boxes.part[box]]),
         np.concatenate([boxes.start[assigned], start]),
         np.concatenate([boxes.stop[assigned], stop]),
         np.concatenate([source[assigned], source_of[at]]),
-        np.concatenate([pieces.row[first_piece[assigned]], pieces.row[piece]]),
+        np.concatenate([overlaps.row[first_overlap[assigned]], overlaps.row[overlap]]),
     )
 
 
 def _groups(
-    pieces: Pieces,
+    overlaps: Overlaps,
     boxes: Choices,
     undecided: npt.NDArray[np.int64],
     sources_of_held: Sequence[Sequence[int]],
@@ -185,9 +185,9 @@ def _groups(
 
     Returns:
         The group of each undecided box; the sources of each group; and for each of those sources,
-        which of the box's pieces it has.
+        which of the box's overlaps it has.
     """
-    held = pieces.held[boxes.pieces]
+    held = overlaps.held[boxes.overlaps]
     group_of: dict[bytes, int] = {}
     members: list[list[int]] = []
     places: list[list[int]] = []

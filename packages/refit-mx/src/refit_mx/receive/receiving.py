@@ -153,11 +153,13 @@ class Receiving:
         stats.seconds["discover"] += time.monotonic() - started
         started = time.monotonic()
         with phase("plan", version_id, self._on_phase) as span:
-            shards, uncut = self._plan(sources, targets, deadline)
-            span.set_attribute("refit.bytes", uncut.nbytes)
-            used = [shards.manifests[source] for source, _ in uncut.source_reads]
+            shards, unsplit = self._plan(sources, targets, deadline)
+            span.set_attribute("refit.bytes", unsplit.nbytes)
+            used = [shards.manifests[source] for source, _ in unsplit.source_reads]
             transport, pool = self._transports.for_sources(used)
-            plan, checks = self._cache.in_pieces(shards, targets, uncut, transport.piece_bytes)
+            plan, checks = self._cache.split_at_blocks(
+                shards, targets, unsplit, transport.max_read_bytes
+            )
         stats.seconds["plan"] += time.monotonic() - started
         deadline.check("planning")
         stats.transport = transport.name

@@ -32,7 +32,7 @@ from refit_mx.errors import (
     SourceLostError,
 )
 from refit_mx.manifest.format import Manifest, Structure, manifest_digest
-from refit_mx.plan.pieces import in_pieces
+from refit_mx.plan.block_splits import split_at_blocks
 from refit_mx.plan.planner import Plan, plan_reads
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.targets import TargetTensor
@@ -49,12 +49,12 @@ _MAX_CONNECTIONS = 256
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """The last plan, uncut and in pieces, with what it depends on."""
+    """The last plan, unsplit and split, with what it depends on."""
 
     shards: ShardTable
     names: tuple[str, ...]
-    uncut: Plan
-    piece_bytes: int
+    unsplit: Plan
+    max_read_bytes: int
     plan: Plan
     checks: tuple[RowChecks, ...]
 
@@ -187,22 +187,22 @@ class SourceCache:
             shards.structure,
             _names(targets),
         ):
-            return last.uncut
+            return last.unsplit
         return plan_reads(shards, targets, seed=self._seed)
 
-    def in_pieces(
+    def split_at_blocks(
         self,
         shards: ShardTable,
         targets: Sequence[TargetTensor],
-        uncut: Plan,
-        piece_bytes: int,
+        unsplit: Plan,
+        max_read_bytes: int,
     ) -> tuple[Plan, tuple[RowChecks, ...]]:
-        """Return a plan from `plan` cut into pieces, with its row checks; retain both."""
+        """Return a plan from `plan` split at blocks, with its row checks; retain both."""
         last = self._planned
-        if last is None or last.uncut is not uncut or last.piece_bytes != piece_bytes:
-            plan = in_pieces(shards, uncut, piece_bytes)
+        if last is None or last.unsplit is not unsplit or last.max_read_bytes != max_read_bytes:
+            plan = split_at_blocks(shards, unsplit, max_read_bytes)
             checks = row_checks(shards, plan)
-            last = _Planned(shards, _names(targets), uncut, piece_bytes, plan, checks)
+            last = _Planned(shards, _names(targets), unsplit, max_read_bytes, plan, checks)
             self._planned = last
         return last.plan, last.checks
 

@@ -28,7 +28,7 @@ from refit_mx.memory.cuda import on_separate_stream
 from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 
-_CHUNK_BYTES = 4 << 20
+_BUFFER_BYTES = 4 << 20
 """Size of strided memory to gather at a time."""
 
 
@@ -78,12 +78,12 @@ def _checks(
     first = -(-begin // BLOCK_BYTES)
     stop = np.where(begin + length == size, blocks, (begin + length) // BLOCK_BYTES)
     one_run = (n1 == 1) & (n2 == 1)
-    in_one_piece = ((n1 == 1) | (src1 == run)) & ((n2 == 1) | (src2 == run * n1))
+    is_contiguous = ((n1 == 1) | (src1 == run)) & ((n2 == 1) | (src2 == run * n1))
     skip = first * BLOCK_BYTES - begin
     after = begin + length - np.minimum(stop * BLOCK_BYTES, size)
     # Reads of several runs are not cut at blocks: unless they consist of complete blocks, request
     # digests of all their bytes.
-    in_manifest = in_one_piece & (stop > first) & (one_run | ((skip == 0) & (after == 0)))
+    in_manifest = is_contiguous & (stop > first) & (one_run | ((skip == 0) & (after == 0)))
     before = shards.boxes(source).blocks_before[shard]
     blocks_read = np.stack(
         [
@@ -180,11 +180,11 @@ class Verifier:
     def _digests_of(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> bytes:
         """Return the digests of a read's blocks between its bytes ``skip`` and ``stop``."""
         digests, current, filled = [], xxhash.xxh3_128(), 0
-        for piece in self._pieces(row, skip, stop):
+        for buffer in self._host_buffers(row, skip, stop):
             at = 0
-            while at < len(piece):
-                count = min(len(piece) - at, BLOCK_BYTES - filled)
-                current.update(piece[at : at + count])
+            while at < len(buffer):
+                count = min(len(buffer) - at, BLOCK_BYTES - filled)
+                current.update(buffer[at : at + count])
                 at, filled = at + count, filled + count
                 if filled == BLOCK_BYTES:
                     digests.append(current.digest())
@@ -193,16 +193,18 @@ class Verifier:
             digests.append(current.digest())
         return b"".join(digests)
 
-    def _pieces(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> Iterator[memoryview]:
-        """Yield a read's bytes from ``skip`` to ``stop`` in the source's order, in pieces."""
+    def _host_buffers(
+        self, row: npt.NDArray[np.int64], skip: int, stop: int
+    ) -> Iterator[memoryview]:
+        """Yield buffers of a read's bytes from ``skip`` to ``stop`` in the source's order."""
         _, dst, run, n1, _, dst1, n2, _, dst2 = row.tolist()
         if run == n1 * n2 * run:
-            for at in range(skip, stop, _CHUNK_BYTES):
-                part = self._scratch[dst + at : dst + min(at + _CHUNK_BYTES, stop)]
+            for at in range(skip, stop, _BUFFER_BYTES):
+                part = self._scratch[dst + at : dst + min(at + _BUFFER_BYTES, stop)]
                 yield self._on_host(part)
             return
         # Strided reads are checked in full, so skip is 0 and stop is the length.
-        runs = max(1, _CHUNK_BYTES // run)
+        runs = max(1, _BUFFER_BYTES // run)
         begin = self._scratch.storage_offset() + dst
         for j in range(n2):
             for i in range(0, n1, runs):

@@ -6,7 +6,7 @@ the caller describes.
 `Cut` arranges a shard in the arena the way generators divide it. A generator with tensor
 parallelism along the columns reads a part of every row. If the shard is stored by rows, that takes
 one short read per row, and since no published digest covers such a part, each generator must
-request one. If it is cut at the same columns, each part is one piece with its own digests.
+request one. If it is cut at the same columns, each part is one range with its own digests.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Transport(Protocol):
 
     name: str
     """Name in configurations: ``nixl``, ``shm`` or ``tcp``."""
-    piece_bytes: int
+    max_read_bytes: int
     """Size limit of a read, so that it is verified while more arrives; a multiple of
     `refit_mx.manifest.format.BLOCK_BYTES`."""
 

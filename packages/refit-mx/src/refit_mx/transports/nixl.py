@@ -29,9 +29,9 @@ from refit_mx.transports.tcp import check_source_reads
 __all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
 BATCH_BYTES = 16 << 20
-"""Size of one transfer if the receiver's CPU does the copying: a full piece, verified by the thread
-that copied it. Smaller transfers stay in the cache, but need more calls, which cost more than that
-saves: 0.5 GiB takes a sixth longer with 4 MiB and a third longer with 2 MiB."""
+"""Size of one transfer if the receiver's CPU does the copying: a read of maximum length, verified
+by the thread that copied it. Smaller transfers stay in the cache, but need more calls, which cost
+more than that saves: 0.5 GiB takes a sixth longer with 4 MiB and a third longer with 2 MiB."""
 RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
 """Limit for all sources together if the receiver's CPU does the copying. NIXL reports only complete
@@ -92,7 +92,7 @@ class NixlTransport:
     """
 
     name = "nixl"
-    piece_bytes = BATCH_BYTES
+    max_read_bytes = BATCH_BYTES
 
     def __init__(self, *, connect_timeout_s: float = 5.0, lanes: int | None = None) -> None:
         if lanes is not None and lanes < 1:

@@ -348,10 +348,10 @@ Descriptors = npt.NDArray[np.uint64]
 
 
 def runs(reads: ReadTable) -> tuple[Columns, Columns, Columns]:
-    """Return the contiguous pieces of reads, with adjacent ones joined.
+    """Return the contiguous runs of reads, with adjacent ones joined.
 
     Returns:
-        Source offset, destination offset and length of each, int64 (pieces,).
+        Source offset, destination offset and length of each, int64 (runs,).
     """
     src, dst, run, n1, src1, dst1, n2, src2, dst2 = reads.rows.T.copy()
     if (reads.rows[:, (3, 6)] > 1).any():
@@ -377,7 +377,7 @@ def runs(reads: ReadTable) -> tuple[Columns, Columns, Columns]:
 
 
 def descriptors(at: Columns, length: Columns, address: int, device_id: int) -> Descriptors:
-    """Return descriptors of pieces at offsets from an address: uint64 (pieces, 3)."""
+    """Return descriptors of runs at offsets from an address: uint64 (runs, 3)."""
     table = np.empty((len(at), 3), np.uint64)
     table[:, 0] = at.astype(np.uint64) + np.uint64(address)
     table[:, 1] = length

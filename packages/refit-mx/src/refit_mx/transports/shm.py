@@ -33,8 +33,8 @@ from refit_mx.transports.source_client import SourceClient
 from refit_mx.transports.tcp import check_source_reads
 
 BATCH_BYTES = 2 << 20
-"""Size of one copy: a full piece, verified by the thread that copied it while it is in that core's
-cache. 0.5 GiB takes a sixth less time than with 16 MiB."""
+"""Size of one copy: a read of maximum length, verified by the thread that copied it while it is in
+that core's cache. 0.5 GiB takes a sixth less time than with 16 MiB."""
 BATCH_READS = 1 << 12
 LANE_BYTES = 32 << 20
 """Size from which several threads copy a fetch."""
@@ -80,7 +80,7 @@ class ShmTransport:
     """
 
     name = "shm"
-    piece_bytes = BATCH_BYTES
+    max_read_bytes = BATCH_BYTES
 
     def __init__(self, *, connect_timeout_s: float = 5.0, lanes: int | None = None) -> None:
         why = shared_memory_missing()

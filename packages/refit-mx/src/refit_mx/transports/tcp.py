@@ -37,7 +37,7 @@ class TcpTransport:
     """
 
     name = "tcp"
-    piece_bytes = BATCH_BYTES
+    max_read_bytes = BATCH_BYTES
 
     def __init__(self, *, connect_timeout_s: float = 5.0, connections_per_source: int = 2) -> None:
         if connections_per_source < 1:

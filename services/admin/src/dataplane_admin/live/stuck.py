@@ -38,7 +38,8 @@ class Stuck:
         lacks: field to unclaimed samples that lack it; empty for a claim.
         examples: ids of some of the samples.
         claim: the claim, None for unclaimed samples.
-        waiting_for: fields that a waiting claim of the task requires; None without such a claim.
+        blocked_claim_fields: fields that a blocked claim of the task requires; None without
+            such a claim.
     """
 
     partition_id: str
@@ -50,7 +51,7 @@ class Stuck:
     lacks: Mapping[str, int]
     examples: tuple[str, ...]
     claim: ClaimSummary | None = None
-    waiting_for: tuple[str, ...] | None = None
+    blocked_claim_fields: tuple[str, ...] | None = None
 
 
 def find_stuck(
@@ -61,7 +62,7 @@ def find_stuck(
     after_s: float,
     has_claimed: Callable[[str, str], bool],
 ) -> tuple[Stuck, ...]:
-    """Return the signs older than ``after_s``: those of waiting claims, then others; oldest first.
+    """Return the signs older than ``after_s``: those of blocked claims, then others; oldest first.
 
     Unclaimed samples do not count for a task that reads by key and never claims. The polls show
     which tasks claim; ``has_claimed`` knows about earlier claims of a partition and task.
@@ -75,7 +76,7 @@ def find_stuck(
         claiming.update(
             (partition.partition_id, task.name)
             for task in partition.tasks
-            if task.waiting_for is not None
+            if task.blocked_claim_fields is not None
         )
         for task in partition.tasks:
             backlog = _backlog(partition, task, trend, scan, after_s)
@@ -84,7 +85,7 @@ def find_stuck(
             claim = task.oldest_claim
             if claim is not None and claim.age_s >= after_s:
                 signs.append(_held(partition, task, claim))
-    signs.sort(key=lambda sign: (sign.waiting_for is None, -sign.seconds))
+    signs.sort(key=lambda sign: (sign.blocked_claim_fields is None, -sign.seconds))
     # Lazy: `has_claimed` is called in this order, and not beyond `MAX_SIGNS`.
     shown = (
         sign
@@ -115,7 +116,7 @@ def _backlog(
     lacks = {}
     if scan is not None:
         open_rows = scan.unclaimed(task.name)
-        needs = task.waiting_for
+        needs = task.blocked_claim_fields
         if needs is None:
             needs = tuple(field.name for field in partition.fields if field.declared)
         for name in needs:
@@ -131,7 +132,7 @@ def _backlog(
         idle_s=idle_s,
         lacks=lacks,
         examples=(),
-        waiting_for=task.waiting_for,
+        blocked_claim_fields=task.blocked_claim_fields,
     )
 
 

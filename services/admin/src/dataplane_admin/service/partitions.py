@@ -120,7 +120,11 @@ def partition(
 def _task(
     task: TaskSummary, partition_id: str, scan: Scan | None, trend: Trend, known: Needs
 ) -> models.PartitionTask:
-    needs = known.of(partition_id, task.name) if task.waiting_for is None else task.waiting_for
+    needs = (
+        known.of(partition_id, task.name)
+        if task.blocked_claim_fields is None
+        else task.blocked_claim_fields
+    )
     numbers = trend.tasks.get(task.name)
     ready = None
     if needs is not None and scan is not None:

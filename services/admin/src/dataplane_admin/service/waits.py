@@ -89,8 +89,10 @@ def _backlog(stuck: Stuck) -> str:
         f"; {count} of them lack {printable(name)}" for name, count in stuck.lacks.items()
     )
     waiting = ""
-    if stuck.waiting_for is not None:
-        waiting = f"; its waiting claim requires {', '.join(_printable(stuck.waiting_for))}"
+    if stuck.blocked_claim_fields is not None:
+        waiting = (
+            f"; its blocked claim requires {', '.join(_printable(stuck.blocked_claim_fields))}"
+        )
     return (
         f"task '{printable(stuck.task)}' has claimed nothing for {_rounded(stuck.idle_s)}: "
         f"{stuck.samples} of {stuck.present} samples of partition "
