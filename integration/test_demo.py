@@ -72,7 +72,7 @@ def listening_in_the_first_step(process: subprocess.Popen[str], folder: Path) ->
 
 
 @pytest.mark.timeout(900)
-def test_demo_learns(tmp_path: Path) -> None:
+def test_demo_raises_the_mean_reward(tmp_path: Path) -> None:
     command = [*LEAN, str(SCRIPTS / "grpo-trainer"), "train"]
     command += ["--output", str(tmp_path), "--set", f"grpo.num_steps={STEPS}"]
     with (tmp_path / "log").open("w") as log, running(command, tmp_path, log) as process:

@@ -44,7 +44,7 @@ def test_round_counts_operations_per_second_and_cores_per_second_of_the_run():
     assert result.cores == {"directory": 0.75, "units": 0.0, "clients": 0.75}
 
 
-def test_ratio_is_against_the_smallest_partition_not_alone():
+def test_ratio_is_to_the_smallest_partition_among_others():
     alone, small, large = (
         Partition("alone", 1_000, alone=True),
         Partition("small", 1_000),

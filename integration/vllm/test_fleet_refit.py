@@ -48,7 +48,7 @@ def serving(rig):
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
-def test_all_servers_answer_like_fresh_ones(rig, transport):
+def test_fleet_refit_installs_one_version_on_all_servers(rig, transport):
     fleet = rig.fleet(init_info={"transport": transport})
     assert fleet.server_versions == {}
     version_id = rig.refit(1, fleet)

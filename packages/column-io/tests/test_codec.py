@@ -124,7 +124,7 @@ def test_columns_that_cannot_be_cut_stay_dense(tensor: torch.Tensor, lengths: li
     assert packed["input_ids"].tolist() == tensor.tolist()
 
 
-def test_a_jagged_column_is_packed_as_it_is() -> None:
+def test_jagged_column_is_packed_unchanged() -> None:
     nested = to_nested_by_length(torch.ones(2, 4), [1, 2])
     assert pack_per_token_field(nested, [1, 2]) is nested
     assert pack_jagged_fields({"input_ids": nested}, [1, 2])["input_ids"].is_nested

@@ -61,7 +61,7 @@ class CountingClient(InMemoryDataPlaneClient):
     ("value", "multiple", "expected"),
     [(7, 4, 8), (8, 4, 8), (0, 4, 0), (7, 1, 7), (7, 0, 7), (7, -2, 7)],
 )
-def test_round_up(value: int, multiple: int, expected: int) -> None:
+def test_round_up_returns_the_next_multiple(value: int, multiple: int, expected: int) -> None:
     assert round_up(value, multiple) == expected
 
 

@@ -42,7 +42,7 @@ def step(client):
     return meta, padded, [row.tolist() for row in jagged["input_ids"].unbind()]
 
 
-def test_a_client_with_the_documented_methods_alone_is_enough():
+def test_client_with_only_the_documented_methods_suffices():
     full, minimal = step(InMemoryDataPlaneClient()), step(MinimalClient())
     assert minimal[0] == full[0]
     assert minimal[2] == full[2] == [[1, 2, 3], [4, 5]]

@@ -50,7 +50,7 @@ def test_a_lost_lease_is_reported_at_the_end():
         assert client.claim_meta("train", "score", ["x"], 2).size == 2
 
 
-def test_a_claim_without_a_lease_is_left_alone():
+def test_claim_without_a_lease_is_not_renewed():
     with client_of() as client:
         claim = client.claim_meta("train", "score", ["x"], 2)
         with held_claim(client, claim, renew_every_s=300.0):

@@ -156,7 +156,7 @@ def test_invalid_filter_is_refused(op, value):
         TagFilter("v", op, value)
 
 
-def test_a_seeded_order_depends_on_the_seed_and_the_ids_alone():
+def test_seeded_order_depends_only_on_seed_and_ids():
     ids = [f"s{i}" for i in range(50)]
     orders = []
     for arrival in (ids, ids[::-1]):
@@ -383,7 +383,7 @@ def test_expired_lease_is_ended_without_force():
     assert claim(ledger, 2) == ["a", "b"]
 
 
-def test_partly_reset_group_waits_like_an_incomplete_one():
+def test_partly_reset_group_is_not_claimed_until_complete():
     ledger = new_ledger(num_samples=8, group_size=2)
     put(ledger, ["p0_g0", "p0_g1"])
     claim(ledger, 2)

@@ -130,7 +130,7 @@ def is_pinned(monkeypatch):
     return lambda tensor: any(tensor.data_ptr() == each.data_ptr() for each in pinned)
 
 
-def test_a_batch_is_pinned_as_it_is_and_as_it_was_collated(is_pinned):
+def test_plain_and_collated_batches_are_pinned(is_pinned):
     meta = KVBatchMeta(partition_id="p", task_name="a", sample_ids=["s00"])
     batch = TensorDict({"x": torch.ones(1)}, [1])
     plain = DeliveredBatch((batch, meta), meta).pin_memory()

@@ -257,7 +257,7 @@ def test_out_of_order_requests_are_refused_and_leave_nothing(overlapping, steps)
                 wanted = State.REPORTING if "reported" in step else State.IDLE
                 state = wanted if len(allowed) > 1 else min(allowed, key=str)
                 cleared = cleared or step == "clear"
-        session.keep()
+        session.detach()
         session.close()  # as if the process died here
     overlapping.clear(None, partition=name)
     until(lambda: overlapping.used() == 0)

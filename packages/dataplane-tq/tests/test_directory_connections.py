@@ -192,7 +192,7 @@ def test_large_messages_to_a_stopped_process_have_no_time_limit(
 
 def test_claim_with_a_reset_connection_takes_no_sample(stepped):
     with stepped.link.session("claim") as session:
-        session.keep()
+        session.detach()
         session.send(p.Claim("p", WANTED, 60.0))
         wait_until_read(stepped, session)
         reset = struct.pack("ii", 1, 0)
@@ -205,7 +205,7 @@ def test_claim_with_a_reset_connection_takes_no_sample(stepped):
 def test_kept_session_outlives_its_link(stepped):
     link = wire.Link(stepped.link._address, timeout_s=TIMEOUT_S)
     with link.session("put") as session:
-        session.keep()
+        session.detach()
     link.close()
     assert session.ask(p.ListPartitions(), list)
     link.end(session)

@@ -30,7 +30,7 @@ class DirectoryClient(Calls):
             kinds = {"x": "torch.int64"}
             session.ask(p.BeginPut("p", ids, kinds, [], "n", None, TIMEOUT_S), p.PutAnswer)
             session.ask(p.CommitPut(None, will_report=True), type(None))
-            session.keep()
+            session.detach()
         return session
 
     def report(self, session):

@@ -27,7 +27,7 @@ from refit_mx.control import VersionState
 from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc  # noqa: TID251
 
 
-def test_version_goes_from_staging_to_ready_to_releasing(client):
+def test_version_moves_from_staging_to_ready_to_releasing(client):
     client.register_worker("w", TRAINER, "m", ttl_s=60)
     version = client.create_version("m", ["a", "b"], idempotency_key="k", version_id="v")
     assert (version.version_id, version.state) == ("v", VersionState.STAGING)

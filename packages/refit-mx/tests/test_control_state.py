@@ -180,7 +180,7 @@ def test_leased_shard_of_a_dead_worker_is_retained(state):
     assert state.delete_shard(version.uid, "a", "w", now_ms=60_000)
 
 
-def test_shard_of_a_dead_worker_goes_with_the_last_lease():
+def test_shard_of_a_dead_worker_is_dropped_with_its_last_lease():
     # Otherwise the shard would never be deleted, and its version never forgotten.
     state = ControlState(Limits(retention=0, forget_after_s=100))
     version = publish(state, ttl_s=1)

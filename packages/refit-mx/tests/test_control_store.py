@@ -105,7 +105,7 @@ def test_file_is_used_by_one_server_at_a_time(path):
     SqliteStore(path).close()
 
 
-def test_database_of_another_program_is_refused_and_left_alone(path):
+def test_database_of_another_program_is_refused_and_unchanged(path):
     with contextlib.closing(sqlite3.connect(path)) as other, other:
         other.execute("CREATE TABLE theirs (x)")
     before = path.read_bytes()

@@ -75,7 +75,7 @@ def workers(sources: SourceSet) -> list[str]:
 def test_live_sources_are_in_the_order_of_slots(world, ranks):
     sources = discover(world)
     assert [manifest.source_slot_id for manifest in sources.manifests] == SLOTS
-    assert (sources.left_out, sources.missing_slots) == ({}, ())
+    assert (sources.excluded, sources.missing_slots) == ({}, ())
     assert sources.registry == Registry("hf_raw")
 
 
@@ -125,7 +125,7 @@ def test_freshest_source_of_a_slot_comes_first(world, ranks):
 def test_slice_needs_only_the_sources_of_its_parts(world, ranks, layout, slots):
     sources = discover(world, tensor="embed", layout=layout)
     assert [manifest.source_slot_id for manifest in sources.manifests] == slots
-    assert len(sources.left_out) == 4 - len(slots)
+    assert len(sources.excluded) == 4 - len(slots)
 
 
 def test_unpublished_tensor_is_named(world, ranks):
@@ -202,7 +202,7 @@ def leave_out(world: World, data: bytes, says: str) -> None:
         world.control.create_shard(shard)
         sources = discover(world)
         assert "liar" not in workers(sources)
-        assert says in sources.left_out["liar"]
+        assert says in sources.excluded["liar"]
         assert len(sources.manifests) == 4
     finally:
         service.close()
@@ -217,7 +217,7 @@ def test_restarted_publisher_is_not_the_old_one(world, ranks):
     try:
         service.put("v1", "fsdp-0", b"of the next life")
         sources = discover(world)
-        assert "its manifest of v1 has the digest" in sources.left_out[old.worker_id]
+        assert "its manifest of v1 has the digest" in sources.excluded[old.worker_id]
         assert sources.missing_slots == ("fsdp-0",)
     finally:
         service.close()

@@ -164,7 +164,7 @@ def test_another_incarnation_is_refused():
     assert is_gone(source, 10)
 
 
-def test_silent_server_is_lost_but_not_gone():
+def test_silent_server_is_lost_but_is_not_reported_gone():
     with socket.create_server(("127.0.0.1", 0)) as silent, serving() as (_, _, source):
         port = silent.getsockname()[1]
         silent_source = msgspec.structs.replace(source, endpoint=f"127.0.0.1:{port}")

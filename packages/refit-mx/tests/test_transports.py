@@ -234,7 +234,9 @@ def test_restarted_source_is_another_source(kind, transport):
             assert torch.equal(scratch[:MIB], pattern(MIB, 2))
 
 
-def test_version_dropped_during_a_fetch_is_gone(kind, transport, small_batches, monkeypatch):
+def test_version_dropped_during_a_fetch_raises_source_lost(
+    kind, transport, small_batches, monkeypatch
+):
     with source(kind, 16 * MIB) as there, registered(transport, 16 * MIB) as scratch:
         take = BatchQueue.take
 
@@ -250,7 +252,7 @@ def test_version_dropped_during_a_fetch_is_gone(kind, transport, small_batches, 
             transport.read([SourceReads(there.manifest, rows(16))], scratch, deadline=soon())
 
 
-def test_unknown_version_is_gone(kind, transport):
+def test_read_of_an_unknown_version_raises_source_lost(kind, transport):
     with source(kind) as there, registered(transport, MIB) as scratch:
         other = msgspec.structs.replace(there.manifest, version_id="v2")
         with pytest.raises(SourceLostError, match="'gone': version 'v2'"):

@@ -250,7 +250,7 @@ def test_bulk_columns_are_put_and_rewards_are_not(actor_of, store):
     ]
 
 
-def test_there_is_one_put(actor_of, store, monkeypatch):
+def test_rollout_makes_one_put(actor_of, store, monkeypatch):
     puts = []
     put = InMemoryDataPlaneClient.put_samples
 
@@ -454,7 +454,7 @@ def test_configured_step_timeout_names_the_task(store):
     actor.shutdown()
 
 
-def test_a_client_with_the_documented_methods_alone_is_enough(actor_of, store, monkeypatch):
+def test_client_with_only_the_documented_methods_suffices(actor_of, store, monkeypatch):
     attached = MinimalClient(InMemoryDataPlaneClient(bootstrap=False))
     monkeypatch.setattr(
         "rollout_actor.actor.build_data_plane_client", lambda cfg, bootstrap: attached

@@ -20,7 +20,7 @@ from rollout_actor import SyncRolloutActor
 from rollout_actor.step_columns import PAYLOAD_KINDS  # noqa: TID251
 
 
-def test_media_are_put(actor_of, store):
+def test_media_of_prompts_are_put_as_columns(actor_of, store):
     batch = batch_of(["1+2=", "3+4="])
     for row, log in enumerate(batch["message_log"]):
         log[0]["pixel_values"] = torch.full((2, 3), float(row))

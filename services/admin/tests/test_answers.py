@@ -250,18 +250,18 @@ def test_metrics_are_in_prometheus_format(client):
     assert line in lines
 
 
-def test_it_is_ready(client):
+def test_attached_service_is_ready(client):
     answer = client.get("/readyz", headers={"authorization": ""})
     assert (answer.status_code, answer.json()["live"]) == (200, "attached")
 
 
-def test_it_is_ready_without_the_data_plane(job_of):
+def test_service_is_ready_without_the_data_plane(job_of):
     answer = job_of(ray_address="127.0.0.1:1").client.get("/readyz")
     assert (answer.status_code, answer.json()["ready"]) == (200, True)
     assert answer.json()["live"].startswith("Ray at 127.0.0.1:1: ")
 
 
-def test_it_is_not_ready_while_the_disk_is_full(job, monkeypatch):
+def test_service_is_not_ready_while_the_disk_is_full(job, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
     answer = job.client.get("/readyz")
     assert answer.status_code == 503

@@ -15,8 +15,8 @@ from grpo_trainer.rollout.journal_file import prune  # noqa: TID251
 from grpo_trainer.rollout.response_journal import (  # noqa: TID251
     CallRecorder,
     ResponseJournal,
-    named_version,
     response_keys,
+    version_to_report,
 )
 from grpo_trainer.rollout.sampling import Drawn  # noqa: TID251
 
@@ -266,7 +266,7 @@ def test_a_response_belongs_to_its_prompt_input_and_stop_strings(tmp_path):
     ],
 )
 def test_no_token_has_a_newer_version_than_the_installed_one(recorded, installed, name):
-    assert named_version(recorded, installed) == name
+    assert version_to_report(recorded, installed) == name
 
 
 def test_a_checkpoint_removes_responses_to_trained_prompts(tmp_path):

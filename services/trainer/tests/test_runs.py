@@ -84,7 +84,7 @@ def call_timeout_of(folder):
     return json.loads((folder / "config.json").read_text())["cluster"]["call_timeout_s"]
 
 
-def test_a_run_writes_what_it_promises(finished):
+def test_finished_run_has_all_documented_files(finished):
     assert [record["step"] for record in finished.history] == [*range(1, STEPS + 1)]
     assert any("loss" in record for record in finished.history)
     assert ["validation_reward" in record for record in finished.history] == [False, True] * 3

@@ -45,7 +45,7 @@ def test_first_sigterm_requests_a_stop_and_a_second_ends_the_run(stop):
         (3, False, 3),
     ],
 )
-def test_the_status_is_143_whatever_ray_returns(stop, status, terminated, expected):
+def test_sigterm_sets_status_143_for_any_ray_status(stop, status, terminated, expected):
     with pytest.raises(SystemExit) as ended, GracefulStop().on_sigterm():
         sys.exit(status if not terminated or ends_at_once() else None)
     assert ended.value.code == expected

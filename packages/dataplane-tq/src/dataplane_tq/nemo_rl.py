@@ -16,7 +16,7 @@ from dataplane_core import KVBatchMeta
 from dataplane_tq.client import TQDataPlaneClient
 
 
-def _returning_nemo_rl_metas(method: Callable[..., KVBatchMeta]) -> Any:
+def _convert_result_meta(method: Callable[..., KVBatchMeta]) -> Any:
     """Return ``method`` with its result converted; both classes of metas have the same fields."""
 
     @wraps(method)
@@ -56,9 +56,9 @@ class NeMoRLClient(TQDataPlaneClient):
             own.setdefault("transfer_queue_mirror", False)
         super().__init__(own, bootstrap=bootstrap)
 
-    claim_meta = _returning_nemo_rl_metas(TQDataPlaneClient.claim_meta)
-    put_samples = _returning_nemo_rl_metas(TQDataPlaneClient.put_samples)
-    put_columns = _returning_nemo_rl_metas(TQDataPlaneClient.put_columns)
+    claim_meta = _convert_result_meta(TQDataPlaneClient.claim_meta)
+    put_samples = _convert_result_meta(TQDataPlaneClient.put_samples)
+    put_columns = _convert_result_meta(TQDataPlaneClient.put_columns)
 
 
 interfaces.DataPlaneClient.register(NeMoRLClient)

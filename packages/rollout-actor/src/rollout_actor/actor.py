@@ -35,8 +35,8 @@ from rollout_actor.media import (
     MediaForms,
     check_declared,
     check_media,
-    held_media,
     media_forms,
+    stored_media,
 )
 from rollout_actor.ray_class import RayClass
 from rollout_actor.rollout import run_async_multi_turn_rollout, run_multi_turn_rollout
@@ -221,7 +221,7 @@ class SyncRolloutActor(RayClass):
                     pad_token_id=self.tokenizer.pad_token_id,
                     make_sequence_length_divisible_by=self._settings.pad_to_multiple,
                     routed_experts=self._settings.router_replay,
-                    media=self._media_now(media, partition_id),
+                    media=self._current_media(media, partition_id),
                 )
                 carry = carry_columns(final_batch, flattened, input_lengths, carry_keys=carry_keys)
                 bulk = bulk_columns(
@@ -244,7 +244,7 @@ class SyncRolloutActor(RayClass):
                 raise
         except BaseException as error:  # the engine keeps its memory until finish_generation
             if finish_generation:
-                with _noted(error, "finish_generation failed as well"):
+                with _add_error_as_note(error, "finish_generation failed as well"):
                     generation.finish_generation()
             raise
         try:
@@ -272,7 +272,7 @@ class SyncRolloutActor(RayClass):
         if partition is not None:
             columns = {name: str(form.dtype) for name, form in (declared | media).items()}
             check_columns(partition, input_batch, columns)
-            held = held_media(self._dp_client, partition)
+            held = stored_media(self._dp_client, partition)
             check_media(partition, media, held, declared)
             kinds = {field.name: field.kind for field in partition.fields}
         for name, form in self._media.items():
@@ -281,16 +281,16 @@ class SyncRolloutActor(RayClass):
         self._media |= media
         return held | declared | media
 
-    def _media_now(self, media: MediaForms, partition_id: str) -> MediaForms:
+    def _current_media(self, media: MediaForms, partition_id: str) -> MediaForms:
         """Return ``media`` and the media that other actors put during generation."""
         partition = find_partition(self._dp_client, partition_id)
-        return media if partition is None else held_media(self._dp_client, partition) | media
+        return media if partition is None else stored_media(self._dp_client, partition) | media
 
     def _withdraw(self, sample_ids: list[str], partition_id: str, error: BaseException) -> None:
         """Withdraw samples whose ids the caller does not get; a retry uses other ids."""
         count = len(sample_ids)
         note = f"the {count} samples put into partition {partition_id!r} may still be there"
-        with _noted(error, note):
+        with _add_error_as_note(error, note):
             self._dp_client.withdraw_samples(sample_ids, partition_id)
 
     def _roll_out(
@@ -323,7 +323,7 @@ class SyncRolloutActor(RayClass):
 
 
 @contextmanager
-def _noted(error: BaseException, note: str) -> Iterator[None]:
+def _add_error_as_note(error: BaseException, note: str) -> Iterator[None]:
     """Turn an error of the block into a note on ``error``."""
     try:
         yield

@@ -109,7 +109,7 @@ def _start(
             [{"role": turn["role"], "content": turn["content"]} for turn in rows[index].turns]
             for index in members
         ]
-        with _named(task):
+        with _name_task_in_errors(task):
             started = task_to_env[task].step.remote(
                 logs, [rows[index].env_info for index in members]
             )
@@ -138,7 +138,7 @@ def _outcomes(
                 f"environment of task {step.task!r}: step of {len(step.indices)} rows not finished "
                 f"after {timeout_s:g} s; check what it is blocked on, or raise env.step_timeout_s"
             )
-        with _named(step.task):
+        with _name_task_in_errors(step.task):
             result = step.future.result()
             outcomes = read_return(result, step.task, [rows[index].row for index in step.indices])
         by_index.update(zip(step.indices, outcomes, strict=True))
@@ -146,7 +146,7 @@ def _outcomes(
 
 
 @contextmanager
-def _named(task: str) -> Iterator[None]:
+def _name_task_in_errors(task: str) -> Iterator[None]:
     """Add the task's name to every error of its environment."""
     try:
         yield

@@ -78,7 +78,7 @@ MediaForms = dict[str, torch.Tensor]
 """Name of media to an empty tensor of their dtype and dimensions, (0, ...)."""
 
 
-def held_media(client: DataPlaneClient, partition: PartitionSummary) -> MediaForms:
+def stored_media(client: DataPlaneClient, partition: PartitionSummary) -> MediaForms:
     """Return the media of a partition's samples, whichever process put them.
 
     The store records a field's dtype and form only; the dimensions are read from one sample.

@@ -64,7 +64,7 @@ class Source:
         value: multiplier of a reported number before it is added to the value.
         total: multiplier of a reported number before it is added to the total.
         count: added to the total for each point; with 1, the ratio is the mean of the points.
-        grows: whether it is a counter; pages show its growth.
+        is_counter: whether it is a counter; pages show its growth.
         used: states whose numbers are added to the value; None for all.
         states: states whose numbers are added to the total; None for all.
     """
@@ -73,7 +73,7 @@ class Source:
     value: float = 1.0
     total: float = 0.0
     count: float = 0.0
-    grows: bool = False
+    is_counter: bool = False
     used: frozenset[str] | None = None
     states: frozenset[str] | None = None
 
@@ -87,18 +87,18 @@ SOURCES: Mapping[str, Source] = {
     "vllm:num_requests_waiting": Source("waiting"),
     "vllm:kv_cache_usage_perc": Source("kv_cache", count=1),
     "vllm:gpu_cache_usage_perc": Source("kv_cache", count=1),  # before vLLM 0.10
-    "vllm:generation_tokens": Source("generation_tokens", grows=True),
-    "vllm:prompt_tokens": Source("prompt_tokens", grows=True),
-    "vllm:prefix_cache_hits": Source("prefix_hits", grows=True),
-    "vllm:prefix_cache_queries": Source("prefix_hits", value=0, total=1, grows=True),
-    "vllm:num_preemptions": Source("preemptions", grows=True),
+    "vllm:generation_tokens": Source("generation_tokens", is_counter=True),
+    "vllm:prompt_tokens": Source("prompt_tokens", is_counter=True),
+    "vllm:prefix_cache_hits": Source("prefix_hits", is_counter=True),
+    "vllm:prefix_cache_queries": Source("prefix_hits", value=0, total=1, is_counter=True),
+    "vllm:num_preemptions": Source("preemptions", is_counter=True),
     "sglang:num_running_reqs": Source("running"),
     "sglang:num_queue_reqs": Source("waiting"),
     "sglang:token_usage": Source("kv_cache", count=1),
-    "sglang:generation_tokens": Source("generation_tokens", grows=True),
-    "sglang:prompt_tokens": Source("prompt_tokens", grows=True),
+    "sglang:generation_tokens": Source("generation_tokens", is_counter=True),
+    "sglang:prompt_tokens": Source("prompt_tokens", is_counter=True),
     "sglang:cache_hit_rate": Source("prefix_hits", count=1),
-    "system.cpu.time": Source("cpu", total=1, grows=True, used=_CPU_BUSY),
+    "system.cpu.time": Source("cpu", total=1, is_counter=True, used=_CPU_BUSY),
     "system.memory.usage": Source("memory", total=1, used=frozenset({"used"}), states=_MEMORY),
     "hw.gpu.utilization": Source("gpu", count=1),
     "hw.gpu.memory.usage": Source("gpu_memory"),
@@ -115,5 +115,5 @@ def source_of(name: str) -> Source | None:
     source = SOURCES.get(name)
     if source is None and name.endswith("_total"):
         source = SOURCES.get(name.removesuffix("_total"))
-        return source if source is not None and source.grows else None
+        return source if source is not None and source.is_counter else None
     return source

@@ -43,7 +43,7 @@ def test_pipelines_name_what_is_configured(configuration):
 def test_exactly_the_metrics_of_load_are_scraped(configuration):
     for name, source in SOURCES.items():
         if not name.startswith(("system.", "hw.")):
-            assert kept(configuration, f"{name}_total" if source.grows else name), name
+            assert kept(configuration, f"{name}_total" if source.is_counter else name), name
     for name in ("vllm:num_requests_waiting_by_reason", "vllm:e2e_request_latency_seconds_bucket"):
         assert not kept(configuration, name)
 

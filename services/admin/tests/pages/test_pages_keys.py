@@ -63,7 +63,7 @@ def test_keys_are_listed_and_can_be_turned_off(watched):
     ],
     ids=["page", "run", "hostile run", "partition", "samples", "trace"],
 )
-def test_palette_goes_to_what_is_typed(watched, typed, expected, path, address_query):
+def test_palette_opens_the_typed_destination(watched, typed, expected, path, address_query):
     page = watched().go("/alerts")
     page.keyboard.press("Control+k")
     page.locator("#palette input").fill(typed)

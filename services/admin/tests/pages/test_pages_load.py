@@ -57,7 +57,7 @@ def test_a_step_shows_the_load_of_its_time(client, trace_id):
     assert "GPU 0 90.0 %, GPU 1 90.0 %" in page
 
 
-def test_a_step_without_load_shows_nothing_of_it(client, otlp, job):
+def test_step_without_load_has_no_load_charts(client, otlp, job):
     trace_id = b"no engine or CPU"
     job.send(otlp.trace(trace_id, run="no load", step=1, start_s=10_000))
     page = client.get(f"/trace?id={trace_id.hex()}").text

@@ -23,7 +23,7 @@ from grpo_trainer.config.json_schema import configuration_schema
 from grpo_trainer.config.loading import DEMO_CONFIG, load_config
 from grpo_trainer.errors import ConfigurationError
 from grpo_trainer.options import OptionsCommand
-from grpo_trainer.report.terminal import TerminalDisplay, print_summary, reported_errors
+from grpo_trainer.report.terminal import TerminalDisplay, exit_on_user_error, print_summary
 from grpo_trainer.run.folder import CHECKPOINTS, PICTURE
 from grpo_trainer.run.runs import RunResult, resume, train
 from grpo_trainer.run.signals import GracefulStop
@@ -137,7 +137,7 @@ def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     console = Console()
     display = TerminalDisplay(console)
-    with reported_errors(display.close), stop.on_sigterm():
+    with exit_on_user_error(display.close), stop.on_sigterm():
         result = run(display, stop)
     if result.was_stopped:
         checkpoint = latest_checkpoint(result.folder / CHECKPOINTS)

@@ -28,7 +28,7 @@ from dataplane_core import DataPlaneError
 from grpo_trainer.config.loading import DEMO_CONFIG, TrainerConfig, load_config
 from grpo_trainer.errors import ConfigurationError, TrainerError
 from grpo_trainer.options import OptionsCommand, OptionsGroup
-from grpo_trainer.report.terminal import TerminalDisplay, reported_errors
+from grpo_trainer.report.terminal import TerminalDisplay, exit_on_user_error
 from grpo_trainer.run.signals import GracefulStop
 from observability import cli as views
 
@@ -291,7 +291,7 @@ def _print_prediction(recorded: Recording, changed: Setting, *, as_json: bool) -
 
 
 def _guarded(action: Callable[[], None]) -> None:
-    with reported_errors(), GracefulStop().on_sigterm():
+    with exit_on_user_error(), GracefulStop().on_sigterm():
         try:
             action()
         except views.RecordingError as error:

@@ -139,7 +139,7 @@ class ColumnContract(StoreFixtures):
         assert padded["advantages"].tolist() == [[1, 1, 1, 0, 0, 0]]
         assert padded["sample_mask"].tolist() == [1]
 
-    def test_one_value_per_sample_is_not_padded_as_if_it_were_a_token(
+    def test_one_value_per_sample_is_not_padded(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.put_columns(["a", "b"], partition, {"advantages": torch.ones(2, 1)})
@@ -149,7 +149,7 @@ class ColumnContract(StoreFixtures):
         assert padded["advantages"].shape == (2, 1)
 
     @pytest.mark.parametrize("how", ["put_samples", "put_columns"])
-    def test_rows_put_ragged_are_padded_though_they_have_one_length(
+    def test_ragged_rows_of_one_length_are_padded(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, how: str
     ) -> None:
         rows = torch.tensor([[1, 2], [3, 4]])

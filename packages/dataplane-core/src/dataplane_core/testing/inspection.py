@@ -382,7 +382,7 @@ class InspectionContract(StateMachineContract):
             assert peer.reset_consumption(partition, "train", ["a"]) == 1
             assert blocked.result(self.max_wait_s).sample_ids == ["a"]
 
-    def test_ended_claim_is_like_an_expired_one(
+    def test_ended_claim_has_the_effects_of_an_expired_lease(
         self,
         client: DataPlaneClient,
         peer: DataPlaneClient,

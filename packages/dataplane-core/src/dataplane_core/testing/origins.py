@@ -52,7 +52,7 @@ class OriginContract(StoreFixtures):
         assert client.read_origins(["a", "b"], partition, ["x"]) == {SECOND: 1}
         assert client.read_origins(["a", "b"], partition, ["y"]) == {FIRST: 2}
 
-    def test_an_origin_leaves_the_tags_alone(self, client: DataPlaneClient, partition: str) -> None:
+    def test_origin_does_not_change_tags(self, client: DataPlaneClient, partition: str) -> None:
         tags = [{"weight_version": 3}]
         x = torch.arange(1)
         answered = client.put_samples(["a"], partition, batch(1, x=x), tags, origin=FIRST)

@@ -325,7 +325,7 @@ class StorageContract(StoreFixtures):
         with pytest.raises(InvalidRequestError, match="2 rows; expected 3"):
             client.put_samples(["a", "b", "c"], partition, fields)
 
-    def test_stamping_the_returned_meta_leaves_the_callers_tags_alone(
+    def test_stamping_the_returned_meta_does_not_change_the_callers_tags(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         tags = [{"v": 1}]
@@ -341,7 +341,7 @@ class StorageContract(StoreFixtures):
             client.put_samples(["b"], partition, batch(1, role=objects("narrator"), z=objects(1)))
         client.put_samples(["b"], partition, batch(1, z=torch.ones(1)))
 
-    def test_clearing_drops_those_ids_alone(
+    def test_clearing_ids_leaves_other_samples(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.put_samples(["a", "b", "c"], partition, batch(3, x=torch.tensor([1, 2, 3])))

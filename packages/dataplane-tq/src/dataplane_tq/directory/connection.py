@@ -141,11 +141,11 @@ class Connection:
                 f"{self._operation.state.value} under way; expected {expected}"
             )
 
-    def _become(self, request: Any, operation: Operation) -> None:
+    def _transition(self, request: Any, operation: Operation) -> None:
         assert operation.state in TRANSITIONS[type(request)][self._operation.state]
         self._operation = operation
 
-    def _under_way(self, kind: type[OperationT]) -> OperationT:
+    def _current_operation(self, kind: type[OperationT]) -> OperationT:
         """Return the operation; `TRANSITIONS` ensures that it is of this kind."""
         assert isinstance(self._operation, kind)
         return self._operation
@@ -159,7 +159,7 @@ class Connection:
     def _bind_actor(self, request: p.BindActor) -> None:
         self._probe_s = PART_PROBE_S
         close_when_silent(self._socket, self._probe_s)
-        self._become(request, Bound(self._store, request.name))
+        self._transition(request, Bound(self._store, request.name))
 
     def _register(self, request: p.Register) -> None:
         self._ledger.register(request.declaration)
@@ -167,38 +167,38 @@ class Connection:
 
     async def _begin_put(self, request: p.BeginPut) -> p.PutAnswer:
         answer, putting = await begin_put(self._store, request)
-        self._become(request, putting)
+        self._transition(request, putting)
         return answer
 
     def _check_put(self, request: p.CheckPut) -> None:
-        self._under_way(Putting).check()
+        self._current_operation(Putting).check()
 
     async def _commit_put(self, request: p.CommitPut) -> Deferred:
-        putting = self._under_way(Putting)
+        putting = self._current_operation(Putting)
         # If the client disconnected, another client may have withdrawn the samples since.
         await self._check_present()
         try:
             putting.check_commit(request)
         except DataPlaneError:
             putting.undo()
-            self._become(request, Idle())
+            self._transition(request, Idle())
             raise
         consumed = putting.consumption(request)
-        return Deferred(consumed, lambda: self._become(request, putting.commit(request)))
+        return Deferred(consumed, lambda: self._transition(request, putting.commit(request)))
 
     def _reported(self, request: p.Reported) -> list[p.Consumption]:
-        consumed = self._under_way(Reporting).end()
-        self._become(request, Idle())
+        consumed = self._current_operation(Reporting).end()
+        self._transition(request, Idle())
         return consumed
 
     def _begin_restore(self, request: p.BeginRestore) -> p.RestoreAnswer:
         answer, restoring = begin_restore(self._store, request)
-        self._become(request, restoring)
+        self._transition(request, restoring)
         return answer
 
     def _commit_restore(self, request: p.CommitRestore) -> None:
-        self._under_way(Restoring).commit()
-        self._become(request, Idle())
+        self._current_operation(Restoring).commit()
+        self._transition(request, Idle())
 
     def _read(self, request: p.Read) -> Deferred:
         partition = self._ledger.partition(request.partition_id)
@@ -206,13 +206,13 @@ class Connection:
 
         def pin() -> None:
             self._operation.undo()
-            self._become(request, Reading(self._store, rows))
+            self._transition(request, Reading(self._store, rows))
 
         return Deferred(answer, pin)
 
     def _unpin(self, request: p.Unpin) -> None:
         self._operation.undo()
-        self._become(request, Idle())
+        self._transition(request, Idle())
 
     async def _claim(self, request: p.Claim) -> p.ClaimAnswer:
         wanted = request.wanted
@@ -275,15 +275,15 @@ class Connection:
 
     async def _clear(self, request: p.Clear) -> p.ClearAnswer:
         clearing = Clearing(self._store, request)
-        self._become(request, clearing)
+        self._transition(request, clearing)
         return await clearing.next_page(clearing.dropped)
 
     async def _next_orphans(self, request: p.NextOrphans) -> p.ClearAnswer:
-        return await self._under_way(Clearing).next_page()
+        return await self._current_operation(Clearing).next_page()
 
     def _dropped(self, request: p.Dropped) -> None:
-        self._under_way(Clearing).end()
-        self._become(request, Idle())
+        self._current_operation(Clearing).end()
+        self._transition(request, Idle())
 
 
 _encoder = msgspec.msgpack.Encoder()

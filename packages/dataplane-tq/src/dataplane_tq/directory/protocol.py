@@ -202,7 +202,7 @@ class ClaimAnswer(msgspec.Struct, frozen=True):
 class UpdateLease(msgspec.Struct, frozen=True, tag=True):
     """Acknowledge, release or renew a lease. Answer: list of sample ids.
 
-    For an acknowledgment the list is like `ClaimAnswer.mirrored_ids`; for other actions it is empty.
+    For an acknowledgment the list is like `ClaimAnswer.mirrored_ids`; otherwise it is empty.
 
     ``task_name`` must be the claim's task; None skips that check.
     """

@@ -183,7 +183,7 @@ async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer
             if ticket is None:
                 raise store.ledger.capacity_error(request.partition_id, request.sample_ids)
             assert store.catalogue is not None
-            raise _no_bytes(store.catalogue, request)
+            raise _capacity_error(store.catalogue, request)
         await store.wait(request.partition_id, remaining)
 
 
@@ -202,7 +202,7 @@ def _place(store: StoreState, ticket: PutTicket, request: p.BeginPut) -> list[Bl
     return blocks
 
 
-def _no_bytes(catalogue: Catalogue, request: p.BeginPut) -> CapacityExceeded:
+def _capacity_error(catalogue: Catalogue, request: p.BeginPut) -> CapacityExceeded:
     wanted = sum(layout.nbytes for layout in request.layouts)
     free = catalogue.free_bytes
     fragmented = (

@@ -112,7 +112,7 @@ class Link:
     def session(self, what: str) -> Iterator[Session]:
         """Open a session for one operation; ``what`` names it in errors.
 
-        After `Session.keep` the session outlives the ``with`` block, until `end`.
+        After `Session.detach` the session outlives the ``with`` block, until `end`.
         """
         session = self._begin(what)
         try:
@@ -120,7 +120,7 @@ class Link:
         except BaseException:  # closing the connection makes the directory undo the operation
             session.close()
             raise
-        if not session.kept:
+        if not session.is_detached:
             self.end(session)
 
     def end(self, session: Session) -> None:
@@ -180,7 +180,7 @@ class Link:
         for connection in idle:
             connection.close()
         for session in sessions:
-            if not session.kept:
+            if not session.is_detached:
                 session.interrupt()
 
 
@@ -189,12 +189,12 @@ class Session:
 
     Attributes:
         connection: the socket.
-        kept: whether the operation outlives the ``with`` block that began it.
+        is_detached: whether the operation outlives the ``with`` block that began it.
     """
 
     def __init__(self, connection: socket.socket, what: str, timeout_s: float) -> None:
         self.connection = connection
-        self.kept = False
+        self.is_detached = False
         self._what = what
         self._timeout_s = timeout_s
         self._interrupted = False
@@ -252,9 +252,9 @@ class Session:
             )
         return UnavailableError(f"{self._what}: the partition directory is gone: {error}")
 
-    def keep(self) -> None:
+    def detach(self) -> None:
         """Let the session outlive its ``with`` block, until `Link.end` or `close`."""
-        self.kept = True
+        self.is_detached = True
 
     def close(self) -> None:
         """Abort the operation; the directory undoes it."""

@@ -92,7 +92,7 @@ class Reporter:
             orphans: rows to drop first.
             fields: fields that the put wrote.
         """
-        session.keep()
+        session.detach()
         ids = list(sample_ids)  # the caller may change its meta's list
         entry = rows.enter, self._engine.client, ids, partition_id, tags, orphans, list(fields)
         with self._lock:

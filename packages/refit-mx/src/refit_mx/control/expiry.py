@@ -45,13 +45,15 @@ class Expiry:
                 record.expires_at_ms = max(granted, stored)
             ledger.put(record)
         for worker in ledger.workers.values():
-            ledger.at(worker.expires_at_ms, "worker", worker.worker_id)
+            ledger.set_timer(worker.expires_at_ms, "worker", worker.worker_id)
         for version in list(ledger.versions.values()):
             for lease in ledger.leases.get(version.uid, {}).values():
-                ledger.at(lease.expires_at_ms, "lease", version.uid, lease.worker_id)
+                ledger.set_timer(lease.expires_at_ms, "lease", version.uid, lease.worker_id)
             self.start_limit(version)
             if version.state is VersionState.RELEASING:
-                ledger.at(version.released_at_ms + self._forget_after_ms, "version", version.uid)
+                ledger.set_timer(
+                    version.released_at_ms + self._forget_after_ms, "version", version.uid
+                )
             self.live_shards_changed(version, now_ms)
         self.expire_until(now_ms)
 
@@ -78,7 +80,7 @@ class Expiry:
                 record.expires_at_ms = max(granted, record.expires_at_ms)
             extended[name] = record.expires_at_ms
             ledger.put(record)
-            ledger.at(record.expires_at_ms, kind, *key)
+            ledger.set_timer(record.expires_at_ms, kind, *key)
         self._extended = extended
 
     def expire_until(self, now_ms: int) -> None:
@@ -104,7 +106,9 @@ class Expiry:
     def start_limit(self, version: Version) -> None:
         """Start the time limit of a STAGING version."""
         if version.state is VersionState.STAGING:
-            self._ledger.at(version.created_at_ms + self._abandon_after_ms, "version", version.uid)
+            self._ledger.set_timer(
+                version.created_at_ms + self._abandon_after_ms, "version", version.uid
+            )
 
     def live_shards_changed(self, version: Version, now_ms: int) -> None:
         """Make a version READY, release it or clean it up, after its live shards changed."""
@@ -137,7 +141,7 @@ class Expiry:
         version.released_at_ms = now_ms
         version.reason = reason
         self._ledger.put(version)
-        self._ledger.at(now_ms + self._forget_after_ms, "version", version.uid)
+        self._ledger.set_timer(now_ms + self._forget_after_ms, "version", version.uid)
         self._drop_dead_shards(version, now_ms)
         self._forget_beyond(now_ms)
 
@@ -147,13 +151,15 @@ class Expiry:
             # Stored, so that the worker gets no grace period after a restart.
             worker.expired = True
             self._ledger.put(worker)
-        self._ledger.at(worker.expires_at_ms + self._forget_after_ms, "forget", worker.worker_id)
+        self._ledger.set_timer(
+            worker.expires_at_ms + self._forget_after_ms, "forget", worker.worker_id
+        )
         for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
             self.live_shards_changed(self._ledger.versions[uid], now_ms)
 
     def worker_registered(self, worker: Worker, now_ms: int, *, returned: bool) -> None:
         """Apply a registration; the shards of a worker that had expired count again."""
-        self._ledger.at(worker.expires_at_ms, "worker", worker.worker_id)
+        self._ledger.set_timer(worker.expires_at_ms, "worker", worker.worker_id)
         if returned:
             for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
                 self.live_shards_changed(self._ledger.versions[uid], now_ms)

@@ -94,7 +94,7 @@ class Ledger:
         changes, self._changes = self._changes, {}
         return changes
 
-    def at(self, moment_ms: int, kind: str, *key: str) -> None:
+    def set_timer(self, moment_ms: int, kind: str, *key: str) -> None:
         """Set a timer: `next_due` returns ``kind`` and ``key`` once ``moment_ms`` has come."""
         heapq.heappush(self._timers, (moment_ms, kind, key))
 

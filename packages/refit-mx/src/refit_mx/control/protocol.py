@@ -69,7 +69,7 @@ def refit_source_id(model_name: str) -> str:
     )
 
 
-def text(value: str, what: str, *, maximum: int = MAX_CHARACTERS) -> str:
+def checked_text(value: str, what: str, *, maximum: int = MAX_CHARACTERS) -> str:
     """Return ``value`` if it is valid as an identifier or an address.
 
     Raises:
@@ -103,24 +103,24 @@ def version_body_of(request: Message) -> VersionBody:
         )
     storage = None
     if request.HasField("object_storage"):
-        uri = text(request.object_storage.uri, "object_storage.uri", maximum=4096)
+        uri = checked_text(request.object_storage.uri, "object_storage.uri", maximum=4096)
         if not request.object_storage.storage_type:
             raise Refusal(Code.INVALID_ARGUMENT, "object_storage.storage_type is required")
         storage = ObjectStorage(uri, request.object_storage.storage_type)
     return VersionBody(
-        model_name=text(request.model_name, "model_name"),
-        idempotency_key=text(request.idempotency_key, "idempotency_key"),
+        model_name=checked_text(request.model_name, "model_name"),
+        idempotency_key=checked_text(request.idempotency_key, "idempotency_key"),
         payload_format=payload_format,
-        base_version_id=text(request.base_version_id, "base_version_id")
+        base_version_id=checked_text(request.base_version_id, "base_version_id")
         if request.HasField("base_version_id")
         else None,
         expected_source_slots=tuple(
-            text(slot, "an expected source slot") for slot in request.expected_source_slots
+            checked_text(slot, "an expected source slot") for slot in request.expected_source_slots
         ),
         object_storage=storage,
         # In proto3 a missing state reads as UNSPECIFIED; a version starts STAGING.
         state=state_of(request.state or refit_pb2.WEIGHT_VERSION_STATE_STAGING),
-        uid=text(request.uid, "uid") if request.HasField("uid") else None,
+        uid=checked_text(request.uid, "uid") if request.HasField("uid") else None,
     )
 
 
@@ -180,13 +180,13 @@ def shard_of(message: Message) -> Shard:
         Refusal: INVALID_ARGUMENT if a field is missing or invalid.
     """
     return Shard(
-        version_id=text(message.version_id, "version_id"),
-        source_slot_id=text(message.source_slot_id, "source_slot_id"),
-        worker_id=text(message.worker_id, "worker_id"),
+        version_id=checked_text(message.version_id, "version_id"),
+        source_slot_id=checked_text(message.source_slot_id, "source_slot_id"),
+        worker_id=checked_text(message.worker_id, "worker_id"),
         tensor_count=message.tensor_count,
         total_bytes=message.total_bytes,
-        manifest_digest=text(message.manifest_digest, "manifest_digest"),
-        manifest_endpoint=text(message.manifest_endpoint, "manifest_endpoint"),
+        manifest_digest=checked_text(message.manifest_digest, "manifest_digest"),
+        manifest_endpoint=checked_text(message.manifest_endpoint, "manifest_endpoint"),
     )
 
 

@@ -18,6 +18,7 @@ import grpc
 from refit_mx.control.plane import ControlPlane
 from refit_mx.control.protocol import (
     Message,
+    checked_text,
     compute_mx_source_id,
     p2p_pb2,
     p2p_pb2_grpc,
@@ -28,7 +29,6 @@ from refit_mx.control.protocol import (
     shard_message,
     shard_of,
     state_of,
-    text,
     version_body_of,
     version_message,
 )
@@ -101,12 +101,12 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
 
     @_step
     def GetWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
-        version = state.get_version(text(request.uid, "uid"), now_ms=now_ms)
+        version = state.get_version(checked_text(request.uid, "uid"), now_ms=now_ms)
         return refit_pb2.GetWeightVersionResponse(version=version_message(version))
 
     @_step
     def DeleteWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
-        version = state.delete_version(text(request.uid, "uid"), now_ms=now_ms)
+        version = state.delete_version(checked_text(request.uid, "uid"), now_ms=now_ms)
         return refit_pb2.DeleteWeightVersionResponse(version=version_message(version))
 
     @_step
@@ -114,7 +114,7 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
         self, request: Message, state: ControlState, now_ms: int
     ) -> Message:
         version = state.update_version_state(
-            text(request.uid, "uid"), state_of(request.state), now_ms=now_ms
+            checked_text(request.uid, "uid"), state_of(request.state), now_ms=now_ms
         )
         return refit_pb2.UpdateWeightVersionStateResponse(version=version_message(version))
 
@@ -122,9 +122,9 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     def RegisterWorker(self, request: Message, state: ControlState, now_ms: int) -> Message:
         registration = request.worker
         worker = state.register_worker(
-            text(registration.worker_id, "worker_id"),
+            checked_text(registration.worker_id, "worker_id"),
             role_of(registration.role),
-            text(registration.model_name, "model_name"),
+            checked_text(registration.model_name, "model_name"),
             ttl_s=request.ttl_seconds,
             now_ms=now_ms,
         )
@@ -150,7 +150,7 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     def ListWeightVersionShards(
         self, request: Message, state: ControlState, now_ms: int
     ) -> Message:
-        shards = state.list_shards(text(request.version_id, "version_id"), now_ms=now_ms)
+        shards = state.list_shards(checked_text(request.version_id, "version_id"), now_ms=now_ms)
         return refit_pb2.ListWeightVersionShardsResponse(
             shards=[shard_message(shard) for shard in shards]
         )
@@ -160,9 +160,9 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
         self, request: Message, state: ControlState, now_ms: int
     ) -> Message:
         deleted = state.delete_shard(
-            text(request.version_id, "version_id"),
-            text(request.source_slot_id, "source_slot_id"),
-            text(request.worker_id, "worker_id"),
+            checked_text(request.version_id, "version_id"),
+            checked_text(request.source_slot_id, "source_slot_id"),
+            checked_text(request.worker_id, "worker_id"),
             now_ms=now_ms,
         )
         return refit_pb2.DeleteWeightVersionShardResponse(deleted=deleted)
@@ -170,8 +170,8 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     @_step
     def RegisterVersionLease(self, request: Message, state: ControlState, now_ms: int) -> Message:
         lease = state.register_lease(
-            text(request.version_id, "version_id"),
-            text(request.worker_id, "worker_id"),
+            checked_text(request.version_id, "version_id"),
+            checked_text(request.worker_id, "worker_id"),
             ttl_s=request.ttl_seconds,
             now_ms=now_ms,
         )
@@ -187,9 +187,9 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     @_step
     def DeleteVersionLease(self, request: Message, state: ControlState, now_ms: int) -> Message:
         deleted = state.delete_lease(
-            text(request.version_id, "version_id"),
-            text(request.lease_id, "lease_id"),
-            text(request.worker_id, "worker_id"),
+            checked_text(request.version_id, "version_id"),
+            checked_text(request.lease_id, "lease_id"),
+            checked_text(request.worker_id, "worker_id"),
             now_ms=now_ms,
         )
         return refit_pb2.DeleteVersionLeaseResponse(deleted=deleted)
@@ -205,8 +205,8 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
 
     def PublishMetadata(self, request: Message, context: Abort) -> Message:
         def call() -> Message:
-            worker_id = text(request.worker_id, "worker_id")
-            model_name = text(request.identity.model_name, "identity.model_name")
+            worker_id = checked_text(request.worker_id, "worker_id")
+            model_name = checked_text(request.identity.model_name, "identity.model_name")
             mx_source_id = compute_mx_source_id(request.identity)
             self._plane.sources.publish(
                 Source(
@@ -251,7 +251,7 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
         return self._answer("UpdateStatus", context, lambda: self._update(request))
 
     def _update(self, request: Message) -> Message:
-        worker_id = text(request.worker_id, "worker_id")
+        worker_id = checked_text(request.worker_id, "worker_id")
         known = self._plane.sources.update(
             request.mx_source_id,
             worker_id,

@@ -334,7 +334,7 @@ class ControlState:
         elif now_ms + ttl_ms > lease.expires_at_ms:
             lease.ttl_ms, lease.expires_at_ms = ttl_ms, now_ms + ttl_ms
         self.ledger.put(lease)
-        self.ledger.at(lease.expires_at_ms, "lease", version_id, worker_id)
+        self.ledger.set_timer(lease.expires_at_ms, "lease", version_id, worker_id)
         return lease
 
     def delete_lease(self, version_id: str, lease_id: str, worker_id: str, *, now_ms: int) -> bool:

@@ -28,12 +28,12 @@ class ModelFence:
 
     Args:
         model: model of this rank.
-        why: function that returns why the model must not serve.
+        reason: function that returns why the model must not serve.
     """
 
-    def __init__(self, model: nn.Module, why: Callable[[], str]) -> None:
+    def __init__(self, model: nn.Module, reason: Callable[[], str]) -> None:
         self._model = model
-        self._why = why
+        self._why = reason
         self._open: Callable[[], None] | None = None
 
     def close(self) -> None:

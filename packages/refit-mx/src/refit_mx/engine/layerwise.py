@@ -34,7 +34,7 @@ from refit_mx.engine.loader_trace import trace_loaders, traced_target
 from refit_mx.errors import LayoutError
 from refit_mx.layout import TensorSpec
 from refit_mx.plan.targets import TargetTensor
-from refit_mx.receive.install import holds
+from refit_mx.receive.install import can_represent
 
 try:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -285,7 +285,7 @@ def _check_fits(name: str, layer: nn.Module, spec: TensorSpec, parameter: torch.
     padded = pads and len(shape) == len(expected) and shape[0] < expected[0]
     if shape != expected and not (padded and shape[1:] == expected[1:]):
         raise LayoutError(f"{name}: the received tensor has shape {shape}; expected {expected}")
-    if not holds(parameter.dtype, getattr(torch, spec.dtype)):
+    if not can_represent(parameter.dtype, getattr(torch, spec.dtype)):
         raise LayoutError(
             f"{name}: the model loads {str(parameter.dtype).removeprefix('torch.')}, which "
             f"cannot hold every {spec.dtype} value; publish another wire dtype, or use a compile "

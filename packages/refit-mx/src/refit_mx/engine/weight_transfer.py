@@ -131,7 +131,7 @@ class MxWeightTransfer:
         self._status_only = info.errors == "status"
         # Unset until all ranks agree, so that after a failure all of them get here again.
         self._info = None
-        with self._failing_together("init_transfer_engine"):
+        with self._raise_on_all_ranks("init_transfer_engine"):
             chosen = self._choose_compiler(info)
             # The info has no certificates or token: a caller of the engine's routes must not choose
             # which certificates to trust, or which file or variable to read and send.
@@ -177,7 +177,7 @@ class MxWeightTransfer:
         Raises:
             RefitError: the fetch failed on this or another rank. No live weight has changed.
         """
-        with self._failing_together(f"the fetch of version {info.version_id}"):
+        with self._raise_on_all_ranks(f"the fetch of version {info.version_id}"):
             self.begin(info)
             fetch = self._fetch
             assert fetch is not None
@@ -201,7 +201,7 @@ class MxWeightTransfer:
         states = gather_from_ranks(state)
         try:
             if len(set(states)) > 1 or (fetch is not None and state != fetch.success_text):
-                with self._failing_together("finish_weight_update"):
+                with self._raise_on_all_ranks("finish_weight_update"):
                     each = "; ".join(dict.fromkeys(states))
                     raise PhaseError(f"nothing was installed; states of the ranks: {each}")
             elif fetch is not None:
@@ -213,7 +213,7 @@ class MxWeightTransfer:
         self._fence.close()
         self.fenced = f"the install of version {version_id} is in progress"
         try:
-            with self._failing_together("the install", always=True), phase("install", version_id):
+            with self._raise_on_all_ranks("the install", always=True), phase("install", version_id):
                 self._reload.install(tensors)
                 synchronize([self._device])
         except Exception as error:  # vLLM's loaders raise anything
@@ -225,7 +225,7 @@ class MxWeightTransfer:
         self._fence.open()
 
     @contextmanager
-    def _failing_together(self, what: str, *, always: bool = False) -> Iterator[None]:
+    def _raise_on_all_ranks(self, what: str, *, always: bool = False) -> Iterator[None]:
         """Make all ranks raise if the block fails on one of them; collective.
 
         With ``errors: status`` a failure is only recorded, on the rank where it happens.

@@ -110,12 +110,12 @@ class PhaseBarrier:
         number = self._round
         self._bounded(lambda: self._meet(number, point, deadline), deadline, _LIST_MISSING_S)
 
-    def fail(self, point: Point, why: str, *, timeout_s: float = _REPORT_S) -> None:
+    def fail(self, point: Point, reason: str, *, timeout_s: float = _REPORT_S) -> None:
         """Report a failure of this rank at a point and all later ones, so no rank waits there.
 
         Args:
             point: next point that this rank would have reached.
-            why: reason, for the error that the others raise.
+            reason: reason, for the error that the others raise.
             timeout_s: time limit for the store to accept it.
 
         Raises:
@@ -124,7 +124,7 @@ class PhaseBarrier:
         """
         points = list(Point)
         deadline = Deadline(timeout_s, "refit: reporting a failure to other ranks")
-        value = _FAILED + why[:_MAX_TEXT].encode()
+        value = _FAILED + reason[:_MAX_TEXT].encode()
         number = self._round
         self._bounded(lambda: self._write(number, points[points.index(point) :], value), deadline)
 
@@ -166,7 +166,7 @@ class PhaseBarrier:
         if failed:
             raise FleetError(
                 f"refit: at the point {point.value!r}, "
-                + "; ".join(f"{rank}: {why}" for rank, why in failed.items()),
+                + "; ".join(f"{rank}: {reason}" for rank, reason in failed.items()),
                 failed,
             )
         missing = self._missing(number, point)
@@ -218,7 +218,7 @@ def follow(barrier: PhaseBarrier, *, timeout_s: float, failure: str | None = Non
             raise
 
 
-def _report(barrier: PhaseBarrier, point: Point, why: str) -> None:
+def _report(barrier: PhaseBarrier, point: Point, reason: str) -> None:
     # Ranks that do not get the report wait until their deadlines; this rank's error matters more.
     with contextlib.suppress(RefitError):
-        barrier.fail(point, why)
+        barrier.fail(point, reason)

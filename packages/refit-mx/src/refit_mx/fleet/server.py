@@ -229,7 +229,7 @@ class Server:
         Raises:
             ServerCallError: the server is not paused, or a worker has not fetched the version.
         """
-        _, fetched = await _both(self.expect_paused(calls), self.fetched(calls, version_id))
+        _, fetched = await _gather_pair(self.expect_paused(calls), self.fetched(calls, version_id))
         if not fetched:
             raise ServerCallError(
                 "fetch: it is fetching again; another client drives it", status=200
@@ -241,7 +241,7 @@ class Server:
         Raises:
             ServerCallError: it is not paused, or does not answer.
         """
-        _, ranks = await _both(self.expect_paused(calls), self.status(calls))
+        _, ranks = await _gather_pair(self.expect_paused(calls), self.status(calls))
         return ranks
 
     async def finish(self, calls: Calls, version_id: str) -> None:
@@ -316,7 +316,9 @@ class Server:
             raise ServerCallError(f"{text}; {failure}" if failure else text, status=200)
 
 
-async def _both(first: Awaitable[_First], second: Awaitable[_Second]) -> tuple[_First, _Second]:
+async def _gather_pair(
+    first: Awaitable[_First], second: Awaitable[_Second]
+) -> tuple[_First, _Second]:
     """Await two queries at once; if one fails, await the other too."""
     answers = await asyncio.gather(first, second, return_exceptions=True)
     for answer in answers:

@@ -104,9 +104,9 @@ class ServerGroup:
             await self.all("resume", calls, lambda s, c: s.expect_paused(c, expected=False))
         except BaseException as error:  # pause again also on cancellation
             deadline = Deadline(self.cleanup_timeout_s, "fleet: pause again")
-            again = replace(calls, deadline=deadline)
+            retry_calls = replace(calls, deadline=deadline)
             try:
-                await self.pause(again)
+                await self.pause(retry_calls)
             except FleetError as second:
                 if isinstance(error, FleetError):
                     failed = {**second.failed, **error.failed}

@@ -22,7 +22,7 @@ def resolve_advertised_host(host: str, advertised_host: str | None) -> str:
         RefitConfigError: clients cannot connect to the advertised host.
     """
     advertised = host if advertised_host is None else advertised_host
-    if is_every_interface(advertised):
+    if is_wildcard_host(advertised):
         raise RefitConfigError(
             f"{advertised!r} means all addresses of a machine, so others cannot connect to it; "
             "set advertised_host"
@@ -30,7 +30,7 @@ def resolve_advertised_host(host: str, advertised_host: str | None) -> str:
     return advertised
 
 
-def is_every_interface(host: str) -> bool:
+def is_wildcard_host(host: str) -> bool:
     """Return whether a host means all interfaces."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from refit_mx.deadline import Deadline
-from refit_mx.listening.hosts import is_every_interface
+from refit_mx.listening.hosts import is_wildcard_host
 from refit_mx.listening.peers import PeerLog, PendingPeers, bounded_connections
 
 HANDSHAKE_S = 5.0
@@ -101,7 +101,7 @@ class ThreadedListener:
         self._stopped = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # As in gRPC, a listener on all IPv6 interfaces also accepts IPv4.
-        both = ":" in host and is_every_interface(host) and socket.has_dualstack_ipv6()
+        both = ":" in host and is_wildcard_host(host) and socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
             (host, port), family=family, backlog=128, dualstack_ipv6=both
         )

@@ -46,14 +46,14 @@ class SourceSet:
         version_id: version in the control plane.
         manifests: the most recently seen source of each slot, sorted by slot; then the other
             replicas. All have the same registry if a filter was given. Empty for an empty slice.
-        left_out: reason why each other source was left out, by worker id.
+        excluded: reason why each other source was left out, by worker id.
         missing_slots: expected slots of the version that no source fills.
         registry: how the publisher of the first manifest prepared the bytes; None if unstated.
     """
 
     version_id: str
     manifests: tuple[Manifest, ...]
-    left_out: Mapping[str, str]
+    excluded: Mapping[str, str]
     missing_slots: tuple[str, ...]
     registry: Registry | None
 
@@ -112,7 +112,7 @@ def discover_v2_sources_for_slice(
                 ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="refit-discovery")
             )
         version, shards = _describe(control, version_id, deadline, threads)
-        answering = answering_sources(
+        answering = select_sources(
             version_id,
             shards,
             version.model_name,
@@ -128,9 +128,9 @@ def discover_v2_sources_for_slice(
     missing = missing_slots(version, answering.manifests)
     if tensor is None:
         return replace(answering, missing_slots=missing)
-    left_out = dict(answering.left_out)
-    holding = _holding(answering.manifests, tensor, layout, left_out)
-    return replace(answering, manifests=tuple(holding), left_out=left_out, missing_slots=missing)
+    excluded = dict(answering.excluded)
+    holding = _select_holders(answering.manifests, tensor, layout, excluded)
+    return replace(answering, manifests=tuple(holding), excluded=excluded, missing_slots=missing)
 
 
 def missing_slots(version: VersionInfo, manifests: Sequence[Manifest]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def missing_slots(version: VersionInfo, manifests: Sequence[Manifest]) -> tuple[
     return tuple(slot for slot in version.expected_source_slots if slot not in covered)
 
 
-def answering_sources(
+def select_sources(
     version_id: str,
     shards: Sequence[Shard],
     model_name: str,
@@ -185,23 +185,23 @@ def answering_sources(
     answers = [*rotated[len(candidates) - first :], *rotated[: len(candidates) - first]]
     answered = [answer for answer in answers if isinstance(answer, Manifest)]
     cache.retain_only(answered)
-    left_out = {
+    excluded = {
         shard.worker_id: "left out by the caller" for shard in shards if shard.worker_id in exclude
     }
     for shard, answer in zip(candidates, answers, strict=True):
         if isinstance(answer, str):
-            left_out[shard.worker_id] = answer
+            excluded[shard.worker_id] = answer
     deadline.check("asking sources for their manifests")
     if not answered:
         raise SourceLostError(
             f"version {version_id}: none of its {len(shards)} sources answers: "
-            f"{_summarize(left_out)}",
+            f"{_summarize(excluded)}",
             tuple(shard.worker_id for shard in candidates),
         )
     fitting = _select_matching(
-        version_id, answered, compile_target_filter, required_compile_metadata, left_out
+        version_id, answered, compile_target_filter, required_compile_metadata, excluded
     )
-    return SourceSet(version_id, tuple(_slots_first(fitting)), left_out, (), fitting[0].registry)
+    return SourceSet(version_id, tuple(_slots_first(fitting)), excluded, (), fitting[0].registry)
 
 
 def _describe(
@@ -229,9 +229,9 @@ def _describe(
     return retry_idempotent(control, ask, deadline=deadline, retry_s=CONTROL_RETRY_S)
 
 
-def _summarize(left_out: Mapping[str, str]) -> str:
-    named = [f"{worker}: {why}" for worker, why in list(left_out.items())[:_MAX_NAMED]]
-    more = len(left_out) - len(named)
+def _summarize(excluded: Mapping[str, str]) -> str:
+    named = [f"{worker}: {why}" for worker, why in list(excluded.items())[:_MAX_NAMED]]
+    more = len(excluded) - len(named)
     return "; ".join(named) + (f"; and {more} more" if more else "") if named else "none is known"
 
 
@@ -250,7 +250,7 @@ def _select_matching(
     manifests: Sequence[Manifest],
     targets: AbstractSet[str] | None,
     metadata: Mapping[str, Scalar] | None,
-    left_out: dict[str, str],
+    excluded: dict[str, str],
 ) -> list[Manifest]:
     """Return the largest group of matching manifests with one registry.
 
@@ -263,7 +263,7 @@ def _select_matching(
     for manifest in manifests:
         why = _mismatch(manifest.registry, targets, metadata or {})
         if why is not None or manifest.registry is None:
-            left_out[manifest.worker_id] = why or ""
+            excluded[manifest.worker_id] = why or ""
             continue
         for registry, group in alike:
             if registry == manifest.registry:
@@ -272,7 +272,7 @@ def _select_matching(
         else:
             alike.append((manifest.registry, [manifest]))
     if not alike:
-        published = sorted({_shown(manifest.registry) for manifest in manifests})
+        published = sorted({_registry_text(manifest.registry) for manifest in manifests})
         wanted = "any compile target" if targets is None else " or ".join(sorted(targets))
         wanted += f" with {dict(metadata)}" if metadata else ""
         raise CompileTargetError(
@@ -282,13 +282,14 @@ def _select_matching(
     alike.sort(key=lambda pair: -len({manifest.source_slot_id for manifest in pair[1]}))
     for registry, group in alike[1:]:
         for manifest in group:
-            left_out[manifest.worker_id] = (
-                f"it published {_shown(registry)}; more slots publish {_shown(alike[0][0])}"
+            excluded[manifest.worker_id] = (
+                f"it published {_registry_text(registry)}; more slots publish "
+                f"{_registry_text(alike[0][0])}"
             )
     return alike[0][1]
 
 
-def _shown(registry: Registry | None) -> str:
+def _registry_text(registry: Registry | None) -> str:
     if registry is None:
         return "no compile target"
     metadata = f" {dict(registry.compile_metadata)}" if registry.compile_metadata else ""
@@ -302,20 +303,20 @@ def _mismatch(
     if registry is None:
         return "it published no compile target, and a filter is set"
     if targets is not None and registry.compile_target not in targets:
-        return f"it published {_shown(registry)}"
+        return f"it published {_registry_text(registry)}"
     for key, value in metadata.items():
         published = registry.compile_metadata.get(key)
         # Types must match too: 1, 1.0 and True are equal in Python, but are different metadata.
         if type(published) is not type(value) or published != value:
-            return f"it published {_shown(registry)}, without {key}={value!r}"
+            return f"it published {_registry_text(registry)}, without {key}={value!r}"
     return None
 
 
-def _holding(
+def _select_holders(
     manifests: Sequence[Manifest],
     tensor: str,
     layout: TargetTPLayout | None,
-    left_out: dict[str, str],
+    excluded: dict[str, str],
 ) -> list[Manifest]:
     """Return the manifests that hold a part of a slice.
 
@@ -340,7 +341,7 @@ def _holding(
         if (shared > 0).all(axis=1).any():
             holding.append(manifest)
         else:
-            left_out[manifest.worker_id] = f"it holds no part of {tensor} {wanted}"
+            excluded[manifest.worker_id] = f"it holds no part of {tensor} {wanted}"
     if not holding and wanted.size:
         raise LayoutError(f"{tensor} {wanted}: none of {len(manifests)} sources holds a part of it")
     return holding

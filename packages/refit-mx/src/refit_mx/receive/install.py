@@ -33,14 +33,14 @@ def check_install(specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tens
                 f"{name}: the live weight has the shape {tuple(weight.shape)}; "
                 f"the received tensor has {spec.shape}"
             )
-        if not holds(weight.dtype, getattr(torch, spec.dtype)):
+        if not can_represent(weight.dtype, getattr(torch, spec.dtype)):
             raise LayoutError(
                 f"{name}: the live weight is {str(weight.dtype).removeprefix('torch.')} and cannot "
                 f"hold every {spec.dtype} value; publish another wire dtype, or use a compile pass"
             )
 
 
-def holds(live: torch.dtype, received: torch.dtype) -> bool:
+def can_represent(live: torch.dtype, received: torch.dtype) -> bool:
     """Return whether every value of dtype ``received`` is also one of dtype ``live``."""
     if live == received:
         return True

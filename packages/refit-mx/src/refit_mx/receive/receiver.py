@@ -179,7 +179,7 @@ class MxV2RefitReceiver:
         with self._recorded(stats):
             return self._receive(
                 stats,
-                self._named(names),
+                self._targets_of(names),
                 Deadline(timeout_s, f"refit of version {version_id}"),
                 attempts,
                 compile_target_filter,
@@ -221,7 +221,7 @@ class MxV2RefitReceiver:
                 live weights. No byte moved.
             RefitError: as in `receive_weights_scratch`. The old weights stay.
         """
-        targets = self._named(names)
+        targets = self._targets_of(names)
         if self._fenced and len(targets) != len(self._targets):
             raise FencedError(
                 f"{self._fenced}; only a refit of all {len(self._targets)} targets repairs it, "
@@ -298,7 +298,7 @@ class MxV2RefitReceiver:
         finally:
             self._lock.release()
 
-    def _named(self, names: Collection[str] | None) -> list[TargetTensor]:
+    def _targets_of(self, names: Collection[str] | None) -> list[TargetTensor]:
         if names is None:
             return list(self._targets.values())
         unknown = [name for name in names if name not in self._targets]
@@ -352,7 +352,7 @@ class MxV2RefitReceiver:
                 stats.attempts += 1
                 # Wrong bytes once may be a transmission fault; exclude a source that sent them
                 # twice.
-                twice = _repeated(wrong)
+                twice = _workers_with_repeated_mismatches(wrong)
                 try:
                     attempt = self._receiving.attempt(
                         stats,
@@ -457,7 +457,7 @@ def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _repeated(errors: Sequence[DigestMismatchError]) -> set[str]:
+def _workers_with_repeated_mismatches(errors: Sequence[DigestMismatchError]) -> set[str]:
     """Return the workers whose bytes were wrong more than once."""
     workers = [worker for error in errors for worker in error.worker_ids]
     return {worker for worker in workers if workers.count(worker) > 1}

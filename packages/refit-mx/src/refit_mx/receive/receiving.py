@@ -35,8 +35,8 @@ from refit_mx.plan.targets import TargetTensor
 from refit_mx.receive.discovery import (
     MAX_CONCURRENT_CALLS,
     SourceSet,
-    answering_sources,
     missing_slots,
+    select_sources,
 )
 from refit_mx.receive.received import RefitStats
 from refit_mx.receive.scratch import Scratch
@@ -213,7 +213,7 @@ class Receiving:
         """Find sources from the version's shards; request the version only to explain an error."""
         shards = self._ask(lambda client: client.list_shards(version_id), deadline)
         try:
-            return answering_sources(
+            return select_sources(
                 version_id,
                 shards,
                 self._model_name,
@@ -257,7 +257,7 @@ class Receiving:
             raise SourceLostError(
                 f"{error}; no source of version {sources.version_id} answers for "
                 f"{len(missing)} slots: {', '.join(missing[:5])}",
-                tuple(sources.left_out),
+                tuple(sources.excluded),
             ) from error
 
     def _lost(

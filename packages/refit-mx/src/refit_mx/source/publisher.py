@@ -49,8 +49,8 @@ from refit_mx.source.staging import (
     StagingLayout,
     WireDtype,
     columns,
+    holds_equal_bytes,
     lay_out,
-    same_bytes,
     stage,
 )
 from refit_mx.spans import OnPhase, phase, record_bytes
@@ -243,7 +243,9 @@ class MxV2TrainingPublisher:
                 self._check_version(version_id, deadline)
                 self._free_arena(deadline)
                 held = self._stage(version_id, layout, deadline)
-            elif held.placement != layout.placement or not same_bytes(layout, held.arena.memory):
+            elif held.placement != layout.placement or not holds_equal_bytes(
+                layout, held.arena.memory
+            ):
                 raise RefitConfigError(
                     f"version {version_id} was published with other weights; versions do not change"
                 )

@@ -260,7 +260,7 @@ def check_range(shard: LocalShard, wire: torch.dtype) -> None:
         )
 
 
-def same_bytes(layout: StagingLayout, arena: torch.Tensor) -> bool:
+def holds_equal_bytes(layout: StagingLayout, arena: torch.Tensor) -> bool:
     """Return whether an arena holds exactly what `stage` would copy into it."""
     for row, shard in enumerate(layout.shards):
         size, offset = layout.sizes[row], layout.offsets[row]

@@ -117,7 +117,7 @@ class SourceClient:
             # The source is healthy, and has capacity once another receiver is done.
             self._drop()
             if deadline.left_s <= _FULL_PAUSE_S:
-                raise deadline.error(f"source {self._named()} is full: {answer.message}")
+                raise deadline.error(f"source {self._source_text()} is full: {answer.message}")
             time.sleep(_FULL_PAUSE_S)
 
     def read(
@@ -260,10 +260,10 @@ class SourceClient:
         if answer.status == "ok":
             return answer
         if answer.status == "refused":
-            raise ProtocolError(f"source {self._named()} refused: {answer.message}")
+            raise ProtocolError(f"source {self._source_text()} refused: {answer.message}")
         if answer.status == "changed":
             raise DigestMismatchError(
-                f"the memory of source {self._named()} differs from what it published as "
+                f"the memory of source {self._source_text()} differs from what it published as "
                 f"{self._source.version_id}: {answer.message}",
                 (self._source.worker_id,),
             )
@@ -278,7 +278,7 @@ class SourceClient:
             raise
         except (RefitTimeoutError, TimeoutError):
             self._drop()
-            raise deadline.error(f"{doing}, source {self._named()}") from None
+            raise deadline.error(f"{doing}, source {self._source_text()}") from None
         except OSError as error:
             self._drop()
             raise self._lost(f"lost while {doing}: {error}") from None
@@ -287,9 +287,9 @@ class SourceClient:
             raise
 
     def _lost(self, why: str) -> SourceLostError:
-        return SourceLostError(f"source {self._named()} {why}", (self._source.worker_id,))
+        return SourceLostError(f"source {self._source_text()} {why}", (self._source.worker_id,))
 
-    def _named(self) -> str:
+    def _source_text(self) -> str:
         return f"{self._source.worker_id!r} at {self._source.endpoint}"
 
     def _drop(self) -> None:

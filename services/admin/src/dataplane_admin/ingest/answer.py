@@ -25,14 +25,16 @@ JSON = "application/json"
 _MAX_MESSAGE = 1000
 
 
-def accepted(kind: Kind, refused: int, reasons: tuple[str, ...], media_type: str) -> Response:
+def success_response(
+    kind: Kind, refused: int, reasons: tuple[str, ...], media_type: str
+) -> Response:
     """Return 200, with the number of rejected records and the reasons."""
     answer = export_response(kind, refused, "; ".join(reasons)[:_MAX_MESSAGE])
     body = write_json(answer) if media_type == JSON else answer.SerializeToString()
     return Response(body, media_type=media_type)
 
 
-def refused(refusal: Refusal, media_type: str) -> Response:
+def refusal_response(refusal: Refusal, media_type: str) -> Response:
     """Return an error with a ``google.rpc.Status``, as the OTLP specification requires."""
     status = refusal.status
     message = str(refusal)[:_MAX_MESSAGE]

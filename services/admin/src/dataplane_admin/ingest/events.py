@@ -208,7 +208,7 @@ def _event(
         wait=wait_digest(process, wait) if wait else None,
         process=process.full_label,
         process_id=bytes.fromhex(process.identity),
-        again=event.attributes.get("dataplane.report_every_s") is not None,
+        is_periodic=event.attributes.get("dataplane.report_every_s") is not None,
         run=change,
     )
 

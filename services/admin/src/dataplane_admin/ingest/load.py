@@ -53,7 +53,7 @@ class LoadPoints:
         kind = metric.WhichOneof("data")
         if source is None or kind not in ("gauge", "sum"):
             return None
-        if source.grows and kind == "sum" and metric.sum.aggregation_temporality == _DELTA:
+        if source.is_counter and kind == "sum" and metric.sum.aggregation_temporality == _DELTA:
             return None
         time_ns = point.time_unix_nano or self._now_ns
         if time_ns > self._now_ns + _AHEAD_NS:
@@ -68,7 +68,7 @@ class LoadPoints:
             return ""
         used = source.used is None or state in source.used
         subject, device = _subject(process, METRICS[source.metric].kind, facts)
-        key = json.dumps([subject, source.metric, source.grows, device, run_id]).encode()
+        key = json.dumps([subject, source.metric, source.is_counter, device, run_id]).encode()
         digest = hashlib.blake2b(key, digest_size=16).digest()
         place = digest, time_ns // 10**9
         before = self._points.get(place)
@@ -77,7 +77,7 @@ class LoadPoints:
             kind=METRICS[source.metric].kind,
             subject=subject,
             metric=source.metric,
-            grows=source.grows,
+            is_counter=source.is_counter,
             device=device,
             run_id=run_id[:_MAX_RUN],
             second=time_ns // 10**9,

@@ -19,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from dataplane_admin.ingest.answer import JSON, accepted, refused
+from dataplane_admin.ingest.answer import JSON, refusal_response, success_response
 from dataplane_admin.ingest.body import Intake, inflate, read_body
 from dataplane_admin.ingest.events import batch_of_logs
 from dataplane_admin.ingest.limits import BODY_S, Limits
@@ -107,18 +107,18 @@ class _Receiver:
                 )
             await self._write(batch)
         except Refusal as refusal:
-            return refused(refusal, media_type)
+            return refusal_response(refusal, media_type)
         except TimeoutError:
             message = f"the body did not arrive within {BODY_S:g} s"
-            return refused(Refusal(HTTPStatus.REQUEST_TIMEOUT, message), media_type)
+            return refusal_response(Refusal(HTTPStatus.REQUEST_TIMEOUT, message), media_type)
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # the client is gone
         except asyncio.CancelledError:
             # The shutdown timeout has expired. The server would answer 500, after which an exporter
             # drops its records; after 503 it retries.
             message = "the service is shutting down; retry"
-            return refused(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message), media_type)
-        return accepted(kind, len(batch.refused), batch.reasons, media_type)
+            return refusal_response(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message), media_type)
+        return success_response(kind, len(batch.refused), batch.reasons, media_type)
 
     def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
         plain = inflate(body, encoding, self._limits)

@@ -95,11 +95,11 @@ class Shell:
         if section == "/traces":
             links.append(("All traces", to("/traces")))
         if status >= 500:
-            again = "/"
+            retry_url = "/"
             if request.method == "GET":
                 query = request.url.query
-                again = f"{request.url.path}?{query}" if query else request.url.path
-            links.insert(0, ("Retry", Link(again)))
+                retry_url = f"{request.url.path}?{query}" if query else request.url.path
+            links.insert(0, ("Retry", Link(retry_url)))
         title = _TITLES.get(status) or HTTPStatus(status).phrase
         sentence = printable(detail)
         return self.page(

@@ -85,7 +85,7 @@ def _metrics(readings: Sequence[Reading], time_ns: int) -> list[Metric]:
 
 def _data(name: str, points: Sequence[NumberDataPoint]) -> Sum | Gauge:
     source = source_of(name)
-    if source is not None and source.grows:
+    if source is not None and source.is_counter:
         return Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=True)
     return Gauge(points)
 

@@ -78,7 +78,7 @@ def _values(row: LoadRows, silence_s: float) -> Iterator[tuple[float, float | No
         if before is not None and second - before[0] > silence_s:
             yield before[0] + silence_s / 2, None
             before = None
-        if not row.grows:
+        if not row.is_counter:
             yield second, _share(value, total) if is_ratio else value
         elif before is not None:
             growth, elapsed = value - before[1], float(second - before[0])

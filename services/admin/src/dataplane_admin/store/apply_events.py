@@ -271,7 +271,7 @@ def _track_waits(work: Work, rows: list[dict[str, Any]], events: Sequence[Lifecy
                 "place_id": row["place_id"],
                 "process": storable(event.process),
                 "process_id": event.process_id,
-                "again": event.again,
+                "is_periodic": event.is_periodic,
             }
             for wait, (row, event) in newest.items()
             if wait not in finished

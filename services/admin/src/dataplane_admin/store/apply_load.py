@@ -48,7 +48,7 @@ def apply_load(work: Work, points: Iterable[LoadPoint]) -> None:
                 "kind": point.kind,
                 "subject": storable(point.subject),
                 "metric": point.metric,
-                "grows": point.grows,
+                "is_counter": point.is_counter,
                 "device": storable(point.device),
                 "run_id": storable(point.run_id),
                 "first_s": min(seconds) if before is None else min(*seconds, before.first_s),

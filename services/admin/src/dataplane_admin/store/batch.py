@@ -64,7 +64,7 @@ class LifecycleEvent:
         wait: digest of process and name of the wait that it starts or ends; else None.
         process: label of the reporting process, as `SeriesPoint.process`.
         process_id: 16 bytes that only equal resources share.
-        again: whether a wait is reported repeatedly while it lasts.
+        is_periodic: whether a wait is reported repeatedly while it lasts.
         run: the start or end of a run; None for other events.
     """
 
@@ -84,7 +84,7 @@ class LifecycleEvent:
     wait: bytes | None
     process: str
     process_id: bytes
-    again: bool
+    is_periodic: bool
     run: RunChange | None = None
 
 
@@ -198,7 +198,7 @@ class LoadPoint:
         kind: ``engine`` or ``node``.
         subject: name of the engine or node.
         metric: name of the metric.
-        grows: whether value and total are counters.
+        is_counter: whether value and total are counters.
         device: the GPU, empty if the metric has none.
         run_id: ``rl.run_id``, empty if unknown.
         second: seconds since 1970.
@@ -210,7 +210,7 @@ class LoadPoint:
     kind: Literal["engine", "node"]
     subject: str
     metric: str
-    grows: bool
+    is_counter: bool
     device: str
     run_id: str
     second: int

@@ -59,7 +59,7 @@ def read_load(
     with reader.connect() as connection:
         series = {
             row.id: LoadRows(
-                row.kind, row.subject, row.metric, row.grows, row.device, row.run_id, points=[]
+                row.kind, row.subject, row.metric, row.is_counter, row.device, row.run_id, points=[]
             )
             for row in connection.execute(query.limit(_MAX_SERIES))
         }
@@ -67,6 +67,8 @@ def read_load(
             rows = connection.execute(_POINTS, {"wanted": group, **limits})
             for number, _, second, value, maximum, total, maximum_total in rows:
                 held = series[number]
-                point = (second, maximum, maximum_total) if held.grows else (second, value, total)
+                point = (
+                    (second, maximum, maximum_total) if held.is_counter else (second, value, total)
+                )
                 held.points.append(point)
     return [held for held in series.values() if held.points]

@@ -63,7 +63,7 @@ def read_wait_records(
             OpenWaitModel.event_id,
             OpenWaitModel.place_id,
             OpenWaitModel.process_id,
-            OpenWaitModel.again,
+            OpenWaitModel.is_periodic,
             PlaceModel.run_id,
             EventModel.received_ns,
         )
@@ -123,7 +123,7 @@ def _silent(
     for row in waits:
         source = _source(row)
         last_seen[source] = max(row.received_ns, last_seen.get(source, 0))
-        if row.again:
+        if row.is_periodic:
             repeating.add(source)
     silent = {}
     for (process, run_id), waited_ns in last_seen.items():

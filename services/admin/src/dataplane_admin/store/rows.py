@@ -59,7 +59,7 @@ class LoadRows:
     kind: str
     subject: str
     metric: str
-    grows: bool
+    is_counter: bool
     device: str
     run_id: str
     points: list[tuple[int, float, float]]

@@ -312,7 +312,7 @@ class OpenWaitModel(Base):
     place_id: Mapped[int]
     process: Mapped[str] = mapped_column(server_default="")
     process_id: Mapped[bytes] = mapped_column(server_default="")
-    again: Mapped[bool] = mapped_column(server_default=false())
+    is_periodic: Mapped[bool] = mapped_column(server_default=false())
 
 
 class SeriesModel(Base):
@@ -414,7 +414,7 @@ class LoadSeriesModel(Base):
     kind: Mapped[str]
     subject: Mapped[str]
     metric: Mapped[str]
-    grows: Mapped[bool]
+    is_counter: Mapped[bool]
     device: Mapped[str]
     run_id: Mapped[str]
     first_s: Mapped[int]

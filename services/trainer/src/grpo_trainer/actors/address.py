@@ -31,7 +31,7 @@ def resolve_hosts(host: str, advertised_host: str | None) -> tuple[str, str]:
     listened = node_address() if host == NODE else host
     advertised = advertised_host
     if advertised is None:
-        advertised = NODE if _is("unspecified", listened) else listened
+        advertised = NODE if _interface_is("unspecified", listened) else listened
     return listened, node_address() if advertised == NODE else advertised
 
 
@@ -62,10 +62,10 @@ def _interface_of(address: str) -> str | None:
 
 def is_loopback(host: str) -> bool:
     """Return whether only processes of the same machine can connect to ``host``."""
-    return host == "localhost" or _is("loopback", host)
+    return host == "localhost" or _interface_is("loopback", host)
 
 
-def _is(kind: str, host: str) -> bool:
+def _interface_is(kind: str, host: str) -> bool:
     try:
         return bool(getattr(ipaddress.ip_address(host), f"is_{kind}"))
     except ValueError:  # a name, or `NODE`

@@ -22,7 +22,7 @@ class AwaitedColumns:
 
 
 @contextmanager
-def reported_while_blocked(
+def report_while_blocked(
     on: str, awaited: AwaitedColumns | None = None, *, quiet_s: float = 0.0
 ) -> Iterator[Callable[[], None]]:
     """Report a call that blocks for more than a second.

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from dataplane_core.deadlines import call_within
-from grpo_trainer.actors.blocked import AwaitedColumns, reported_while_blocked
+from grpo_trainer.actors.blocked import AwaitedColumns, report_while_blocked
 from grpo_trainer.errors import TrainerError, WorkerError, first_line
 
 _PROBE_S = 2.0
@@ -129,7 +129,7 @@ class ActorCalls:
         with ExitStack() as stack:
             waiting = {
                 name: stack.enter_context(
-                    reported_while_blocked(f"{name}: {method}", awaited, quiet_s=self._quiet_s)
+                    report_while_blocked(f"{name}: {method}", awaited, quiet_s=self._quiet_s)
                 )
                 for name in calls
             }

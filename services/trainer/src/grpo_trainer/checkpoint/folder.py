@@ -144,7 +144,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def intact_before(checkpoint: Path) -> tuple[Path, list[Path]] | None:
+def previous_intact_checkpoint(checkpoint: Path) -> tuple[Path, list[Path]] | None:
     """Return the newest intact checkpoint before ``checkpoint``, and the checkpoints after it.
 
     The latter include ``checkpoint``. None if no earlier checkpoint is intact.

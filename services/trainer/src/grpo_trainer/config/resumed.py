@@ -86,10 +86,10 @@ def resumed_config(
     raw = copy.deepcopy(dict(saved))
     added = dict(_add_missing(raw, load_config().model_dump(mode="json")))
     ignored = dict(_clear_ignored(raw))
-    before = dict(leaves(raw))
+    before = dict(flatten_keys(raw))
     for override in overrides:
         apply_override(raw, override)
-    after = dict(leaves(raw))
+    after = dict(flatten_keys(raw))
     problems = [
         _problem(key, before.get(key), after.get(key))
         for key in sorted({*before, *after})
@@ -129,12 +129,12 @@ def _clear_ignored(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         grpo["max_logprob_error"] = None
 
 
-def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_keys(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; an empty mapping is a value."""
     for name, value in node.items():
         key = f"{path}{name}"
         if isinstance(value, dict) and value:
-            yield from leaves(value, f"{key}.")
+            yield from flatten_keys(value, f"{key}.")
         else:
             yield key, value
 

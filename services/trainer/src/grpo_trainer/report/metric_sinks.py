@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol  # Any: configurations as plain data
 
 from grpo_trainer.atomic_file import write_atomically
-from grpo_trainer.config.resumed import leaves
+from grpo_trainer.config.resumed import flatten_keys
 from grpo_trainer.errors import ConfigurationError
 
 Status = Literal["finished", "stopped", "failed"]
@@ -100,7 +100,7 @@ class MlflowSink:
             self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         )
         run = self._client.create_run(experiment_id, run_name=self._run.folder.name)
-        parameters = [Param(key, _text(value)) for key, value in leaves(config)]
+        parameters = [Param(key, _text(value)) for key, value in flatten_keys(config)]
         for at in range(0, len(parameters), _MAX_PARAMETERS):
             chunk = parameters[at : at + _MAX_PARAMETERS]
             self._client.log_batch(run.info.run_id, params=chunk)

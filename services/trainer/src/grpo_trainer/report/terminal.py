@@ -91,7 +91,7 @@ class TerminalDisplay(RunDisplay):
 
 
 @contextmanager
-def reported_errors(close: Callable[[], None] = lambda: None) -> Iterator[None]:
+def exit_on_user_error(close: Callable[[], None] = lambda: None) -> Iterator[None]:
     """End a command with one message and exit status 1 for an error that a user can cause or fix.
 
     An interrupt ends it with 130. ``close`` is called first.

@@ -91,7 +91,7 @@ def response_keys(
     return keys
 
 
-def named_version(recorded: str, installed: str) -> str:
+def version_to_report(recorded: str, installed: str) -> str:
     """Return the version to report for a token that was drawn before a crash.
 
     It is the recorded one, or the installed one if the crash lost the recorded weights: the run
@@ -128,7 +128,9 @@ class ResponseJournal:
             begun = self._begun.get(key)
         if begun is None:
             return None
-        return replace(begun, versions=[named_version(each, installed) for each in begun.versions])
+        return replace(
+            begun, versions=[version_to_report(each, installed) for each in begun.versions]
+        )
 
     def next_attempt(self) -> int:
         """Return a number that no other call in this process has."""
@@ -294,7 +296,7 @@ def _begun_responses(position: int, records: Sequence[Place]) -> dict[ResponseKe
         for key, part in _parts(place):
             if part.start == 0:
                 parts[key] = [part]
-            elif parts[key] and _follows(part, parts[key][-1]):
+            elif parts[key] and _continues(part, parts[key][-1]):
                 parts[key].append(part)
     return {
         key: BegunResponse(
@@ -307,7 +309,7 @@ def _begun_responses(position: int, records: Sequence[Place]) -> dict[ResponseKe
     }
 
 
-def _follows(part: _Part, last: _Part) -> bool:
+def _continues(part: _Part, last: _Part) -> bool:
     # Another call may have drawn other tokens for the same response.
     return part.attempt == last.attempt and part.start == last.start + len(last.tokens.token_ids)
 

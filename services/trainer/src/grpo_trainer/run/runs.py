@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any  # Any: metrics of a step
 
-from grpo_trainer.checkpoint.folder import RunState, intact_before, latest_checkpoint, load_state
+from grpo_trainer.checkpoint.folder import (
+    RunState,
+    latest_checkpoint,
+    load_state,
+    previous_intact_checkpoint,
+)
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.config.resumed import ResumedConfig, resumed_config
 from grpo_trainer.errors import CheckpointError, ConfigurationError
@@ -140,7 +145,7 @@ def _resume_point(folder: Path, overrides: Sequence[str]) -> _ResumePoint:
     try:
         state = load_state(checkpoint)
     except CheckpointError as error:
-        before = intact_before(checkpoint)
+        before = previous_intact_checkpoint(checkpoint)
         if before is None:
             raise
         intact, newer = before

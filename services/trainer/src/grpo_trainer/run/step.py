@@ -275,11 +275,11 @@ class GRPOStep:
             **totals.metrics,
         )
         if kept.meta.size < rows:
-            rows = self._short(kept.meta.size, batches)
+            rows = self._size_of_short_step(kept.meta.size, batches)
         report.metrics["groups"] = rows // grpo.num_generations_per_prompt
         return self._drop(kept, torch.arange(kept.meta.size) >= rows, "surplus")
 
-    def _short(self, kept: int, batches: int) -> int:
+    def _size_of_short_step(self, kept: int, batches: int) -> int:
         """Return how many samples to train on if only ``kept`` remain, or raise."""
         policy, grpo = self._config.policy, self._config.grpo
         if grpo.dynamic_sampling.when_short == "raise":

@@ -142,7 +142,7 @@ def run_steps(
             stepper.run(step, report)
             step_s = time.perf_counter() - started
             done = step + 1
-            if _due(done, config.validation.every_steps, config.grpo.num_steps):
+            if _is_due(done, config.validation.every_steps, config.grpo.num_steps):
                 stepper.validate(done, inputs.held_out, report)
             has_kl = config.grpo.kl_coefficient > 0
             record = {"step": done, **report.metrics, "seconds": report.seconds}
@@ -161,7 +161,7 @@ def run_steps(
                 }
             )
             every = config.checkpointing.every_steps
-            saved = _due(done, every, config.grpo.num_steps)
+            saved = _is_due(done, every, config.grpo.num_steps)
             if saved:
                 save(reached)
             # After the checkpoint: the request may arrive while it is written.
@@ -177,7 +177,7 @@ def run_steps(
     return history
 
 
-def _due(done: int, every: int, total: int) -> bool:
+def _is_due(done: int, every: int, total: int) -> bool:
     return every > 0 and (done % every == 0 or done == total)
 
 
