@@ -132,7 +132,7 @@ def test_stopped_controller_fails_clears_but_not_gets_and_claims(
     config["ack_timeout_ms"] = 500
     pid = pid_of(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
     # Else the owner would still be reporting the fixture's put.
-    futures.wait(owner._reporter._waiting, timeout=20)
+    futures.wait(owner._reporter._pending, timeout=20)
     with TQDataPlaneClient(config, bootstrap=False) as client:
         stop_process(pid)
         try:
@@ -160,7 +160,7 @@ def test_failed_report_of_a_put_is_raised_by_the_next_put(owner, partition, conf
         with monkeypatch.context() as patch:
             patch.setattr(client._engine.client.storage_manager, "notify_data_update", refuse)
             client.put_samples(["a"], partition, batch(1))
-            futures.wait(client._reporter._waiting, timeout=20)
+            futures.wait(client._reporter._pending, timeout=20)
         with pytest.raises(UnavailableError, match=r"earlier put .* can be read.*not now"):
             client.put_samples(["b"], partition, batch(1))
         client.put_samples(["c"], partition, batch(1))

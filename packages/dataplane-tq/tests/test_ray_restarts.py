@@ -107,7 +107,7 @@ def test_new_client_works_after_a_ray_restart_and_old_one_fails(start_ray, monke
     assert_unavailable(before)
     assert not ray.is_initialized()
     start_ray()
-    _, unfinished = futures.wait(before._reporter._waiting, timeout=20)
+    _, unfinished = futures.wait(before._reporter._pending, timeout=20)
     assert not unfinished
     assert_unavailable(before)
     after = TQDataPlaneClient(CONFIG)

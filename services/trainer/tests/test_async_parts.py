@@ -176,15 +176,15 @@ def test_simulated_latency_is_spread_over_the_tokens(monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(latency.time, "perf_counter", lambda: now_s)
     simulated = SimulatedLatency(median_s=8.0, sigma=0.0)
-    pace = simulated.pace(0, budgets=[4, 2], begun=[0, 0])
+    pace = simulated.pace(0, budgets=[4, 2], prefix_lengths=[0, 0])
     assert [pace.ahead_s(drawn) for drawn in range(5)] == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert pace.ahead_s() == 8.0
     now_s = 105.0
     assert [pace.ahead_s(drawn) for drawn in (2, 3)] == [0.0, 1.0]
-    continued = simulated.pace(0, budgets=[4, 2], begun=[3, 1])
+    continued = simulated.pace(0, budgets=[4, 2], prefix_lengths=[3, 1])
     assert continued.ahead_s() == 2.0
-    assert simulated.pace(0, budgets=[4], begun=[4]).ahead_s() == 0.0
-    assert simulated.pace(0, budgets=[0], begun=[0]).ahead_s() == 8.0
+    assert simulated.pace(0, budgets=[4], prefix_lengths=[4]).ahead_s() == 0.0
+    assert simulated.pace(0, budgets=[0], prefix_lengths=[0]).ahead_s() == 8.0
 
 
 class Worker:

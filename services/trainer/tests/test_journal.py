@@ -121,7 +121,7 @@ def test_a_foreign_file_is_ignored(tmp_path, content):
     (tmp_path / "other.group.journal").write_bytes(content)
     (tmp_path / "other.response.journal").write_bytes(content)
     assert Journal(tmp_path).find(0) is None
-    assert begun(ResponseJournal(tmp_path), keys(1)) == [None]
+    assert partial_responses(ResponseJournal(tmp_path), keys(1)) == [None]
 
 
 INSTALLED = "weights-9-x"
@@ -133,7 +133,7 @@ def keys(count, position=5, stop_strings=None):
     return response_keys(data, [torch.tensor([1, 2])] * count)
 
 
-def begun(journal, row_keys, installed=INSTALLED):
+def partial_responses(journal, row_keys, installed=INSTALLED):
     return [journal.find(key, installed=installed) for key in row_keys]
 
 
@@ -183,12 +183,12 @@ def test_a_restart_finds_all_recorded_tokens(steps, rotate, is_continued):
     with tempfile.TemporaryDirectory() as name:
         first = ResponseJournal(Path(name))
         record(first, keys(2), steps[:-1] if is_continued else steps, rotate=rotate)
-        before = begun(ResponseJournal(Path(name)), keys(2))
+        before = partial_responses(ResponseJournal(Path(name)), keys(2))
         if is_continued:
             second = CallRecorder(ResponseJournal(Path(name)), keys(2), installed=INSTALLED)
             responses = [drawn(*each) for each in enumerate(steps[-1])]
             second.record(responses, ["weights-7-x"] * 9)
-        after = begun(ResponseJournal(Path(name)), keys(2))
+        after = partial_responses(ResponseJournal(Path(name)), keys(2))
         for row, (earlier, stored) in enumerate(zip(before, after, strict=True)):
             length = steps[-1][row]
             known = [] if earlier is None else earlier.versions
@@ -213,7 +213,7 @@ def test_a_cut_file_keeps_the_responses_until_the_cut(steps, data):
         cut = data.draw(st.integers(0, sizes[-1]))
         path.write_bytes(path.read_bytes()[:cut])
         complete = [lengths for size, lengths in zip(sizes, steps, strict=True) if size <= cut]
-        for row, stored in enumerate(begun(ResponseJournal(Path(name)), keys(2))):
+        for row, stored in enumerate(partial_responses(ResponseJournal(Path(name)), keys(2))):
             length = complete[-1][row] if complete else 0
             assert is_prefix(stored, drawn(row, length))
             assert (0 if stored is None else len(stored.token_ids)) == length
@@ -231,7 +231,7 @@ def test_a_damaged_record_ends_the_response(steps, data):
         if content:
             content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
         path.write_bytes(content)
-        for row, stored in enumerate(begun(ResponseJournal(Path(name)), keys(2))):
+        for row, stored in enumerate(partial_responses(ResponseJournal(Path(name)), keys(2))):
             assert is_prefix(stored, drawn(row, 64))
 
 
@@ -242,7 +242,7 @@ def test_the_tokens_of_two_calls_are_not_mixed(tmp_path):
     other.record([drawn(1, 4)], versions(4))
     late.record([drawn(0, 6)], versions(6))
     other.record([drawn(1, 5)], versions(5))
-    [stored] = begun(ResponseJournal(tmp_path), keys(1))
+    [stored] = partial_responses(ResponseJournal(tmp_path), keys(1))
     assert is_prefix(stored, drawn(1, 5))
     assert len(stored.token_ids) == 5
 
@@ -251,8 +251,8 @@ def test_a_response_belongs_to_its_prompt_input_and_stop_strings(tmp_path):
     record(ResponseJournal(tmp_path), keys(1, stop_strings=[["."]]), [[3]])
     after = ResponseJournal(tmp_path)
     others = [keys(1), keys(1, position=6, stop_strings=[["."]]), keys(2, stop_strings=[["."]] * 2)]
-    assert [begun(after, each)[-1] for each in others] == [None] * 3
-    assert begun(after, keys(1, stop_strings=[["."]])) != [None]
+    assert [partial_responses(after, each)[-1] for each in others] == [None] * 3
+    assert partial_responses(after, keys(1, stop_strings=[["."]])) != [None]
     [other_input] = response_keys({"positions": [5]}, [torch.tensor([1, 2, 3])])
     assert after.find(other_input, installed=INSTALLED) is None
 
@@ -280,4 +280,4 @@ def test_a_checkpoint_removes_responses_to_trained_prompts(tmp_path):
     assert len([*tmp_path.iterdir()]) == 4
     prune(tmp_path, open_files=open_files, untrained=[2])
     assert {path.name for path in tmp_path.iterdir()} == open_files
-    assert begun(ResponseJournal(tmp_path), keys(1, position=2)) != [None]
+    assert partial_responses(ResponseJournal(tmp_path), keys(1, position=2)) != [None]

@@ -161,13 +161,13 @@ def test_a_begun_response_continues_to_the_uninterrupted_one(network, tokenizer,
         )
 
     complete = sample()
-    begun = []
+    prefixes = []
     for response in complete:
-        cut = data.draw(st.none() | st.integers(0, len(response.token_ids)), label="begun")
-        begun.append(
+        cut = data.draw(st.none() | st.integers(0, len(response.token_ids)), label="prefix")
+        prefixes.append(
             None if cut is None else Drawn(response.token_ids[:cut], response.logprobs[:cut])
         )
-    for stored, response in zip(sample(begun=complete), complete, strict=True):
+    for stored, response in zip(sample(prefixes=complete), complete, strict=True):
         assert stored.token_ids.tolist() == response.token_ids.tolist()
         assert stored.truncated is response.truncated
     snapshots = []
@@ -176,10 +176,10 @@ def test_a_begun_response_continues_to_the_uninterrupted_one(network, tokenizer,
         snapshots.append(so_far())
         return False
 
-    again = sample(begun=begun, before_token=before_token)
+    again = sample(prefixes=prefixes, before_token=before_token)
     remaining = [
         len(response.token_ids) - (0 if each is None else len(each.token_ids))
-        for response, each in zip(complete, begun, strict=True)
+        for response, each in zip(complete, prefixes, strict=True)
     ]
     assert len(snapshots) == max(remaining)  # no token is drawn twice
     for row, (response, expected) in enumerate(zip(again, complete, strict=True)):
@@ -195,8 +195,8 @@ def test_a_begun_response_continues_to_the_uninterrupted_one(network, tokenizer,
 
 def test_tokens_after_the_end_of_a_begun_response_are_left_out(network, tokenizer):
     end = tokenizer.eos_token_id
-    begun = Drawn(torch.tensor([5, end, 6]), torch.tensor([-1.0, -2.0, -3.0]))
-    options = {"temperature": 1.0, "begun": [begun]}
+    prefixes = Drawn(torch.tensor([5, end, 6]), torch.tensor([-1.0, -2.0, -3.0]))
+    options = {"temperature": 1.0, "prefixes": [prefixes]}
     [ended] = sample_responses(
         network, tokenizer, [torch.tensor([4])], max_new_tokens=[9], **options
     )

@@ -26,7 +26,7 @@ from dataplane_tq.mirror.engine import FAILURES, Engine
 
 logger = structlog.get_logger("dataplane_tq.mirror")
 
-_MAX_WAITING = 8
+_MAX_PENDING = 8
 _FLUSH_S = 5.0
 # A claim takes two to three times as long during a report. With one report a second, this affects
 # one in fifty claims of a process that claims every 20 ms.
@@ -46,13 +46,13 @@ class Reporter:
         self._link = link
         self._turn = asyncio.Lock()
         self._lock = threading.Lock()
-        self._waiting: deque[futures.Future[None]] = deque()
+        self._pending: deque[futures.Future[None]] = deque()
         self._claims: dict[tuple[str, str], list[str]] = {}
         self._reporting_claims: futures.Future[None] | None = None
         self._flushing = asyncio.Event()
 
     def wait_for_turn(self, what: str) -> None:
-        """Wait until fewer than `_MAX_WAITING` puts are being reported.
+        """Wait until fewer than `_MAX_PENDING` puts are being reported.
 
         Raises:
             UnavailableError: an actor is dead, or the report of an earlier put failed.
@@ -60,12 +60,12 @@ class Reporter:
         """
         while True:
             with self._lock:
-                if not self._waiting:
+                if not self._pending:
                     return
-                oldest = self._waiting[0]
+                oldest = self._pending[0]
                 if oldest.done():
-                    self._waiting.popleft()
-                elif len(self._waiting) < _MAX_WAITING:
+                    self._pending.popleft()
+                elif len(self._pending) < _MAX_PENDING:
                     return
             try:
                 self._engine.wait(what, oldest, cancel=False)
@@ -96,7 +96,7 @@ class Reporter:
         ids = list(sample_ids)  # the caller may change its meta's list
         entry = rows.enter, self._engine.client, ids, partition_id, tags, orphans, list(fields)
         with self._lock:
-            self._waiting.append(
+            self._pending.append(
                 self._engine.submit(self._report_put, session, partition_id, *entry)
             )
 
@@ -173,10 +173,10 @@ class Reporter:
     def _flush(self, timeout_s: float) -> None:
         with self._lock:
             waiting = [
-                *self._waiting,
+                *self._pending,
                 *([self._reporting_claims] if self._reporting_claims else []),
             ]
-            self._waiting.clear()
+            self._pending.clear()
         if not waiting:
             return
         try:

@@ -26,17 +26,17 @@ class SimulatedLatency:
         draw = random.Random(seed).gauss  # noqa: S311  # not for secrets
         return self.median_s * math.exp(self.sigma * max(draw(0.0, 1.0) for _ in range(rows)))
 
-    def pace(self, seed: int, budgets: Sequence[int], begun: Sequence[int]) -> Pace:
+    def pace(self, seed: int, budgets: Sequence[int], prefix_lengths: Sequence[int]) -> Pace:
         """Return the pace of the slowest response of a call that begins now.
 
         Args:
             seed: seed of the call.
             budgets: maximum tokens of each response.
-            begun: number of tokens that each response has already; they take no time.
+            prefix_lengths: number of tokens that each response has already; they take no time.
         """
-        tokens = max(budget - n for budget, n in zip(budgets, begun, strict=True))
+        tokens = max(budget - n for budget, n in zip(budgets, prefix_lengths, strict=True))
         longest_s = self.longest_s(seed, len(budgets))
-        return Pace(longest_s * tokens / max(budgets) if any(begun) else longest_s, tokens)
+        return Pace(longest_s * tokens / max(budgets) if any(prefix_lengths) else longest_s, tokens)
 
 
 class Pace:

@@ -85,7 +85,7 @@ class StreamingGeneration(RayGeneration):
 
     @contextmanager
     def recorded(self, prompts: Mapping[int, Sequence[int]]) -> Iterator[JournalUse]:
-        """Let the worker record the responses that this thread requests, and continue begun ones.
+        """Let the worker record the responses that this thread requests, and continue partial ones.
 
         ``prompts`` has the tokens of each prompt by its position in the stream.
         """

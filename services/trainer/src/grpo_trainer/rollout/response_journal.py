@@ -62,7 +62,7 @@ class ResponseKey:
 
 
 @dataclass(frozen=True)
-class BegunResponse(Drawn):
+class PartialResponse(Drawn):
     """Tokens that an earlier part of the run recorded, with the weight version of each."""
 
     versions: list[str]
@@ -111,25 +111,27 @@ class ResponseJournal:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._begun: dict[ResponseKey, BegunResponse] = {}
+        self._partial: dict[ResponseKey, PartialResponse] = {}
         self._unread: dict[int, list[Place]] = defaultdict(list)
         for place in places(folder, KIND):
             self._unread[place.position].append(place)
         self._file = JournalFile(folder, KIND)
         self._attempts = itertools.count()
 
-    def find(self, key: ResponseKey, *, installed: str) -> BegunResponse | None:
+    def find(self, key: ResponseKey, *, installed: str) -> PartialResponse | None:
         """Return the intact beginning of a response; None if nothing of it was recorded.
 
         ``installed`` is the version of the installed weights.
         """
         with self._lock:
-            self._begun |= _begun_responses(key.position, self._unread.pop(key.position, []))
-            begun = self._begun.get(key)
-        if begun is None:
+            self._partial |= _read_partial_responses(
+                key.position, self._unread.pop(key.position, [])
+            )
+            partial = self._partial.get(key)
+        if partial is None:
             return None
         return replace(
-            begun, versions=[version_to_report(each, installed) for each in begun.versions]
+            partial, versions=[version_to_report(each, installed) for each in partial.versions]
         )
 
     def next_attempt(self) -> int:
@@ -192,7 +194,7 @@ class CallRecorder:
         installed: version of the installed weights.
 
     Attributes:
-        begun: recorded beginning of each row's response, None for those without.
+        partial: recorded beginning of each row's response, None for those without.
         seconds: time spent on the journal.
     """
 
@@ -202,13 +204,13 @@ class CallRecorder:
         began = time.perf_counter()
         self._journal = journal
         self._rows: dict[int, _Row] = {}
-        self.begun: list[BegunResponse | None] = [None] * len(keys)
+        self.partial: list[PartialResponse | None] = [None] * len(keys)
         if journal is not None:
             self._attempt = journal.next_attempt()
             for number, key in enumerate(keys):
                 if key is not None:
-                    begun = self.begun[number] = journal.find(key, installed=installed)
-                    self._rows[number] = _Row(key, [] if begun is None else begun.versions)
+                    partial = self.partial[number] = journal.find(key, installed=installed)
+                    self._rows[number] = _Row(key, [] if partial is None else partial.versions)
         self._due_s = time.monotonic() + RECORD_EVERY_S
         self.seconds = time.perf_counter() - began
 
@@ -219,15 +221,15 @@ class CallRecorder:
         Without it, a token could be drawn with the random numbers that drew an earlier token of the
         response, before the crash.
         """
-        tokens = [None if each is None else each.token_ids.tolist() for each in self.begun]
+        tokens = [None if each is None else each.token_ids.tolist() for each in self.partial]
         return f" after {tokens}" if any(tokens) else ""
 
     def continued_tokens(self, responses: Sequence[Drawn]) -> int:
         """Return how many tokens of the call's responses were recorded before the call."""
         return sum(
-            min(len(begun.token_ids), len(response.token_ids))
-            for begun, response in zip(self.begun, responses, strict=True)
-            if begun is not None
+            min(len(partial.token_ids), len(response.token_ids))
+            for partial, response in zip(self.partial, responses, strict=True)
+            if partial is not None
         )
 
     def record_if_due(self, so_far: SoFar, versions: list[str]) -> None:
@@ -262,22 +264,24 @@ class _Row:
 
     Attributes:
         key: its identity.
-        begun_versions: weight version of each token that an earlier part of the run drew.
+        prefix_versions: weight version of each token that an earlier part of the run drew.
         file: name of the file that has its first ``recorded`` tokens.
     """
 
     key: ResponseKey
-    begun_versions: list[str]
+    prefix_versions: list[str]
     file: str = ""
     recorded: int = 0
 
     def __post_init__(self) -> None:
-        self.recorded = len(self.begun_versions)  # in a file of an earlier part of the run
+        self.recorded = len(self.prefix_versions)  # in a file of an earlier part of the run
 
     def versions(self, start: int, end: int, drawn: list[str]) -> list[str]:
-        """Return the versions of tokens ``start`` to ``end``: the begun ones, then ``drawn``."""
-        before = len(self.begun_versions)
-        return self.begun_versions[start:end] + drawn[max(0, start - before) : max(0, end - before)]
+        """Return the versions of tokens ``start`` to ``end``: the prefix, then ``drawn``."""
+        before = len(self.prefix_versions)
+        return (
+            self.prefix_versions[start:end] + drawn[max(0, start - before) : max(0, end - before)]
+        )
 
 
 @dataclass(frozen=True)
@@ -286,10 +290,12 @@ class _Part:
 
     attempt: tuple[Path, int]
     start: int
-    tokens: BegunResponse
+    tokens: PartialResponse
 
 
-def _begun_responses(position: int, records: Sequence[Place]) -> dict[ResponseKey, BegunResponse]:
+def _read_partial_responses(
+    position: int, records: Sequence[Place]
+) -> dict[ResponseKey, PartialResponse]:
     """Return the intact beginnings of the responses at ``position``, from records in order."""
     parts: dict[ResponseKey, list[_Part]] = defaultdict(list)
     for place in records:
@@ -299,7 +305,7 @@ def _begun_responses(position: int, records: Sequence[Place]) -> dict[ResponseKe
             elif parts[key] and _continues(part, parts[key][-1]):
                 parts[key].append(part)
     return {
-        key: BegunResponse(
+        key: PartialResponse(
             torch.cat([part.tokens.token_ids for part in each]),
             torch.cat([part.tokens.logprobs for part in each]),
             [version for part in each for version in part.tokens.versions],
@@ -326,7 +332,7 @@ def _parts(place: Place) -> Iterator[tuple[ResponseKey, _Part]]:
             _Part(
                 (place.path, facts["attempt"]),
                 facts["start"],
-                BegunResponse(
+                PartialResponse(
                     record.columns[_TOKENS][begin:end].long(),
                     record.columns[_LOGPROBS][begin:end],
                     [version for version, count in facts["versions"] for _ in range(count)],

@@ -51,7 +51,7 @@ def sample_responses(
     temperature: float,
     greedy: bool = False,
     stop_strings: Sequence[Sequence[str] | None] | None = None,
-    begun: Sequence[Drawn | None] | None = None,
+    prefixes: Sequence[Drawn | None] | None = None,
     generator: torch.Generator | None = None,
     before_token: Callable[[SoFar], bool] = lambda so_far: False,
 ) -> list[Response]:
@@ -67,7 +67,7 @@ def sample_responses(
         stop_strings: strings per row, none of them empty. A response ends with the token that
             completes one of them in its text, special tokens included. All text of that token
             stays, even after the stop string.
-        begun: tokens per row with which its response begins; None for none. They count in its
+        prefixes: tokens per row with which its response begins; None for none. They count in its
             budget, and the response may end with one of them. Those after its end are left out.
         generator: source of randomness; the model's device must be the generator's.
         before_token: called before each token with a function that returns the tokens of each row
@@ -90,7 +90,7 @@ def sample_responses(
     starts = [
         _start(each, budget, end, searches.get(i))
         for i, (each, budget) in enumerate(
-            zip(begun or [None] * len(rows), max_new_tokens, strict=True)
+            zip(prefixes or [None] * len(rows), max_new_tokens, strict=True)
         )
     ]
     rows = [torch.cat([row, start.token_ids]) for row, start in zip(rows, starts, strict=True)]
@@ -162,14 +162,14 @@ def sample_responses(
     ]
 
 
-def _start(begun: Drawn | None, budget: int, end: int, search: StopSearch | None) -> Response:
+def _start(prefix: Drawn | None, budget: int, end: int, search: StopSearch | None) -> Response:
     """Return the beginning of a response; it is truncated unless it is finished."""
-    if begun is None:
+    if prefix is None:
         return Response(torch.zeros(0, dtype=torch.int64), torch.zeros(0), truncated=True)
-    for n, token in enumerate(begun.token_ids[:budget].tolist(), start=1):
+    for n, token in enumerate(prefix.token_ids[:budget].tolist(), start=1):
         if token == end or (search is not None and search.add(token)):
-            return Response(begun.token_ids[:n], begun.logprobs[:n], truncated=False)
-    return Response(begun.token_ids[:budget], begun.logprobs[:budget], truncated=True)
+            return Response(prefix.token_ids[:n], prefix.logprobs[:n], truncated=False)
+    return Response(prefix.token_ids[:budget], prefix.logprobs[:budget], truncated=True)
 
 
 def _at_stop_string(

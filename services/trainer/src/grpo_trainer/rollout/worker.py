@@ -136,12 +136,12 @@ class GenerationWorker(RunActor):
             response_keys(data, rows) if is_recorded else [None] * len(rows),
             installed=self._version,
         )
-        begun = recorder.begun
+        prefixes = recorder.partial
         seed = call_seed(self._seed, self._stream + recorder.stream, call)
         pace: Pace | None = None
         if self._latency is not None:
-            begun_lengths = [0 if each is None else len(each.token_ids) for each in begun]
-            pace = self._latency.pace(seed, budgets, begun_lengths)
+            prefix_lengths = [0 if each is None else len(each.token_ids) for each in prefixes]
+            pace = self._latency.pace(seed, budgets, prefix_lengths)
 
         def before_token(so_far: SoFar) -> bool:
             ahead_s = pace.ahead_s(len(versions)) if pace is not None else 0.0
@@ -165,14 +165,14 @@ class GenerationWorker(RunActor):
                 temperature=self._temperature,
                 greedy=greedy,
                 stop_strings=data.get("stop_strings"),
-                begun=begun,
+                prefixes=prefixes,
                 generator=torch.Generator(self._device).manual_seed(seed),
                 before_token=before_token,
             )
             if not self._partial_rollouts:  # the weights stay until the response is finished
                 _await(pace)
         recorder.record(responses, versions)
-        if versions or not any(begun):  # not if all responses were finished before the call
+        if versions or not any(prefixes):  # not if all responses were finished before the call
             _await(pace)
         totals = [
             length + len(response.token_ids)
@@ -199,7 +199,7 @@ class GenerationWorker(RunActor):
         if self._asynchronous:
             output["weight_versions"] = [
                 version_spans([*([] if each is None else each.versions), *versions][:length])
-                for each, length in zip(begun, generated, strict=True)
+                for each, length in zip(prefixes, generated, strict=True)
             ]
         if POSITIONS in data:
             output[JOURNAL] = {"continued_tokens": continued, "seconds": recorder.seconds}
