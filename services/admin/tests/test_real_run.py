@@ -20,7 +20,7 @@ from dataplane_core import InMemoryDataPlaneClient, telemetry
 from observability import InstrumentedDataPlaneClient, emit, record_trained
 from observability.records import Records, decode_logs, decode_traces
 from observability.setup import setup
-from observability.views import critical_path, life_of, steps_of, why
+from observability.views import critical_path, lineage_of, steps_of, why
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_real_run_looks_the_same_in_the_views(job, collector):
         ]
     for sample_id in ("s0-0", "s2-3"):
         hops = job.get("sample", id=sample_id)["hops"]
-        expected = [(hop.name, hop.time_ns) for hop in life_of(sample_id, everything)]
+        expected = [(hop.name, hop.time_ns) for hop in lineage_of(sample_id, everything)]
         assert [(hop["name"], hop["time_ns"]) for hop in hops] == expected
     [expected] = why(everything, 1 << 62)
     [wait] = job.get("why")

@@ -22,7 +22,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from dataplane_core import PartitionSummary
     from observability.records import Process, Records
-    from observability.views import Hop, Step, Wait
+    from observability.views import LineageEvent, Step, Wait
 
 EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for wrong usage."
 
@@ -175,13 +175,13 @@ def sample(sample_id: str, recording: Path, *, as_json: bool = False) -> None:
     from observability import views
 
     try:
-        hops = views.life_of(sample_id, _read(recording))
+        lineage = views.lineage_of(sample_id, _read(recording))
     except views.SampleNotFound as error:
         raise CommandError(str(error)) from None
     if as_json:
-        _print_json({"sample_id": sample_id, "hops": [_hop_json(hop) for hop in hops]})
+        _print_json({"sample_id": sample_id, "hops": [_event_json(event) for event in lineage]})
     else:
-        views.print_view(views.lineage_view(sample_id, hops), Console())
+        views.print_view(views.lineage_view(sample_id, lineage), Console())
 
 
 def steps_in(records: Records, *, number: int | None = None) -> list[Step]:
@@ -287,9 +287,9 @@ def _wait_json(wait: Wait) -> dict[str, Any]:
     }
 
 
-def _hop_json(hop: Hop) -> dict[str, Any]:
-    facts = {each.name: getattr(hop, each.name) for each in fields(hop)}
-    return {**facts, "process": _process_json(hop.process)}
+def _event_json(event: LineageEvent) -> dict[str, Any]:
+    facts = {each.name: getattr(event, each.name) for each in fields(event)}
+    return {**facts, "process": _process_json(event.process)}
 
 
 def _step_json(step: Step) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def _step_json(step: Step) -> dict[str, Any]:
         "seconds": step.seconds,
         "spans": len(step.spans),
         "incomplete": step.incomplete,
-        "clocks_ahead_ns": dict(step.clocks),
+        "clocks_ahead_ns": dict(step.clock_offsets),
         "processes": [
             {
                 "label": each.label,

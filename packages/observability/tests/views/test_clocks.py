@@ -10,7 +10,7 @@ from made_up_runs import BEGIN, DRIVER, GENERATION, POLICIES, ROLLOUT, TraceMake
 from rich.console import Console
 
 from observability.records import Records
-from observability.views import critical_path, life_of, page_of, step_view, steps_of
+from observability.views import critical_path, lineage_of, page_of, step_view, steps_of
 
 HOSTS = ("node-b", "node-c")
 MIN_NS = 1_000_000
@@ -38,7 +38,7 @@ def step_of(records):
 
 
 def clocks_of(*spans):
-    return step_of(Records(spans=list(spans))).clocks
+    return step_of(Records(spans=list(spans))).clock_offsets
 
 
 @settings(max_examples=50)
@@ -49,7 +49,7 @@ def test_every_call_is_within_its_caller_whatever_the_clocks(ahead):
         for called in step.children(span.span_id):
             assert span.start_ns - MIN_NS < called.start_ns
             assert called.end_ns < span.end_ns + MIN_NS
-    for host, by in step.clocks.items():
+    for host, by in step.clock_offsets.items():
         # The correction never exceeds the true error, and never has the wrong sign.
         assert 0 < abs(by) <= abs(ahead[host])
         assert (by > 0) == (ahead[host] > 0)
@@ -71,7 +71,7 @@ def test_clocks_that_may_be_right_are_left_alone():
     for ahead in ({}, {"node-b": 9_000_000}, {"node-c": -9_000_000}):
         records = skewed(grpo_step(), ahead)
         step = step_of(records)
-        assert step.clocks == {}
+        assert step.clock_offsets == {}
         assert step.clock_notes == []
         assert {span.start_ns for span in step.spans} == {s.start_ns for s in records.spans}
 
@@ -85,11 +85,11 @@ def test_events_are_moved_with_the_spans_of_their_host():
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
-def test_the_life_of_a_sample_has_its_order_though_clocks_disagree(seconds):
+def test_the_lineage_of_a_sample_has_its_order_though_clocks_disagree(seconds):
     records = grpo_step()
     sample_id = next(e for e in records.events if e.name == "put").sample_ids[0]
-    names = [hop.name for hop in life_of(sample_id, records)]
-    result = life_of(sample_id, skewed(records, {"node-c": seconds * 10**9}))
+    names = [hop.name for hop in lineage_of(sample_id, records)]
+    result = lineage_of(sample_id, skewed(records, {"node-c": seconds * 10**9}))
     assert [hop.name for hop in result] == names
     assert all(0 <= hop.seconds < 10 for hop in result)
 
@@ -146,11 +146,11 @@ def test_a_trace_with_too_many_wrong_clocks_is_not_corrected():
 def test_clocks_are_not_judged_without_root_or_host_name():
     maker = TraceMaker()
     maker.span("generate", GENERATION, 5, 6, "0" * 16)
-    assert step_of(maker.records).clocks == {}
+    assert step_of(maker.records).clock_offsets == {}
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, 1)
     maker.span("generate", replace(ROLLOUT, host=""), 5, 6, root)
-    assert step_of(maker.records).clocks == {}
+    assert step_of(maker.records).clock_offsets == {}
 
 
 def test_a_correction_is_shown_on_terminal_and_page():

@@ -30,9 +30,10 @@ def test_segments_tile_the_root_in_any_order_of_arrival(records):
         assert (path[0].start_ns, path[-1].end_ns) == (step.start_ns, step.end_ns)
     assert all(item.end_ns == two.start_ns for item, two in pairwise(path))
     for item in path:
-        line = step.tree.line(item.span.span_id)
-        assert line[-1] is step.root
-        assert all(above.start_ns <= item.start_ns < item.end_ns <= above.end_ns for above in line)
+        ancestry = step.tree.ancestry(item.span.span_id)
+        assert ancestry[-1] is step.root
+        for span in ancestry:
+            assert span.start_ns <= item.start_ns < item.end_ns <= span.end_ns
     backwards = type(records)(spans=records.spans[::-1])
     assert segments(records) == segments(backwards)
 

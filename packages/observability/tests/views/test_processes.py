@@ -28,8 +28,8 @@ def bucket_at(step, process, second):
     inside = [span for span in own if span.start_ns <= at < span.end_ns]
     outer = set()  # spans that contain a span with a bucket
     for span in inside:
-        above = step.tree.line(span.span_id)[1:]
-        outer |= {next((up.span_id for up in above if up in own), None)}
+        ancestors = step.tree.ancestry(span.span_id)[1:]
+        outer |= {next((ancestor.span_id for ancestor in ancestors if ancestor in own), None)}
     options = {bucket_of(span) for span in inside if span.span_id not in outer}
     return next((bucket for bucket in BUCKETS if bucket in options), None)
 

@@ -291,8 +291,8 @@ def test_rings_of_parents_are_cut_at_their_earliest_span():
     tail = maker.span("tail", DRIVER, 0, 1, first)
     alone = maker.span("its own parent", DRIVER, 9, 9, f"{5:08x}{0:08x}")
     step = only(maker.records)
-    assert [span.name for span in step.tree.line(tail.span_id)] == ["tail", "first"]
-    assert step.tree.line(alone.span_id) == [alone]
+    assert [span.name for span in step.tree.ancestry(tail.span_id)] == ["tail", "first"]
+    assert step.tree.ancestry(alone.span_id) == [alone]
     assert {span.name for span in step.children(first.span_id)} == {"second", "tail"}
     assert step.children(third.span_id) == ()
     assert step.incomplete[1:] == [

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from observability.records import Records
 from observability.views import (
-    life_of,
+    lineage_of,
     lineage_view,
     printable,
     step_view,
@@ -177,7 +177,7 @@ def test_any_tree_can_be_shown(records):
 def test_a_life_is_a_table():
     records = grpo_step(policies=1)
     sample_id = sample_ids()[0]
-    text = shown(lineage_view(sample_id, life_of(sample_id, records)))
+    text = shown(lineage_view(sample_id, lineage_of(sample_id, records)))
     assert f"sample {sample_id}" in text
     (line,) = [line for line in text.splitlines() if "trained" in line]
     assert line.split()[:8] == ["4.52", "s", "trained", "grpo.policy", "0", "train", "0", "1"]
@@ -205,7 +205,7 @@ def test_markup_and_escapes_in_names_are_printed_literally(hostile):
     maker.event("waiting", process, 1, [], **options)
     records = maker.records
     plain = shown(step_view(step_of(records)))
-    plain += shown(lineage_view(hostile, life_of(hostile, records)))
+    plain += shown(lineage_view(hostile, lineage_of(hostile, records)))
     plain += shown(waits_view(why(records, ns(2))))
     assert all(line.isprintable() for line in plain.split("\n"))
     colored = shown(step_view(step_of(records)), color_system="standard")

@@ -19,7 +19,7 @@ from observability.records import (
 from observability.views import (
     chrome_trace,
     critical_path,
-    life_of,
+    lineage_of,
     page_of,
     process_times,
     steps_of,
@@ -91,7 +91,7 @@ def test_clocks_are_not_judged_by_times_that_were_not_reported():
     caller = request((b"r", b"", BEGIN, END), resource=[("host.name", "a")])
     for start_ns, end_ns in ((BEGIN, 0), (0, END), (0, 0)):
         called = request((b"c", b"r", start_ns, end_ns), resource=[("host.name", "b")])
-        assert step(caller, called).clocks == {}
+        assert step(caller, called).clock_offsets == {}
 
 
 TIMES = st.sampled_from([0, 1, BEGIN, END, 2**63 - 1, 2**63, 2**64 - 1])
@@ -125,9 +125,9 @@ def log(*records):
 
 
 def test_an_event_without_a_time_takes_that_of_the_one_before_it():
-    hops = life_of("a", log(("put", BEGIN, b""), ("claimed", 0, b""), ("trained", END, b"")))
+    hops = lineage_of("a", log(("put", BEGIN, b""), ("claimed", 0, b""), ("trained", END, b"")))
     assert [hop.seconds for hop in hops] == [0.0, 0.0, 4.0]
-    hops = life_of("a", log(("put", 0, b""), ("trained", END, b"")))
+    hops = lineage_of("a", log(("put", 0, b""), ("trained", END, b"")))
     assert [hop.seconds for hop in hops] == [0.0, 0.0]
 
 
@@ -137,7 +137,7 @@ def test_an_event_without_a_time_that_is_sent_again_is_one_hop():
         for at in (BEGIN, END)
         for event in log(("put", 0, b""), ("claimed", 0, b"")).events
     ]
-    hops = life_of("a", Records([], received))
+    hops = lineage_of("a", Records([], received))
     assert [(hop.name, hop.seconds) for hop in hops] == [("put", 0.0), ("claimed", 0.0)]
 
 

@@ -260,7 +260,7 @@ def test_a_cleared_partition_does_not_exist():
     maker = stuck()
     maker.event("cleared", DRIVER, 7, [])
     (wait,) = why(maker.records, ns(9))
-    assert not wait.known
+    assert not wait.partition_exists
     assert str(wait).endswith("with advantages: the partition does not exist")
 
 
@@ -321,7 +321,7 @@ def test_assigned_samples_are_neither_ready_nor_claimed():
 def test_live_numbers_are_used_without_events():
     records = stuck().records
     records.events = [event for event in records.events if event.name == "waiting"]
-    assert not why(records, ns(9))[0].known
+    assert not why(records, ns(9))[0].partition_exists
     (wait,) = why(records, ns(9), [live()])
     assert wait.lacks == {"advantages": Lack(200)}
     assert "200 of 500 lack advantages; 50 ready" in str(wait)

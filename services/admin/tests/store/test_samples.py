@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from observability.records import Records, decode_logs, decode_traces
-from observability.views import life_of, steps_of
+from observability.views import lineage_of, steps_of
 
 TRAINED = 100
 numbers = itertools.count()
@@ -86,7 +86,7 @@ def test_a_sample_lifecycle_matches_the_views_of_all_events(job, otlp):
         job.send(log)
     for sample_id in ("a", "b"):
         hops = job.get("sample", id=sample_id)["hops"]
-        expected = life_of(sample_id, everything)
+        expected = lineage_of(sample_id, everything)
         assert len(hops) == len(expected) > 1
         for hop, wanted in zip(hops, expected, strict=True):
             for name in ("name", "time_ns", "partition", "task", "stage", "span_id", "seconds"):

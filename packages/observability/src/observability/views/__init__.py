@@ -1,13 +1,13 @@
 """Views of a run: steps, critical paths, bubbles, lineages of samples, waits.
 
-All of them read `observability.records.Records`, during a run or afterwards. They need the extra
-``observability[views]``.
+They are derived from `observability.records.Records`, during a run or afterwards. They need the
+extra ``observability[views]``.
 """
 
 from observability.views.critical_path import Segment, critical_path
 from observability.views.figures import StageBytes, Waste, bytes_by_stage, slowest, waste
 from observability.views.html import page_of, write_page
-from observability.views.lineage import Hop, SampleNotFound, life_of
+from observability.views.lineage import LineageEvent, SampleNotFound, lineage_of
 from observability.views.perfetto import chrome_trace, write_perfetto
 from observability.views.printable import printable
 from observability.views.processes import ProcessTime, bucket_seconds, process_times
@@ -17,8 +17,8 @@ from observability.views.tree import Tree
 from observability.views.why import Lack, Wait, why
 
 __all__ = [
-    "Hop",
     "Lack",
+    "LineageEvent",
     "ProcessTime",
     "SampleNotFound",
     "Segment",
@@ -32,7 +32,7 @@ __all__ = [
     "bytes_by_stage",
     "chrome_trace",
     "critical_path",
-    "life_of",
+    "lineage_of",
     "lineage_view",
     "page_of",
     "print_view",

@@ -1,9 +1,12 @@
-"""Order of events whose senders' clocks disagree, by the receiver's clock.
+"""Correction of event times by their times of receipt, if the clocks of senders disagree.
 
-An event arrives some seconds after its time: processes export at intervals, and retry. A clock is
-wrong if its events arrive before their time, or much later than those of other clocks. If any clock
-is wrong, the times of all clocks are shifted: in each group of clocks that agree, the least delayed
-event is placed at its time of arrival. Events of one clock keep their order.
+The delay of an event is its time of receipt minus its own time. With a correct clock, it is some
+seconds: processes export at intervals, and retry. A clock is wrong if its events are received long
+before their own time, or with a much larger delay than events of other clocks.
+
+If any clock is wrong, the times of all clocks are shifted. Clocks with similar delays form a group
+and get the same shift. It moves the event with the smallest delay of the group to its time of
+receipt. So events of one clock keep their order.
 """
 
 from __future__ import annotations
@@ -11,21 +14,23 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 MAX_DELAY_NS = 30_000_000_000
-"""Maximum difference of delays between correct clocks: export intervals and retries."""
+"""Maximum difference between the smallest delays of correct clocks.
+
+Export intervals and retries cause such differences.
+"""
 
 _MAX_AHEAD_NS = 5_000_000_000
-"""Maximum time by which events of a correct clock may arrive before their time."""
+"""Maximum time by which events of a correct clock may be received before their own time."""
 
 
 def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, int]:
-    """Return the offset to add to the times of each clock so that they are comparable.
+    """Return the nanoseconds to add to the times of each clock so that they are comparable.
 
     Args:
         times: clock, time by that clock, and time of receipt (0 if unknown) of each event.
 
     Returns:
-        Clock to nanoseconds. Clocks whose events arrive with similar delays agree and have the same
-        offset.
+        Clock to shift; empty if all clocks agree.
     """
     delays: dict[Hashable, int] = {}
     for clock, time_ns, received_ns in times:
@@ -33,14 +38,14 @@ def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, i
             delay = received_ns - time_ns
             delays[clock] = min(delay, delays.get(clock, delay))
     shifts: dict[Hashable, int] = {}
-    base: int | None = None
-    # Clocks with similar delays form a group, and all of them get its least delay. A new group
-    # begins after clocks that are ahead, and where a delay is too large for the group.
-    for clock, delay in sorted(delays.items(), key=lambda each: each[1]):
-        is_ahead = base is not None and base < -_MAX_AHEAD_NS <= delay
-        if base is None or is_ahead or delay - base > MAX_DELAY_NS:
-            base = delay
-        shifts[clock] = base
+    group_delay: int | None = None  # the smallest delay of the current group
+    for clock, delay in sorted(delays.items(), key=lambda item: item[1]):
+        # A clock starts a new group if its delay is too large for the current one, or if it is
+        # correct and the clocks of the current group are ahead.
+        is_first_correct = group_delay is not None and group_delay < -_MAX_AHEAD_NS <= delay
+        if group_delay is None or is_first_correct or delay - group_delay > MAX_DELAY_NS:
+            group_delay = delay
+        shifts[clock] = group_delay
     if len(set(shifts.values())) < 2:
         return {}
     return shifts

@@ -9,9 +9,12 @@ from observability.records import Attributes, Span
 
 
 def integer(attributes: Attributes, name: str) -> int | None:
-    """Return an integer, also one in decimal text (baggage is text); else None."""
+    """Return an integer; None if there is none.
+
+    It may be in decimal text, since baggage is text.
+    """
     value = attributes.get(name)
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # a bool is an int in Python
         return None
     if isinstance(value, int):
         return value
@@ -21,7 +24,7 @@ def integer(attributes: Attributes, name: str) -> int | None:
 
 
 def count(attributes: Attributes, name: str) -> int:
-    """Return a number of bytes or samples: an integer of at least 0; 0 if there is none."""
+    """Return a number of bytes or samples, never negative; 0 if there is none."""
     return max(0, integer(attributes, name) or 0)
 
 
@@ -40,5 +43,5 @@ def names(attributes: Attributes, name: str) -> tuple[str, ...]:
 
 
 def bucket(span: Span) -> str | None:
-    """Return ``rl.bucket`` of a span; None if it only groups others."""
+    """Return ``rl.bucket`` of a span; None if it has none, because it only groups others."""
     return text(span.attributes, "rl.bucket") or None

@@ -1,9 +1,15 @@
-"""The critical path of a step: the path through its tree that fills the time of the root.
+"""The critical path of a step: for each moment of the root, the span that delayed its end.
 
-The walk goes backwards. From the end of a span it follows the child that ended last. From the start
-of that child it continues with the child that ended last before that moment. The time in between
-belongs to the span. A child that was still running at that moment is skipped: its end delayed
-nothing there.
+The path is derived backwards. From the end of a span it enters the child that ended last. From the
+start of that child it continues with the child that ended last before that moment. The time between
+two such children belongs to the span itself. A child that was still running at that moment is
+skipped, because its end did not delay what followed:
+
+    span     [---------------------------]
+    a         [-----]
+    b               [--------]                skipped: it was running when c started
+    c                    [------------]
+    path     |span|a|span|   c        |span|
 """
 
 from __future__ import annotations
@@ -16,12 +22,12 @@ from observability.views.steps import Step
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of the critical path.
+    """A segment of the critical path: an interval of a span.
 
     Attributes:
-        span: the span that ran.
-        start_ns: nanoseconds since 1970, within the root.
-        end_ns: as ``start_ns``.
+        span: the span.
+        start_ns: start of the interval in nanoseconds since 1970, within the root.
+        end_ns: end of the interval in nanoseconds since 1970, within the root.
     """
 
     span: Span
@@ -37,38 +43,43 @@ class Segment:
 def critical_path(step: Step) -> list[Segment]:
     """Return the segments of the critical path in time order.
 
-    They tile the root's interval: each begins where the previous one ended. Children are clipped to
-    their parents, so clocks that disagree between hosts do no harm. The path is empty if the step
+    Each segment begins where the previous one ended, and together they cover the root. Children are
+    clipped to their parents, so the path is valid even if clocks disagree. It is empty if the step
     has no root or the root has no duration.
     """
     if step.root is None:
         return []
     segments: list[Segment] = []
-    # Parts still to walk, latest on top; the flag marks the span's own time between children.
-    waiting: list[tuple[Segment, bool]] = [
+    # A stack of intervals, the latest on top. A final interval is a segment of the path. Any other
+    # one is still to be divided among its span and the children.
+    pending: list[tuple[Segment, bool]] = [
         (Segment(step.root, step.start_ns, step.end_ns), False),
     ]
-    while waiting:
-        part, own = waiting.pop()
-        if part.start_ns >= part.end_ns:
+    while pending:
+        segment, is_final = pending.pop()
+        if segment.start_ns >= segment.end_ns:
             continue
-        if own:
-            segments.append(part)
+        if is_final:
+            segments.append(segment)
         else:
-            waiting += reversed(_backwards(step, part))
+            pending += reversed(_divide(step, segment))
     segments.reverse()
     return segments
 
 
-def _backwards(step: Step, part: Segment) -> list[tuple[Segment, bool]]:
-    """Return the children that delayed a span and the gaps between them, latest first."""
-    inside = [
-        Segment(child, max(child.start_ns, part.start_ns), min(child.end_ns, part.end_ns))
-        for child in step.children(part.span.span_id)
+def _divide(step: Step, segment: Segment) -> list[tuple[Segment, bool]]:
+    """Divide an interval of a span among the span and the children on the critical path.
+
+    Returns:
+        Intervals, latest first, each with a flag: True for the span itself, False for a child.
+    """
+    children = [
+        Segment(child, max(child.start_ns, segment.start_ns), min(child.end_ns, segment.end_ns))
+        for child in step.children(segment.span.span_id)
     ]
     # Of children clipped to the same end, the one whose span ended last delayed the parent. The id
     # makes the order independent of the order of arrival.
-    inside.sort(
+    children.sort(
         key=lambda child: (
             child.end_ns,
             child.span.end_ns,
@@ -78,12 +89,12 @@ def _backwards(step: Step, part: Segment) -> list[tuple[Segment, bool]]:
         ),
         reverse=True,
     )
-    parts: list[tuple[Segment, bool]] = []
-    moment = part.end_ns
-    for child in inside:
+    intervals: list[tuple[Segment, bool]] = []
+    moment = segment.end_ns
+    for child in children:
         if child.start_ns < child.end_ns <= moment:
-            parts.append((Segment(part.span, child.end_ns, moment), True))
-            parts.append((child, False))
+            intervals.append((Segment(segment.span, child.end_ns, moment), True))
+            intervals.append((child, False))
             moment = child.start_ns
-    parts.append((Segment(part.span, part.start_ns, moment), True))
-    return parts
+    intervals.append((Segment(segment.span, segment.start_ns, moment), True))
+    return intervals

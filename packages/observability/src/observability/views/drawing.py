@@ -1,14 +1,15 @@
-"""Drawing of a trace: a lane per process, its spans in rows, the critical path as a line.
+"""The drawing of a trace: a lane per process, its spans in rows, the critical path as a line.
 
-The page of a step and the admin service's page of a trace use it, and render it with the macros of
-``waterfall.html.j2``. Horizontal positions are percent of the trace, so the drawing fits any width
-and zooms when it is made wider. Vertical positions are pixels:
+The page of a step and the admin service's page of a trace show it. Both render it with the macros
+of ``waterfall.html.j2``. Horizontal positions are percent of the trace, so the drawing fits any
+width, and a wider one is zoomed in. Vertical positions are pixels from the top:
 
-    ruler    |0 s        |1 s        |2 s       |
-    lane 0   name        busy ‾‾‾‾‾‾‾‾   bubble      _RULER
-               [ row 0: grpo.step              ]     _RULER + _NAME
-               [ row 1: rollout ][ row 1: train]     _RULER + _NAME + _ROW
-    lane 1   name                                    the height of lane 0 further down
+                                                      position
+    ruler    |0 s        |1 s        |2 s       |     0
+    lane 0   name        busy ‾‾‾‾‾‾‾‾   bubble       _RULER_HEIGHT
+               [ row 0: grpo.step              ]      _RULER_HEIGHT + _NAME_HEIGHT
+               [ row 1: rollout ][ row 1: train]      _RULER_HEIGHT + _NAME_HEIGHT + _ROW_HEIGHT
+    lane 1   name                                     _RULER_HEIGHT + height of lane 0
 """
 
 from __future__ import annotations
@@ -23,27 +24,32 @@ from observability.views.processes import BUCKETS
 from observability.views.quantities import duration, percent, ticks
 
 MAX_BARS = 1_500
-"""Maximum number of bars; beyond it the shortest spans are omitted, and the page says so."""
+"""Maximum number of bars. If there are more spans, the shortest are omitted, with a note."""
 
-BAR = 16
-"""Height of a bar in pixels."""
+# Heights in pixels. Below the rows of a lane, _LANE_MARGIN pixels are empty.
+BAR_HEIGHT = 16
+_RULER_HEIGHT = 20
+_NAME_HEIGHT = 24
+_ROW_HEIGHT = 21
+_LANE_MARGIN = 5
+_BUSY_OFFSET = _NAME_HEIGHT - 6
+"""Distance of the line of busy and idle intervals from the top of its lane."""
 
-_TICKS = 9
-"""Maximum number of ticks, besides that of 0."""
-
-_RULER = 20
-_NAME = 24
-_ROW = 21
-_FOOT = 5
+_MAX_TICKS = 9
+"""Maximum number of ticks, besides the tick at 0."""
 _MIN_WIDTH = 0.12
 """Minimum width of a bar in percent, so that it can be seen and clicked."""
-# A bubble has a label if it is at least this wide and its end is past the lane's name; in percent.
-_LABEL_WIDTH = 9.0
-_LABEL_AFTER = 34.0
+_MIN_LABELED_WIDTH = 9.0
+"""Minimum width in percent of a bubble with a label, so that the label fits."""
+_MIN_LABELED_END = 34.0
+"""Minimum end in percent of a bubble with a label, so that the label is right of the lane's name."""
 
 
-class SpanTime(Protocol):
-    """A span to draw, with times in seconds from the start of the trace."""
+class DrawnSpan(Protocol):
+    """A span to draw, with times in seconds from the start of the trace.
+
+    `depth` is the number of spans from the root to this span.
+    """
 
     @property
     def span_id(self) -> str: ...
@@ -67,8 +73,8 @@ class SpanTime(Protocol):
     def critical(self) -> bool: ...
 
 
-class PathTime(Protocol):
-    """A segment of the critical path."""
+class DrawnSegment(Protocol):
+    """A segment of the critical path, with times in seconds from the start of the trace."""
 
     @property
     def span_id(self) -> str: ...
@@ -78,8 +84,11 @@ class PathTime(Protocol):
     def seconds(self) -> float: ...
 
 
-class LaneTime(Protocol):
-    """The busy intervals of a process, in seconds; ``busy_s`` is None if unknown."""
+class DrawnProcess(Protocol):
+    """The busy intervals of a process, in seconds from the start of the trace.
+
+    `busy_s` is their total; None if it is unknown when the process was busy.
+    """
 
     @property
     def process(self) -> str: ...
@@ -91,7 +100,7 @@ class LaneTime(Protocol):
 
 @dataclass(frozen=True)
 class Lane:
-    """The lane of a process."""
+    """The lane of a process; ``busy`` is the share of its busy time as text."""
 
     label: str
     busy: str
@@ -101,7 +110,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Mark:
-    """An interval in a lane, with its ``label`` at the end."""
+    """An interval in a lane; its ``label`` is drawn at its end."""
 
     x: float
     width: float
@@ -115,7 +124,10 @@ class Bar:
 
     Attributes:
         description: text for screen readers.
-        kind: its bucket, or ``groups``.
+        kind: bucket of the span, or ``groups``; see `kind_of`.
+        x: start in percent of the trace.
+        width: width in percent of the trace.
+        y: top in pixels.
         row: index of the row, counted from the top across all lanes.
         lane: index of the lane.
     """
@@ -134,7 +146,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RowChange:
     """A vertical line where the critical path continues in another row."""
 
     x: float
@@ -152,7 +164,20 @@ class Tick:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The drawing of a trace."""
+    """The drawing of a trace.
+
+    Attributes:
+        seconds: duration of the trace.
+        height: height in pixels.
+        lanes: lanes from top to bottom.
+        ticks: ticks of the ruler.
+        busy: busy intervals of the processes.
+        bubbles: idle intervals of the processes.
+        bars: bars of the spans.
+        path: segments of the critical path, each below the bar of its span.
+        row_changes: vertical lines between segments of the path in different rows.
+        omitted: number of spans without a bar.
+    """
 
     seconds: float
     height: int
@@ -162,72 +187,81 @@ class Drawing:
     bubbles: Sequence[Mark]
     bars: Sequence[Bar]
     path: Sequence[Mark]
-    turns: Sequence[Turn]
+    row_changes: Sequence[RowChange]
     omitted: int
-    """Number of spans without a bar."""
 
 
-_Place = tuple[int, int, int]
-"""Pixels from the top, index of the row across all lanes, and index of the lane."""
+_BarPosition = tuple[int, int, int]
+"""Top of the bar in pixels, index of the row across all lanes, and index of the lane."""
 
 
 def draw(
     seconds: float,
-    spans: Sequence[SpanTime],
-    lanes: Iterable[LaneTime],
-    path: Iterable[PathTime],
+    spans: Sequence[DrawnSpan],
+    processes: Iterable[DrawnProcess],
+    path: Iterable[DrawnSegment],
     *,
     max_bars: int = MAX_BARS,
 ) -> Drawing:
     """Draw a trace.
 
     Args:
-        seconds: duration of the trace, the full width.
-        spans: every span.
-        lanes: the processes, topmost first; further processes of spans come below.
+        seconds: duration of the trace, which takes the full width.
+        spans: all spans of the trace.
+        processes: processes in the order of their lanes. Lanes of other processes follow.
         path: the critical path in time order.
         max_bars: maximum number of spans to draw; the longest are drawn.
     """
     shown = heapq.nlargest(max_bars, spans, key=lambda span: span.seconds or 0.0)
     shown.sort(key=lambda span: (span.start_s, -(span.seconds or 0.0), span.depth))
-    times = {time.process: time for time in lanes}
-    by_process: dict[str, list[SpanTime]] = {process: [] for process in times}
+    by_label = {process.process: process for process in processes}
+    spans_by_label: dict[str, list[DrawnSpan]] = {label: [] for label in by_label}
     for span in shown:
-        by_process.setdefault(span.process, []).append(span)
-    drawn: list[Lane] = []
-    places: dict[str, _Place] = {}
-    top, rows_above = _RULER, 0
-    for process, own in by_process.items():
-        rows = _rows(own)
+        spans_by_label.setdefault(span.process, []).append(span)
+    lanes: list[Lane] = []
+    positions: dict[str, _BarPosition] = {}
+    top, rows_above = _RULER_HEIGHT, 0
+    for label, lane_spans in spans_by_label.items():
+        rows = _rows(lane_spans)
         for span_id, row in rows.items():
-            places[span_id] = top + _NAME + row * _ROW, rows_above + row, len(drawn)
-        count = 1 + max(rows.values(), default=0)
-        height = _NAME + count * _ROW + _FOOT
-        time = times.get(process)
-        busy_s = None if time is None else time.busy_s
+            y = top + _NAME_HEIGHT + row * _ROW_HEIGHT
+            positions[span_id] = y, rows_above + row, len(lanes)
+        row_count = 1 + max(rows.values(), default=0)
+        height = _NAME_HEIGHT + row_count * _ROW_HEIGHT + _LANE_MARGIN
+        process = by_label.get(label)
+        busy_s = None if process is None else process.busy_s
         busy = "" if busy_s is None else f"{percent(busy_s, seconds)} busy"
-        drawn.append(Lane(process, busy, top, height))
-        top, rows_above = top + height, rows_above + count
-    on_path = [part for part in path if part.span_id in places]
+        lanes.append(Lane(label, busy, top, height))
+        top, rows_above = top + height, rows_above + row_count
+    drawn_path = [segment for segment in path if segment.span_id in positions]
     return Drawing(
         seconds=seconds,
         height=top,
-        lanes=drawn,
-        ticks=[Tick(round(100 * at / seconds, 4), label) for at, label in ticks(seconds, _TICKS)],
-        busy=list(_busy(seconds, drawn, times)),
-        bubbles=list(_bubbles(seconds, drawn, times)),
-        bars=[_bar(seconds, span, places[span.span_id]) for span in shown],
-        path=[
-            Mark(*place(seconds, part.start_s, part.seconds), places[part.span_id][0] + BAR)
-            for part in on_path
+        lanes=lanes,
+        ticks=[
+            Tick(round(100 * at / seconds, 4), label) for at, label in ticks(seconds, _MAX_TICKS)
         ],
-        turns=list(_turns(seconds, on_path, places)),
+        busy=list(_busy(seconds, lanes, by_label)),
+        bubbles=list(_bubbles(seconds, lanes, by_label)),
+        bars=[_bar(seconds, span, positions[span.span_id]) for span in shown],
+        path=[
+            Mark(
+                *x_and_width(seconds, segment.start_s, segment.seconds),
+                positions[segment.span_id][0] + BAR_HEIGHT,
+            )
+            for segment in drawn_path
+        ],
+        row_changes=list(_row_changes(seconds, drawn_path, positions)),
         omitted=len(spans) - len(shown),
     )
 
 
-def place(total_s: float, start_s: float, seconds: float) -> tuple[float, float]:
-    """Return position and width of an interval in percent, clipped to the trace."""
+def x_and_width(total_s: float, start_s: float, seconds: float) -> tuple[float, float]:
+    """Return position and width of an interval in percent, clipped to the trace.
+
+    The width is at least `_MIN_WIDTH`. An interval at the end of the trace is moved to the left for
+    it.
+    """
     total = total_s if total_s > 0 else 1.0
     left = 100 * min(max(0.0, start_s), total) / total
     right = 100 * min(max(0.0, start_s + seconds), total) / total
@@ -235,13 +269,15 @@ def place(total_s: float, start_s: float, seconds: float) -> tuple[float, float]
     return round(left, 4), round(max(right - left, _MIN_WIDTH), 4)
 
 
-def kind_of(span: SpanTime) -> str:
-    """Return the bucket of a span, or ``groups`` without a known one."""
+def kind_of(span: DrawnSpan) -> str:
+    """Return the bucket of a span; ``groups`` if it has none of `BUCKETS`."""
     return span.bucket if span.bucket in BUCKETS else "groups"
 
 
-def _rows(spans: Iterable[SpanTime]) -> dict[str, int]:
-    """Return the row of each span of a lane: below its parent, and without overlaps.
+def _rows(spans: Iterable[DrawnSpan]) -> dict[str, int]:
+    """Return the row of each span of a lane.
+
+    A span is in the first row below its parent's in which it overlaps no other span.
 
     Args:
         spans: spans by start; of those that start together, the longer first.
@@ -250,7 +286,7 @@ def _rows(spans: Iterable[SpanTime]) -> dict[str, int]:
     ends: list[float] = []  # end of the last span in each row
     for span in spans:
         row = rows[span.parent_id] + 1 if span.parent_id in rows else 0
-        while row < len(ends) and ends[row] > span.start_s + 1e-9:
+        while row < len(ends) and ends[row] > span.start_s + 1e-9:  # tolerates rounding
             row += 1
         ends += [span.start_s] * (row + 1 - len(ends))
         ends[row] = span.start_s + (span.seconds or 0.0)
@@ -258,8 +294,8 @@ def _rows(spans: Iterable[SpanTime]) -> dict[str, int]:
     return rows
 
 
-def _bar(total_s: float, span: SpanTime, at: _Place) -> Bar:
-    x, width = place(total_s, span.start_s, span.seconds or 0.0)
+def _bar(total_s: float, span: DrawnSpan, position: _BarPosition) -> Bar:
+    x, width = x_and_width(total_s, span.start_s, span.seconds or 0.0)
     kind = kind_of(span)
     parts = [span.name, span.process, duration(span.seconds), f"from {duration(span.start_s)}"]
     if kind != "groups":
@@ -269,7 +305,7 @@ def _bar(total_s: float, span: SpanTime, at: _Place) -> Bar:
     failed = span.outcome == "error"
     if failed:
         parts.append("failed")
-    y, row, lane = at
+    y, row, lane = position
     return Bar(
         span_id=span.span_id,
         name=span.name,
@@ -285,37 +321,40 @@ def _bar(total_s: float, span: SpanTime, at: _Place) -> Bar:
     )
 
 
-def _busy(total_s: float, lanes: Iterable[Lane], times: Mapping[str, LaneTime]) -> Iterator[Mark]:
+def _busy(
+    total_s: float, lanes: Iterable[Lane], processes: Mapping[str, DrawnProcess]
+) -> Iterator[Mark]:
     for lane in lanes:
-        if lane.label in times:
-            for begin, end in times[lane.label].busy:
-                yield Mark(*place(total_s, begin, end - begin), lane.top + _NAME - 6)
+        if lane.label in processes:
+            for begin, end in processes[lane.label].busy:
+                yield Mark(*x_and_width(total_s, begin, end - begin), lane.top + _BUSY_OFFSET)
 
 
 def _bubbles(
-    total_s: float, lanes: Iterable[Lane], times: Mapping[str, LaneTime]
+    total_s: float, lanes: Iterable[Lane], processes: Mapping[str, DrawnProcess]
 ) -> Iterator[Mark]:
     """Yield the idle intervals of each process, the long ones with a label."""
     for lane in lanes:
-        if lane.label not in times or times[lane.label].busy_s is None:
+        if lane.label not in processes or processes[lane.label].busy_s is None:
             continue
-        moment = 0.0
-        for begin, end in [*times[lane.label].busy, (total_s, total_s)]:
-            if begin > moment:
-                x, width = place(total_s, moment, begin - moment)
-                is_long = width >= _LABEL_WIDTH and x + width >= _LABEL_AFTER
-                label = f"bubble {duration(begin - moment)}" if is_long else ""
-                yield Mark(x, width, lane.top + _NAME - 6, label)
-            moment = max(moment, end)
+        idle_since = 0.0
+        for begin, end in [*processes[lane.label].busy, (total_s, total_s)]:
+            if begin > idle_since:
+                x, width = x_and_width(total_s, idle_since, begin - idle_since)
+                has_label = width >= _MIN_LABELED_WIDTH and x + width >= _MIN_LABELED_END
+                label = f"bubble {duration(begin - idle_since)}" if has_label else ""
+                yield Mark(x, width, lane.top + _BUSY_OFFSET, label)
+            idle_since = max(idle_since, end)
 
 
-def _turns(
-    total_s: float, path: Iterable[PathTime], places: Mapping[str, _Place]
-) -> Iterator[Turn]:
-    seen: set[Turn] = set()
+def _row_changes(
+    total_s: float, path: Iterable[DrawnSegment], positions: Mapping[str, _BarPosition]
+) -> Iterator[RowChange]:
+    seen: set[RowChange] = set()
     for before, after in pairwise(path):
-        ends = sorted(places[part.span_id][0] + BAR + 1 for part in (before, after))
-        turn = Turn(place(total_s, after.start_s, 0)[0], *ends)
-        if turn.top != turn.bottom and turn not in seen:
-            seen.add(turn)
-            yield turn
+        # The line of the path is directly below a bar; 1 pixel further down is within the line.
+        ends = sorted(positions[segment.span_id][0] + BAR_HEIGHT + 1 for segment in (before, after))
+        change = RowChange(x_and_width(total_s, after.start_s, 0)[0], *ends)
+        if change.top != change.bottom and change not in seen:
+            seen.add(change)
+            yield change

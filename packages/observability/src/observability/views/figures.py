@@ -1,4 +1,4 @@
-"""The figures of a step: bytes per stage, slowest operations, wasted work."""
+"""Figures of a step: bytes per stage, slowest operations, wasted work."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from observability.records import Span
 from observability.views import attributes
 from observability.views.critical_path import Segment
-from observability.views.processes import busy_ns
+from observability.views.processes import nanoseconds_in
 from observability.views.steps import Step
 
 NO_STAGE = "(no stage)"
-"""The stage of spans whose ancestors do not reach the root."""
+"""Name of the stage of spans that are not below the root."""
 
 
 @dataclass(frozen=True)
@@ -47,55 +47,51 @@ class Waste:
 
     @property
     def share(self) -> float:
-        """The ratio of dropped to put samples, up to 1; 0 if nothing was put."""
+        """The share of dropped samples in those put, at most 1; 0 if none was put."""
         return min(1.0, self.dropped / self.put) if self.put else 0.0
 
     @property
     def seconds(self) -> float:
-        """The wasted process-seconds: the share times the productive seconds."""
+        """The wasted process-seconds: the share of dropped samples times the productive seconds."""
         return self.share * self.productive_seconds
 
 
 def bytes_by_stage(step: Step) -> list[StageBytes]:
-    """Return the bytes of each stage that moved any, in the order in which the stages began.
+    """Return the bytes of each stage with puts or gets, in the order in which the stages began.
 
-    Stages with the same name (rollouts of several batches) are merged.
+    Stages with the same name, such as the rollouts of several batches, are merged.
     """
-    moved: dict[str, list[int]] = {}
-    began: dict[str, int] = {}
+    put_and_get: dict[str, list[int]] = {}
+    starts_ns: dict[str, int] = {}
     for span in step.spans:
         direction = _direction(span)
         if direction is None:
             continue
         stage = step.stage(span.span_id)
-        name, start = (stage.name, stage.start_ns) if stage else (NO_STAGE, step.end_ns)
-        moved.setdefault(name, [0, 0])[direction] += attributes.count(
+        name, start_ns = (stage.name, stage.start_ns) if stage else (NO_STAGE, step.end_ns)
+        put_and_get.setdefault(name, [0, 0])[direction] += attributes.count(
             span.attributes, "dataplane.bytes"
         )
-        began[name] = min(start, began.get(name, start))
-    return [StageBytes(name, *moved[name]) for name in sorted(moved, key=lambda each: began[each])]
+        starts_ns[name] = min(start_ns, starts_ns.get(name, start_ns))
+    names = sorted(put_and_get, key=lambda name: starts_ns[name])
+    return [StageBytes(name, *put_and_get[name]) for name in names]
 
 
 def slowest(step: Step, count: int = 10) -> list[Span]:
-    """Return the ``count`` longest operations, longest first: spans without children."""
+    """Return the ``count`` longest spans without children, longest first."""
     leaves = [span for span in step.spans if not step.children(span.span_id)]
     return heapq.nlargest(count, leaves, key=lambda span: span.end_ns - span.start_ns)
 
 
 def waste(step: Step) -> Waste:
-    """Return the wasted rollout work, from the events ``put`` and ``dropped``."""
-    stages = {
-        span.span_id
-        for span in step.spans
-        if span.name == "rollout" and step.stage(span.span_id) is span
-    }
-    rollouts = [
+    """Return the wasted rollout work, from spans and the events ``put`` and ``dropped``."""
+    rollout_spans = [
         span
         for span in step.spans
-        if (stage := step.stage(span.span_id)) and stage.span_id in stages
+        if (stage := step.stage(span.span_id)) and stage.name == "rollout"
     ]
     productive = sum(
-        busy_ns(step, rollouts, process, buckets={"productive"}) for process in step.processes
+        nanoseconds_in({"productive"}, step, rollout_spans, process) for process in step.processes
     )
     return Waste(
         dropped=len(_samples(step, "dropped")),
@@ -104,10 +100,12 @@ def waste(step: Step) -> Waste:
     )
 
 
-def condensed(path: Iterable[Segment], count: int = 20) -> tuple[list[Segment], list[Segment]]:
-    """Split a critical path into its ``count`` longest segments, in time order, and the rest.
+def longest_segments(
+    path: Iterable[Segment], count: int = 20
+) -> tuple[list[Segment], list[Segment]]:
+    """Split a critical path into its ``count`` longest segments and the other ones.
 
-    Consecutive segments of one span are merged first.
+    Consecutive segments of one span are merged first. Both lists are in time order.
     """
     merged: list[Segment] = []
     for segment in path:
@@ -116,21 +114,22 @@ def condensed(path: Iterable[Segment], count: int = 20) -> tuple[list[Segment], 
         else:
             merged.append(segment)
     longest = heapq.nlargest(count, merged, key=lambda segment: segment.end_ns - segment.start_ns)
-    shown = {id(segment) for segment in longest}
+    longest_ids = {id(segment) for segment in longest}
     return (
-        [segment for segment in merged if id(segment) in shown],
-        [segment for segment in merged if id(segment) not in shown],
+        [segment for segment in merged if id(segment) in longest_ids],
+        [segment for segment in merged if id(segment) not in longest_ids],
     )
 
 
 def _direction(span: Span) -> int | None:
-    """Return 0 for a put, 1 for a get, None for any other span."""
+    """Return the index in ``put_and_get``: 0 for a put, 1 for a get; None for other spans."""
     if attributes.text(span.attributes, "messaging.operation.name") == "put":
         return 0
     return 1 if attributes.text(span.attributes, "db.operation.name") == "get" else None
 
 
 def _samples(step: Step, event_name: str) -> set[tuple[str, str]]:
+    """Return partition and id of each sample that the events of a name list."""
     return {
         (attributes.text(event.attributes, "dataplane.partition"), sample_id)
         for event in step.events

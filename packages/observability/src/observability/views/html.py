@@ -1,7 +1,7 @@
 """Steps as one self-contained HTML page that needs no server and no network.
 
-The page's policy allows only its inline style sheet and script, by their hashes, and nothing
-external. Names from senders are printable text, escaped by Jinja.
+The page's content security policy allows only its inline style sheet and script, which it names by
+their hashes. Names from senders are made printable, then escaped by Jinja.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from observability.views.printable import printable
 from observability.views.quantities import duration
 from observability.views.steps import Step
 
-# Up to this many steps are all unfolded at first; else only the first and the incomplete ones.
 _MAX_OPEN = 3
+"""Maximum number of steps that are all open at first.
+
+If there are more, only the first step and the incomplete ones are open.
+"""
 
 
 def write_page(
     steps: Iterable[Step], path: str | Path, *, title: str = "Steps of a GRPO run"
 ) -> None:
-    """Write a page that shows steps, atomically.
+    """Write the page of `page_of` to a file, atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -36,27 +39,27 @@ def write_page(
 
 
 def page_of(steps: Sequence[Step], *, title: str = "Steps of a GRPO run") -> str:
-    """Return the HTML of a page that shows steps."""
+    """Return a page that shows steps, as HTML."""
     style, script = _resource("page.css") + _resource("waterfall.css"), _resource("page.js")
     environment = Environment(
         loader=PackageLoader("observability", "views"),
         autoescape=True,
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-        finalize=_shown,
+        finalize=_finalize,
     )
     environment.filters["duration"] = duration
-    shown = [
+    steps_on_page = [
         step_on_page(
             step,
-            anchor=f"step-{place}",
-            is_open=place == 0 or len(steps) <= _MAX_OPEN or bool(step.incomplete),
+            anchor=f"step-{index}",
+            is_open=index == 0 or len(steps) <= _MAX_OPEN or bool(step.incomplete),
         )
-        for place, step in enumerate(steps)
+        for index, step in enumerate(steps)
     ]
     return environment.get_template("page.html.j2").render(
         title=title,
-        steps=shown,
+        steps=steps_on_page,
         style=style,
         script=script,
         policy="; ".join(
@@ -71,8 +74,11 @@ def page_of(steps: Sequence[Step], *, title: str = "Steps of a GRPO run") -> str
     )
 
 
-def _shown(value: object) -> object:
-    """Return the value that ``{{ value }}`` shows: a string made printable, markup unchanged."""
+def _finalize(value: object) -> object:
+    """Return what Jinja inserts for a value: plain strings made printable, all else unchanged.
+
+    Markup is a subclass of ``str``, and already escaped.
+    """
     return printable(value) if type(value) is str else value
 
 

@@ -1,4 +1,8 @@
-"""Sets of moments as sorted, disjoint, half-open intervals in nanoseconds."""
+"""Sets of moments, as half-open intervals in nanoseconds.
+
+The functions accept intervals in any order, also overlapping and empty ones. They return sorted,
+disjoint intervals.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the moments in any of the intervals."""
+    """Return the union of the intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if start >= end:
@@ -20,31 +24,31 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def without(minuend: Iterable[Interval], taken: Iterable[Interval]) -> list[Interval]:
-    """Return the moments of ``minuend`` that are not in ``taken``."""
-    holes = union(taken)
+def difference(minuend: Iterable[Interval], subtrahend: Iterable[Interval]) -> list[Interval]:
+    """Return the moments of ``minuend`` that are not in ``subtrahend``."""
+    holes = union(subtrahend)
     remaining = []
-    place = 0
+    first = 0  # index of the first hole that ends after the start of the current interval
     for begin, end in union(minuend):
-        start = begin
-        while place < len(holes) and holes[place][1] <= start:
-            place += 1
-        at = place
-        while at < len(holes) and holes[at][0] < end:
-            if start < holes[at][0]:
-                remaining.append((start, holes[at][0]))
-            start = max(start, holes[at][1])
-            at += 1
+        start = begin  # start of the part that is not processed yet
+        while first < len(holes) and holes[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(holes) and holes[index][0] < end:
+            if start < holes[index][0]:
+                remaining.append((start, holes[index][0]))
+            start = max(start, holes[index][1])
+            index += 1
         if start < end:
             remaining.append((start, end))
     return remaining
 
 
-def clipped(intervals: Iterable[Interval], bounds: Interval) -> list[Interval]:
-    """Return the moments of the intervals within ``bounds``."""
+def clip(intervals: Iterable[Interval], bounds: Interval) -> list[Interval]:
+    """Return the moments of the intervals that are within ``bounds``."""
     return union((max(start, bounds[0]), min(end, bounds[1])) for start, end in intervals)
 
 
-def length(intervals: Iterable[Interval]) -> int:
-    """Return the total of the intervals in nanoseconds."""
+def total_ns(intervals: Iterable[Interval]) -> int:
+    """Return the sum of the lengths of intervals; overlaps of the given ones count repeatedly."""
     return sum(end - start for start, end in intervals)

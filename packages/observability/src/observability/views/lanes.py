@@ -1,4 +1,7 @@
-"""Assignment of a process's spans to threads of a trace viewer, so that none hides another."""
+"""Assignment of the spans of a process to threads of a trace viewer.
+
+A viewer draws the spans of one thread correctly only if they are disjoint or nested.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,35 @@ from typing import TypeAlias
 
 from observability.records import Span
 
-Key: TypeAlias = tuple[str, str]
-"""Trace and span id."""
+SpanKey: TypeAlias = tuple[str, str]
+"""Trace id and span id."""
 
-Line: TypeAlias = Callable[[Span], list[Span]]
+Ancestry: TypeAlias = Callable[[Span], list[Span]]
 """Function that returns a span and its ancestors, from the span upwards."""
 
 
-def key_of(span: Span) -> Key:
-    """Return the key of a span, unique across traces."""
+def key_of(span: Span) -> SpanKey:
+    """Return the key of a span, which is unique across traces."""
     return span.trace_id, span.span_id
 
 
-def threads(spans: Iterable[Span], line: Line) -> dict[Key, int]:
-    """Return the thread of each span, from 0: spans of one thread are disjoint or nested.
+def assign_threads(spans: Iterable[Span], ancestry: Ancestry) -> dict[SpanKey, int]:
+    """Return the index of the thread of each span.
 
-    A span stays on its parent's thread if possible.
+    The spans of a thread are disjoint or nested. A span is on the thread of its nearest ancestor if
+    possible, else on the first possible thread.
 
     Args:
         spans: the spans of one process.
-        line: function that returns a span and its ancestors.
+        ancestry: function that returns a span and its ancestors.
     """
-    placed: dict[Key, int] = {}
-    # Ends of the open spans of each thread, outermost first.
+    assigned: dict[SpanKey, int] = {}
+    # For each thread, the ends of the spans that are open at the start of the current span,
+    # outermost first.
     open_ends: list[list[int]] = []
-    for span in _outer_first(spans, line):
-        above = _above(span, line, placed)
-        for thread in [*([] if above is None else [above]), *range(len(open_ends) + 1)]:
+    for span in _outer_first(spans, ancestry):
+        preferred = _ancestor_thread(span, ancestry, assigned)
+        for thread in [*([] if preferred is None else [preferred]), *range(len(open_ends) + 1)]:
             if thread == len(open_ends):
                 open_ends.append([])
             ends = open_ends[thread]
@@ -41,17 +46,17 @@ def threads(spans: Iterable[Span], line: Line) -> dict[Key, int]:
                 ends.pop()
             if not ends or span.end_ns <= ends[-1]:
                 ends.append(max(span.end_ns, span.start_ns))
-                placed[key_of(span)] = thread
+                assigned[key_of(span)] = thread
                 break
-    return placed
+    return assigned
 
 
-def _outer_first(spans: Iterable[Span], line: Line) -> list[Span]:
+def _outer_first(spans: Iterable[Span], ancestry: Ancestry) -> list[Span]:
     """Sort spans by start, then longer ones first, then parents before children."""
-    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, len(line(span))))
+    return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, len(ancestry(span))))
 
 
-def _above(span: Span, line: Line, placed: Mapping[Key, int]) -> int | None:
-    """Return the thread of the nearest placed ancestor, or None."""
-    places = (placed.get(key_of(ancestor)) for ancestor in line(span)[1:])
-    return next((place for place in places if place is not None), None)
+def _ancestor_thread(span: Span, ancestry: Ancestry, assigned: Mapping[SpanKey, int]) -> int | None:
+    """Return the thread of the nearest ancestor that has one; None if there is none."""
+    threads = (assigned.get(key_of(ancestor)) for ancestor in ancestry(span)[1:])
+    return next((thread for thread in threads if thread is not None), None)

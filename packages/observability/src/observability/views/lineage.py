@@ -12,57 +12,67 @@ from operator import eq
 from observability.records import Event, Process, Records, Span
 from observability.views import attributes
 from observability.views.arrivals import clock_shifts
-from observability.views.clocks import clocks_ahead, moved_event
+from observability.views.clocks import align_event, clock_offsets
 from observability.views.distinct import distinct_events, timed_events
-from observability.views.printable import listed, printable
+from observability.views.printable import join_printable, printable
 from observability.views.steps import root_of, stage_of
 from observability.views.tree import Tree
 
-# Order of events with the same time.
-_ORDER = ("put", "claimed", "read", "trained", "acknowledged", "released", "dropped", "cleared")
+_EVENT_ORDER = (
+    "put",
+    "claimed",
+    "read",
+    "trained",
+    "acknowledged",
+    "released",
+    "dropped",
+    "cleared",
+)
+"""Order of events with the same time."""
 
-_SUGGESTED = 5
+_MAX_SUGGESTIONS = 5
 
 
 class SampleNotFound(LookupError):
-    """A sample that no lifecycle event names.
+    """An error: no lifecycle event names the sample.
 
     Attributes:
         sample_id: the requested id.
-        suggestions: up to five known ids with a common prefix, the longest prefix first.
+        suggestions: up to five ids that begin with the same characters as the requested one, those
+            with the longest common prefix first.
     """
 
     def __init__(self, sample_id: str, suggestions: Iterable[str]) -> None:
         self.sample_id = sample_id
         self.suggestions = tuple(suggestions)
-        hint = f"; similar ids: {listed(self.suggestions)}"
+        hint = f"; similar ids: {join_printable(self.suggestions)}"
         super().__init__(
             f"no event names the sample '{printable(sample_id)}'{hint if self.suggestions else ''}"
         )
 
 
 @dataclass(frozen=True)
-class Hop:
+class LineageEvent:
     """One event in the lineage of a sample.
 
     Attributes:
         name: name of the event, for example ``put``; see docs/telemetry.md.
         time_ns: nanoseconds since 1970 by the clock of its process, corrected within its trace.
-        seconds: seconds since the sample's first event, on one clock.
+        seconds: seconds since the sample's first event, corrected for differences of clocks.
         process: the process that recorded it.
         partition: partition of the sample.
         step: ``rl.step``; None if not reported.
-        stage: name of the step's stage during which it happened; empty if unknown.
+        stage: name of the step's stage during which it was emitted; empty if unknown.
         weight_version: ``rl.weight_version``; None if not reported.
-        task: task that claimed, acknowledged, released or trained; else empty.
+        task: task that claimed, acknowledged, released or trained the sample; else empty.
         fields: fields named by the event, sorted.
         n_bytes: bytes of the batch divided by its samples; None if not reported.
-        batch: number of samples in the batch.
-        detail: further details: the reason of a drop, the wait of a claim.
-        whole_partition: whether the entire partition was cleared, not this sample by id.
+        batch: number of samples in the batch of the operation.
+        detail: further details as text, for example the reason of a drop; else empty.
+        whole_partition: whether the event cleared the entire partition, not this sample by id.
         run_id: ``rl.run_id``; empty if not reported.
-        trace_id: trace of the span in which it happened; empty if there is none.
-        span_id: that span; empty if there is none.
+        trace_id: trace of the span during which it was emitted; empty if there was none.
+        span_id: id of that span; empty if there was none.
     """
 
     name: str
@@ -84,42 +94,45 @@ class Hop:
     span_id: str = ""
 
 
-def life_of(sample_id: str, records: Records) -> list[Hop]:
+def lineage_of(sample_id: str, records: Records) -> list[LineageEvent]:
     """Return the events of a sample in the order in which they happened.
 
-    Events of hosts whose clocks are wrong by more than the delay of an export are ordered by their
-    receipt (see `observability.views.arrivals`); this does not change `Hop.time_ns`.
+    A clear of an entire partition is one event of each sample in it. If a sample id occurs in
+    several partitions, the lineage has the events of all of them.
 
-    A clear of an entire partition is one hop of each sample in it. A sample id in two partitions
-    has one lineage. If clocks of hosts disagree, event times are corrected within the traces that
-    name the sample, as in `Step`.
+    Differences of clocks are corrected in two steps. First, event times are corrected within the
+    traces whose events name the sample, as in `Step`. If clocks still differ by more than the
+    delay of an export, events are ordered with the help of their times of receipt (see
+    `observability.views.arrivals`). This second step does not change `LineageEvent.time_ns`.
 
     Raises:
         SampleNotFound: no event names the sample.
     """
     events = [event for event in timed_events(records.events) if _may_concern(event, sample_id)]
-    # Read only traces whose events name samples. A clear of an entire partition names none, and
-    # every step may have one.
+    # Build trees only of traces whose events name the sample. Clears of entire partitions name no
+    # sample, and every step may have one.
     trees = _trees(records, {event.trace_id for event in events if event.sample_ids})
-    ahead = {trace_id: clocks_ahead(tree, root_of(tree)) for trace_id, tree in trees.items()}
-    events = [moved_event(event, ahead.get(event.trace_id, {})) for event in events]
+    offsets = {trace_id: clock_offsets(tree, root_of(tree)) for trace_id, tree in trees.items()}
+    events = [align_event(event, offsets.get(event.trace_id, {})) for event in events]
 
     def clock(event: Event) -> Hashable:
+        # Events of one host with different corrections count as events of different clocks.
         host = event.process.host
-        return host or event.process, ahead.get(event.trace_id, {}).get(host, 0)
+        return host or event.process, offsets.get(event.trace_id, {}).get(host, 0)
 
     shifts = clock_shifts((clock(event), event.time_ns, event.received_ns) for event in events)
 
-    def order_ns(event: Event) -> int:
+    def shifted_ns(event: Event) -> int:
         return event.time_ns + shifts.get(clock(event), 0)
 
-    events.sort(key=lambda event: (order_ns(event), _rank(event)))
-    chosen = list(_of_sample(sample_id, distinct_events(events)))
-    if not chosen:
-        raise SampleNotFound(sample_id, _alike(sample_id, records.events))
-    trees |= _trees(records, {event.trace_id for event in chosen} - trees.keys())
-    first_ns = order_ns(chosen[0])
-    return [_hop(event, (order_ns(event) - first_ns) / 1e9, trees) for event in chosen]
+    events.sort(key=lambda event: (shifted_ns(event), _rank(event)))
+    lineage = list(_without_other_clears(distinct_events(events)))
+    if not lineage:
+        raise SampleNotFound(sample_id, _similar_ids(sample_id, records.events))
+    # The stage of a clear of the partition needs the tree of its trace, too.
+    trees |= _trees(records, {event.trace_id for event in lineage} - trees.keys())
+    first_ns = shifted_ns(lineage[0])
+    return [_lineage_event(event, (shifted_ns(event) - first_ns) / 1e9, trees) for event in lineage]
 
 
 def _may_concern(event: Event, sample_id: str) -> bool:
@@ -130,55 +143,61 @@ def _clears_partition(event: Event) -> bool:
     return event.name == "cleared" and not event.sample_ids
 
 
-def _of_sample(sample_id: str, events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events, except clears of partitions that do not hold the sample."""
-    present: set[tuple[str, str]] = set()
+def _without_other_clears(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events, except clears of entire partitions that do not hold the sample then.
+
+    Args:
+        events: events that name the sample, and clears of any partition, in order.
+    """
+    # Run and partition: those that hold the sample now, and those of events so far.
+    holding: set[tuple[str, str]] = set()
     seen: set[tuple[str, str]] = set()
     for event in events:
-        facts = event.attributes
-        place = attributes.text(facts, "rl.run_id"), attributes.text(facts, "dataplane.partition")
+        values = event.attributes
+        key = attributes.text(values, "rl.run_id"), attributes.text(values, "dataplane.partition")
         if _clears_partition(event):
-            if place not in present:
+            if key not in holding:
                 continue
-            present.discard(place)
+            holding.discard(key)
         elif event.name == "cleared":
-            present.discard(place)
-        elif event.name == "put" or place not in seen:
-            # Events reported after a clear do not bring a sample back; only a put does.
-            present.add(place)
-        seen.add(place)
+            holding.discard(key)
+        elif event.name == "put" or key not in seen:
+            # A put adds the sample. The first event of a partition shows that the sample is there,
+            # though its put was not received. A later event does not: it may come after a clear.
+            holding.add(key)
+        seen.add(key)
         yield event
 
 
-def _hop(event: Event, seconds: float, trees: dict[str, Tree]) -> Hop:
-    facts = event.attributes
-    batch = attributes.count(facts, "dataplane.samples") or len(event.sample_ids)
-    n_bytes = attributes.integer(facts, "dataplane.bytes")
-    return Hop(
+def _lineage_event(event: Event, seconds: float, trees: dict[str, Tree]) -> LineageEvent:
+    values = event.attributes
+    batch = attributes.count(values, "dataplane.samples") or len(event.sample_ids)
+    n_bytes = attributes.integer(values, "dataplane.bytes")
+    return LineageEvent(
         name=event.name,
         time_ns=event.time_ns,
         seconds=seconds,
         process=event.process,
-        partition=attributes.text(facts, "dataplane.partition"),
-        step=attributes.integer(facts, "rl.step"),
+        partition=attributes.text(values, "dataplane.partition"),
+        step=attributes.integer(values, "rl.step"),
         stage=_stage(event, trees),
-        weight_version=attributes.integer(facts, "rl.weight_version"),
-        task=attributes.text(facts, "dataplane.task"),
-        fields=tuple(sorted(attributes.names(facts, "dataplane.fields"))),
+        weight_version=attributes.integer(values, "rl.weight_version"),
+        task=attributes.text(values, "dataplane.task"),
+        fields=tuple(sorted(attributes.names(values, "dataplane.fields"))),
         n_bytes=None if n_bytes is None or not batch else n_bytes / batch,
         batch=batch,
         detail=_detail(event),
         whole_partition=_clears_partition(event),
-        run_id=attributes.text(facts, "rl.run_id"),
+        run_id=attributes.text(values, "rl.run_id"),
         trace_id=event.trace_id,
         span_id=event.span_id,
     )
 
 
 def _detail(event: Event) -> str:
-    facts = event.attributes
-    parts = [attributes.text(facts, "dataplane.reason"), attributes.text(facts, "error.type")]
-    wait_s = facts.get("dataplane.wait_s")
+    values = event.attributes
+    parts = [attributes.text(values, "dataplane.reason"), attributes.text(values, "error.type")]
+    wait_s = values.get("dataplane.wait_s")
     if isinstance(wait_s, int | float):
         parts.append(f"blocked {wait_s:.3f} s")
     if _clears_partition(event):
@@ -203,13 +222,18 @@ def _trees(records: Records, trace_ids: set[str]) -> dict[str, Tree]:
 
 
 def _rank(event: Event) -> int:
-    return _ORDER.index(event.name) if event.name in _ORDER else -1
+    """Return the position of an event among events with the same time."""
+    return _EVENT_ORDER.index(event.name) if event.name in _EVENT_ORDER else -1
 
 
-def _alike(sample_id: str, events: Iterable[Event]) -> list[str]:
-    def shared(other: str) -> int:
+def _similar_ids(sample_id: str, events: Iterable[Event]) -> list[str]:
+    """Return `SampleNotFound.suggestions` from the ids in events."""
+
+    def prefix_length(other: str) -> int:
         return sum(takewhile(bool, map(eq, sample_id, other)))
 
-    known = {other for event in events for other in event.sample_ids}
-    alike = (other for other in known if shared(other))
-    return heapq.nsmallest(_SUGGESTED, alike, key=lambda other: (-shared(other), other))
+    ids = {other for event in events for other in event.sample_ids}
+    similar = (other for other in ids if prefix_length(other))
+    return heapq.nsmallest(
+        _MAX_SUGGESTIONS, similar, key=lambda other: (-prefix_length(other), other)
+    )

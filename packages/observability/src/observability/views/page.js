@@ -1,5 +1,5 @@
 "use strict";
-// Comfort only: without this script the bars have the browser's own tooltips, and no zoom.
+// Optional: without this script, bars have the tooltips of the browser, and the page has no zoom.
 (() => {
   const tip = document.getElementById("tip");
   for (const title of document.querySelectorAll(".bar > title")) {

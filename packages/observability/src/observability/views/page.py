@@ -1,4 +1,4 @@
-"""The content of a step's page: its drawing, a tooltip for each bar, and its tables."""
+"""The content of a step on the page: its drawing, a tooltip for each bar, and its tables."""
 
 from __future__ import annotations
 
@@ -18,15 +18,28 @@ from observability.views.steps import Step
 from observability.views.tables import Table, tables_of
 
 MAX_BARS = 4_000
-"""Maximum number of bars; more than on the admin service's pages, which are refreshed."""
+"""Maximum number of bars. Pages of the admin service have fewer, because they are refreshed."""
 
-_TIP_ATTRIBUTES = 24
-_TIP_WIDTH = 160
+_MAX_TIP_ATTRIBUTES = 24
+_MAX_TIP_CHARACTERS = 160
+"""Maximum length of a name or value in a tooltip."""
 
 
 @dataclass(frozen=True)
 class StepOnPage:
-    """The values of a step for the template; ``tips`` are tooltips by span id."""
+    """What the template shows of a step.
+
+    Attributes:
+        anchor: id of the step's section.
+        is_open: whether the section is open at first.
+        step: the step.
+        productive: share of productive time in all time with a bucket, as text.
+        wasted_share: share of the samples that were dropped, as text.
+        mean_staleness: mean staleness of the trained samples, as text.
+        drawing: waterfall of the step.
+        tips: span id to the tooltip of its bar.
+        tables: figures of the step.
+    """
 
     anchor: str
     is_open: bool
@@ -41,7 +54,7 @@ class StepOnPage:
 
 @dataclass(frozen=True)
 class _Span:
-    """The `drawing.SpanTime` of a span."""
+    """A span as `drawing.DrawnSpan`."""
 
     span_id: str
     parent_id: str | None
@@ -56,8 +69,8 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class _Lane:
-    """The `drawing.LaneTime` of a process."""
+class _ProcessTime:
+    """The times of a process as `drawing.DrawnProcess`."""
 
     process: str
     busy: Sequence[tuple[float, float]]
@@ -65,8 +78,8 @@ class _Lane:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The `drawing.PathTime` of a segment of the critical path."""
+class _Segment:
+    """A segment of the critical path as `drawing.DrawnSegment`."""
 
     span_id: str
     start_s: float
@@ -74,21 +87,23 @@ class _Part:
 
 
 def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
-    """Return the content of a step's page.
+    """Return what the template shows of a step.
 
     Args:
         step: the step.
         anchor: id of its section.
-        is_open: whether it is unfolded at first.
+        is_open: whether the section is open at first.
     """
     path = critical_path(step)
     times = process_times(step)
     seconds = summed_buckets(times)
-    critical = {segment.span.span_id for segment in path}
+    critical_ids = {segment.span.span_id for segment in path}
 
-    def since(interval: Interval) -> tuple[float, float]:
-        begin, end = interval
-        return (begin - step.start_ns) / 1e9, (end - step.start_ns) / 1e9
+    def since_start(time_ns: int) -> float:
+        return (time_ns - step.start_ns) / 1e9
+
+    def busy(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
+        return [(since_start(start_ns), since_start(end_ns)) for start_ns, end_ns in intervals]
 
     drawing = draw(
         step.seconds,
@@ -98,20 +113,23 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
                 span.parent_id,
                 span.name,
                 step.labels[span.process],
-                len(step.tree.line(span.span_id)),
-                (span.start_ns - step.start_ns) / 1e9,
+                len(step.tree.ancestry(span.span_id)),
+                since_start(span.start_ns),
                 span.seconds,
                 attributes.bucket(span),
                 span.outcome,
-                span.span_id in critical,
+                span.span_id in critical_ids,
             )
             for span in step.spans
         ],
-        [_Lane(time.label, [*map(since, time.busy)], time.busy_seconds) for time in times],
-        [_Part(part.span.span_id, since((part.start_ns, 0))[0], part.seconds) for part in path],
+        [_ProcessTime(time.label, busy(time.busy), time.busy_seconds) for time in times],
+        [
+            _Segment(segment.span.span_id, since_start(segment.start_ns), segment.seconds)
+            for segment in path
+        ],
         max_bars=MAX_BARS,
     )
-    by_id = {span.span_id: span for span in step.spans}
+    spans = {span.span_id: span for span in step.spans}
     return StepOnPage(
         anchor=anchor,
         is_open=is_open,
@@ -120,26 +138,29 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
         wasted_share=percent(waste(step).share, 1),
         mean_staleness=f"{step.staleness.mean:.2f}" if step.staleness else "-",
         drawing=drawing,
-        tips={bar.span_id: _tip(step, by_id[bar.span_id]) for bar in drawing.bars},
+        tips={bar.span_id: _tip(step, spans[bar.span_id]) for bar in drawing.bars},
         tables=tables_of(step, path),
     )
 
 
 def _tip(step: Step, span: Span) -> str:
+    """Return the tooltip of a span, with several lines of printable text."""
     offset = duration((span.start_ns - step.start_ns) / 1e9)
     lines = [
         f"{printable(span.name)} in {step.labels[span.process]}",
         f"{duration(span.reported_seconds)}, starts at {offset}",
     ]
     if span.outcome == "error":
-        lines.append(f"failed: {_short(span.message)}")
-    pairs = sorted((str(name), value) for name, value in span.attributes.items())
-    lines += [f"{_short(name)} = {_short(value)}" for name, value in pairs[:_TIP_ATTRIBUTES]]
-    if len(pairs) > _TIP_ATTRIBUTES:
-        lines.append(f"and {len(pairs) - _TIP_ATTRIBUTES} more attributes")
+        lines.append(f"failed: {_shorten(span.message)}")
+    pairs = sorted(span.attributes.items(), key=lambda pair: pair[0])
+    lines += [
+        f"{_shorten(name)} = {_shorten(value)}" for name, value in pairs[:_MAX_TIP_ATTRIBUTES]
+    ]
+    if len(pairs) > _MAX_TIP_ATTRIBUTES:
+        lines.append(f"and {len(pairs) - _MAX_TIP_ATTRIBUTES} more attributes")
     return "\n".join(lines)
 
 
-def _short(value: object) -> str:
-    shown = printable(value)
-    return shown if len(shown) <= _TIP_WIDTH else f"{shown[:_TIP_WIDTH]}…"
+def _shorten(value: object) -> str:
+    text = printable(value)
+    return text if len(text) <= _MAX_TIP_CHARACTERS else f"{text[:_MAX_TIP_CHARACTERS]}…"

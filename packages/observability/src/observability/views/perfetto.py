@@ -1,8 +1,11 @@
 """Steps as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing open.
 
-The format is Google's "Trace Event Format". Each process of the run is a process there. Its spans
-are on one thread; spans that overlap without nesting need further threads, because a thread holds
-only nested slices.
+The format is Google's "Trace Event Format". Each process of the run is a process of the trace. Its
+spans are on one thread, as far as they are disjoint or nested. Others are on further threads.
+
+In names here, an entry is an event of the trace, and a slice is the entry of a span. Entries have
+the keys of the format: ``ph`` (phase) is the kind of the entry, ``ts`` is its time, and ``pid`` and
+``tid`` are its process and thread.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any  # Any: JSON values
 from observability.records import Process, Span
 from observability.views import attributes
 from observability.views.files import write_atomically
-from observability.views.lanes import Key, key_of, threads
+from observability.views.lanes import SpanKey, assign_threads, key_of
 from observability.views.printable import printable
 from observability.views.steps import Step
 
@@ -34,48 +37,49 @@ def write_perfetto(steps: Iterable[Step], path: str | Path) -> None:
 
 
 def chrome_trace(steps: Sequence[Step]) -> dict[str, Any]:
-    """Return the trace as JSON values.
+    """Return steps as a Chrome trace in JSON values.
 
-    Times are microseconds, with fractions to the nanosecond, since the start of the first step;
-    ``otherData.begin_ns`` is that start in nanoseconds since 1970. Spans are complete events
-    (``X``). Arrows (``s``, ``f``) go from a put to each span that links to it, and from a parent to
-    a child in another process.
+    Times are microseconds since the start of the first span, with fractions for nanoseconds;
+    ``otherData.begin_ns`` is that start in nanoseconds since 1970. Each span is a complete event
+    (phase ``X``). Arrows (phases ``s`` and ``f``) go from a put to each span that links to it, and
+    from a parent to a child in another process.
     """
-    begin = min((span.start_ns for step in steps for span in step.spans), default=0)
+    begin_ns = min((span.start_ns for step in steps for span in step.spans), default=0)
     processes = dict.fromkeys(process for step in steps for process in step.processes)
-    places = {process: place for place, process in enumerate(processes, 1)}
+    pids = {process: pid for pid, process in enumerate(processes, 1)}
     trees = {step.trace_id: step.tree for step in steps}
     by_process: dict[Process, list[Span]] = {process: [] for process in processes}
     for tree in trees.values():
         for span in tree.spans:
             by_process[span.process].append(span)
-    slices: dict[Key, Entry] = {}
-    used: dict[Process, int] = {}
+    slices: dict[SpanKey, Entry] = {}
+    thread_counts: dict[Process, int] = {}
     for process, spans in by_process.items():
-        placed = threads(spans, lambda span: trees[span.trace_id].line(span.span_id))
-        used[process] = 1 + max(placed.values(), default=0)
+        threads = assign_threads(spans, lambda span: trees[span.trace_id].ancestry(span.span_id))
+        thread_counts[process] = 1 + max(threads.values(), default=0)
         for span in spans:
-            slices[key_of(span)] = _slice(span, begin, places[process], placed[key_of(span)])
-    entries = [*_names(steps, places, used), *slices.values(), *_arrows(steps, slices)]
+            slices[key_of(span)] = _slice(span, begin_ns, pids[process], threads[key_of(span)])
+    entries = [*_names(steps, pids, thread_counts), *slices.values(), *_arrows(steps, slices)]
     return {
         "traceEvents": entries,
         "displayTimeUnit": "ms",
-        "otherData": {"begin_ns": str(begin)},
+        "otherData": {"begin_ns": str(begin_ns)},
     }
 
 
 def _names(
-    steps: Sequence[Step], places: Mapping[Process, int], used: Mapping[Process, int]
+    steps: Sequence[Step], pids: Mapping[Process, int], thread_counts: Mapping[Process, int]
 ) -> Iterator[Entry]:
+    """Yield the entries that name processes and threads."""
     labels = {process: label for step in steps for process, label in step.labels.items()}
-    for process, pid in places.items():
-        for name, value in (
+    for process, pid in pids.items():
+        for name, args in (
             ("process_name", {"name": labels[process]}),
             ("process_labels", {"labels": printable(process.location)}),
             ("process_sort_index", {"sort_index": pid}),
         ):
-            yield {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": value}
-        for tid in range(used[process]):
+            yield {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": args}
+        for tid in range(thread_counts[process]):
             thread_name = "spans" if tid == 0 else f"overlapping spans {tid}"
             yield {
                 "ph": "M",
@@ -86,54 +90,58 @@ def _names(
             }
 
 
-def _slice(span: Span, begin: int, pid: int, tid: int) -> Entry:
-    facts = {printable(name): _json(value) for name, value in span.attributes.items()}
-    facts |= {"trace_id": printable(span.trace_id), "span_id": printable(span.span_id)}
+def _slice(span: Span, begin_ns: int, pid: int, tid: int) -> Entry:
+    args = {printable(name): _json(value) for name, value in span.attributes.items()}
+    args |= {"trace_id": printable(span.trace_id), "span_id": printable(span.span_id)}
     if span.outcome != "unset":
-        facts["outcome"] = span.outcome
+        args["outcome"] = span.outcome
     if span.message:
-        facts["message"] = printable(span.message)
+        args["message"] = printable(span.message)
     return {
         "ph": "X",
         "name": printable(span.name),
         "cat": printable(attributes.bucket(span) or "groups"),
-        "ts": _microseconds(span.start_ns - begin),
+        "ts": _microseconds(span.start_ns - begin_ns),
         "dur": _microseconds(max(0, span.end_ns - span.start_ns)),
         "pid": pid,
         "tid": tid,
-        "args": facts,
+        "args": args,
     }
 
 
-def _arrows(steps: Sequence[Step], slices: Mapping[Key, Entry]) -> Iterator[Entry]:
-    number = 0
+def _arrows(steps: Sequence[Step], slices: Mapping[SpanKey, Entry]) -> Iterator[Entry]:
+    """Yield two entries for each arrow, of its begin and of its end."""
+    arrow_id = 0
     for step in steps:
         for span in step.spans:
-            ends = [("data", (link.trace_id, link.span_id)) for link in span.links]
+            origins = [("data", (link.trace_id, link.span_id)) for link in span.links]
             parent = step.tree.get(span.parent_id) if span.parent_id else None
             if parent is not None and parent.process != span.process:
-                ends.append(("call", key_of(parent)))
-            for kind, begin in ends:
-                if begin not in slices:
+                origins.append(("call", key_of(parent)))
+            for kind, origin in origins:
+                if origin not in slices:
                     continue
-                number += 1
-                # Attach each end to the start of its slice, where no nested slice has begun yet.
-                for phase, place in (
-                    ("s", slices[begin]),
+                arrow_id += 1
+                # A viewer attaches an entry to the innermost slice at its time. That is the right
+                # one at the start of the slice, before any nested slice begins.
+                for phase, end in (
+                    ("s", slices[origin]),
                     ("f", slices[key_of(span)]),
                 ):
-                    arrow = {key: place[key] for key in ("ts", "pid", "tid")}
-                    arrow |= {"ph": phase, "id": number, "name": kind, "cat": kind}
+                    arrow = {key: end[key] for key in ("ts", "pid", "tid")}
+                    arrow |= {"ph": phase, "id": arrow_id, "name": kind, "cat": kind}
+                    # "bp": "e" attaches the end to the slice at its time, not to the next slice.
                     yield arrow if phase == "s" else {**arrow, "bp": "e"}
 
 
 def _microseconds(nanoseconds: int) -> float:
-    # As a float, a time is exact to the nanosecond for weeks after the first span. A time since
-    # 1970 would not be.
+    # Floats are exact to the nanosecond for weeks after the first span. For times since 1970 they
+    # are not.
     return nanoseconds / 1000
 
 
 def _json(value: object) -> object:
+    """Return an attribute's value as a JSON value with printable text."""
     if isinstance(value, bool | int) or value is None:
         return value
     if isinstance(value, float):

@@ -8,22 +8,21 @@ from collections.abc import Sequence
 def printable(value: object) -> str:
     """Return ``str(value)`` with every invisible character replaced by its escape.
 
-    Terminal sequences, line breaks, null bytes and marks that reverse the reading direction become
-    ``\\x1b``, ``\\n``, ``\\x00`` and ``\\u202e``. Brackets stay: callers that parse markup must
-    escape them.
+    For example, a line break becomes ``\\n``, and the escape character that begins a terminal
+    sequence becomes ``\\x1b``. Markup is not escaped.
     """
-    shown = str(value)
-    # `isprintable` excludes control, format, surrogate, private and unassigned characters, and all
-    # separators but the space.
-    return shown if shown.isprintable() else "".join(map(_escaped, shown))
+    text = str(value)
+    # `isprintable` is False for control, format, surrogate, private and unassigned characters, and
+    # for all separators but the space.
+    return text if text.isprintable() else "".join(map(_escape, text))
 
 
-def listed(ids: Sequence[str], *, more: bool = False) -> str:
-    """Return ids in one printable line; ``more`` adds an ellipsis."""
-    return ", ".join([*map(printable, ids), *(["…"] if more else [])])
+def join_printable(texts: Sequence[str], *, ellipsis: bool = False) -> str:
+    """Return texts in one printable line, separated by commas, optionally with an ellipsis."""
+    return ", ".join([*map(printable, texts), *(["…"] if ellipsis else [])])
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     if character.isprintable():
         return character
     return character.encode("unicode_escape").decode("ascii")

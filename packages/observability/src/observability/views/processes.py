@@ -1,7 +1,7 @@
 """The busy and idle time of each process during a step.
 
-At every moment a process counts for one bucket: that of its innermost span with a bucket. If spans
-of several threads overlap, work takes precedence over waiting.
+At each moment, a process counts for one bucket: that of its innermost span with a bucket. If spans
+of several threads run at the same time, the first bucket in the order of `BUCKETS` counts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from observability.records import Process, Span
 from observability.views import attributes
-from observability.views.intervals import Interval, clipped, length, union, without
+from observability.views.intervals import Interval, clip, difference, total_ns, union
 from observability.views.steps import Step
 
 BUCKETS = ("productive", "overhead", "wasted", "idle")
-"""Values of ``rl.bucket``, by precedence for overlapping spans of a process."""
+"""Values of ``rl.bucket``, in order of precedence."""
 
-BUSY = frozenset({"productive", "overhead", "wasted"})
+BUSY_BUCKETS = frozenset({"productive", "overhead", "wasted"})
 """The buckets in which a process works."""
 
 
@@ -28,12 +28,12 @@ class ProcessTime:
     Attributes:
         process: the process.
         label: its printable name.
-        busy: busy intervals in nanoseconds since 1970, in order, within the step.
-        seconds: bucket to seconds; each moment of the process counts once. Empty if no span of the
-            process has a bucket, so that its work is unknown.
-        busy_seconds: seconds of work; None without a bucket.
-        bubble_seconds: the rest of the step; None without a bucket.
-        step_seconds: duration of the step: busy plus bubble.
+        busy: intervals of the step in which the process was busy, in nanoseconds since 1970.
+        seconds: bucket to seconds. Empty if no span of the process has a bucket, since its work is
+            unknown then.
+        busy_seconds: total of ``busy`` in seconds; None if ``seconds`` is empty.
+        bubble_seconds: the other seconds of the step; None if ``seconds`` is empty.
+        step_seconds: duration of the step.
     """
 
     process: Process
@@ -47,67 +47,82 @@ class ProcessTime:
 
 def process_times(step: Step) -> list[ProcessTime]:
     """Return the time of each process of a step, the root's process first, then by name."""
-    duration = step.end_ns - step.start_ns
+    step_ns = step.end_ns - step.start_ns
     result = []
     for process in step.processes:
-        times = _times(step, step.spans, process)
-        busy = union(interval for bucket in BUSY for interval in times.get(bucket, ()))
-        worked = length(busy)
+        intervals = _bucket_intervals(step, step.spans, process)
+        busy = union(interval for bucket in BUSY_BUCKETS for interval in intervals.get(bucket, ()))
+        total_busy_ns = total_ns(busy)
         result.append(
             ProcessTime(
                 process=process,
                 label=step.labels[process],
                 busy=tuple(busy),
-                seconds={bucket: length(times[bucket]) / 1e9 for bucket in times},
-                busy_seconds=worked / 1e9 if times else None,
-                bubble_seconds=(duration - worked) / 1e9 if times else None,
-                step_seconds=duration / 1e9,
+                seconds={bucket: total_ns(intervals[bucket]) / 1e9 for bucket in intervals},
+                busy_seconds=total_busy_ns / 1e9 if intervals else None,
+                bubble_seconds=(step_ns - total_busy_ns) / 1e9 if intervals else None,
+                step_seconds=step_ns / 1e9,
             )
         )
     return result
 
 
 def bucket_seconds(step: Step) -> dict[str, float]:
-    """Return the process-seconds of the step per bucket; empty if no process has a bucket."""
+    """Return the process-seconds of a step per bucket; empty if no span has a bucket."""
     return summed_buckets(process_times(step))
 
 
 def summed_buckets(times: Iterable[ProcessTime]) -> dict[str, float]:
-    """Return the seconds of all processes per bucket; empty if none of them has a bucket."""
-    known = [time.seconds for time in times if time.seconds]
-    if not known:
+    """Return the sum of `ProcessTime.seconds` over processes, per bucket; empty if all are."""
+    seconds_of_processes = [time.seconds for time in times if time.seconds]
+    if not seconds_of_processes:
         return {}
-    return {bucket: sum(seconds[bucket] for seconds in known) for bucket in BUCKETS}
+    return {bucket: sum(each[bucket] for each in seconds_of_processes) for bucket in BUCKETS}
 
 
-def busy_ns(
-    step: Step, spans: Iterable[Span], process: Process, *, buckets: Collection[str] = BUSY
+def nanoseconds_in(
+    buckets: Collection[str], step: Step, spans: Iterable[Span], process: Process
 ) -> int:
-    """Return the nanoseconds of a process in the buckets, from the given spans of a step."""
-    times = _times(step, spans, process)
-    return sum(length(times[bucket]) for bucket in times if bucket in buckets)
+    """Return the nanoseconds that a process spent in ``buckets``, according to some spans."""
+    intervals = _bucket_intervals(step, spans, process)
+    return sum(total_ns(intervals[bucket]) for bucket in intervals if bucket in buckets)
 
 
-def _times(step: Step, spans: Iterable[Span], process: Process) -> dict[str, list[Interval]]:
-    """Return bucket to disjoint intervals within the step; empty without a bucket."""
-    own = [span for span in spans if span.process == process and attributes.bucket(span) in BUCKETS]
-    if not own:
+def _bucket_intervals(
+    step: Step, spans: Iterable[Span], process: Process
+) -> dict[str, list[Interval]]:
+    """Return bucket to intervals within the step, disjoint also between buckets.
+
+    Args:
+        step: the step.
+        spans: spans of the step to consider.
+        process: the process.
+
+    Returns:
+        An empty mapping if none of the process's spans has a bucket.
+    """
+    bucket_spans = [
+        span for span in spans if span.process == process and attributes.bucket(span) in BUCKETS
+    ]
+    if not bucket_spans:
         return {}
-    inner: dict[str, list[Interval]] = {span.span_id: [] for span in own}
-    for span in own:
-        for above in step.tree.line(span.span_id)[1:]:
-            if above.span_id in inner:
-                inner[above.span_id].append((span.start_ns, span.end_ns))
+    # For each span, the intervals of the spans with a bucket directly inside it.
+    inner: dict[str, list[Interval]] = {span.span_id: [] for span in bucket_spans}
+    for span in bucket_spans:
+        for ancestor in step.tree.ancestry(span.span_id)[1:]:
+            if ancestor.span_id in inner:
+                inner[ancestor.span_id].append((span.start_ns, span.end_ns))
                 break
-    raw: dict[str, list[Interval]] = {bucket: [] for bucket in BUCKETS}
-    for span in own:
+    # Intervals in which a span of the bucket is an innermost one; buckets may overlap.
+    innermost: dict[str, list[Interval]] = {bucket: [] for bucket in BUCKETS}
+    for span in bucket_spans:
         bucket = attributes.bucket(span)
         assert bucket is not None
-        raw[bucket] += without([(span.start_ns, span.end_ns)], inner[span.span_id])
+        innermost[bucket] += difference([(span.start_ns, span.end_ns)], inner[span.span_id])
     by_bucket: dict[str, list[Interval]] = {}
-    taken: list[Interval] = []
+    preceding: list[Interval] = []  # intervals of buckets with precedence
     for bucket in BUCKETS:
-        times = clipped(raw[bucket], (step.start_ns, step.end_ns))
-        by_bucket[bucket] = without(times, taken)
-        taken = union([*taken, *times])
+        intervals = clip(innermost[bucket], (step.start_ns, step.end_ns))
+        by_bucket[bucket] = difference(intervals, preceding)
+        preceding = union([*preceding, *intervals])
     return by_bucket

@@ -12,19 +12,19 @@ _ROUND = (60, 120, 300, 600, 1_200, 1_800, 3_600, 7_200, 14_400, 21_600, 43_200,
 
 
 def duration(seconds: float | None) -> str:
-    """Format a duration: ``12.3 s``, ``850 ms``, ``85.0 µs``, ``2 min 5 s``, ``1 h 5 min``,
-    ``2 d 3 h``; ``n/a`` for None."""
+    """Format a duration, for example ``12.3 s``, ``85.0 µs``, ``2 min 5 s`` or ``1 h 5 min``; None
+    as ``n/a``."""
     if seconds is None:
         return "n/a"
-    size = abs(seconds)
-    if size >= 120:
-        total = round(size)
-        unit, scale, small, part = next(each for each in _LARGE if total >= each[1])
+    magnitude = abs(seconds)
+    if magnitude >= 120:
+        total = round(magnitude)
+        large, large_s, small, small_s = next(each for each in _LARGE if total >= each[1])
         sign = "-" if seconds < 0 else ""
-        return f"{sign}{total // scale} {unit} {total % scale // part} {small}"
+        return f"{sign}{total // large_s} {large} {total % large_s // small_s} {small}"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        # A value that would round up to 1000 of a unit is shown in the next larger one.
-        if size >= 0.9995 * scale:
+        # 999.5 ms and more would round to 1000 ms, so they are shown in seconds.
+        if magnitude >= 0.9995 * scale:
             return f"{_three_digits(seconds / scale)} {unit}"
     return "0 s" if not seconds else f"{seconds * 1e9:.0f} ns"
 
@@ -74,7 +74,7 @@ def _digits(distance: float) -> int:
 
 
 def size(n_bytes: float) -> str:
-    """Format a size in decimal units: ``0 B``, ``12.3 kB``, ``4.50 GB``."""
+    """Format a number of bytes in decimal units, for example ``12.3 kB`` or ``4.50 GB``."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= 0.9995 * scale:
             return f"{_three_digits(n_bytes / scale)} {unit}"
@@ -82,11 +82,12 @@ def size(n_bytes: float) -> str:
 
 
 def percent(part: float, total: float) -> str:
-    """Format a share: ``12.3 %``; a dash if the total is 0."""
+    """Format a part of a total, for example ``12.3 %``; as a dash if the total is 0."""
     return f"{100 * part / total:.1f} %" if total else "-"
 
 
 def _three_digits(value: float) -> str:
+    # 9.995 and 99.95 are the smallest values that round to one more digit before the point.
     if abs(value) >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

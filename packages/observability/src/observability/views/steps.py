@@ -1,7 +1,7 @@
 """Training steps, assembled from the spans and events received so far.
 
-A step is shown as soon as one of its spans arrived. `Step.incomplete` lists what is missing, so
-that a reader never mistakes a partial step for a complete one.
+A step exists as soon as one of its spans was received. `Step.incomplete` lists what is missing, so
+that a partial step is never mistaken for a complete one.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from functools import cached_property
 from observability.records import Event, Process, Records, Span, distinct_labels
 from observability.rl_insight import SCOPE as RL_INSIGHT
 from observability.views import attributes
-from observability.views.clocks import clocks_ahead, on_one_clock
+from observability.views.clocks import align_clocks, clock_offsets
 from observability.views.distinct import distinct_events, distinct_spans, timed_events
 from observability.views.printable import printable
 from observability.views.quantities import duration
 from observability.views.tree import Tree
 
 DRIVER = "grpo.driver"
-ROOT = "grpo.step"
+"""Service name of the driver."""
 
-# Maximum number of spans that a reason names; it counts the rest.
-_MAX_NAMED = 5
+ROOT = "grpo.step"
+"""Name of the root span of a step."""
+
+_MAX_NAMED_SPANS = 5
+"""Maximum number of spans that a reason in `Step.incomplete` names. It counts the others."""
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """The number of weight versions between the generation of samples and their training.
+    """The staleness of trained samples: weight versions between their generation and training.
 
     Attributes:
         minimum: staleness of the freshest sample.
         mean: mean staleness.
         maximum: staleness of the stalest sample.
-        samples: number of trained samples with both versions known.
+        samples: number of trained samples whose two versions are known.
         unknown: number of trained samples with an unknown version.
     """
 
@@ -56,10 +59,10 @@ class Step:
         trace_id: id of the trace.
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
-        staleness: staleness of the trained samples; None if no version is known.
-        clocks: host to the minimum number of nanoseconds by which its clock is ahead of the root's;
-            negative if behind. Only hosts that disagree. The times of the host's spans and events
-            are corrected by that number.
+        staleness: staleness of the trained samples; None if it is unknown for all of them.
+        clock_offsets: host to the minimum number of nanoseconds by which its clock is ahead of the
+            clock of the root's host, negative if it is behind; only hosts whose clocks disagree.
+            The times of ``tree`` and ``events`` are already corrected by it.
     """
 
     run_id: str
@@ -68,7 +71,7 @@ class Step:
     tree: Tree
     events: tuple[Event, ...] = ()
     staleness: Staleness | None = None
-    clocks: Mapping[str, int] = field(default_factory=dict)
+    clock_offsets: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -77,19 +80,19 @@ class Step:
 
     @cached_property
     def root(self) -> Span | None:
-        """The root span: of the spans without a parent, the first ``grpo.step``, else the first."""
+        """The root span: the first span without a parent, preferably one named ``grpo.step``."""
         return root_of(self.tree)
 
     @cached_property
     def start_ns(self) -> int:
-        """The start of the root in nanoseconds since 1970; if unknown, that of the first span."""
+        """The start of the root, or of the first span if unknown, in nanoseconds since 1970."""
         if self.root is not None and self.root.has_start:
             return self.root.start_ns
         return min(span.start_ns for span in self.spans)
 
     @cached_property
     def end_ns(self) -> int:
-        """The end of the root, never before `start_ns`; if unknown, that of the last span."""
+        """The end of the root, or of the last span if unknown; never before `start_ns`."""
         if self.root is not None and self.root.has_end:
             return max(self.root.end_ns, self.start_ns)
         return max(self.start_ns, *(span.end_ns for span in self.spans))
@@ -103,13 +106,12 @@ class Step:
     def processes(self) -> tuple[Process, ...]:
         """All processes of the step: the root's process, then the others by name."""
         first = self.root.process if self.root else None
-        return tuple(
-            sorted({span.process for span in self.spans}, key=lambda each: (each != first, each))
-        )
+        processes = {span.process for span in self.spans}
+        return tuple(sorted(processes, key=lambda process: (process != first, process)))
 
     @cached_property
     def labels(self) -> Mapping[Process, str]:
-        """Unique printable names of the processes."""
+        """Process to its distinct printable label."""
         labels = distinct_labels(self.processes)
         return {process: printable(label) for process, label in labels.items()}
 
@@ -118,11 +120,11 @@ class Step:
         return self.tree.children(span_id)
 
     def stage(self, span_id: str) -> Span | None:
-        """Return the stage of a span: the span itself or its ancestor directly below the root.
+        """Return the stage of a span: the span or its ancestor that is a child of the root.
 
         Returns:
-            None for the root, for an unknown id, and for a span whose ancestors do not reach the
-            root. If the root did not arrive, the topmost ancestor that did.
+            None for the root, for an unknown id, and for a span that is not below the root. In a
+            step without a root, the topmost ancestor of the span, or the span itself.
         """
         return stage_of(self.tree, self.root, span_id)
 
@@ -130,112 +132,118 @@ class Step:
     def incomplete(self) -> list[str]:
         """Reasons why the step is incomplete, one printable sentence each; empty if complete."""
         return [
-            *self._about_roots(),
-            *self._about_times(),
-            *self._about_orphans(),
-            *self._about_failures(),
+            *self._root_reasons(),
+            *self._time_reasons(),
+            *self._orphan_reasons(),
+            *self._failure_reasons(),
         ]
 
     @cached_property
     def clock_notes(self) -> list[str]:
-        """Clocks that disagree, one printable sentence each."""
+        """Corrections of clocks, one printable sentence each."""
         return [
-            f"the clock of host {printable(host)} is {duration(abs(ahead) / 1e9)} or more "
-            f"{'ahead' if ahead > 0 else 'behind'}; its times are shifted "
-            f"{'earlier' if ahead > 0 else 'later'}"
-            for host, ahead in sorted(self.clocks.items())
+            f"the clock of host {printable(host)} is {duration(abs(offset) / 1e9)} or more "
+            f"{'ahead' if offset > 0 else 'behind'}; its times are shifted "
+            f"{'earlier' if offset > 0 else 'later'}"
+            for host, offset in sorted(self.clock_offsets.items())
         ]
 
-    def _about_roots(self) -> Iterable[str]:
+    def _root_reasons(self) -> Iterable[str]:
         if not self.tree.roots:
             yield "no root: the span of the step was not received"
         if len(self.tree.roots) > 1:
-            yield f"{len(self.tree.roots)} spans have no parent: {self._named(self.tree.roots)}"
+            yield f"{len(self.tree.roots)} spans have no parent: {self._names_of(self.tree.roots)}"
         if self.tree.circular:
-            yield f"spans that are their own ancestors: {self._named(self.tree.circular)}"
+            yield f"spans that are their own ancestors: {self._names_of(self.tree.circular)}"
 
-    def _about_times(self) -> Iterable[str]:
-        for edge, spans in (
+    def _time_reasons(self) -> Iterable[str]:
+        for time, spans in (
             ("start", [span for span in self.spans if not span.has_start]),
             ("end", [span for span in self.spans if not span.has_end]),
         ):
             if spans:
-                yield f"no {edge} was reported for {self._named(spans)}"
+                yield f"no {time} was reported for {self._names_of(spans)}"
 
-    def _about_orphans(self) -> Iterable[str]:
+    def _orphan_reasons(self) -> Iterable[str]:
         by_parent: dict[str, list[Span]] = defaultdict(list)
         for span in self.tree.orphans:
             assert span.parent_id is not None
             by_parent[span.parent_id].append(span)
         for parent_id, orphans in by_parent.items():
-            yield f"the parent {printable(parent_id)} of {self._named(orphans)} was not received"
+            yield f"the parent {printable(parent_id)} of {self._names_of(orphans)} was not received"
 
-    def _about_failures(self) -> Iterable[str]:
+    def _failure_reasons(self) -> Iterable[str]:
         for span in self.spans:
             is_driver = span.process.service == DRIVER or span is self.root
             if is_driver and span.outcome == "error":
                 message = span.message or attributes.text(span.attributes, "error.type")
                 reason = f": {printable(message)}" if message else ""
-                yield f"{self._named([span])} failed{reason}"
+                yield f"{self._names_of([span])} failed{reason}"
 
-    def _named(self, spans: Iterable[Span]) -> str:
+    def _names_of(self, spans: Iterable[Span]) -> str:
         names = [f"'{printable(span.name)}' of {self.labels[span.process]}" for span in spans]
-        rest = len(names) - _MAX_NAMED
-        return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+        omitted = len(names) - _MAX_NAMED_SPANS
+        suffix = f" and {omitted} more" if omitted > 0 else ""
+        return ", ".join(names[:_MAX_NAMED_SPANS]) + suffix
 
 
 def steps_of(records: Records) -> list[Step]:
     """Return the steps in the records, by run (earliest first), then by ``rl.step``.
 
-    A trace is a step if any of its spans has ``rl.step``; other traces are omitted. A step that ran
-    twice is returned twice, the earlier trace first.
+    Each trace in which a span has ``rl.step`` is a step. If a step ran twice, both traces are
+    returned, the earlier first.
     """
     spans: dict[str, list[Span]] = defaultdict(list)
     for span in distinct_spans(records.spans):
         spans[span.trace_id].append(span)
-    numbered = {
+    numbers = {
         trace_id: number
         for trace_id, trace_spans in spans.items()
-        if (number := _number(trace_spans)) is not None
+        if (number := _step_number(trace_spans)) is not None
     }
-    runs = {trace_id: _run(spans[trace_id]) for trace_id in numbered}
-    for trace_id in numbered:
+    run_ids = {trace_id: _run_id(spans[trace_id]) for trace_id in numbers}
+    for trace_id in numbers:
+        # RL-Insight has no span of the step.
         if all(span.scope == RL_INSIGHT for span in spans[trace_id]):
-            spans[trace_id] = _below_root(spans[trace_id])
-    everything = sorted(
+            spans[trace_id] = _with_artificial_root(spans[trace_id])
+    events_by_time = sorted(
         distinct_events(timed_events(records.events)), key=lambda event: event.time_ns
     )
-    by_step: dict[tuple[str, int | None], str] = {
-        (runs[trace_id], number): trace_id for trace_id, number in numbered.items()
+    trace_of_step: dict[tuple[str, int | None], str] = {
+        (run_ids[trace_id], number): trace_id for trace_id, number in numbers.items()
     }
+    # Events without a trace belong to the trace of their run and step; without such a trace, to "".
     events: dict[str, list[Event]] = defaultdict(list)
-    for event in everything:
-        number = attributes.integer(event.attributes, "rl.step")
-        events[event.trace_id or by_step.get((_run_of(event), number), "")].append(event)
+    for event in events_by_time:
+        run_and_step = _event_run_id(event), attributes.integer(event.attributes, "rl.step")
+        events[event.trace_id or trace_of_step.get(run_and_step, "")].append(event)
     by_trace = {
         trace_id: step_of_trace(
             Tree(spans[trace_id]),
             events[trace_id],
-            run_id=runs[trace_id],
+            run_id=run_ids[trace_id],
             number=number,
             trace_id=trace_id,
         )
-        for trace_id, number in numbered.items()
+        for trace_id, number in numbers.items()
     }
-    # Use the corrected times of steps, so that a put precedes the training of its samples.
+    # Events of steps have corrected times, so that a put precedes the training of its samples.
     staleness = _staleness(
         (trace_id, event)
-        for trace_id, reported in events.items()
-        for event in (by_trace[trace_id].events if trace_id in by_trace else reported)
+        for trace_id, trace_events in events.items()
+        for event in (by_trace[trace_id].events if trace_id in by_trace else trace_events)
     )
     steps = [
         replace(step, staleness=staleness.get(trace_id)) for trace_id, step in by_trace.items()
     ]
-    began: dict[str, int] = {}
+    run_starts_ns: dict[str, int] = {}
     for step in steps:
-        began[step.run_id] = min(step.start_ns, began.get(step.run_id, step.start_ns))
+        run_starts_ns[step.run_id] = min(
+            step.start_ns, run_starts_ns.get(step.run_id, step.start_ns)
+        )
     return sorted(
-        steps, key=lambda step: (began[step.run_id], step.run_id, step.number, step.start_ns)
+        steps,
+        key=lambda step: (run_starts_ns[step.run_id], step.run_id, step.number, step.start_ns),
     )
 
 
@@ -248,27 +256,30 @@ def step_of_trace(
     trace_id: str,
     staleness: Staleness | None = None,
 ) -> Step:
-    """Return any trace as a `Step`, with all times on one clock."""
-    ahead = clocks_ahead(tree, root_of(tree))
-    tree, events = on_one_clock(tree, events, ahead)
-    return Step(run_id, number, trace_id, tree, events, staleness, ahead)
+    """Return any trace as a `Step`, with all times converted to the clock of the root's host.
+
+    The arguments are attributes of `Step`.
+    """
+    offsets = clock_offsets(tree, root_of(tree))
+    tree, events = align_clocks(tree, events, offsets)
+    return Step(run_id, number, trace_id, tree, events, staleness, offsets)
 
 
 def root_of(tree: Tree) -> Span | None:
-    """Return the root of any trace, as `Step.root`."""
+    """Return the root of any trace; see `Step.root`."""
     return min(tree.roots, key=lambda span: span.name != ROOT, default=None)
 
 
 def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
-    """Return the stage of a span of any trace, as `Step.stage`."""
-    line = tree.line(span_id)
+    """Return the stage of a span of any trace; see `Step.stage`."""
+    ancestry = tree.ancestry(span_id)
     if root is None:
-        return line[-1] if line else None
-    return line[-2] if len(line) > 1 and line[-1] is root else None
+        return ancestry[-1] if ancestry else None
+    return ancestry[-2] if len(ancestry) > 1 and ancestry[-1] is root else None
 
 
-def _below_root(spans: list[Span]) -> list[Span]:
-    """Return spans without parents below an artificial root that covers all of them."""
+def _with_artificial_root(spans: list[Span]) -> list[Span]:
+    """Return a new root span that covers the given spans, and the spans as its children."""
     root = replace(
         spans[0],
         span_id=spans[0].trace_id[:16],
@@ -281,7 +292,8 @@ def _below_root(spans: list[Span]) -> list[Span]:
     return [root, *(replace(span, parent_id=root.span_id) for span in spans)]
 
 
-def _number(spans: Iterable[Span]) -> int | None:
+def _step_number(spans: Iterable[Span]) -> int | None:
+    """Return the most frequent ``rl.step`` of spans; None if none has one."""
     counts = Counter(
         number
         for span in spans
@@ -290,95 +302,108 @@ def _number(spans: Iterable[Span]) -> int | None:
     return max(counts, key=lambda number: counts[number], default=None)
 
 
-def _run(spans: Iterable[Span]) -> str:
+def _run_id(spans: Iterable[Span]) -> str:
+    """Return the most frequent ``rl.run_id`` of spans; empty if none has one."""
     counts = Counter(
-        run for span in spans if (run := attributes.text(span.attributes, "rl.run_id"))
+        run_id for span in spans if (run_id := attributes.text(span.attributes, "rl.run_id"))
     )
-    return max(counts, key=lambda run: counts[run], default="")
+    return max(counts, key=lambda run_id: counts[run_id], default="")
 
 
-def _run_of(event: Event) -> str:
+def _event_run_id(event: Event) -> str:
     return attributes.text(event.attributes, "rl.run_id")
 
 
-def generation_version(*of_puts: int | None) -> int | None:
-    """Return the generation version of a sample from the versions of its puts; None is unknown.
+def generation_version(*put_versions: int | None) -> int | None:
+    """Return the weight version that generated a sample; None if unknown.
 
-    A put of a prompt has no version. The lowest one is that of the generation, since later puts
-    have the same or a newer version.
+    It is the lowest version of the sample's puts. Puts before the generation are of prompts and
+    have no version; later puts have the same or a newer version.
+
+    Args:
+        put_versions: weight version of each put; None for a put without one.
     """
-    return min((version for version in of_puts if version is not None), default=None)
+    return min((version for version in put_versions if version is not None), default=None)
 
 
-_Place = tuple[str, str]
-"""A run and a partition."""
+_PartitionKey = tuple[str, str]
+"""Run id and partition. Another run may use the same partitions and sample ids."""
 
-# Order of events with the same time.
-_ORDER = {"put": 0, "trained": 1, "cleared": 2}
+_EVENT_ORDER = {"put": 0, "trained": 1, "cleared": 2}
+"""Order of events with the same time; the staleness depends on these events only."""
 
 
 def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
     """Return the staleness of each trace that trained samples of known versions.
 
     The puts of a sample since its last clear give its `generation_version`. An event ``trained``
-    after a clear is about the cleared sample. ``trained`` before any put with a version is about
-    the next such put: a put is reported when it returns, and a fast consumer may train before that.
+    that is reported after a clear is about the cleared sample. An event ``trained`` that is
+    reported before any put with a version is about the next such put. A put is reported when it
+    returns, and a fast consumer may train on its samples before that.
+
+    Args:
+        reported: events, each with the id of its trace.
     """
     events = sorted(
-        ((trace_id, event) for trace_id, event in reported if event.name in _ORDER),
-        key=lambda item: (item[1].time_ns, _ORDER[item[1].name]),
+        ((trace_id, event) for trace_id, event in reported if event.name in _EVENT_ORDER),
+        key=lambda item: (item[1].time_ns, _EVENT_ORDER[item[1].name]),
     )
-    versions: dict[_Place, dict[str, int | None]] = defaultdict(dict)
-    present: dict[_Place, set[str]] = defaultdict(set)
-    ages: dict[str, list[int | None]] = defaultdict(list)
-    # Ages to fill in at the put: the list, the index in it, and the trained version.
-    pending: dict[tuple[_Place, str], list[tuple[list[int | None], int, int | None]]]
+    # Sample id to generation version, also of samples that were cleared.
+    versions_by_partition: dict[_PartitionKey, dict[str, int | None]] = defaultdict(dict)
+    # Ids of samples that were put and not cleared.
+    present_by_partition: dict[_PartitionKey, set[str]] = defaultdict(set)
+    # Trace id to the staleness of each trained sample.
+    values: dict[str, list[int | None]] = defaultdict(list)
+    # Values to set at the next put of a sample: the list, the index in it, the trained version.
+    pending: dict[tuple[_PartitionKey, str], list[tuple[list[int | None], int, int | None]]]
     pending = defaultdict(list)
-    # Every worker of a sharded model may report the same sample; it counts once per version.
-    seen: set[tuple[str, _Place, str, int | None]] = set()
+    # Every worker of a sharded model may report the same sample. It counts once per version.
+    counted: set[tuple[str, _PartitionKey, str, int | None]] = set()
     for trace_id, event in events:
-        # Keyed by run: another run may use the same names, and not every run clears its samples.
-        place = _run_of(event), attributes.text(event.attributes, "dataplane.partition")
+        partition = _event_run_id(event), attributes.text(event.attributes, "dataplane.partition")
         version = attributes.integer(event.attributes, "rl.weight_version")
-        samples, generated = present[place], versions[place]
+        present, versions = present_by_partition[partition], versions_by_partition[partition]
         if event.name == "put":
             for sample_id in event.sample_ids:
-                earlier = generated[sample_id] if sample_id in samples else None
-                samples.add(sample_id)
-                generated[sample_id] = generation_version(earlier, version)
+                earlier = versions[sample_id] if sample_id in present else None
+                present.add(sample_id)
+                versions[sample_id] = generation_version(earlier, version)
                 if version is not None:
-                    for trace_ages, at, trained in pending.pop((place, sample_id), ()):
-                        trace_ages[at] = _age(trained, version)
+                    for trace_values, index, trained in pending.pop((partition, sample_id), ()):
+                        trace_values[index] = _staleness_of_sample(trained, version)
         elif event.name == "cleared":
-            cleared = samples & set(event.sample_ids) if event.sample_ids else set(samples)
-            samples -= cleared
+            # An event without ids clears the partition.
+            cleared = present & set(event.sample_ids) if event.sample_ids else set(present)
+            present -= cleared
             for sample_id in cleared:
-                pending.pop((place, sample_id), None)
+                pending.pop((partition, sample_id), None)
         else:
             for sample_id in event.sample_ids:
-                if (trace_id, place, sample_id, version) in seen:
+                if (trace_id, partition, sample_id, version) in counted:
                     continue
-                seen.add((trace_id, place, sample_id, version))
-                if generated.get(sample_id) is None and (
-                    sample_id in samples or sample_id not in generated
+                counted.add((trace_id, partition, sample_id, version))
+                # The version may still be reported by a put, unless the sample was cleared.
+                if versions.get(sample_id) is None and (
+                    sample_id in present or sample_id not in versions
                 ):
-                    trace_ages = ages[trace_id]
-                    pending[place, sample_id].append((trace_ages, len(trace_ages), version))
-                ages[trace_id].append(_age(version, generated.get(sample_id)))
+                    trace_values = values[trace_id]
+                    pending[partition, sample_id].append((trace_values, len(trace_values), version))
+                values[trace_id].append(_staleness_of_sample(version, versions.get(sample_id)))
     return {
         trace_id: summary
-        for trace_id, trace_ages in ages.items()
-        if (summary := _summary(trace_ages)) is not None
+        for trace_id, trace_values in values.items()
+        if (summary := _summary(trace_values)) is not None
     }
 
 
-def _age(trained: int | None, generated: int | None) -> int | None:
+def _staleness_of_sample(trained: int | None, generated: int | None) -> int | None:
     return None if trained is None or generated is None else trained - generated
 
 
-def _summary(ages: list[int | None]) -> Staleness | None:
-    known = [age for age in ages if age is not None]
+def _summary(values: list[int | None]) -> Staleness | None:
+    """Return the summary of the staleness of samples; None if it is unknown for all of them."""
+    known = [value for value in values if value is not None]
     if not known:
         return None
-    unknown = len(ages) - len(known)
+    unknown = len(values) - len(known)
     return Staleness(min(known), sum(known) / len(known), max(known), len(known), unknown)

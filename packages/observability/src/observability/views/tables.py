@@ -1,4 +1,4 @@
-"""The figures of a step as tables of printable text, for terminal and page alike."""
+"""The figures of a step as tables of printable text, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from observability.views import attributes
 from observability.views.critical_path import Segment
-from observability.views.figures import bytes_by_stage, condensed, slowest, waste
+from observability.views.figures import bytes_by_stage, longest_segments, slowest, waste
 from observability.views.printable import printable
 from observability.views.processes import bucket_seconds, process_times
 from observability.views.quantities import duration, percent, size
@@ -16,10 +16,10 @@ from observability.views.steps import Step
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; numbers are right-aligned."""
+    """A column of a table; columns of numbers are right-aligned."""
 
     name: str
-    number: bool = False
+    is_numeric: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Table:
     Attributes:
         title: heading of the table.
         columns: columns from left to right.
-        rows: rows with a cell per column.
+        rows: rows from top to bottom, with a cell per column.
         notes: sentences below the table.
     """
 
@@ -40,7 +40,12 @@ class Table:
 
 
 def tables_of(step: Step, path: Sequence[Segment]) -> list[Table]:
-    """Return all tables of a step, except those without rows."""
+    """Return the tables of a step, without empty ones.
+
+    Args:
+        step: the step.
+        path: its critical path.
+    """
     tables = [_processes(step), _path(step, path), _bytes(step), _buckets(step), _slowest(step)]
     return [table for table in tables if table.rows]
 
@@ -65,7 +70,7 @@ def _seconds_and_share(seconds: float | None, total: float) -> tuple[str, str]:
 
 
 def _path(step: Step, path: Sequence[Segment]) -> Table:
-    shown, rest = condensed(path)
+    longest, others = longest_segments(path)
     rows = [
         _row(
             segment.span.name,
@@ -74,11 +79,11 @@ def _path(step: Step, path: Sequence[Segment]) -> Table:
             f"{segment.seconds:.3f}",
             percent(segment.seconds, step.seconds),
         )
-        for segment in shown
+        for segment in longest
     ]
-    if rest:
-        seconds = sum(segment.seconds for segment in rest)
-        label = f"{len(rest)} shorter segments"
+    if others:
+        seconds = sum(segment.seconds for segment in others)
+        label = f"{len(others)} shorter segments"
         rows.append(_row(label, "", "", f"{seconds:.3f}", percent(seconds, step.seconds)))
     return Table("Critical path", _columns("span", "process", "start", "seconds", "of step"), rows)
 
@@ -94,7 +99,7 @@ def _bytes(step: Step) -> Table:
 def _buckets(step: Step) -> Table:
     seconds = bucket_seconds(step)
     total = sum(seconds.values())
-    lost = waste(step)
+    wasted = waste(step)
     return Table(
         "Process-seconds",
         _columns("bucket", "seconds", "share"),
@@ -103,21 +108,21 @@ def _buckets(step: Step) -> Table:
             for bucket in seconds
         ],
         (
-            f"dropped: {lost.dropped} of {lost.put} samples, {percent(lost.share, 1)}, "
-            f"worth {duration(lost.seconds)} of productive rollout",
+            f"dropped: {wasted.dropped} of {wasted.put} samples, {percent(wasted.share, 1)}, "
+            f"worth {duration(wasted.seconds)} of productive rollout",
             _staleness(step),
         ),
     )
 
 
 def _staleness(step: Step) -> str:
-    stale = step.staleness
-    if stale is None:
+    staleness = step.staleness
+    if staleness is None:
         return "staleness: unknown"
-    unknown = f" ({stale.unknown} more unknown)" if stale.unknown else ""
+    unknown = f" ({staleness.unknown} more unknown)" if staleness.unknown else ""
     return (
-        f"staleness: {stale.minimum} to {stale.maximum} versions, mean {stale.mean:.2f}, "
-        f"of {stale.samples} samples{unknown}"
+        f"staleness: {staleness.minimum} to {staleness.maximum} versions, "
+        f"mean {staleness.mean:.2f}, of {staleness.samples} samples{unknown}"
     )
 
 
@@ -139,9 +144,9 @@ def _slowest(step: Step) -> Table:
 
 
 def _columns(*names: str) -> list[Column]:
-    """Return columns; spans, processes, stages and buckets are text, the others numbers."""
-    named = {"span", "process", "stage", "bucket"}
-    return [Column(name, name not in named) for name in names]
+    """Return columns; all but spans, processes, stages and buckets are numeric."""
+    texts = {"span", "process", "stage", "bucket"}
+    return [Column(name, is_numeric=name not in texts) for name in names]
 
 
 def _row(*cells: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Steps, lineages of samples and waits for the terminal, as renderables of rich.
 
-Names and ids come from any sender, so each passes `printable` and goes into a ``Text``, never into
-a string with markup. Color is never the only cue: each bucket has its own character in the bars,
-and an asterisk marks the critical path.
+Names and ids may come from any sender. So each is made printable and put into a ``Text``, never
+into a string with markup. Color is never needed to read a view: each bucket has its own character
+in the bars, and an asterisk marks the critical path.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rich.text import Text
 
 from observability.records import distinct_labels
 from observability.views.critical_path import Segment, critical_path
-from observability.views.encodable import Encodable
-from observability.views.lineage import Hop
-from observability.views.printable import listed, printable
+from observability.views.encodable import AsciiFallback
+from observability.views.lineage import LineageEvent
+from observability.views.printable import join_printable, printable
 from observability.views.quantities import duration, size
 from observability.views.steps import Step
 from observability.views.tables import Table, tables_of
 from observability.views.waterfall import WaterfallLine, legend, lines_of
 from observability.views.why import Wait
 
-_MAX_WIDTH = 10_000
+_MAX_CONSOLE_WIDTH = 10_000
 
 
 def step_view(step: Step) -> RenderableType:
@@ -38,8 +38,8 @@ def step_view(step: Step) -> RenderableType:
     parts += [Text(f"clocks: {note}", style="yellow") for note in step.clock_notes]
     parts += [Text(), _waterfall(step, path)]
     for table in tables_of(step, path):
-        parts += [Text(), _drawn(table)]
-    return Encodable(Group(*parts))
+        parts += [Text(), _rendered(table)]
+    return AsciiFallback(Group(*parts))
 
 
 def steps_view(steps: Iterable[Step]) -> RenderableType:
@@ -50,29 +50,33 @@ def steps_view(steps: Iterable[Step]) -> RenderableType:
     return Group(*views[:-1]) if views else Text("no steps")
 
 
-def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
+def lineage_view(sample_id: str, lineage: Sequence[LineageEvent]) -> RenderableType:
     """Return the view of a sample's lineage: a line per event, details below it."""
-    labels = distinct_labels(hop.process for hop in hops)
+    labels = distinct_labels(event.process for event in lineage)
     headings = ("after", "event", "process", "stage", "step", "version", "bytes")
+    numeric_columns = {headings.index(name) for name in ("after", "step", "version", "bytes")}
     rows = [
         [
-            duration(hop.seconds),
-            printable(hop.name),
-            printable(labels[hop.process]),
-            printable(hop.stage),
-            "" if hop.step is None else str(hop.step),
-            "" if hop.weight_version is None else str(hop.weight_version),
-            "" if hop.n_bytes is None else size(hop.n_bytes),
+            duration(event.seconds),
+            printable(event.name),
+            printable(labels[event.process]),
+            printable(event.stage),
+            "" if event.step is None else str(event.step),
+            "" if event.weight_version is None else str(event.weight_version),
+            "" if event.n_bytes is None else size(event.n_bytes),
         ]
-        for hop in hops
+        for event in lineage
     ]
-    widths = [max(cell_len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    numbers = {0, 4, 5, 6}
+    widths = [
+        max(cell_len(row[column]) for row in [headings, *rows]) for column in range(len(headings))
+    ]
 
     def line(row: Sequence[str], style: str = "") -> Text:
         cells = [
-            (" " * (width - cell_len(cell)) + cell) if i in numbers else set_cell_size(cell, width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            " " * (width - cell_len(cell)) + cell
+            if column in numeric_columns
+            else set_cell_size(cell, width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         return Text("  ".join(cells).rstrip(), style=style)
 
@@ -80,44 +84,47 @@ def lineage_view(sample_id: str, hops: Sequence[Hop]) -> RenderableType:
         Text(f"sample {printable(sample_id)}", style="bold"),
         line(headings, "dim"),
     ]
-    for hop, row in zip(hops, rows, strict=True):
+    for event, row in zip(lineage, rows, strict=True):
         parts.append(line(row))
-        if about := _about(hop):
-            parts.append(Padding(Text(about, style="dim"), (0, 0, 0, widths[0] + 2)))
-    return Encodable(Group(*parts))
+        if details := _details(event):
+            # Indent the details to the second column: the first one and two spaces precede it.
+            parts.append(Padding(Text(details, style="dim"), (0, 0, 0, widths[0] + 2)))
+    return AsciiFallback(Group(*parts))
 
 
 def waits_view(waits: Sequence[Wait]) -> RenderableType:
-    """Return the view of waits: one sentence each, silent processes last."""
+    """Return the view of waits: a numbered sentence each, those of silent processes last."""
     groups: list[RenderableType] = []
     numbered = list(enumerate(waits, 1))
-    blocked = [(place, wait) for place, wait in numbered if not wait.silent_s]
-    silent = [(place, wait) for place, wait in numbered if wait.silent_s]
+    blocked = [(number, wait) for number, wait in numbered if not wait.silent_s]
+    silent = [(number, wait) for number, wait in numbered if wait.silent_s]
     groups.append(_sentences(blocked) if blocked else Text("Nothing blocked."))
     if silent:
         groups += [Text("Silent processes:", style="yellow"), _sentences(silent)]
-    return Encodable(Group(*groups))
+    return AsciiFallback(Group(*groups))
 
 
 def _sentences(waits: Iterable[tuple[int, Wait]]) -> Grid:
     table = Grid.grid(padding=(0, 1))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for place, wait in waits:
-        table.add_row(Text(f"{place}.", style="bold"), Text(str(wait)))
+    for number, wait in waits:
+        table.add_row(Text(f"{number}.", style="bold"), Text(str(wait)))
     return table
 
 
 def print_view(view: RenderableType, console: Console) -> None:
-    """Print a view; exceed the console's width rather than break or cut an id.
+    """Print a view; make the console wider if it would break or cut ids otherwise.
 
     Args:
         view: a view of this module, or another one whose columns of ids do not wrap.
         console: the console.
     """
-    needed = Measurement.get(console, console.options.update(max_width=_MAX_WIDTH), view).minimum
-    # A console clips output to its own width.
-    console.width = max(console.width, needed)
+    min_width = Measurement.get(
+        console, console.options.update(max_width=_MAX_CONSOLE_WIDTH), view
+    ).minimum
+    # A console clips its output to its width.
+    console.width = max(console.width, min_width)
     console.print(view)
 
 
@@ -161,32 +168,32 @@ def _waterfall_row(line: WaterfallLine) -> list[RenderableType]:
     ]
 
 
-def _drawn(table: Table) -> RenderableType:
-    drawn = Grid(
+def _rendered(table: Table) -> RenderableType:
+    grid = Grid(
         title=Text(table.title, style="bold"),
         title_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
         header_style="dim",
     )
-    for place, column in enumerate(table.columns):
-        drawn.add_column(
+    for index, column in enumerate(table.columns):
+        grid.add_column(
             Text(column.name),
-            justify="right" if column.number else "left",
+            justify="right" if column.is_numeric else "left",
             no_wrap=True,
-            min_width=max(cell_len(row[place]) for row in table.rows),
+            min_width=max(cell_len(row[index]) for row in table.rows),
         )
     for row in table.rows:
-        drawn.add_row(*map(Text, row))
-    return Group(drawn, *map(Text, table.notes))
+        grid.add_row(*map(Text, row))
+    return Group(grid, *map(Text, table.notes))
 
 
-def _about(hop: Hop) -> str:
+def _details(event: LineageEvent) -> str:
     parts = [
-        f"task {hop.task}" if hop.task else "",
-        ", ".join(hop.fields),
-        hop.detail,
-        f"partition {hop.partition}" if hop.partition else "",
-        f"with {hop.batch - 1} more" if hop.batch > 1 else "",
+        f"task {event.task}" if event.task else "",
+        ", ".join(event.fields),
+        event.detail,
+        f"partition {event.partition}" if event.partition else "",
+        f"with {event.batch - 1} more samples" if event.batch > 1 else "",
     ]
-    return listed([part for part in parts if part])
+    return join_printable([part for part in parts if part])

@@ -1,11 +1,10 @@
 """The waterfall of a step as lines: a tree of spans, each with a bar over the time of the step.
 
-Beyond `MAX_LINES`, similar siblings share one line, which shows their number.
+If there are more than `MAX_LINES` spans, similar siblings share a line, which shows their number.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from observability.views.printable import printable
 from observability.views.steps import Step
 
 MAX_LINES = 60
-"""Maximum number of spans that each have a separate line."""
+"""Maximum number of spans of a step in which each span has a line."""
 
 STYLES = {
     "productive": "green",
@@ -30,17 +29,26 @@ STYLES = {
     "idle": "bright_black",
     "": "default",
 }
-"""Bucket to rich style; spans that only group others have the empty bucket."""
+"""Bucket to style of rich. The empty bucket is that of spans without one."""
 
 _MARKS = {"productive": "█", "overhead": "▓", "wasted": "x", "idle": "░", "": "─"}
-# Bounds the output for any trace.
+"""Bucket to the character of its bars."""
+
 _MAX_SHOWN = 4 * MAX_LINES
+"""Maximum number of lines, if many remain although siblings share lines."""
 
 
 class Bar:
-    """The bar of a waterfall line: intervals of a step, drawn over the available width."""
+    """The bar of a waterfall line: intervals of a step, drawn in the available width.
+
+    Args:
+        intervals: intervals in nanoseconds since 1970.
+        step: interval of the step, which takes the full width.
+        bucket: bucket of the spans.
+    """
 
     def __init__(self, intervals: Iterable[Interval], step: Interval, bucket: str) -> None:
+        # `union` drops empty intervals, so make those of spans without a duration 1 ns long.
         self._intervals = union((start, max(end, start + 1)) for start, end in intervals)
         self._step = step
         self._bucket = bucket if bucket in _MARKS else ""
@@ -58,30 +66,32 @@ class Bar:
 
     def cells(self, width: int, mark: str) -> str:
         """Return the bar in ``width`` characters; each interval has at least one."""
-        start, end = self._step
-        length = max(1, end - start)
-        drawn = [" "] * width
-        for first, last in self._intervals:
-            # Integer arithmetic: a float cannot represent nanoseconds since 1970 exactly.
-            left = min(max(0, (first - start) * width // length), width - 1)
-            right = min(max(left + 1, -((start - last) * width // length)), width)
-            drawn[left:right] = mark * (right - left)
-        return "".join(drawn)
+        step_start, step_end = self._step
+        length = max(1, step_end - step_start)
+        characters = [" "] * width
+        for start, end in self._intervals:
+            # Integer arithmetic, since a float does not represent nanoseconds since 1970 exactly.
+            # The left end is rounded down, the right end up: -(-a // b) is a / b rounded up.
+            left = min(max(0, (start - step_start) * width // length), width - 1)
+            right = min(max(left + 1, -((step_start - end) * width // length)), width)
+            characters[left:right] = mark * (right - left)
+        return "".join(characters)
 
 
 @dataclass(frozen=True)
 class WaterfallLine:
-    """One line of a waterfall, in printable text.
+    """One line of a waterfall: a span, or several similar siblings. Its text is printable.
 
     Attributes:
-        guide: indentation with the lines of the tree.
-        name: the span's name, with the number of spans if the line represents several.
-        process: label of the process, or the number of processes.
-        offset_seconds: seconds from the start of the step; negative if a clock was behind.
-        seconds: duration, summed over the spans; None if not reported.
+        guide: indentation, with characters that draw the tree.
+        name: name of the spans, with their number if there are several.
+        process: label of the process; if there are several, their number.
+        offset_seconds: seconds from the start of the step to that of the first span; negative if
+            the span begins before the step, because a clock is behind.
+        seconds: sum of the durations; None if none was reported.
         bar: bar of the spans' times.
-        critical: whether a span is on the critical path.
-        failed: whether a span has the outcome error.
+        critical: whether at least one span is on the critical path.
+        failed: whether at least one span has the outcome error.
     """
 
     guide: str
@@ -97,20 +107,25 @@ class WaterfallLine:
 def lines_of(step: Step, path: Iterable[Segment]) -> tuple[list[WaterfallLine], str]:
     """Return the lines of a step's waterfall.
 
-    Up to `MAX_LINES` spans have a line each. Beyond that, siblings of the same name and process
-    share a line; if those are still too many, siblings of the same name.
+    With up to `MAX_LINES` spans, each has a line. With more, siblings with the same name, process
+    and bucket share a line. If there are still more lines, siblings with the same name and bucket
+    share one.
+
+    Args:
+        step: the step.
+        path: its critical path.
 
     Returns:
-        The lines, and a sentence about merged and omitted lines; empty if there are none.
+        The lines, and a note about shared and omitted lines, empty if there are none.
     """
     count = len(step.spans)
     rows: list[_Row] = []
-    for alike in _ALIKE:
-        rows = _rows(step, alike)
+    for group_key in _GROUP_KEYS:
+        rows = _rows(step, group_key)
         if len(rows) <= MAX_LINES:
             break
-    critical = {segment.span.span_id for segment in path}
-    lines = [_line(step, row, critical) for row in rows[:_MAX_SHOWN]]
+    critical_ids = {segment.span.span_id for segment in path}
+    lines = [_line(step, row, critical_ids) for row in rows[:_MAX_SHOWN]]
     notes = []
     if len(rows) < count:
         notes.append(
@@ -135,56 +150,61 @@ _Key = tuple[object, ...]
 _Row = tuple[Sequence[Span], str]
 """The spans of one line, and its guide."""
 
-
-# Keys of spans that share a line, from the finest to the coarsest.
-_ALIKE: tuple[Callable[[Span], _Key], ...] = (
+# Functions that return the same key for siblings that share a line, the finest grouping first.
+_GROUP_KEYS: tuple[Callable[[Span], _Key], ...] = (
     lambda span: (span.span_id,),
     lambda span: (span.name, span.process, attributes.bucket(span)),
     lambda span: (span.name, attributes.bucket(span)),
 )
 
 
-def _rows(step: Step, alike: Callable[[Span], _Key]) -> list[_Row]:
-    """Return the tree from top to bottom, with siblings of the same key merged."""
+def _rows(step: Step, group_key: Callable[[Span], _Key]) -> list[_Row]:
+    """Return the rows of the tree from top to bottom; siblings with the same key share a row."""
     rows: list[_Row] = []
-    waiting = [(spans, "", "") for spans in reversed(_grouped(step.tree.tops, alike))]
-    while waiting:
-        spans, guide, below = waiting.pop()
+    # A stack of groups, the next one on top: its spans, its guide, the guide of lines below it.
+    pending = [(spans, "", "") for spans in reversed(_grouped(step.tree.tops, group_key))]
+    while pending:
+        spans, guide, guide_below = pending.pop()
         rows.append((spans, guide))
         children = _grouped(
-            [child for span in spans for child in step.children(span.span_id)], alike
+            [child for span in spans for child in step.children(span.span_id)], group_key
         )
-        for place, group in reversed([*enumerate(children, 1)]):
-            last = place == len(children)
-            waiting.append(
-                (group, below + ("└ " if last else "├ "), below + ("  " if last else "│ "))
+        for number, group in reversed([*enumerate(children, 1)]):
+            is_last = number == len(children)
+            pending.append(
+                (
+                    group,
+                    guide_below + ("└ " if is_last else "├ "),
+                    guide_below + ("  " if is_last else "│ "),
+                )
             )
     return rows
 
 
-def _grouped(spans: Sequence[Span], alike: Callable[[Span], _Key]) -> list[tuple[Span, ...]]:
+def _grouped(spans: Sequence[Span], group_key: Callable[[Span], _Key]) -> list[tuple[Span, ...]]:
+    """Return the spans in groups of the same key, ordered by start of the first span."""
     groups: dict[_Key, list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start_ns):
-        groups.setdefault(alike(span), []).append(span)
+        groups.setdefault(group_key(span), []).append(span)
     return [tuple(group) for group in groups.values()]
 
 
-def _line(step: Step, row: _Row, critical: set[str]) -> WaterfallLine:
+def _line(step: Step, row: _Row, critical_ids: set[str]) -> WaterfallLine:
     spans, guide = row
     first = spans[0]
-    timed = [span.seconds for span in spans if span.is_timed]
-    seconds = sum(timed) if timed else None
-    many = f" \N{MULTIPLICATION SIGN}{len(spans)}" if len(spans) > 1 else ""
-    processes = Counter(span.process for span in spans)
+    durations = [span.seconds for span in spans if span.is_timed]
+    seconds = sum(durations) if durations else None
+    multiple = f" \N{MULTIPLICATION SIGN}{len(spans)}" if len(spans) > 1 else ""
+    processes = {span.process for span in spans}
     label = step.labels[first.process] if len(processes) == 1 else f"{len(processes)} processes"
     intervals = [(span.start_ns, span.end_ns) for span in spans]
     return WaterfallLine(
         guide=guide,
-        name=f"{printable(first.name)}{many}",
+        name=f"{printable(first.name)}{multiple}",
         process=label,
         offset_seconds=(first.start_ns - step.start_ns) / 1e9,
         seconds=seconds,
         bar=Bar(intervals, (step.start_ns, step.end_ns), attributes.bucket(first) or ""),
-        critical=any(span.span_id in critical for span in spans),
+        critical=any(span.span_id in critical_ids for span in spans),
         failed=any(span.outcome == "error" for span in spans),
     )

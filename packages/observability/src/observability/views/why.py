@@ -1,7 +1,7 @@
 """`why`: the open waits of a run, and what each is blocked on.
 
-A fold over the lifecycle events tracks, per partition, the fields of each sample and the claims of
-each task. It works for a running program and for one that was killed.
+The state of each partition is derived from the lifecycle events: the fields of each sample, and the
+claims of each task. This works for a running program and for one that was killed.
 """
 
 from __future__ import annotations
@@ -14,23 +14,28 @@ from dataplane_core import PartitionSummary
 from observability.records import Event, Process, Records, distinct_labels
 from observability.views import attributes
 from observability.views.distinct import distinct_events, timed_events
-from observability.views.printable import listed, printable
+from observability.views.printable import join_printable, printable
 from observability.views.quantities import duration
 
-_ENDS = frozenset({"claimed", "claim_failed", "answered"})
-_EXAMPLES = 10
-# Same as the admin service's default; several times the interval between reports of a wait.
-_SILENT_S = 300.0
-# Maximum number of example ids in a sentence.
-_MAX_IN_SENTENCE = 2
+_END_EVENTS = frozenset({"claimed", "claim_failed", "answered"})
+"""Events that end the wait that they name."""
+
+_MAX_EXAMPLES = 10
+_MAX_EXAMPLES_IN_SENTENCE = 2
+_MAX_HOLDERS_IN_SENTENCE = 10
+_SILENT_AFTER_S = 300.0
+"""Default of ``silent_after_s``: ten times the interval at which a wait is reported.
+
+The admin service has the same default.
+"""
 
 
 @dataclass(frozen=True)
 class Lack:
-    """The samples that lack a field that a wait needs.
+    """The samples that lack a required field.
 
     Attributes:
-        count: number of samples.
+        count: number of these samples.
         examples: up to ten of their ids, in the order in which they were put.
     """
 
@@ -40,40 +45,41 @@ class Lack:
 
 @dataclass(frozen=True)
 class Wait:
-    """One open wait: a claim or call that has not been answered.
+    """One open wait: a claim or a call that has not returned.
 
-    Its ``str`` is one printable sentence that explains it.
+    ``str(wait)`` is a printable sentence that explains it.
 
     Attributes:
         process: the blocked process.
-        label: its printable name.
+        label: its printable label.
         task: the claiming task; empty for a call.
-        on: the pending call; empty for a claim.
+        call: the pending call; empty for a claim.
         since_ns: start of the wait, in nanoseconds since 1970 by the clock of its process.
         seconds: duration of the wait so far.
-        silent_s: seconds since its last report, if its process should have repeated the report by
+        silent_s: seconds since its last report, if its process should have reported it again by
             now; else 0.
         run_id: ``rl.run_id``; empty if not reported.
         step: ``rl.step``; None if not reported.
         partition: partition of the samples; empty if the wait concerns none.
-        fields: fields that a claim needs, or that a call will write.
+        fields: fields that the claim requires, or that the call will write.
         requested: number of requested samples; 0 if not reported.
-        known: whether the partition exists; if not, the numbers below mean nothing.
-        present: number of samples in the partition now.
-        ready: number of those that the task has not claimed and that lack no field.
-        lacks: field to the samples that lack it; fields that no sample lacks are omitted.
-        not_put: number of declared samples that were not put yet.
-        claimed: number of samples in the partition that the task has claimed.
-        holders: process to the number of samples that it leases for the task; the process is
-            "host:pid" in live numbers, its label in events.
-        assigned: number of samples assigned to data-parallel ranks that have not claimed them;
-            known only from live numbers.
+        partition_exists: whether the partition exists. If not, the counts below are all 0.
+        present: number of samples in the partition. Without ``live`` partitions, this and the
+            counts below cover only the samples that a call names, if it names any.
+        ready: number of present samples that lack no field and that the task has not claimed.
+        lacks: field to the present samples that lack it; fields that no sample lacks are omitted.
+        not_put: number of samples that were declared and not put.
+        claimed: number of present samples that the task has claimed.
+        holders: process to the number of samples that it holds leases of for the task. The process
+            is ``host:pid`` if ``live`` partitions were given to `why`, else its label.
+        assigned: number of samples assigned to data-parallel ranks that have not claimed them; 0
+            if no ``live`` partitions were given.
     """
 
     process: Process
     label: str
     task: str
-    on: str
+    call: str
     since_ns: int
     seconds: float
     run_id: str = ""
@@ -81,7 +87,7 @@ class Wait:
     partition: str = ""
     fields: tuple[str, ...] = ()
     requested: int = 0
-    known: bool = False
+    partition_exists: bool = False
     present: int = 0
     ready: int = 0
     lacks: Mapping[str, Lack] = field(default_factory=dict)
@@ -92,39 +98,44 @@ class Wait:
     silent_s: float = 0.0
 
     def __str__(self) -> str:
-        blocked = f"{self._who()} has been blocked for {duration(self.seconds)}"
-        return f"{blocked}{self._what()}{self._state()}{self._silence()}"
+        blocked = f"{self._subject()} has been blocked for {duration(self.seconds)}"
+        return f"{blocked}{self._object()}{self._counts()}{self._silence()}"
 
     def _silence(self) -> str:
         if not self.silent_s:
             return ""
         return f" (process silent for {duration(self.silent_s)})"
 
-    def _who(self) -> str:
+    def _subject(self) -> str:
+        """Return who is blocked."""
         return f"task '{printable(self.task)}' in {self.label}" if self.task else self.label
 
-    def _what(self) -> str:
-        named = listed(self.fields)
+    def _object(self) -> str:
+        """Return on what it is blocked."""
+        field_names = join_printable(self.fields)
         samples = f"{self.requested} samples" if self.requested else "samples"
         if self.requested == 1:
             samples = "1 sample"
-        place = f"{samples} of partition '{printable(self.partition)}'"
-        if self.on:
-            to_write = f", to write {named} of {place}" if self.partition and named else ""
-            return f" on {printable(self.on)}{to_write}"
-        return f" on {place}" + (f" with {named}" if named else "")
+        samples += f" of partition '{printable(self.partition)}'"
+        if self.call:
+            writes_fields = self.partition and field_names
+            to_write = f", to write {field_names} of {samples}" if writes_fields else ""
+            return f" on {printable(self.call)}{to_write}"
+        return f" on {samples}" + (f" with {field_names}" if field_names else "")
 
-    def _state(self) -> str:
+    def _counts(self) -> str:
+        """Return how many samples of the partition are in which state."""
         if not self.partition:
             return ""
-        if not self.known:
+        if not self.partition_exists:
             return ": the partition does not exist"
-        fields: dict[Lack, list[str]] = {}
+        # Fields that the same samples lack share a part of the sentence.
+        names_by_lack: dict[Lack, list[str]] = {}
         for name, lack in self.lacks.items():
-            fields.setdefault(lack, []).append(name)
+            names_by_lack.setdefault(lack, []).append(name)
         parts = [
-            f"{lack.count} of {self.present} lack {listed(names)}{_examples(lack)}"
-            for lack, names in fields.items()
+            f"{lack.count} of {self.present} lack {join_printable(names)}{_examples(lack)}"
+            for lack, names in names_by_lack.items()
         ]
         if not parts:
             parts.append(
@@ -137,25 +148,28 @@ class Wait:
         if self.claimed:
             parts.append(f"{self.claimed} already claimed by it")
         if self.holders:
-            blocked = not (self.lacks or self.ready or self.not_put)
-            leased, named = sum(self.holders.values()), self._named_holders()
+            leased, holders = sum(self.holders.values()), self._holders_by_leases()
+            # Only leases that expire or are released can end this wait.
+            is_blocked_on_leases = not (self.lacks or self.ready or self.not_put)
             parts.append(
-                f"it is blocked on {leased} leased samples: {named}"
-                if blocked
-                else f"{leased} of them leased: {named}"
+                f"it is blocked on {leased} leased samples: {holders}"
+                if is_blocked_on_leases
+                else f"{leased} of them leased: {holders}"
             )
         if self.assigned:
             parts.append(f"{self.assigned} assigned to ranks")
         parts.append(f"{self.not_put} not put yet")
         return ": " + "; ".join(parts)
 
-    def _named_holders(self) -> str:
-        largest = sorted(self.holders.items(), key=lambda each: (-each[1], each[0]))
-        named = [
+    def _holders_by_leases(self) -> str:
+        """Return the holders of leases as text, those with the largest numbers first."""
+        holders = sorted(self.holders.items(), key=lambda item: (-item[1], item[0]))
+        texts = [
             f"{samples} held by {printable(process) or 'an unnamed process'}"
-            for process, samples in largest[:_EXAMPLES]
+            for process, samples in holders[:_MAX_HOLDERS_IN_SENTENCE]
         ]
-        return ", ".join(named) + (", and more" if len(largest) > _EXAMPLES else "")
+        suffix = ", and more" if len(holders) > _MAX_HOLDERS_IN_SENTENCE else ""
+        return ", ".join(texts) + suffix
 
 
 def why(
@@ -163,64 +177,73 @@ def why(
     now_ns: int,
     live: Iterable[PartitionSummary] | None = None,
     *,
-    silent_after_s: float = _SILENT_S,
+    silent_after_s: float = _SILENT_AFTER_S,
 ) -> list[Wait]:
     """Return the open waits, longest first, those of silent processes last.
 
     Args:
         records: the records of the run so far.
-        now_ns: time up to which open waits last, in nanoseconds since 1970: the present for a
-            running program, the last event for a finished one.
-        live: partitions as the store has them now. For the run that reported last, their numbers
+        now_ns: time until which open waits last, in nanoseconds since 1970. For a running program
+            it is the present, for a finished one the time of its last event.
+        live: the current partitions of the store. For the run that reported last, their counts
             replace those derived from events; examples still come from events. The number of ready
-            samples is exact unless several fields are lacking. Then it is the number derived from
-            events, clamped to the bounds that the live numbers allow.
+            samples is exact unless samples lack several fields. Then it is the number derived from
+            events, limited to the range that the live counts allow.
         silent_after_s: seconds without a repeated report after which a process counts as silent.
-            Infinity for callers that determine silence in another way.
+            Infinity if the caller determines silence in another way.
 
-    Durations and silence are computed with times of receipt where these are known, since clocks of
+    Durations and silence are computed from times of receipt if these are known, because clocks of
     hosts may be wrong. Events are ordered by their reported times.
     """
     events = sorted(distinct_events(timed_events(records.events)), key=lambda event: event.time_ns)
-    folds: dict[tuple[str, str], _Partition] = {}
-    waiting: dict[tuple[object, ...], Event] = {}
+    partitions: dict[tuple[str, str], _Partition] = {}
+    # Of each wait, its first report, its last report, and whether an event ended it.
+    first_reports: dict[tuple[object, ...], Event] = {}
     last_reports: dict[tuple[object, ...], Event] = {}
     ended: set[tuple[object, ...]] = set()
     for event in events:
-        name = attributes.text(event.attributes, "dataplane.wait")
+        wait_id = attributes.text(event.attributes, "dataplane.wait")
         if event.name == "waiting":
-            # Other libraries may give waits names that are unique only within a process.
-            named = (event.process, name) if name else (event.process, event.time_ns, event.span_id)
-            waiting.setdefault(named, event)
-            last_reports[named] = event
-        elif name and event.name in _ENDS:
-            ended.add((event.process, name))
-        place = _run(event), attributes.text(event.attributes, "dataplane.partition")
+            # The process is in the key, since ids by other libraries may be unique only within it.
+            key = (
+                (event.process, wait_id)
+                if wait_id
+                else (event.process, event.time_ns, event.span_id)
+            )
+            first_reports.setdefault(key, event)
+            last_reports[key] = event
+        elif wait_id and event.name in _END_EVENTS:
+            ended.add((event.process, wait_id))
+        run_and_partition = (
+            _run_id(event),
+            attributes.text(event.attributes, "dataplane.partition"),
+        )
         if event.name == "cleared" and not event.sample_ids:
-            # The store drops the partition together with its samples.
-            folds.pop(place, None)
+            # The store removes the partition together with its samples.
+            partitions.pop(run_and_partition, None)
         else:
-            folds.setdefault(place, _Partition()).apply(event)
-    last_run = next((run for event in reversed(events) if (run := _run(event))), "")
+            partitions.setdefault(run_and_partition, _Partition()).apply(event)
+    last_run = next((run_id for event in reversed(events) if (run_id := _run_id(event))), "")
     summaries = {summary.partition_id: summary for summary in live or ()}
     waits = []
-    open_waits = {key: event for key, event in waiting.items() if key not in ended}
+    open_waits = {key: event for key, event in first_reports.items() if key not in ended}
     labels = distinct_labels(event.process for event in open_waits.values())
     for key, event in open_waits.items():
         silent_s = _silent_s(event, last_reports[key], now_ns, silent_after_s)
         label = printable(labels[event.process])
         wait = replace(_wait_of(event, now_ns), label=label, silent_s=silent_s)
-        fold = folds.get((wait.run_id, wait.partition))
-        if fold is not None:
-            wait = fold.about(wait, event.sample_ids)
+        partition = partitions.get((wait.run_id, wait.partition))
+        if partition is not None:
+            wait = partition.with_counts(wait, event.sample_ids)
         if wait.run_id == last_run and wait.partition in summaries:
-            wait = _with_live(wait, summaries[wait.partition])
+            wait = _with_live_counts(wait, summaries[wait.partition])
         waits.append(wait)
     return sorted(waits, key=lambda wait: (wait.silent_s > 0, -wait.seconds, wait.since_ns))
 
 
 def _silent_s(first: Event, last: Event, now_ns: int, after_s: float) -> float:
-    """Return `Wait.silent_s` of a wait with these first and last reports."""
+    """Return `Wait.silent_s` of a wait from its first and last reports."""
+    # A process that reports a wait only once is never silent.
     repeats = "dataplane.report_every_s" in first.attributes or last.time_ns > first.time_ns
     seconds = (now_ns - (last.received_ns or last.time_ns)) / 1e9
     return seconds if repeats and seconds > after_s else 0.0
@@ -232,18 +255,23 @@ class _Partition:
     def __init__(self) -> None:
         self.registered = False
         self.declared = 0
+        """Declared number of samples."""
         self.put_total = 0
+        """Number of declared samples that were put, also if they were cleared since."""
         self.rows: dict[str, set[str]] = {}
+        """Present sample to its fields."""
         self.claimed: dict[str, set[str]] = {}
+        """Task to the samples that it has claimed."""
         self.leased: dict[str, dict[str, str]] = {}
-        """Task to its leased samples, each with the label of the holding process."""
+        """Task to its leased samples, each with the label of the process that holds the lease."""
 
     def apply(self, event: Event) -> None:
+        """Change the state as an event reports."""
         task = attributes.text(event.attributes, "dataplane.task")
         match event.name:
             case "registered":
-                # A new declaration keeps the samples, counts them as put, and keeps the claims of
-                # tasks that it declares again.
+                # As in the store, samples stay and count as put. Claims stay only of tasks that
+                # are declared again.
                 self.registered = True
                 tasks = attributes.names(event.attributes, "dataplane.tasks")
                 self.claimed = {name: self.claimed.get(name, set()) for name in tasks}
@@ -285,29 +313,34 @@ class _Partition:
             for sample_id in sample_ids:
                 leased.pop(sample_id, None)
 
-    def about(self, wait: Wait, only: Sequence[str]) -> Wait:
-        """Return the wait with the counts of the samples in ``only``; if empty, of all samples."""
+    def with_counts(self, wait: Wait, only: Sequence[str]) -> Wait:
+        """Return the wait with counts of samples.
+
+        Args:
+            wait: the wait.
+            only: ids of the samples to count; empty counts all.
+        """
         rows = self.rows
         if only:
             rows = {sample_id: rows[sample_id] for sample_id in only if sample_id in rows}
         claimed = self.claimed.get(wait.task, set()) if wait.task else set()
-        open_rows = {
+        unclaimed = {
             sample_id: fields for sample_id, fields in rows.items() if sample_id not in claimed
         }
         lacks = {}
         for name in wait.fields:
-            ids = [sample_id for sample_id, fields in open_rows.items() if name not in fields]
+            ids = [sample_id for sample_id, fields in unclaimed.items() if name not in fields]
             if ids:
-                lacks[name] = Lack(len(ids), tuple(ids[:_EXAMPLES]))
-        needed = set(wait.fields)
+                lacks[name] = Lack(len(ids), tuple(ids[:_MAX_EXAMPLES]))
+        required = set(wait.fields)
         return replace(
             wait,
-            known=self.registered or bool(self.rows),
+            partition_exists=self.registered or bool(self.rows),
             present=len(rows),
-            ready=sum(needed <= fields for fields in open_rows.values()),
+            ready=sum(required <= fields for fields in unclaimed.values()),
             lacks=lacks,
             not_put=max(0, self.declared - self.put_total),
-            claimed=len(rows) - len(open_rows),
+            claimed=len(rows) - len(unclaimed),
             holders=Counter(
                 holder
                 for sample_id, holder in self.leased.get(wait.task, {}).items()
@@ -317,28 +350,30 @@ class _Partition:
 
 
 def _wait_of(event: Event, now_ns: int) -> Wait:
-    facts = event.attributes
-    since_ns = attributes.count(facts, "dataplane.since_ns") or event.time_ns
-    # ``now_ns`` is by the receiver's clock, ``since_ns`` by the sender's; this is their difference,
-    # including the export delay.
+    """Return a wait without counts from its first report."""
+    values = event.attributes
+    since_ns = attributes.count(values, "dataplane.since_ns") or event.time_ns
+    # ``now_ns`` is by the receiver's clock, ``since_ns`` by the sender's. This is how far the
+    # sender's clock is ahead, less the delay of the export.
     ahead_ns = event.time_ns - event.received_ns if event.received_ns else 0
     return Wait(
         process=event.process,
         label=printable(event.process.label),
-        task=attributes.text(facts, "dataplane.task"),
-        on=attributes.text(facts, "dataplane.on"),
+        task=attributes.text(values, "dataplane.task"),
+        call=attributes.text(values, "dataplane.on"),
         since_ns=since_ns,
         seconds=max(0, now_ns + ahead_ns - since_ns) / 1e9 if since_ns else 0.0,
-        run_id=_run(event),
-        step=attributes.integer(facts, "rl.step"),
-        partition=attributes.text(facts, "dataplane.partition"),
-        fields=attributes.names(facts, "dataplane.fields"),
-        requested=attributes.count(facts, "dataplane.samples"),
+        run_id=_run_id(event),
+        step=attributes.integer(values, "rl.step"),
+        partition=attributes.text(values, "dataplane.partition"),
+        fields=attributes.names(values, "dataplane.fields"),
+        requested=attributes.count(values, "dataplane.samples"),
     )
 
 
-def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
-    written = {each.name: each.written for each in summary.fields}
+def _with_live_counts(wait: Wait, summary: PartitionSummary) -> Wait:
+    """Return the wait with the counts of the live partition in place of those from events."""
+    written = {field_summary.name: field_summary.written for field_summary in summary.fields}
     lacks = {}
     for name in wait.fields:
         count = summary.present - written.get(name, 0)
@@ -352,13 +387,15 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
             unclaimed, assigned = task.unclaimed, task.assigned
             claimed = task.leased + task.acknowledged
             holders = task.holders
-    # Counts per field do not show which samples lack several; they only bound the ready ones.
+    # Counts per field do not show which samples lack several fields. They only bound the number of
+    # ready samples: at least as if no sample lacked two fields, at most as if the samples that
+    # lack the most frequent missing field lacked all the others.
     counts = [lack.count for lack in lacks.values()]
     minimum = max(0, unclaimed - sum(counts))
     maximum = max(0, unclaimed - max(counts, default=0))
     return replace(
         wait,
-        known=True,
+        partition_exists=True,
         present=summary.present,
         ready=min(max(wait.ready, minimum), maximum),
         lacks=lacks,
@@ -369,12 +406,12 @@ def _with_live(wait: Wait, summary: PartitionSummary) -> Wait:
     )
 
 
-def _run(event: Event) -> str:
+def _run_id(event: Event) -> str:
     return attributes.text(event.attributes, "rl.run_id")
 
 
 def _examples(lack: Lack) -> str:
     if not lack.examples:
         return ""
-    shown = lack.examples[:_MAX_IN_SENTENCE]
-    return f" ({listed(shown, more=lack.count > len(shown))})"
+    examples = lack.examples[:_MAX_EXAMPLES_IN_SENTENCE]
+    return f" ({join_printable(examples, ellipsis=lack.count > len(examples))})"

@@ -15,7 +15,7 @@ from dataplane_admin.pages.links import Link, external_url, to
 from dataplane_admin.pages.load import LoadDrawing, draw_load
 from dataplane_admin.pages.span_names import NameTable, name_table
 from observability.records import Span
-from observability.views.drawing import Drawing, draw, kind_of, place
+from observability.views.drawing import Drawing, draw, kind_of, x_and_width
 
 # Maximum numbers of rows.
 _PATH = 10
@@ -200,7 +200,7 @@ def trace_page(
                 span,
                 _url(trace, query, span=span.span_id),
                 kind_of(span) if trace.buckets else f"tone-{tones[span.service]}",
-                *place(trace.seconds, span.start_s, span.seconds or 0.0),
+                *x_and_width(trace.seconds, span.start_s, span.seconds or 0.0),
             )
             for span in in_tree[:_TREE]
         ],

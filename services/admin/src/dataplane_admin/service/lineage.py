@@ -13,7 +13,7 @@ from dataplane_admin.service.errors import NotFound, Refused, ServiceError, Time
 from dataplane_admin.store import Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
 from observability.records import distinct_labels
-from observability.views import SampleNotFound, life_of, printable
+from observability.views import SampleNotFound, lineage_of, printable
 
 # Maximum number of live partitions that one query searches.
 _MAX_PARTITIONS = 50
@@ -29,7 +29,7 @@ def life(
     """
     records = store.sample_records(sample_id, partition)
     try:
-        hops = life_of(sample_id, records)
+        hops = lineage_of(sample_id, records)
     except SampleNotFound:
         hops = []
     labels = distinct_labels(hop.process for hop in hops)

@@ -12,7 +12,7 @@ from itertools import count
 from dataplane_admin import models
 from observability.records import Span
 from observability.views import Step
-from observability.views.intervals import clipped, length
+from observability.views.intervals import clip, total_ns
 
 MAX_NAMES = 500
 MAX_PATHS = 1_000
@@ -35,7 +35,7 @@ def self_times_ns(step: Step) -> dict[str, int]:
         duration = max(0, span.end_ns - span.start_ns)
         if duration and (children := step.children(span.span_id)):
             own = (span.start_ns, span.end_ns)
-            duration -= length(clipped([(each.start_ns, each.end_ns) for each in children], own))
+            duration -= total_ns(clip([(each.start_ns, each.end_ns) for each in children], own))
         times[span.span_id] = duration
     return times
 
@@ -60,7 +60,7 @@ def name_statistics(step: Step, self_ns: Mapping[str, int]) -> tuple[list[models
     rows = []
     for (service, name, kind), spans in groups.items():
         seconds = sorted(span.seconds for span in spans if span.is_timed)
-        active = clipped([(span.start_ns, span.end_ns) for span in spans], bounds)
+        active = clip([(span.start_ns, span.end_ns) for span in spans], bounds)
         rows.append(
             models.SpanGroup(
                 service=service,
@@ -73,7 +73,7 @@ def name_statistics(step: Step, self_ns: Mapping[str, int]) -> tuple[list[models
                 p50_s=quantile(seconds, 0.5),
                 p95_s=quantile(seconds, 0.95),
                 max_s=max(seconds, default=None),
-                active_s=length(active) / 1e9,
+                active_s=total_ns(active) / 1e9,
             )
         )
     rows.sort(key=lambda row: -row.total_s)

@@ -22,7 +22,7 @@ def trace_logs(step: Step, data: LogsData) -> list[models.TraceLog]:
 def _logs(step: Step, data: LogsData) -> Iterator[models.TraceLog]:
     for resource_logs in data.resource_logs:
         process, _ = process_and_run(resource_logs.resource)
-        ahead_ns = step.clocks.get(process.host, 0)
+        ahead_ns = step.clock_offsets.get(process.host, 0)
         for scope_logs in resource_logs.scope_logs:
             scope = scope_logs.scope
             for record in scope_logs.log_records:

@@ -44,7 +44,7 @@ _MAX_LINKS = 1_000
 
 def _on_one_clock(facts: models.TraceFacts, step: Step) -> models.TraceFacts:
     """Return the facts, with corrected times where clocks disagree."""
-    if not step.clocks:
+    if not step.clock_offsets:
         return facts
     start_ns = min(span.start_ns for span in step.spans)
     end_ns = max(span.end_ns for span in step.spans)
@@ -277,7 +277,7 @@ def _shown(
     rest = [span for span in step.spans if span.span_id not in shown]
     shown.update(span.span_id for span in _longest(rest, max_rows - len(shown)))
     if span_id is not None:
-        shown.update(span.span_id for span in step.tree.line(span_id)[:2])
+        shown.update(span.span_id for span in step.tree.ancestry(span_id)[:2])
         shown.update(span.span_id for span in step.children(span_id)[:max_rows])
     return shown
 
