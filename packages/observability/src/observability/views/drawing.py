@@ -42,7 +42,7 @@ _MIN_WIDTH = 0.12
 _MIN_LABELED_WIDTH = 9.0
 """Minimum width in percent of a bubble with a label, so that the label fits."""
 _MIN_LABELED_END = 34.0
-"""Minimum end in percent of a bubble with a label, so that the label is right of the lane's name."""
+"""Minimum end in percent of a bubble with a label: the label must be right of the lane's name."""
 
 
 class DrawnSpan(Protocol):

@@ -27,7 +27,7 @@ _MAX_TIP_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class StepOnPage:
-    """What the template shows of a step.
+    """The values that the template shows of a step.
 
     Attributes:
         anchor: id of the step's section.
