@@ -228,8 +228,8 @@ def why(
     waits = []
     open_waits = {key: event for key, event in first_reports.items() if key not in ended}
     labels = distinct_labels(event.process for event in open_waits.values())
-    for key, event in open_waits.items():
-        silent_s = _silent_s(event, last_reports[key], now_ns, silent_after_s)
+    for wait_key, event in open_waits.items():
+        silent_s = _silent_s(event, last_reports[wait_key], now_ns, silent_after_s)
         label = printable(labels[event.process])
         wait = replace(_wait_of(event, now_ns), label=label, silent_s=silent_s)
         partition = partitions.get((wait.run_id, wait.partition))
