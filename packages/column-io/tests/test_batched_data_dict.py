@@ -157,11 +157,20 @@ def test_from_batches_joins_jagged_with_dense() -> None:
         ([{"x": torch.ones(1)}, {"x": [1]}], "different kinds: Tensor, list"),
         ([{"x": torch.ones(1, 2, 3)}, {"x": torch.ones(1, 2, 4)}], "dims 0 and 1 only"),
         ([{"x": torch.ones(1)}, {"x": torch.ones(1, 2)}], "dims 0 and 1 only"),
+        ([{"x": torch.tensor(1)}, {"x": torch.tensor(2)}], "'x': a scalar"),
+        ([{"x": "ab"}, {"x": "cd"}], "'x': found str"),
+        ([{"x": np.ones(1)}, {"x": np.ones(1, int)}], "several dtypes: float64, int64"),
+        ([{"x": np.ones((1, 2))}, {"x": np.ones((1, 3))}], "dim 0 only"),
     ],
 )
 def test_from_batches_refuses_what_cannot_be_joined(batches: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         BatchedDataDict.from_batches(batches)
+
+
+def test_from_batches_joins_arrays_of_texts_of_any_length() -> None:
+    batches = [{"x": np.array([text])} for text in ("a", "bcd")]
+    assert BatchedDataDict.from_batches(batches)["x"].tolist() == ["a", "bcd"]
 
 
 @pytest.mark.parametrize("lacking", [0, 1])

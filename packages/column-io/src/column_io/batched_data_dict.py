@@ -96,7 +96,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         Raises:
             MissingDataError: (a KeyError and a ValueError) a batch lacks a column of another.
             InvalidRequestError: (a ValueError) there is no batch, or a column's parts differ in
-                kind, dtype or shape beyond dims 0 and 1.
+                kind, dtype or shape beyond dims 0 and 1 (of arrays: beyond dim 0).
         """
         if not batches:
             raise InvalidRequestError("from_batches: no batches; expected at least one")

@@ -91,17 +91,34 @@ def join_columns(name: str, parts: Sequence[Any], pad_value: float, *, shaped: b
     dimension; otherwise it is jagged.
 
     Raises:
-        InvalidRequestError: (a ValueError) the parts are of different kinds, or tensors of
-            different dtypes or shapes.
+        InvalidRequestError: (a ValueError) a part has no rows along dim 0, the parts are of
+            different kinds, or tensors or arrays of different dtypes or shapes.
     """
+    for part in parts:
+        count_rows(name, part)
     if all(isinstance(part, torch.Tensor) for part in parts):
         return _join_tensors(name, parts, pad_value, shaped)
     if all(isinstance(part, np.ndarray) for part in parts):
-        return np.concatenate(parts)
+        return _join_arrays(name, parts)
     if any(isinstance(part, torch.Tensor | np.ndarray) for part in parts):
         kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
         raise InvalidRequestError(f"from_batches: column {name!r} is of different kinds: {kinds}")
     return [value for part in parts for value in part]
+
+
+def _join_arrays(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    dtypes = {part.dtype for part in parts}
+    # The dtype of text contains its length.
+    if len({dtype.kind if dtype.kind in "US" else dtype for dtype in dtypes}) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise InvalidRequestError(f"from_batches: column {name!r} has several dtypes: {names}")
+    if len({part.shape[1:] for part in parts}) > 1:
+        listed = ", ".join(str(part.shape) for part in parts[:10])
+        raise InvalidRequestError(
+            f"from_batches: column {name!r} is an array of shapes {listed}; expected shapes that "
+            "differ in dim 0 only"
+        )
+    return np.concatenate(parts)
 
 
 def _join_tensors(
