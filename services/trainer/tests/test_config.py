@@ -163,6 +163,9 @@ def test_the_schema_describes_keys(schema):
         ("policy.optimizer.betas", [0.9]),
         ("policy.model.head_dim", 23),
         ("policy.model.kind", "huge"),
+        ("policy.num_gpus_per_worker", 1.5),
+        ("policy.generation.num_gpus", 1e-5),
+        ("cluster.placement.policy", {"trainers": 1e-5}),
         ("run.name", "a/b"),
         ("run.name", ".."),
         ("run.name", ""),
@@ -199,6 +202,10 @@ def test_a_value_that_does_not_fit_is_refused(demo, key, value):
                 "grpo.max_logprob_error: found 0.5; expected null with "
                 "grpo.recompute_prev_logprobs false"
             ],
+        ),
+        (
+            {"grpo.mode": "async", "policy.dynamic_batching.enabled": True},
+            ["policy.dynamic_batching.enabled: found True; expected False with grpo.mode async"],
         ),
         (
             {
@@ -309,7 +316,7 @@ def test_a_configuration_survives_its_own_json(demo):
     [
         ({"CPU": 1}, "expected the name of a custom resource"),
         ({"": 1}, "expected the name of a custom resource"),
-        ({"trainers": 0}, "greater than 0"),
+        ({"trainers": 0}, "greater than or equal to 0.0001"),
         ({"trainers": "1"}, "valid number"),
         (["trainers"], "valid dictionary"),
     ],

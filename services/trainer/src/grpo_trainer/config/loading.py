@@ -17,6 +17,7 @@ from pydantic import ValidationError, model_validator
 
 from dataplane_core import ConfigError, DataPlaneConfig, validate_config
 from grpo_trainer.config.sections import (
+    MIN_RESOURCE,
     CheckpointSection,
     ClusterSection,
     DataSection,
@@ -80,7 +81,15 @@ class TrainerConfig(Section):
 def _step_problems(config: TrainerConfig) -> list[str]:
     policy, samples = config.policy, config.samples_per_step
     batching, longest = policy.dynamic_batching, policy.max_total_sequence_length
-    problems = []
+    problems = [
+        f"{key}: found {amount:g}; expected 0, a fraction of {MIN_RESOURCE:g} or more, or an "
+        "integer; Ray assigns no other amounts of GPUs"
+        for key, amount in (
+            ("policy.num_gpus_per_worker", policy.num_gpus_per_worker),
+            ("policy.generation.num_gpus", policy.generation.num_gpus),
+        )
+        if 0 < amount < MIN_RESOURCE or (amount > 1 and not amount.is_integer())
+    ]
     if samples % policy.global_batch_size:
         problems.append(
             f"policy.global_batch_size: {policy.global_batch_size} does not divide the {samples} "
@@ -127,6 +136,11 @@ def _async_problems(config: TrainerConfig) -> list[str]:
             f"policy.global_batch_size: {policy.global_batch_size} with grpo.mode async; expected "
             f"a multiple of {part} (policy.data_parallel x grpo.num_generations_per_prompt), as "
             "ranks claim complete groups"
+        )
+    if policy.dynamic_batching.enabled:
+        problems.append(
+            "policy.dynamic_batching.enabled: found True; expected False with grpo.mode async, "
+            "whose ranks train claims in micro-batches of policy.micro_batch_size"
         )
     if grpo.max_logprob_error is not None:
         problems.append(

@@ -37,7 +37,10 @@ class RunSection(Section):
     seed: NonNegativeInt
 
 
-CustomResources = dict[str, PositiveFloat]
+MIN_RESOURCE = 1e-4
+"""Minimum amount of a resource that Ray can assign."""
+
+CustomResources = dict[str, Annotated[float, Field(ge=MIN_RESOURCE)]]
 _NOT_CUSTOM = ("", "CPU", "GPU", "memory", "object_store_memory")
 
 
@@ -191,7 +194,7 @@ class OptimizerSection(Section):
 
 
 class DynamicBatchingSection(Section):
-    """Micro-batches limited by tokens instead of rows."""
+    """Micro-batches limited by tokens instead of rows; only with ``grpo.mode: sync``."""
 
     enabled: bool
     max_tokens_per_microbatch: PositiveInt
