@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import socket
 import string
@@ -23,6 +24,7 @@ from grpo_trainer.model.tokenizer import (  # noqa: TID251  # tokens of many tok
     build_character_tokenizer,
     prompt_encoder,
 )
+from grpo_trainer.rollout import prompts  # noqa: TID251  # counts shuffles
 from grpo_trainer.rollout.prompts import (  # noqa: TID251  # an endless stream, cheaply
     Prompt,
     PromptRecord,
@@ -332,6 +334,21 @@ def test_prompts_come_epoch_by_epoch_from_any_position(size, shuffle, counts):
         part = stream(size, position, shuffle=shuffle)
         assert numbers(part, count) == order[position : position + count]
         position = part.position
+
+
+def test_an_epoch_is_shuffled_once(monkeypatch):
+    shuffled = []
+
+    class Random(random.Random):
+        def shuffle(self, values):
+            shuffled.append(len(values))
+            super().shuffle(values)
+
+    monkeypatch.setattr(prompts.random, "Random", Random)
+    endless = stream(4)
+    for position in range(12):
+        assert endless.take(1) == [endless.at(position)]
+    assert shuffled == [4, 4, 4]
 
 
 def test_the_order_of_prompts_differs_by_epoch_and_seed():

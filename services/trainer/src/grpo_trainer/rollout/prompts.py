@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -146,6 +147,8 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self.position = position
+        # Shuffling takes as long as the data set is large, and `at` needs one or two epochs.
+        self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def take(self, count: int) -> list[Prompt]:
         """Take the next ``count`` prompts."""
@@ -162,7 +165,7 @@ class PromptStream:
         epoch, place = divmod(position, len(self._prompts))
         return self._prompts[self._order(epoch)[place]]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(len(self._prompts)))
         if self._shuffle:
             random.Random(f"{self._seed}:{epoch}").shuffle(order)  # noqa: S311  # not for secrets
