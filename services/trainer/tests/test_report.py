@@ -6,6 +6,7 @@ A command in a test has no terminal, so these tests call the display.
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import matplotlib.image
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from grpo_trainer.atomic_file import write_atomically  # noqa: TID251
 from grpo_trainer.report.picture import save_reward_picture  # noqa: TID251  # see above
 from grpo_trainer.report.terminal import (  # noqa: TID251  # see above
     TerminalDisplay,
@@ -112,3 +114,12 @@ def test_each_reward_is_in_the_picture(tmp_path, low, high):
     assert orange[: len(orange) // 4].any()
     assert plot[len(plot) // 2 :].any()
     assert [path.name for path in tmp_path.iterdir()] == ["reward.png"]
+
+
+def test_a_file_is_on_disk_before_it_replaces_another(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    path = tmp_path / "config.json"
+    write_atomically(path, b"{}")
+    assert path.read_bytes() == b"{}"
+    assert synced == [path.stat().st_ino]

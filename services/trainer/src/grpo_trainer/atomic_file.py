@@ -14,7 +14,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a machine that dies may leave an empty file
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
