@@ -288,13 +288,14 @@ class Calls:
     """Stand-in for the calls to the actors; ``failing`` maps methods to the errors of one actor."""
 
     def __init__(self, failing=()):
-        self._failing = dict(failing)
+        self.failing = dict(failing)
 
     def call(self, name, method, *args, **kwargs):
-        return None
+        if method in self.failing:
+            raise self.failing[method]
 
     def each(self, method, calls, *, errors=None, timeout_s=None):
-        error = self._failing.get(method)
+        error = self.failing.get(method)
         if error is not None and errors is None:
             raise error
         if error is not None:
@@ -326,6 +327,34 @@ def test_a_generator_lost_after_the_last_step_does_not_fail_the_run(configure_as
     lost = WorkerError("rollout 0 died during stop_generating")
     fleet_of(configure_async, Calls({"stop_generating": lost}), notices).stop()
     assert notices == [str(lost)]
+
+
+@pytest.mark.parametrize("method", ["join_refit", "start_generating"])
+def test_a_replacement_that_dies_while_it_joins_does_not_end_the_run(configure_async, method):
+    notices, removed, calls = [], [], Calls()
+    fleet = fleet_of(configure_async, calls, notices)
+    actors = fleet._actors
+    lost, new = actors.generators.pop(), GeneratorActors("rollout 2", "worker 2")
+
+    def admit(names):
+        calls.call(names.worker, "join_refit")
+        actors.generators.append(names)
+
+    actors.admit_generator = admit
+    actors.remove_generator = lambda names: (actors.generators.remove(names), removed.extend(names))
+    actors.start_generator = lambda: new
+    calls.remove = removed.append
+    calls.is_dead, calls.is_alive = lambda name: False, lambda name: True
+    fleet._weight_sync = SimpleNamespace(sync=lambda version: None)
+    fleet._client = SimpleNamespace(list_claims=lambda partition: [])
+    fleet.replace_lost(1)
+    calls.failing[method] = WorkerError(f"{method} failed")
+    fleet.replace_lost(2)
+    assert lost not in actors.generators
+    assert new not in actors.generators
+    assert {*removed} == {*new}
+    assert len(notices) == 1
+    assert f"{method} failed" in notices[0]
 
 
 def test_a_step_in_which_no_rollout_ended_has_no_means(configure_async):

@@ -110,10 +110,45 @@ def test_a_checkpoint_removes_files_without_pending_groups(tmp_path):
         journal.append(FinishedGroup(position, 0, [0.0], {}))
     kept = second.path.name
     open_files = {first.rotate(), second.rotate()}
-    prune(tmp_path, open_files=open_files, untrained=[2, 3])
+    prune(tmp_path, open_files=open_files, untrained=[2, 3], position=4)
     assert {path.name for path in tmp_path.iterdir()} == open_files | {kept}
-    prune(tmp_path, open_files=open_files, untrained=[3])
+    prune(tmp_path, open_files=open_files, untrained=[3], position=4)
     assert {path.name for path in tmp_path.iterdir()} == open_files
+
+
+def test_groups_beyond_the_checkpoint_are_retained(tmp_path):
+    crashed = Journal(tmp_path)
+    crashed.append(FinishedGroup(7, 0, [0.0], {}))
+    crashed.close()
+    for position, kept in ((6, True), (7, True), (8, False)):
+        prune(tmp_path, open_files=(), untrained=[5], position=position)
+        assert crashed.path.exists() == kept
+
+
+def test_a_group_that_does_not_fit_on_the_disk_hides_no_later_one(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    file = journal._file._file
+    writes = 0
+
+    class FullOnce:
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, content):
+            nonlocal writes
+            writes += 1
+            if writes == 2:
+                raise OSError(28, "No space left on device")
+            return file.write(content[:30])
+
+    monkeypatch.setattr(journal._file, "_file", FullOnce())
+    with pytest.raises(OSError, match="No space left"):
+        journal.append(FinishedGroup(1, 0, [0.0], {}))
+    journal.append(FinishedGroup(2, 0, [0.0], {}))
+    journal.close()
+    after = Journal(tmp_path)
+    assert after.find(1) is None
+    assert after.find(2) is not None
 
 
 @pytest.mark.parametrize("content", [b"", b"GRJ1", b"not a journal" * 9])
@@ -276,8 +311,8 @@ def test_a_checkpoint_removes_responses_to_trained_prompts(tmp_path):
     groups.append(FinishedGroup(1, 0, [0.0], {}))
     open_files = {journal.rotate(), groups.rotate()}
     record(journal, keys(1, position=2), [[3]])
-    prune(tmp_path, open_files=open_files, untrained=[1, 2])
+    prune(tmp_path, open_files=open_files, untrained=[1, 2], position=3)
     assert len([*tmp_path.iterdir()]) == 4
-    prune(tmp_path, open_files=open_files, untrained=[2])
+    prune(tmp_path, open_files=open_files, untrained=[2], position=3)
     assert {path.name for path in tmp_path.iterdir()} == open_files
     assert partial_responses(ResponseJournal(tmp_path), keys(1, position=2)) != [None]

@@ -95,8 +95,13 @@ class JournalFile:
         payload = save(dict(record.columns), metadata={self._kind: facts})
         head = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(payload), len(payload))
         remaining = memoryview(head + payload)
-        while remaining:  # a raw file may write a part
-            remaining = remaining[self._file.write(remaining) :]
+        before = self._file.seek(0, os.SEEK_END)
+        try:
+            while remaining:  # a raw file may write a part
+                remaining = remaining[self._file.write(remaining) :]
+        except OSError:
+            self._file.truncate(before)  # a part of a record would hide those after it
+            raise
         return len(head) + len(payload)
 
     def rotate(self) -> str:
@@ -136,17 +141,23 @@ def read(place: Place) -> Record | None:
         return None
 
 
-def prune(folder: Path, *, open_files: Collection[str], untrained: Collection[int]) -> None:
+def prune(
+    folder: Path, *, open_files: Collection[str], untrained: Collection[int], position: int
+) -> None:
     """Remove files that a new checkpoint makes superfluous: all their prompts are trained.
 
     Args:
         folder: the folder of the files, of any kind.
         open_files: names of the files to which processes append.
         untrained: positions of the prompts that the checkpoint lists as pending.
+        position: number of prompts that the checkpoint's run has taken. Files of an earlier part
+            of the run, which crashed, may have prompts after it.
     """
     wanted = set(untrained)
     for path in _files(folder):
-        is_needed = any(place.position in wanted for place in _places(path))
+        is_needed = any(
+            place.position in wanted or place.position >= position for place in _places(path)
+        )
         if path.name not in open_files and not is_needed:
             path.unlink(missing_ok=True)
 

@@ -90,7 +90,7 @@ class AsyncGRPOStep(GRPOStep):
 
     def on_checkpoint(self, state: RunState) -> None:
         """Remove the journal's files that the checkpoint of ``state`` makes superfluous."""
-        self._fleet.prune_journal(state.pending_prompts)
+        self._fleet.prune_journal(state)
 
     def stop(self) -> None:
         """Let the generators finish their rollouts, and start no others."""

@@ -10,6 +10,7 @@ import torch
 
 from dataplane_core import DataPlaneClient
 from grpo_trainer.actors.calls import ActorCalls
+from grpo_trainer.checkpoint.folder import RunState
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.config.sections import VllmSection
 from grpo_trainer.errors import WorkerError, first_line
@@ -144,8 +145,8 @@ class GeneratorFleet:
             except WorkerError as error:
                 self._drop(names, error)
 
-    def prune_journal(self, untrained: list[int]) -> None:
-        """Remove the files that a checkpoint with pending prompts ``untrained`` does not need."""
+    def prune_journal(self, state: RunState) -> None:
+        """Remove the journal's files that the checkpoint of ``state`` does not need."""
         if self._journal is None or not self._is_started:
             return
         open_files = set()
@@ -156,7 +157,12 @@ class GeneratorFleet:
                     open_files.add(self._calls.call(names.worker, "rotate_journal"))
             except WorkerError:
                 return  # `collect` removes the generator; the next checkpoint prunes
-        prune(self._journal, open_files=open_files, untrained=untrained)
+        prune(
+            self._journal,
+            open_files=open_files,
+            untrained=state.pending_prompts,
+            position=state.prompts_position,
+        )
 
     def sync(self, version: int) -> None:
         """Install the policy's weights on all generators; drop the processes that die during it.
@@ -201,15 +207,30 @@ class GeneratorFleet:
             self._notice(f"{names.rollout} died while it started")
         elif names is not None and self._calls.is_alive(names.worker):
             self._starting = None
-            self._actors.admit_generator(names)
-            self.sync(version)
-            if names in self._actors.generators:  # not lost in the refit
-                self._start(names)
-                self._notice(f"{names.rollout} joined")
+            self._admit(names, version)
         section = self._config.grpo.asynchronous
         missing = len(self._actors.generators) < section.generators
         if section.replace_lost and missing and self._starting is None:
             self._starting = self._actors.start_generator()
+
+    def _admit(self, names: GeneratorActors, version: int) -> None:
+        """Let a generator that has started take part, or remove it if it fails to join."""
+        try:
+            self._actors.admit_generator(names)
+        except WorkerError as error:
+            for name in names:
+                self._calls.remove(name)
+            self._notice(f"{names.rollout} did not join: {error}")
+            return
+        self.sync(version)
+        if names not in self._actors.generators:  # lost in the refit
+            return
+        try:
+            self._start(names)
+        except WorkerError as error:
+            self._drop(names, error)
+        else:
+            self._notice(f"{names.rollout} joined")
 
     def collect(self) -> None:
         """Collect the generators' reports, and remove those that failed.
