@@ -62,6 +62,13 @@ def test_suspended_server_fails_the_probe_in_time(start, probe):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        *(
+            (
+                ("--address", address),
+                f"--address: address {address!r}; expected HOST:PORT, such as 127.0.0.1:50051",
+            )
+            for address in ("127.0.0.1:99999", "localhost", "")
+        ),
         (("--tls-name", "x"), "--tls-name without --tls-ca; expected both"),
         (("--tls-ca", "/no/file"), "--tls-ca /no/file: No such file or directory"),
     ],

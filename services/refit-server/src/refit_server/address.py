@@ -10,6 +10,18 @@ from dataclasses import dataclass, replace
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
 
 
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``, without the brackets of an IPv6 host.
+
+    Raises:
+        ValueError: ``text`` has another form.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(f"address {text!r}; expected HOST:PORT, such as 127.0.0.1:50051")
+    return match["ipv6"] or match["host"], int(match["port"])
+
+
 @dataclass(frozen=True)
 class Address:
     """A numeric address, resolved once, so that the address checked is the one bound."""
@@ -24,16 +36,12 @@ class Address:
         Raises:
             ValueError: ``text`` has another form, or the host is unknown.
         """
-        match = _ADDRESS.fullmatch(text)
-        if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"address {text!r}; expected HOST:PORT, such as 127.0.0.1:50051")
+        host, port = split_address(text)
         try:
-            entries = socket.getaddrinfo(
-                match["ipv6"] or match["host"], None, type=socket.SOCK_STREAM
-            )
+            entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise ValueError(f"address {text!r}: the host is unknown ({error})") from None
-        return cls(str(entries[0][4][0]), int(match["port"]))
+        return cls(str(entries[0][4][0]), port)
 
     @property
     def is_loopback(self) -> bool:

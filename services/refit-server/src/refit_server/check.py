@@ -7,6 +7,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from refit_server.address import split_address
+
 _DIRECT = (("grpc.enable_http_proxy", 0),)
 """Options of the channel: ignore proxies from the environment."""
 
@@ -27,8 +29,13 @@ def check(
         timeout_s: time limit for the connection and the answer.
 
     Raises:
-        CheckError: the server does not answer, or reports another status.
+        CheckError: the server does not answer, reports another status, or ``address`` has another
+            form.
     """
+    try:
+        split_address(address)  # gRPC would connect to another port
+    except ValueError as error:
+        raise CheckError(f"--address: {error}") from None
     if tls_name is not None and tls_ca is None:
         raise CheckError("--tls-name without --tls-ca; expected both")
     if tls_ca is None:
