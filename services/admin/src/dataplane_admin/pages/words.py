@@ -92,7 +92,7 @@ def listed(names: list[str], maximum: int = 3) -> str:
     return ", ".join(names[:maximum]) + (f" and {count(rest)} more" if rest > 0 else "")
 
 
-def shorten(text: str, maximum: int = 36) -> str:
+def shorten(text: str, maximum: int = 32) -> str:
     """Return a text without its middle if it is long: ids of runs differ at their ends."""
     head = maximum // 3
     tail = maximum - head - 1
