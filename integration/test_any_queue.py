@@ -90,7 +90,10 @@ def test_blocked_job_on_any_transfer_queue_is_explained(ask: Callable[..., Any])
     try:
         assert job.stdout is not None
         assert job.stdout.readline() == "waiting\n"
-        (wait,) = until(lambda: [each for each in ask("why") if each["task"] == "update_actor"])
+        # Before the service has seen a poll of the claim, it knows only that nothing is claimed.
+        reason = "blocked claim"
+        (wait,) = until(lambda: [each for each in ask("why") if reason in each["sentence"]])
+        assert wait["task"] == "update_actor"
         assert "its blocked claim requires input_ids, advantages" in wait["sentence"]
         assert "8 of 16 samples of partition 'train' are unclaimed" in wait["sentence"]
         assert {name: lack["count"] for name, lack in wait["lacks"].items()} == {"advantages": 6}

@@ -219,7 +219,8 @@ def test_trainer_and_generator_clients_refit_byte_for_byte(
     started = []
     # The client takes its ports from the environment, so they are found before it starts.
     held = contextlib.ExitStack()
-    ports = [[held.enter_context(held_port()) for _ in range(2)] for _ in range(trainers)]
+    # NIXL listens on every interface; gloo may pick the same port of another one.
+    ports = [[held.enter_context(held_port("0.0.0.0")) for _ in range(2)] for _ in range(trainers)]
     try:
         ranks = [
             Client(

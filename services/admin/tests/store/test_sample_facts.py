@@ -130,6 +130,9 @@ def test_facts_are_filtered_by_tag_in_any_case(job, otlp):
     listed = {each["sample_id"]: each["tags"] for each in job.get("samples/facts")["samples"]}
     assert listed["a"] == {"source": "GSM8K", "level": "3"}
     assert listed["b"] == {"source": "100%_ math", "new": "true"}
+    page = job.client.get("/samples", params={"tagged": "source=gsm8k"}).text
+    assert re.findall(r'<a class="id"[^>]*>(.)</a>', page) == ["a"]
+    assert "level=3</a>" in page
     many = {f"tag{number:02}": HOSTILE * 50 for number in range(20)}
     job.send(record(otlp, "rl.sample.facts", {"ids": ["c"], "tags": [many]}))
     [stored] = [each["tags"] for each in job.get("samples/facts")["samples"][2:3]]
