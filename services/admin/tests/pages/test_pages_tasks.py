@@ -75,7 +75,8 @@ def test_clicks_lead_to_the_first_diverging_token(watched, record_property):
     with timed(record_property, "show the first diverging token"):
         page = watch.go("/")
         page.get_by_role("link", name="Samples", exact=True).click()
-        with_text = page.locator("#newest tr", has_text="text").filter(has_text=HOSTILE)
-        with_text.first.get_by_role("link").first.click()
+        page.get_by_label("Text stored").select_option("yes")
+        page.get_by_role("button", name="Filter").click()
+        page.locator("#newest tr", has_text=HOSTILE).first.get_by_role("link").first.click()
         banner = page.locator(".banner", has_text="First token whose log-probabilities")
     expect(banner).to_contain_text("“w90 ” (token 90")
