@@ -19,7 +19,7 @@ def upgrade() -> None:
         sa.Column("id", key, autoincrement=False, nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
         *(sa.Column(name, sa.Text(), nullable=False) for name in ("kind", "subject", "metric")),
-        sa.Column("is_counter", sa.Boolean(), nullable=False),
+        sa.Column("grows", sa.Boolean(), nullable=False),
         *(sa.Column(name, sa.Text(), nullable=False) for name in ("device", "run_id")),
         *(sa.Column(name, sa.BigInteger(), nullable=False) for name in _TIMES),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_load_series")),

@@ -14,6 +14,5 @@ depends_on = None
 def upgrade() -> None:
     """Upgrade the tables to this version."""
     op.add_column(
-        "open_waits",
-        sa.Column("is_periodic", sa.Boolean(), server_default=sa.false(), nullable=False),
+        "open_waits", sa.Column("again", sa.Boolean(), server_default=sa.false(), nullable=False)
     )

@@ -1,4 +1,4 @@
-"""Tags of samples. Those of facts stored before are empty."""
+"""Tags of samples, empty for facts stored before; two columns named for what they hold."""
 
 from __future__ import annotations
 
@@ -14,3 +14,5 @@ depends_on = None
 def upgrade() -> None:
     """Upgrade the tables to this version."""
     op.add_column("sample_facts", sa.Column("tags", sa.Text(), server_default="", nullable=False))
+    op.alter_column("open_waits", "again", new_column_name="is_periodic")
+    op.alter_column("load_series", "grows", new_column_name="is_counter")
