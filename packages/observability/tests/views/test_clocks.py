@@ -1,4 +1,4 @@
-"""Clocks of hosts that disagree are corrected by the calls between them, and only then."""
+"""Host clocks are corrected only where calls between hosts prove them wrong."""
 
 from dataclasses import replace
 from io import StringIO
@@ -14,21 +14,21 @@ from observability.views import critical_path, lineage_of, page_of, step_view, s
 
 HOSTS = ("node-b", "node-c")
 MIN_NS = 1_000_000
-"""Differences of clocks below this are not corrected."""
-OPEN_NS = 100_000_000
-"""Maximum time between the ends of a made-up call and those of its caller."""
+"""Clock differences below this are not corrected."""
+MAX_GAP_NS = 100_000_000
+"""Maximum gap at either end between a made-up call and its caller."""
 
 
-def skewed(records, ahead):
-    """Return the records of the same run with clocks that are ahead, in nanoseconds."""
+def skewed(records, ahead_ns):
+    """Return the records with each clock ahead by the nanoseconds given for its host."""
 
-    def moved(record, *times):
-        by = ahead.get(record.process.host, 0)
-        return replace(record, **{time: getattr(record, time) + by for time in times})
+    def shift(record, *names):
+        offset_ns = ahead_ns.get(record.process.host, 0)
+        return replace(record, **{name: getattr(record, name) + offset_ns for name in names})
 
     return Records(
-        spans=[moved(span, "start_ns", "end_ns") for span in records.spans],
-        events=[moved(event, "time_ns") for event in records.events],
+        spans=[shift(span, "start_ns", "end_ns") for span in records.spans],
+        events=[shift(event, "time_ns") for event in records.events],
     )
 
 
@@ -43,51 +43,51 @@ def clocks_of(*spans):
 
 @settings(max_examples=50)
 @given(st.fixed_dictionaries(dict.fromkeys(HOSTS, st.integers(-(10**12), 10**12))))
-def test_every_call_is_within_its_caller_whatever_the_clocks(ahead):
-    step = step_of(skewed(grpo_step(), ahead))
+def test_corrected_calls_are_within_their_callers(ahead_ns):
+    step = step_of(skewed(grpo_step(), ahead_ns))
     for span in step.spans:
-        for called in step.children(span.span_id):
-            assert span.start_ns - MIN_NS < called.start_ns
-            assert called.end_ns < span.end_ns + MIN_NS
-    for host, by in step.clock_offsets.items():
+        for callee in step.children(span.span_id):
+            assert span.start_ns - MIN_NS < callee.start_ns
+            assert callee.end_ns < span.end_ns + MIN_NS
+    for host, offset_ns in step.clock_offsets.items():
         # The correction never exceeds the true error, and never has the wrong sign.
-        assert 0 < abs(by) <= abs(ahead[host])
-        assert (by > 0) == (ahead[host] > 0)
+        assert 0 < abs(offset_ns) <= abs(ahead_ns[host])
+        assert (offset_ns > 0) == (ahead_ns[host] > 0)
 
 
 @settings(max_examples=50)
 @given(st.fixed_dictionaries(dict.fromkeys(HOSTS, st.integers(-(10**12), 10**12))))
-def test_a_corrected_waterfall_equals_that_of_right_clocks(ahead):
-    right = {span.span_id: span for span in step_of(grpo_step()).spans}
-    step = step_of(skewed(grpo_step(), ahead))
-    open_ns = OPEN_NS + MIN_NS
+def test_correction_restores_the_waterfall_of_correct_clocks(ahead_ns):
+    expected = {span.span_id: span for span in step_of(grpo_step()).spans}
+    step = step_of(skewed(grpo_step(), ahead_ns))
+    max_shift_ns = MAX_GAP_NS + MIN_NS
     for span in step.spans:
-        assert abs(span.start_ns - right[span.span_id].start_ns) <= open_ns
-        assert span.end_ns - span.start_ns == right[span.span_id].seconds * 1e9
+        assert abs(span.start_ns - expected[span.span_id].start_ns) <= max_shift_ns
+        assert span.end_ns - span.start_ns == expected[span.span_id].seconds * 1e9
     assert {item.span.name for item in critical_path(step)} >= {"forward", "optimizer_step"}
 
 
-def test_clocks_that_may_be_right_are_left_alone():
-    for ahead in ({}, {"node-b": 9_000_000}, {"node-c": -9_000_000}):
-        records = skewed(grpo_step(), ahead)
+def test_clocks_that_may_be_correct_are_not_changed():
+    for ahead_ns in ({}, {"node-b": 9_000_000}, {"node-c": -9_000_000}):
+        records = skewed(grpo_step(), ahead_ns)
         step = step_of(records)
         assert step.clock_offsets == {}
         assert step.clock_notes == []
         assert {span.start_ns for span in step.spans} == {s.start_ns for s in records.spans}
 
 
-def test_events_are_moved_with_the_spans_of_their_host():
-    right = [(event.name, event.time_ns) for event in step_of(grpo_step()).events]
+def test_events_are_shifted_with_the_spans_of_their_host():
+    expected = [(event.name, event.time_ns) for event in step_of(grpo_step()).events]
     events = step_of(skewed(grpo_step(), {"node-c": 60 * 10**9})).events
-    for event, (name, time_ns) in zip(events, right, strict=True):
+    for event, (name, time_ns) in zip(events, expected, strict=True):
         assert event.name == name
-        assert abs(event.time_ns - time_ns) <= OPEN_NS + MIN_NS
+        assert abs(event.time_ns - time_ns) <= MAX_GAP_NS + MIN_NS
 
 
 @pytest.mark.parametrize("seconds", [-3600, 3600])
-def test_the_lineage_of_a_sample_has_its_order_though_clocks_disagree(seconds):
+def test_lineage_order_ignores_wrong_host_clocks(seconds):
     records = grpo_step()
-    sample_id = next(e for e in records.events if e.name == "put").sample_ids[0]
+    sample_id = next(event for event in records.events if event.name == "put").sample_ids[0]
     names = [hop.name for hop in lineage_of(sample_id, records)]
     result = lineage_of(sample_id, skewed(records, {"node-c": seconds * 10**9}))
     assert [hop.name for hop in result] == names
@@ -101,7 +101,7 @@ def test_asynchronous_call_may_outlive_its_caller():
     assert clocks_of(root, late) == {"node-b": 5 * 10**9}
     assert clocks_of(root, replace(late, kind="consumer")) == {}
     assert clocks_of(replace(root, kind="producer"), late) == {}
-    # Nothing is received before it is sent, however.
+    # But no message is received before it is sent.
     before = replace(late, kind="consumer", start_ns=ns(-3))
     assert clocks_of(root, before) == {"node-b": -3 * 10**9}
 
@@ -109,41 +109,42 @@ def test_asynchronous_call_may_outlive_its_caller():
 @pytest.mark.parametrize(
     ("calls", "clocks"),
     [
-        # Of a root from 0 to 100 on node-a: callee, begin, end, and the call above it.
-        ([(GENERATION, -2, 1, None), (GENERATION, 99, 102, None)], {}),  # they contradict
-        (  # a host that another callee called, not the root's host
+        # Each call: callee, start, end, index of the parent call (None: the root, on node-a).
+        # The two calls contradict each other.
+        ([(GENERATION, -2, 1, None), (GENERATION, 99, 102, None)], {}),
+        (  # node-c calls node-b; the root's host does not
             [(POLICIES[0], 130, 138, None), (GENERATION, -20, -15, 0)],
             {"node-c": 38, "node-b": -112},
         ),
-        (  # two hosts with one wrong clock, though one call alone would not show it
+        (  # the correction of node-b shows that node-c is wrong too
             [(POLICIES[0], 40, 50, None), (GENERATION, 95, 105, None), (GENERATION, 42, 49, 0)],
             {"node-b": 5, "node-c": 3},
         ),
-        (  # a contradiction along a ring of hosts
+        (  # the calls contradict each other around a cycle of hosts
             [(POLICIES[0], 40, 50, None), (GENERATION, 0, 100, None), (GENERATION, 200, 210, 0)],
             {},
         ),
     ],
 )
-def test_calls_together_say_which_clocks_are_wrong(calls, clocks):
+def test_all_calls_together_determine_the_wrong_clocks(calls, clocks):
     maker = TraceMaker()
     spans = [maker.span("grpo.step", DRIVER, 0, 100)]
-    for process, start, end, above in calls:
-        parent = spans[0] if above is None else spans[1 + above]
+    for process, start, end, parent_index in calls:
+        parent = spans[0] if parent_index is None else spans[1 + parent_index]
         spans.append(maker.span("call", process, start, end, parent))
-    assert clocks_of(*spans) == {host: by * 10**9 for host, by in clocks.items()}
+    assert clocks_of(*spans) == {host: seconds * 10**9 for host, seconds in clocks.items()}
 
 
 def test_a_trace_with_too_many_wrong_clocks_is_not_corrected():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, 100)
-    hosts = [replace(GENERATION, host=f"host-{number}") for number in range(20_000)]
-    spans = [root, *(maker.span("generate", host, 110, 120, root) for host in hosts)]
+    processes = [replace(GENERATION, host=f"host-{number}") for number in range(20_000)]
+    spans = [root, *(maker.span("generate", process, 110, 120, root) for process in processes)]
     assert clocks_of(*spans) == {}
     assert len(clocks_of(*spans[:1000])) == 999
 
 
-def test_clocks_are_not_judged_without_root_or_host_name():
+def test_clocks_are_not_corrected_without_root_or_host_name():
     maker = TraceMaker()
     maker.span("generate", GENERATION, 5, 6, "0" * 16)
     assert step_of(maker.records).clock_offsets == {}
@@ -161,8 +162,8 @@ def test_a_correction_is_shown_on_terminal_and_page():
     ]
     console = Console(file=StringIO(), width=200)
     console.print(step_view(step))
-    shown = console.file.getvalue()
+    text = console.file.getvalue()
     for note in step.clock_notes:
-        assert f"clocks: {note}" in shown
+        assert f"clocks: {note}" in text
         assert f"<li>{note}</li>" in page_of([step])
     assert min(span.start_ns for span in step.spans) == BEGIN
