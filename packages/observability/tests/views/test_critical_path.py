@@ -16,8 +16,8 @@ def path_of(records):
 
 def segments(records):
     return [
-        (record.span.name, (record.start_ns - ns(0)) / 1e9, (record.end_ns - ns(0)) / 1e9)
-        for record in path_of(records)
+        (segment.span.name, (segment.start_ns - ns(0)) / 1e9, (segment.end_ns - ns(0)) / 1e9)
+        for segment in path_of(records)
     ]
 
 
@@ -25,17 +25,17 @@ def segments(records):
 def test_segments_tile_the_root_in_any_order_of_arrival(records):
     (step,) = steps_of(records)
     path = critical_path(step)
-    assert sum(item.end_ns - item.start_ns for item in path) == step.end_ns - step.start_ns
+    assert sum(segment.end_ns - segment.start_ns for segment in path) == step.end_ns - step.start_ns
     if path:
         assert (path[0].start_ns, path[-1].end_ns) == (step.start_ns, step.end_ns)
-    assert all(item.end_ns == two.start_ns for item, two in pairwise(path))
-    for item in path:
-        ancestry = step.tree.ancestry(item.span.span_id)
+    assert all(first.end_ns == second.start_ns for first, second in pairwise(path))
+    for segment in path:
+        ancestry = step.tree.ancestry(segment.span.span_id)
         assert ancestry[-1] is step.root
         for span in ancestry:
-            assert span.start_ns <= item.start_ns < item.end_ns <= span.end_ns
-    backwards = type(records)(spans=records.spans[::-1])
-    assert segments(records) == segments(backwards)
+            assert span.start_ns <= segment.start_ns < segment.end_ns <= span.end_ns
+    reversed_records = type(records)(spans=records.spans[::-1])
+    assert segments(records) == segments(reversed_records)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_segments_tile_the_root_in_any_order_of_arrival(records):
             [("root", 0, 1), ("a", 1, 4), ("root", 4, 6), ("b", 6, 9), ("root", 9, 10)],
         ),
         ([("fast", 0, 6), ("slow", 0, 10)], [("slow", 0, 10)]),
-        (  # a child still running at that moment is skipped
+        (  # a child still running when "last" starts is skipped
             [("early", 0, 3), ("overlapping", 2, 7), ("last", 5, 10)],
             [("early", 0, 3), ("root", 3, 5), ("last", 5, 10)],
         ),
@@ -72,9 +72,9 @@ def test_critical_path_of_a_step_contains_its_slowest_spans():
     assert {"publish_weights", "generate", "step", "forward", "optimizer_step"} <= names
 
 
-def test_a_deep_tree_is_walked():
+def test_a_tree_deeper_than_the_recursion_limit_has_a_path():
     maker = TraceMaker()
     span = maker.span("root", DRIVER, 0, 10)
     for _ in range(3_000):
         span = maker.span("deeper", DRIVER, 0, 10, span)
-    assert [record.span for record in path_of(maker.records)] == [span]
+    assert [segment.span for segment in path_of(maker.records)] == [span]
