@@ -1,4 +1,4 @@
-"""The page is one complete file, and no received text can act in it."""
+"""The page is one complete file, and received text injects no markup or scripts."""
 
 import base64
 import hashlib
@@ -72,8 +72,8 @@ def test_bars_are_within_the_drawing_and_do_not_overlap():
     # A bar is a group: its tooltip, then an SVG whose x and width are the position.
     elements = page(run_of(1)).elements
     bars = [
-        elements[at + 2][1]
-        for at, (tag, attrs) in enumerate(elements)
+        elements[index + 2][1]
+        for index, (tag, attrs) in enumerate(elements)
         if tag == "g" and attrs.get("class", "").startswith("bar")
     ]
     rows = {}
@@ -85,20 +85,20 @@ def test_bars_are_within_the_drawing_and_do_not_overlap():
     for row in rows.values():
         row.sort()
         # No bar here is so short that it has the minimum width.
-        assert all(item[1] <= two[0] + 1e-3 for item, two in pairwise(row))
+        assert all(first[1] <= second[0] + 1e-3 for first, second in pairwise(row))
 
 
 def test_critical_path_is_drawn_from_end_to_end():
     result = page(grpo_step())
-    parts = result.all("rect", "path")
-    widths = sum(float(item["width"].rstrip("%")) for item in parts)
+    segments = result.all("rect", "path")
+    widths = sum(float(segment["width"].rstrip("%")) for segment in segments)
     # Each segment has a minimum width, so that it is visible.
     assert widths == pytest.approx(100, abs=1)
 
 
-def test_the_figures_are_in_tables():
+def test_page_contains_tables_and_figures():
     text = page_of(steps_of(grpo_step()))
-    for version in (
+    for expected in (
         "<h3>Processes</h3>",
         "<h3>Critical path</h3>",
         "<h3>Bytes through the data plane</h3>",
@@ -107,7 +107,7 @@ def test_the_figures_are_in_tables():
         "worth 860 ms of productive rollout",
         "staleness: 1 to 1 versions",
     ):
-        assert version in text
+        assert expected in text
 
 
 def test_several_steps_have_a_table_with_links():
@@ -137,7 +137,7 @@ def test_page_loads_no_external_resource():
     assert "@import" not in text
 
 
-def test_the_policy_allows_only_the_pages_style_and_script():
+def test_policy_allows_only_the_style_and_script_of_the_page():
     result = page(run_of(2))
     (policy,) = [attrs["content"] for attrs in result.all("meta") if "http-equiv" in attrs]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -154,11 +154,11 @@ def test_the_policy_allows_only_the_pages_style_and_script():
         "form-action": "'none'",
     }
     for _, attrs in result.elements:
-        # The policy forbids them, so they would silently do nothing.
+        # The policy blocks inline styles and event handlers without an error.
         assert not [name for name in attrs if name == "style" or name.startswith("on")]
 
 
-def test_light_and_dark_are_both_there_and_every_color_has_both():
+def test_every_color_has_a_light_and_a_dark_value():
     (style,) = page(grpo_step()).texts["style"]
     colors = dict(re.findall(r"--([\w-]+): (light-dark\(#\w+, #\w+\)|[^;]+);", style))
     assert [name for name, value in colors.items() if not value.startswith("light-dark")] == [
@@ -181,10 +181,10 @@ def hostile_run(hostile):
 def test_hostile_names_are_escaped(hostile):
     text = page_of(steps_of(hostile_run(hostile)), title=hostile)
     result = Page(text)
-    tame = page(hostile_run("tame"), title="tame")
-    assert [tag for tag, _ in result.elements] == [tag for tag, _ in tame.elements]
+    harmless = page(hostile_run("harmless"), title="harmless")
+    assert [tag for tag, _ in result.elements] == [tag for tag, _ in harmless.elements]
     assert [sorted(attrs) for _, attrs in result.elements] == [
-        sorted(attrs) for _, attrs in tame.elements
+        sorted(attrs) for _, attrs in harmless.elements
     ]
     assert all(line.isprintable() for line in text.split("\n"))
     assert "49" not in result.texts["h1"][0]
@@ -198,8 +198,8 @@ def test_any_tree_makes_a_valid_page(records):
 def test_beyond_max_bars_the_shortest_are_omitted_with_a_note():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, MAX_BARS)
-    for place in range(MAX_BARS + 4):
-        maker.span("tiny", DRIVER, place, place + 0.5, root)
+    for index in range(MAX_BARS + 4):
+        maker.span("tiny", DRIVER, index, index + 0.5, root)
     text = page_of(steps_of(maker.records))
     assert "The 5 shortest spans are omitted." in text
     assert text.count('<g class="bar') == MAX_BARS
