@@ -1,4 +1,4 @@
-"""The life of a sample goes from its put to its clear."""
+"""The lineage of a sample goes from its put to its clear."""
 
 import random
 from dataclasses import replace
@@ -10,24 +10,24 @@ from observability.records import Records
 from observability.views import SampleNotFound, lineage_of
 
 
-def names(sample_id, records):
+def hop_names(sample_id, records):
     return [hop.name for hop in lineage_of(sample_id, records)]
 
 
-def test_a_life_is_in_the_order_of_time():
+def test_lineage_is_in_time_order():
     records = grpo_step(policies=1)
     random.Random(3).shuffle(records.events)
-    kept, dropped = sample_ids()[0], sample_ids()[-1]
-    assert names(kept, records) == [
+    trained_id, dropped_id = sample_ids()[0], sample_ids()[-1]
+    assert hop_names(trained_id, records) == [
         *("put", "read", "put", "put", "claimed", "read", "trained", "cleared")
     ]
-    assert names(dropped, records) == ["put", "read", "put", "put", "dropped", "cleared"]
-    assert lineage_of(dropped, records)[4].detail == "equal_rewards"
+    assert hop_names(dropped_id, records) == ["put", "read", "put", "put", "dropped", "cleared"]
+    assert lineage_of(dropped_id, records)[4].detail == "equal_rewards"
     without_spans = Records(events=records.events)
-    assert {hop.stage for hop in lineage_of(kept, without_spans)} == {""}
+    assert {hop.stage for hop in lineage_of(trained_id, without_spans)} == {""}
 
 
-def test_each_hop_says_where_when_and_during_what():
+def test_each_hop_has_its_process_time_and_stage():
     hops = lineage_of(sample_ids()[0], grpo_step(policies=1))
     first, read, *_ = hops
     assert (first.process, first.partition, first.stage) == (ROLLOUT, "train", "rollout")
@@ -40,27 +40,27 @@ def test_each_hop_says_where_when_and_during_what():
     assert hops[6].weight_version == 1
 
 
-def test_a_clear_of_the_partition_ends_its_samples_once():
+def test_a_partition_clear_ends_each_lineage_once():
     records = grpo_step()
-    kept, dropped = sample_ids()[0], sample_ids()[-1]
+    trained_id, dropped_id = sample_ids()[0], sample_ids()[-1]
     later = TraceMaker(step=1)
     later.event("cleared", DRIVER, 20, [])
     records.add(later.records)
-    last = lineage_of(kept, records)[-1]
+    last = lineage_of(trained_id, records)[-1]
     assert (last.name, last.whole_partition, last.time_ns) == ("cleared", True, ns(9.89))
-    assert [hop.whole_partition for hop in lineage_of(dropped, records)][-1] is False
-    assert names(dropped, records).count("cleared") == 1
+    assert [hop.whole_partition for hop in lineage_of(dropped_id, records)][-1] is False
+    assert hop_names(dropped_id, records).count("cleared") == 1
 
 
-def test_only_later_clears_of_its_partition_end_a_life():
+def test_only_later_clears_of_its_partition_end_a_lineage():
     maker = TraceMaker()
     maker.event("cleared", DRIVER, 0, [])
     maker.event("put", ROLLOUT, 1, ["a"], fields=["x"])
     maker.event("cleared", DRIVER, 2, [], partition="val")
-    assert names("a", maker.records) == ["put"]
+    assert hop_names("a", maker.records) == ["put"]
 
 
-def test_a_sample_that_is_put_again_has_a_second_end():
+def test_each_put_of_a_sample_is_ended_by_one_clear():
     maker = TraceMaker()
     maker.event("put", ROLLOUT, 1, ["a"])
     maker.event("cleared", DRIVER, 2, ["a"])
@@ -68,25 +68,25 @@ def test_a_sample_that_is_put_again_has_a_second_end():
     maker.event("cleared", DRIVER, 4, [])
     maker.event("put", ROLLOUT, 5, ["a"])
     maker.event("cleared", DRIVER, 6, [])
-    assert names("a", maker.records) == ["put", "cleared", "read", "put", "cleared"]
+    assert hop_names("a", maker.records) == ["put", "cleared", "read", "put", "cleared"]
 
 
-def test_a_repeated_event_happened_once():
+def test_a_repeated_event_is_one_hop():
     records = grpo_step()
-    once = lineage_of(sample_ids()[0], records)
+    expected = lineage_of(sample_ids()[0], records)
     records.add(grpo_step())
-    assert lineage_of(sample_ids()[0], records) == once
+    assert lineage_of(sample_ids()[0], records) == expected
 
 
-def test_different_events_of_one_moment_all_happened():
+def test_different_events_at_one_time_are_separate_hops():
     maker = TraceMaker()
     for _ in range(2):
         for version in (1, 2, 3):
             maker.event("trained", POLICIES[0], 1, ["a"], version=version)
-    assert names("a", maker.records) == ["trained"] * 3
+    assert hop_names("a", maker.records) == ["trained"] * 3
 
 
-def test_an_unknown_sample_is_named_with_ids_that_begin_alike():
+def test_an_unknown_sample_error_suggests_similar_ids():
     ids = [f"abc_g{i}" for i in range(8)]
     maker = TraceMaker()
     maker.event("put", ROLLOUT, 1, [*ids, "zzz"])
@@ -102,7 +102,7 @@ def test_an_unknown_sample_is_named_with_ids_that_begin_alike():
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_an_unknown_sample_is_named_in_printable_text(hostile):
+def test_an_unknown_sample_error_is_printable(hostile):
     maker = TraceMaker()
     maker.event("put", ROLLOUT, 1, [hostile + "a"])
     with pytest.raises(SampleNotFound) as caught:
@@ -111,7 +111,7 @@ def test_an_unknown_sample_is_named_in_printable_text(hostile):
     assert lineage_of(hostile + "a", maker.records)[0].name == "put"
 
 
-def test_attributes_of_another_type_are_ignored():
+def test_attributes_of_an_unexpected_type_are_ignored():
     maker = TraceMaker()
     event = maker.event("put", ROLLOUT, 1, ["a"])
     event.attributes.update(
@@ -127,8 +127,8 @@ def test_attributes_of_another_type_are_ignored():
     assert (hop.fields, hop.n_bytes, hop.step, hop.batch) == ((), None, None, 1)
 
 
-def received(maker, *seconds):
-    """Return the records with the time of receipt of each event."""
+def with_receipt_times(maker, *seconds):
+    """Return the records with a receipt time for each event."""
     events = [
         replace(event, received_ns=ns(at))
         for event, at in zip(maker.records.events, seconds, strict=True)
@@ -136,35 +136,35 @@ def received(maker, *seconds):
     return Records(maker.records.spans, events)
 
 
-@pytest.mark.parametrize("off", [-86_400, -60, 60, 86_400])
-def test_a_life_is_in_order_whatever_the_clock_of_one_host_says(off):
+@pytest.mark.parametrize("offset_s", [-86_400, -60, 60, 86_400])
+def test_lineage_order_ignores_the_wrong_clock_of_one_host(offset_s):
     maker = TraceMaker()
     maker.event("put", ROLLOUT, 1, ["a"])
-    maker.event("claimed", POLICIES[0], 2 + off, ["a"], task="train")
-    maker.event("trained", POLICIES[0], 3 + off, ["a"], task="train")
+    maker.event("claimed", POLICIES[0], 2 + offset_s, ["a"], task="train")
+    maker.event("trained", POLICIES[0], 3 + offset_s, ["a"], task="train")
     maker.event("cleared", DRIVER, 7, [])
-    hops = lineage_of("a", received(maker, 1.5, 2.5, 3.5, 7.5))
+    hops = lineage_of("a", with_receipt_times(maker, 1.5, 2.5, 3.5, 7.5))
     assert [hop.name for hop in hops] == ["put", "claimed", "trained", "cleared"]
     assert [hop.seconds for hop in hops] == pytest.approx([0, 1, 2, 6], abs=1)
-    assert hops[1].time_ns == ns(2 + off)  # the sender's is shown
+    assert hops[1].time_ns == ns(2 + offset_s)  # the sender's time is shown
 
 
-def test_a_life_is_ordered_by_time_despite_unordered_exports():
+def test_lineage_order_ignores_the_order_of_exports():
     maker = TraceMaker()
     maker.event("put", ROLLOUT, 1, ["a"])
     maker.event("claimed", POLICIES[0], 2, ["a"], task="train")
     maker.event("cleared", DRIVER, 3, ["a"])
-    for late in ((9, 3, 4), (600, 603, 601), (1, 20, 4)):  # one delayed, an outage, one resent
-        hops = lineage_of("a", received(maker, *late))
+    for receipt_times in ((9, 3, 4), (600, 603, 601), (1, 20, 4)):  # a delay, an outage, a resend
+        hops = lineage_of("a", with_receipt_times(maker, *receipt_times))
         assert [hop.name for hop in hops] == ["put", "claimed", "cleared"]
         assert [hop.seconds for hop in hops] == [0, 1, 2]
 
 
-def test_a_receiver_with_a_wrong_clock_changes_no_order():
+def test_lineage_order_ignores_a_wrong_receiver_clock():
     maker = TraceMaker()
     maker.event("put", ROLLOUT, 1, ["a"])
     maker.event("claimed", POLICIES[0], 2, ["a"], task="train")
-    for off in (-86_400, 86_400):
-        hops = lineage_of("a", received(maker, 5 + off, 3 + off))
+    for offset_s in (-86_400, 86_400):
+        hops = lineage_of("a", with_receipt_times(maker, 5 + offset_s, 3 + offset_s))
         assert [hop.name for hop in hops] == ["put", "claimed"]
         assert [hop.seconds for hop in hops] == [0, 1]
