@@ -1,4 +1,4 @@
-"""The Chrome trace nests, names its processes, and draws arrows along the data."""
+"""The Chrome trace nests slices, names processes and draws arrows from puts to reads."""
 
 import json
 from collections import defaultdict
@@ -35,9 +35,9 @@ def by_thread(slices):
 
 
 def assert_nested(slices):
-    for stretches in by_thread(slices).values():
+    for intervals in by_thread(slices).values():
         ends = []
-        for begin, end in sorted(stretches, key=lambda item: (item[0], -item[1])):
+        for begin, end in sorted(intervals, key=lambda item: (item[0], -item[1])):
             while ends and ends[-1] <= begin:
                 ends.pop()
             assert not ends or end <= ends[-1]
@@ -51,13 +51,13 @@ def test_slices_of_a_thread_nest(records):
     assert_nested(slices)
 
 
-def test_slices_of_steps_that_overlap_nest_too():
+def test_slices_of_overlapping_steps_nest():
     records = grpo_step(0, at=0)
     records.add(grpo_step(1, at=4))
     assert_nested(entries(records, "X"))
 
 
-def test_steps_after_each_other_share_their_threads():
+def test_consecutive_steps_share_threads():
     slices = entries(run_of(3), "X")
     assert {entry["tid"] for entry in slices} == {0}
 
@@ -74,13 +74,13 @@ def test_spans_that_overlap_without_nesting_are_on_two_threads():
 
 
 def test_processes_have_their_names_and_the_driver_comes_first():
-    named = {
+    process_names = {
         entry["pid"]: entry["args"]["name"]
         for entry in entries(grpo_step(), "M")
         if entry["name"] == "process_name"
     }
-    assert named[1] == "grpo.driver"
-    assert set(named.values()) == {
+    assert process_names[1] == "grpo.driver"
+    assert set(process_names.values()) == {
         *("grpo.driver", "grpo.environment", "grpo.generation"),
         *("grpo.policy 0", "grpo.policy 1", "grpo.rollout"),
     }
@@ -97,23 +97,33 @@ def test_times_are_microseconds_since_the_first_span():
 
 
 def arrows(records, kind):
-    """Return the pairs of entry names that arrows of a kind join."""
+    """Return the names of the two slices that each arrow of a kind connects."""
     slices = entries(records, "X")
 
-    def at(arrow):
-        place = (arrow["pid"], arrow["tid"], arrow["ts"])
+    def slice_name_at(arrow):
+        position = (arrow["pid"], arrow["tid"], arrow["ts"])
         return next(
-            entry["name"] for entry in slices if (entry["pid"], entry["tid"], entry["ts"]) == place
+            entry["name"]
+            for entry in slices
+            if (entry["pid"], entry["tid"], entry["ts"]) == position
         )
 
-    begins = {record["id"]: at(record) for record in entries(records, "s") if record["cat"] == kind}
-    ends = {record["id"]: at(record) for record in entries(records, "f") if record["cat"] == kind}
+    begins = {
+        record["id"]: slice_name_at(record)
+        for record in entries(records, "s")
+        if record["cat"] == kind
+    }
+    ends = {
+        record["id"]: slice_name_at(record)
+        for record in entries(records, "f")
+        if record["cat"] == kind
+    }
     assert begins.keys() == ends.keys()
     assert all(record["bp"] == "e" for record in entries(records, "f"))
-    return [(begins[number], ends[number]) for number in begins]
+    return [(begins[arrow_id], ends[arrow_id]) for arrow_id in begins]
 
 
-def test_arrows_go_from_puts_to_what_read_them():
+def test_arrows_go_from_puts_to_reads():
     result = arrows(grpo_step(policies=2), "data")
     assert set(result) == {("send train", "get train")}
     assert len(result) == 2 * 1 + 2 * 4
@@ -127,31 +137,31 @@ def test_arrows_go_from_parents_to_children_in_other_processes():
     assert ("grpo.step", "rollout") not in result
 
 
-def test_a_link_to_a_span_that_did_not_arrive_is_no_arrow():
+def test_a_link_to_a_missing_span_has_no_arrow():
     records = grpo_step()
     records.spans = [span for span in records.spans if span.name != "send train"]
     assert arrows(records, "data") == []
 
 
 def test_a_slice_has_its_attributes():
-    report = next(entry for entry in entries(grpo_step(), "X") if entry["name"] == "get train")[
+    attributes = next(entry for entry in entries(grpo_step(), "X") if entry["name"] == "get train")[
         "args"
     ]
-    assert report["dataplane.bytes"] == 8_000
-    assert report["dataplane.fields"] == ["input_ids"]
-    assert len(report["span_id"]) == 16
+    assert attributes["dataplane.bytes"] == 8_000
+    assert attributes["dataplane.fields"] == ["input_ids"]
+    assert len(attributes["span_id"]) == 16
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_the_file_is_json_whatever_the_names_and_values(hostile, tmp_path):
+def test_the_file_is_json_for_any_name_or_value(hostile, tmp_path):
     maker = TraceMaker()
-    odd = {
+    attributes = {
         hostile: hostile,
         "nan": float("nan"),
         "bytes": b"\xff\x00",
         "deep": {"a": [1, None, True, {hostile: 0.5}]},
     }
-    maker.span(hostile, POLICIES[0], 0, 1, attributes=odd, outcome="error", message=hostile)
+    maker.span(hostile, POLICIES[0], 0, 1, attributes=attributes, outcome="error", message=hostile)
     write_perfetto(steps_of(maker.records), tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text("ascii"))
     (result,) = [item for item in trace["traceEvents"] if item["ph"] == "X"]
@@ -159,5 +169,5 @@ def test_the_file_is_json_whatever_the_names_and_values(hostile, tmp_path):
     assert (result["args"]["nan"], result["args"]["bytes"]) == ("nan", "ff00")
 
 
-def test_no_steps_are_an_empty_trace():
+def test_no_steps_give_an_empty_trace():
     assert chrome_trace([])["traceEvents"] == []
