@@ -1,4 +1,4 @@
-"""Busy and bubble add up to the step for every process."""
+"""Busy and bubble time of each process add up to the duration of its step."""
 
 import pytest
 from hypothesis import given
@@ -23,19 +23,21 @@ def bucket_of(span):
 
 def bucket_at(step, process, second):
     """Return the bucket of a process at a second: that of its innermost span with a bucket."""
-    own = [span for span in step.spans if span.process == process and bucket_of(span)]
+    process_spans = [span for span in step.spans if span.process == process and bucket_of(span)]
     at = BEGIN + second * 10**9
-    inside = [span for span in own if span.start_ns <= at < span.end_ns]
+    active_spans = [span for span in process_spans if span.start_ns <= at < span.end_ns]
     outer = set()  # spans that contain a span with a bucket
-    for span in inside:
+    for span in active_spans:
         ancestors = step.tree.ancestry(span.span_id)[1:]
-        outer |= {next((ancestor.span_id for ancestor in ancestors if ancestor in own), None)}
-    options = {bucket_of(span) for span in inside if span.span_id not in outer}
-    return next((bucket for bucket in BUCKETS if bucket in options), None)
+        outer |= {
+            next((ancestor.span_id for ancestor in ancestors if ancestor in process_spans), None)
+        }
+    buckets = {bucket_of(span) for span in active_spans if span.span_id not in outer}
+    return next((bucket for bucket in BUCKETS if bucket in buckets), None)
 
 
 @given(trees())
-def test_every_second_counts_for_the_innermost_bucket_or_a_bubble(records):
+def test_each_second_counts_for_innermost_bucket_or_bubble(records):
     (step,) = steps_of(records)
     sums = dict.fromkeys(BUCKETS, 0.0)
     for item in process_times(step):
@@ -45,16 +47,16 @@ def test_every_second_counts_for_the_innermost_bucket_or_a_bubble(records):
             assert not any(bucket_of(s) for s in step.spans if s.process == item.process)
             continue
         assert item.seconds == {bucket: seconds.count(bucket) for bucket in BUCKETS}
-        worked = {at for at, bucket in enumerate(seconds) if bucket not in (None, "idle")}
-        assert item.busy_seconds == len(worked)
-        assert item.bubble_seconds == step.seconds - len(worked)
-        stretches = [((a - BEGIN) // 10**9, (b - BEGIN) // 10**9) for a, b in item.busy]
-        assert sorted(worked) == [at for a, b in stretches for at in range(a, b)]
+        busy_at = {at for at, bucket in enumerate(seconds) if bucket not in (None, "idle")}
+        assert item.busy_seconds == len(busy_at)
+        assert item.bubble_seconds == step.seconds - len(busy_at)
+        intervals = [((start - BEGIN) // 10**9, (end - BEGIN) // 10**9) for start, end in item.busy]
+        assert sorted(busy_at) == [at for start, end in intervals for at in range(start, end)]
         sums = {bucket: sums[bucket] + item.seconds[bucket] for bucket in BUCKETS}
     assert bucket_seconds(step) in ({}, sums)
 
 
-def test_waiting_is_not_work():
+def test_idle_time_is_not_busy_time():
     times = times_of(grpo_step())
     assert times[GENERATION].busy_seconds == pytest.approx(0.38 + 2 * 1.46)
     assert times[ROLLOUT].busy_seconds == pytest.approx(0.05 + 0.13)
@@ -79,7 +81,7 @@ def test_busy_time_is_unknown_without_buckets():
         console.print(step_view(step))
     assert captured.get().count("n/a") == 4 * 2
     assert "Process-seconds" not in captured.get()
-    maker.span("forward", POLICIES[0], 1, 2, root, "productive")  # changes nothing for the others
+    maker.span("forward", POLICIES[0], 1, 2, root, "productive")  # does not affect other processes
     times = times_of(maker.records)
     assert times[GENERATION].bubble_seconds is None
     assert times[POLICIES[0]].bubble_seconds == 3.0
