@@ -34,5 +34,5 @@ def test_ticks_are_equidistant_and_within_the_maximum(power, factor):
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
-def test_a_period_without_a_length_has_no_ticks(seconds):
+def test_an_invalid_duration_has_no_ticks(seconds):
     assert ticks(seconds, 9) == []
