@@ -13,7 +13,7 @@ from observability.views import Lack, why
 IDS = [f"abc_g{i}" for i in range(512)]
 
 
-def stuck(*, put=512, advantages=0, claimed=0):
+def blocked_claim(*, put=512, advantages=0, claimed=0):
     """Return records of a trainer that is blocked on advantages of 512 samples."""
     maker = TraceMaker()
     maker.event(
@@ -46,7 +46,7 @@ def stuck(*, put=512, advantages=0, claimed=0):
 
 
 def test_a_blocked_claim_reports_task_fields_start_and_shortage():
-    (wait,) = why(stuck(advantages=32, claimed=32).records, ns(17.3))
+    (wait,) = why(blocked_claim(advantages=32, claimed=32).records, ns(17.3))
     assert (wait.process, wait.task, wait.partition) == (POLICIES[1], "train", "train")
     assert (wait.fields, wait.requested, wait.since_ns) == (("advantages",), 32, ns(5))
     assert wait.seconds == pytest.approx(12.3)
@@ -54,27 +54,27 @@ def test_a_blocked_claim_reports_task_fields_start_and_shortage():
     assert wait.lacks == {"advantages": Lack(480, tuple(IDS[32:42]))}
 
 
-def test_a_wait_is_one_sentence():
-    (wait,) = why(stuck(advantages=32).records, ns(17.3))
+def test_each_wait_is_one_sentence():
+    (wait,) = why(blocked_claim(advantages=32).records, ns(17.3))
     assert str(wait) == (
         "task 'train' in grpo.policy 1 has been blocked for 12.3 s on 32 samples "
         "of partition 'train' with "
         "advantages: 480 of 512 lack advantages (abc_g32, abc_g33, …); 32 ready; "
         "0 not put yet"
     )
-    (wait,) = why(stuck(put=128).records, ns(6))
+    (wait,) = why(blocked_claim(put=128).records, ns(6))
     assert str(wait).endswith(": 128 of 128 lack advantages (abc_g0, abc_g1, …); 384 not put yet")
     lack = Lack(8, ("a", "b", "c"))
     several = dataclasses.replace(wait, lacks={"x": lack, "y": Lack(7), "z": lack})
     assert ": 8 of 128 lack x, z (a, b, …); 7 of 128 lack y; 384 not" in str(several)
-    (wait,) = why(stuck(advantages=512, claimed=512).records, ns(6))
+    (wait,) = why(blocked_claim(advantages=512, claimed=512).records, ns(6))
     assert str(wait).endswith(
         ": 512 present and none lacks a field; 512 already claimed by it; 0 not put yet"
     )
 
 
 @pytest.mark.parametrize(
-    ("seconds", "report"),
+    ("seconds", "text"),
     [
         (0, "0 s"),
         (2.56e-7, "256 ns"),
@@ -87,32 +87,32 @@ def test_a_wait_is_one_sentence():
         (108_640, "1 d 6 h"),
     ],
 )
-def test_durations_have_three_digits_and_a_unit(seconds, report):
+def test_durations_have_three_digits_and_a_unit(seconds, text):
     maker = TraceMaker()
     maker.event("waiting", DRIVER, 0, [], partition=None, wait="1", since_ns=ns(0), on="x")
     (wait,) = why(maker.records, ns(seconds))
-    assert str(wait) == f"grpo.driver has been blocked for {report} on x"
+    assert str(wait) == f"grpo.driver has been blocked for {text} on x"
 
 
-@pytest.mark.parametrize("end", ["claimed", "claim_failed", "answered"])
-def test_a_wait_ends_with_its_event_in_any_order(end):
-    maker = stuck()
-    maker.event(end, POLICIES[1], 7, [], wait="77-1", task="train")
+@pytest.mark.parametrize("end_event", ["claimed", "claim_failed", "answered"])
+def test_a_wait_ends_with_its_end_event_in_any_order(end_event):
+    maker = blocked_claim()
+    maker.event(end_event, POLICIES[1], 7, [], wait="77-1", task="train")
     random.Random(4).shuffle(maker.records.events)
     assert why(maker.records, ns(9)) == []
 
 
-def test_claim_of_another_wait_does_not_end_it():
-    maker = stuck()
+def test_the_claim_of_another_wait_does_not_end_a_wait():
+    maker = blocked_claim()
     maker.event("claimed", POLICIES[1], 7, [], wait="77-2", task="train")
     maker.event("claimed", POLICIES[1], 7, [], task="train")
-    # The names are unique in a process only.
+    # Wait ids are unique only within a process.
     maker.event("claimed", POLICIES[0], 7, [], wait="77-1", task="train")
     assert len(why(maker.records, ns(9))) == 1
 
 
-def test_a_wait_of_a_run_that_ended_is_still_there_with_its_age():
-    records = stuck().records
+def test_a_wait_of_an_earlier_run_is_reported_with_its_age():
+    records = blocked_claim().records
     records.add(grpo_step(0, run_id="run-b", at=3_600))
     (wait,) = why(records, ns(4_000))
     assert (wait.run_id, wait.seconds) == ("run-a", 3_995.0)
@@ -120,67 +120,68 @@ def test_a_wait_of_a_run_that_ended_is_still_there_with_its_age():
 
 
 def test_a_wait_reported_twice_is_one():
-    records = stuck().records
-    records.add(stuck().records)
+    records = blocked_claim().records
+    records.add(blocked_claim().records)
     (wait,) = why(records, ns(9))
     assert wait.present == 512
 
 
 def test_waits_come_longest_first():
-    maker = stuck()
+    maker = blocked_claim()
     options = {"task": "ref_lp", "fields": ["input_ids"]}
     maker.event("waiting", POLICIES[0], 6, [], wait="9", since_ns=ns(2), **options)
     assert [wait.task for wait in why(maker.records, ns(9))] == ["ref_lp", "train"]
 
 
-def waiting(maker, process, at, *, since=5, wait="77-1", **report):
-    maker.event("waiting", process, at, [], wait=wait, since_ns=ns(since), task="train", **report)
+def report_wait(maker, process, at, *, since=5, wait="77-1", **details):
+    maker.event("waiting", process, at, [], wait=wait, since_ns=ns(since), task="train", **details)
 
 
-def test_a_repeated_wait_is_one_and_lasts_since_its_start():
+def test_a_repeated_wait_is_one_wait_since_its_start():
     maker = TraceMaker()
     for at in range(6, 600, 30):
-        waiting(maker, POLICIES[1], at, report_every_s=30.0)
+        report_wait(maker, POLICIES[1], at, report_every_s=30.0)
     random.Random(4).shuffle(maker.records.events)
     (wait,) = why(maker.records, ns(605))
     assert (wait.seconds, wait.silent_s) == (600.0, 0.0)
     maker.event("claimed", POLICIES[1], 606, [], wait="77-1", task="train")
-    waiting(maker, POLICIES[1], 607, report_every_s=30.0)  # a report in flight when the wait ended
+    # A report that was in flight when the wait ended.
+    report_wait(maker, POLICIES[1], 607, report_every_s=30.0)
     assert why(maker.records, ns(900)) == []
 
 
-@pytest.mark.parametrize("promise", [{"report_every_s": 30.0}, {}])
-def test_a_wait_that_is_no_longer_repeated_is_marked_and_last(promise):
+@pytest.mark.parametrize("interval", [{"report_every_s": 30.0}, {}])
+def test_a_wait_that_is_no_longer_repeated_is_silent_and_last(interval):
     maker = TraceMaker()
-    waiting(maker, POLICIES[0], 2, since=1, **promise)
-    waiting(maker, POLICIES[0], 32, since=1, **promise)
-    waiting(maker, POLICIES[1], 6, **promise)
-    waiting(maker, POLICIES[1], 3_600, **promise)
+    report_wait(maker, POLICIES[0], 2, since=1, **interval)
+    report_wait(maker, POLICIES[0], 32, since=1, **interval)
+    report_wait(maker, POLICIES[1], 6, **interval)
+    report_wait(maker, POLICIES[1], 3_600, **interval)
     waits = why(maker.records, ns(32 + 120))
     assert [(wait.process, wait.silent_s) for wait in waits] == [
         (POLICIES[0], 0.0),
         (POLICIES[1], 0.0),
     ]
-    alive, gone = why(maker.records, ns(3_632))
-    assert (alive.process, alive.silent_s) == (POLICIES[1], 0.0)
-    assert (gone.process, gone.silent_s) == (POLICIES[0], 3_600.0)
-    assert str(gone).endswith(": the partition does not exist (process silent for 1 h 0 min)")
+    current, silent = why(maker.records, ns(3_632))
+    assert (current.process, current.silent_s) == (POLICIES[1], 0.0)
+    assert (silent.process, silent.silent_s) == (POLICIES[0], 3_600.0)
+    assert str(silent).endswith(": the partition does not exist (process silent for 1 h 0 min)")
 
 
 @pytest.mark.parametrize(("after_s", "silent_s"), [(300.0, 0.0), (199.0, 200.0)])
 def test_silence_threshold_is_an_argument(after_s, silent_s):
     maker = TraceMaker()
-    waiting(maker, POLICIES[1], 6, report_every_s=30.0)
+    report_wait(maker, POLICIES[1], 6, report_every_s=30.0)
     (wait,) = why(maker.records, ns(206), silent_after_s=after_s)
     assert wait.silent_s == silent_s
     maker = TraceMaker()
-    waiting(maker, POLICIES[1], 6)  # reported once, no report_every_s: never silent
+    report_wait(maker, POLICIES[1], 6)  # reported once, no report_every_s: never silent
     (wait,) = why(maker.records, ns(206), silent_after_s=after_s)
     assert wait.silent_s == 0.0
 
 
-def test_a_blocked_call_names_what_it_will_write():
-    maker = stuck(put=4)
+def test_a_blocked_call_reports_the_fields_it_will_write():
+    maker = blocked_claim(put=4)
     maker.event(
         "waiting",
         DRIVER,
@@ -201,29 +202,29 @@ def test_a_blocked_call_names_what_it_will_write():
 
 
 def test_cleared_samples_lack_nothing_and_are_not_put_again():
-    maker = stuck(put=10)
+    maker = blocked_claim(put=10)
     maker.event("cleared", DRIVER, 7, IDS[:4])
     (wait,) = why(maker.records, ns(9))
     assert (wait.present, wait.lacks["advantages"].count, wait.not_put) == (6, 6, 502)
 
 
-def test_withdrawn_samples_are_still_to_be_put():
-    maker = stuck(put=10)
+def test_withdrawn_samples_count_as_not_put():
+    maker = blocked_claim(put=10)
     maker.event("cleared", DRIVER, 7, [*IDS[:4], "never put"], withdrawn=True)
     (wait,) = why(maker.records, ns(9))
     assert (wait.present, wait.not_put) == (6, 506)
 
 
 def test_released_samples_can_be_claimed_again():
-    maker = stuck(advantages=32, claimed=32)
+    maker = blocked_claim(advantages=32, claimed=32)
     maker.event("acknowledged", POLICIES[1], 4, IDS[:8], task="train")
     maker.event("released", POLICIES[1], 4, IDS[8:32], task="train")
     (wait,) = why(maker.records, ns(9))
     assert (wait.ready, wait.claimed) == (24, 8)
 
 
-def test_a_claim_blocked_on_leases_names_who_holds_them():
-    maker = stuck(put=512, advantages=512)
+def test_a_claim_blocked_on_leases_reports_their_holders():
+    maker = blocked_claim(put=512, advantages=512)
     maker.event("claimed", POLICIES[0], 3, IDS[:500], task="train", leased=True)
     maker.event("claimed", POLICIES[1], 3, IDS[500:], task="train", leased=True)
     maker.event("acknowledged", POLICIES[0], 4, IDS[:480], task="train")
@@ -240,39 +241,39 @@ def test_a_claim_blocked_on_leases_names_who_holds_them():
     assert (wait.holders, wait.ready) == ({}, 20)
 
 
-def test_live_holders_of_leases_win_over_those_from_events():
-    maker = stuck(put=512, advantages=512)
+def test_live_lease_holders_override_those_from_events():
+    maker = blocked_claim(put=512, advantages=512)
     maker.event("claimed", POLICIES[0], 3, IDS, task="train", leased=True)
-    written = [
+    fields = [
         FieldSummary(name=name, kind="f", declared=True, written=512)
         for name in ("input_ids", "advantages")
     ]
     task = TaskSummary(
         name="train", unclaimed=0, leased=3, acknowledged=509, leases=1, holders={"host:7": 3}
     )
-    now = live(present=512, put=512, fields=tuple(written), tasks=(task,))
-    (wait,) = why(maker.records, ns(9), [now])
+    summary = live_summary(present=512, put=512, fields=tuple(fields), tasks=(task,))
+    (wait,) = why(maker.records, ns(9), [summary])
     assert wait.holders == {"host:7": 3}
     assert "it is blocked on 3 leased samples: 3 held by host:7" in str(wait)
 
 
-def test_a_cleared_partition_does_not_exist():
-    maker = stuck()
+def test_a_cleared_partition_is_reported_as_missing():
+    maker = blocked_claim()
     maker.event("cleared", DRIVER, 7, [])
     (wait,) = why(maker.records, ns(9))
     assert not wait.partition_exists
     assert str(wait).endswith("with advantages: the partition does not exist")
 
 
-def test_a_partition_that_is_declared_again_keeps_its_samples():
-    maker = stuck(put=10, advantages=10, claimed=4)
+def test_a_partition_registered_twice_keeps_its_samples():
+    maker = blocked_claim(put=10, advantages=10, claimed=4)
     maker.event("registered", DRIVER, 7, [], samples=20, fields=["advantages"], tasks=["train"])
     (wait,) = why(maker.records, ns(9))
     assert (wait.present, wait.not_put, wait.claimed) == (10, 10, 4)
 
 
-def test_partitions_of_one_name_in_two_runs_do_not_mix():
-    records = stuck(put=3).records
+def test_partitions_with_one_name_in_two_runs_are_separate():
+    records = blocked_claim(put=3).records
     other = TraceMaker(run_id="run-b")
     other.event("put", ROLLOUT, 1, ["elsewhere"], fields=["input_ids"])
     records.add(other.records)
@@ -280,7 +281,7 @@ def test_partitions_of_one_name_in_two_runs_do_not_mix():
     assert wait.present == 3
 
 
-def live(**changes):
+def live_summary(**changes):
     fields = (
         FieldSummary(name="input_ids", kind="f", declared=True, written=500),
         FieldSummary(name="advantages", kind=None, declared=True, written=300),
@@ -301,34 +302,36 @@ def live(**changes):
     )
 
 
-def test_live_numbers_win_over_those_from_events():
-    (wait,) = why(stuck(put=100).records, ns(9), [live()])
+def test_live_counts_override_those_from_events():
+    (wait,) = why(blocked_claim(put=100).records, ns(9), [live_summary()])
     assert (wait.present, wait.ready, wait.claimed, wait.not_put) == (500, 50, 250, 8)
     assert wait.lacks == {"advantages": Lack(200, tuple(IDS[:10]))}
-    other = live(partition_id="val")
-    assert why(stuck(put=100).records, ns(9), [other]) == why(stuck(put=100).records, ns(9))
+    other = live_summary(partition_id="val")
+    assert why(blocked_claim(put=100).records, ns(9), [other]) == why(
+        blocked_claim(put=100).records, ns(9)
+    )
 
 
 def test_assigned_samples_are_neither_ready_nor_claimed():
-    summary = live()
+    summary = live_summary()
     (task,) = summary.tasks
     task = dataclasses.replace(task, unclaimed=210, assigned=40)
-    (wait,) = why(stuck(put=100).records, ns(9), [live(tasks=(task,))])
+    (wait,) = why(blocked_claim(put=100).records, ns(9), [live_summary(tasks=(task,))])
     assert (wait.ready, wait.claimed, wait.assigned) == (10, 250, 40)
     assert "40 assigned to ranks" in str(wait)
 
 
-def test_live_numbers_are_used_without_events():
-    records = stuck().records
+def test_live_counts_are_used_without_events():
+    records = blocked_claim().records
     records.events = [event for event in records.events if event.name == "waiting"]
     assert not why(records, ns(9))[0].partition_exists
-    (wait,) = why(records, ns(9), [live()])
+    (wait,) = why(records, ns(9), [live_summary()])
     assert wait.lacks == {"advantages": Lack(200)}
     assert "200 of 500 lack advantages; 50 ready" in str(wait)
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_sentence_is_printable_whatever_the_names(hostile):
+def test_a_sentence_is_printable_for_any_name(hostile):
     maker = TraceMaker()
     maker.event("put", ROLLOUT, 0, [hostile], partition=hostile, fields=["x"])
     process = dataclasses.replace(POLICIES[0], service=hostile)
@@ -339,13 +342,15 @@ def test_a_sentence_is_printable_whatever_the_names(hostile):
 
 
 @pytest.mark.parametrize("ahead_s", [0, 60, 86_400, -86_400])
-def test_the_duration_of_a_wait_ignores_its_hosts_clock(ahead_s):
-    ahead, second = ahead_s * 10**9, 10**9
-    received = 1_790_000_000 * second
+def test_the_duration_of_a_wait_ignores_the_host_clock(ahead_s):
+    second_ns = 10**9
+    ahead_ns = ahead_s * second_ns
+    received_ns = 1_790_000_000 * second_ns
     options = {"dataplane.wait": "w", "dataplane.report_every_s": 30}
-    options |= {"dataplane.task": "train", "dataplane.since_ns": received + ahead - 10 * second}
-    event = Event("waiting", received + ahead, options, (), DRIVER, received_ns=received)
-    [wait] = why(Records(events=[event]), received + 50 * second)
+    since_ns = received_ns + ahead_ns - 10 * second_ns
+    options |= {"dataplane.task": "train", "dataplane.since_ns": since_ns}
+    event = Event("waiting", received_ns + ahead_ns, options, (), DRIVER, received_ns=received_ns)
+    [wait] = why(Records(events=[event]), received_ns + 50 * second_ns)
     assert (wait.seconds, wait.silent_s) == (60, 0)
-    [wait] = why(Records(events=[event]), received + 400 * second)
+    [wait] = why(Records(events=[event]), received_ns + 400 * second_ns)
     assert wait.silent_s == 400
