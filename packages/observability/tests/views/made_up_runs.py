@@ -1,4 +1,4 @@
-"""Made-up records of a run's processes, with the names of docs/telemetry.md."""
+"""Made-up records of a run's processes, named as in docs/telemetry.md."""
 
 import itertools
 
@@ -43,14 +43,14 @@ class TraceMaker:
         self.trace_id = trace_id or f"{step + 1:032x}"
         self._ids = itertools.count(1)
 
-    def span(self, name, process, start, end, parent=None, bucket=None, **others):
-        links = others.pop("links", ())
-        outcome, message = others.pop("outcome", "unset"), others.pop("message", "")
+    def span(self, name, process, start, end, parent=None, bucket=None, **options):
+        links = options.pop("links", ())
+        outcome, message = options.pop("outcome", "unset"), options.pop("message", "")
         attributes = {"rl.run_id": self.run_id, "rl.step": self.step}
         if bucket:
             attributes["rl.bucket"] = bucket
-        attributes |= others.pop("attributes", {})
-        assert not others
+        attributes |= options.pop("attributes", {})
+        assert not options
         span = Span(
             trace_id=self.trace_id,
             span_id=f"{next(self._ids):08x}{self.step:08x}",
@@ -61,22 +61,22 @@ class TraceMaker:
             end_ns=ns(end),
             attributes=attributes,
             process=process,
-            links=tuple(Link(other.trace_id, other.span_id) for other in links),
+            links=tuple(Link(linked.trace_id, linked.span_id) for linked in links),
             outcome=outcome,
             message=message,
         )
         self.records.spans.append(span)
         return span
 
-    def event(self, name, process, at, ids, span=None, partition="train", **report):
+    def event(self, name, process, at, ids, span=None, partition="train", **details):
         attributes = {"rl.run_id": self.run_id, "rl.step": self.step}
         if partition:
             attributes["dataplane.partition"] = partition
-        attributes["dataplane.samples"] = report.pop("samples", len(ids))
-        version = report.pop("version", None)
+        attributes["dataplane.samples"] = details.pop("samples", len(ids))
+        version = details.pop("version", None)
         if version is not None:
             attributes["rl.weight_version"] = version
-        attributes |= {f"dataplane.{key}": value for key, value in report.items()}
+        attributes |= {f"dataplane.{key}": value for key, value in details.items()}
         event = Event(
             name=name,
             time_ns=ns(at),
@@ -140,12 +140,12 @@ def grpo_step(number=0, *, run_id="run-a", policies=2, samples=8, at=0.0):
     """Return a complete step of 10 s: two turns, logprobs, advantages, training, clear."""
     maker = TraceMaker(number, run_id)
     ids = sample_ids(number, samples)
-    drop = ids[-2:]
-    kept = ids[:-2]
+    dropped_ids = ids[-2:]
+    trained_ids = ids[:-2]
     ranks = POLICIES[:policies]
 
-    def span(name, process, start, end, *rest, **others):
-        return maker.span(name, process, at + start, at + end, *rest, **others)
+    def span(name, process, start, end, *args, **options):
+        return maker.span(name, process, at + start, at + end, *args, **options)
 
     root = span("grpo.step", DRIVER, 0, 10)
     refit = span("refit", DRIVER, 0.1, 0.9, root, "idle")
@@ -163,82 +163,97 @@ def grpo_step(number=0, *, run_id="run-a", policies=2, samples=8, at=0.0):
         tasks=["prev_lp", "train"],
     )
     rollout = span("rollout", DRIVER, 1, 5, root, "idle")
-    to_tq = span("rollout_to_tq", ROLLOUT, 1.01, 4.99, rollout)
+    rollout_to_tq = span("rollout_to_tq", ROLLOUT, 1.01, 4.99, rollout)
     for turn, start in enumerate((1.1, 3.0)):
-        body = span("turn", ROLLOUT, start, start + 1.8, to_tq, attributes={"rl.turn": turn})
-        wait = span("generate", ROLLOUT, start, start + 1.5, body, "idle")
+        turn_span = span(
+            "turn", ROLLOUT, start, start + 1.8, rollout_to_tq, attributes={"rl.turn": turn}
+        )
+        call = span("generate", ROLLOUT, start, start + 1.5, turn_span, "idle")
         span(
             "generate",
             GENERATION,
             start + 0.02,
             start + 1.48,
-            wait,
+            call,
             "productive",
             attributes={"rl.weight_version": number},
         )
-        wait = span("environment_step", ROLLOUT, start + 1.5, start + 1.8, body, "idle")
-        span("step", ENVIRONMENT, start + 1.52, start + 1.78, wait, "productive")
-    span("flatten", ROLLOUT, 4.8, 4.85, to_tq, "overhead")
-    first = maker.put(
-        ROLLOUT, at + 4.85, at + 4.98, to_tq, ids, ["input_ids"], 8_000, version=number
+        call = span("environment_step", ROLLOUT, start + 1.5, start + 1.8, turn_span, "idle")
+        span("step", ENVIRONMENT, start + 1.52, start + 1.78, call, "productive")
+    span("flatten", ROLLOUT, 4.8, 4.85, rollout_to_tq, "overhead")
+    rollout_put = maker.put(
+        ROLLOUT, at + 4.85, at + 4.98, rollout_to_tq, ids, ["input_ids"], 8_000, version=number
     )
     logprobs = span("logprobs", DRIVER, 5, 6.5, root, "idle")
-    writes = []
+    logprob_puts = []
     for rank in ranks:
-        work = span("compute_logprobs", rank, 5.01, 6.4, logprobs)
-        maker.get(rank, at + 5.02, at + 5.1, work, ids, ["input_ids"], 8_000, [first])
-        span("forward", rank, 5.1, 6.3, work, "productive")
-        writes.append(maker.put(rank, at + 6.3, at + 6.39, work, ids, ["prev_logprobs"], 4_000))
+        worker_span = span("compute_logprobs", rank, 5.01, 6.4, logprobs)
+        maker.get(rank, at + 5.02, at + 5.1, worker_span, ids, ["input_ids"], 8_000, [rollout_put])
+        span("forward", rank, 5.1, 6.3, worker_span, "productive")
+        logprob_puts.append(
+            maker.put(rank, at + 6.3, at + 6.39, worker_span, ids, ["prev_logprobs"], 4_000)
+        )
     advantages = span("advantages", DRIVER, 6.5, 6.7, root, "overhead")
-    last = maker.put(DRIVER, at + 6.6, at + 6.69, advantages, ids, ["advantages"], 4_000)
-    dropping = span("drop", DRIVER, 6.7, 6.75, root, "wasted")
-    maker.event("dropped", DRIVER, at + 6.74, drop, dropping, reason="equal_rewards")
-    maker.event("cleared", DRIVER, at + 6.75, drop, dropping)
+    advantage_put = maker.put(DRIVER, at + 6.6, at + 6.69, advantages, ids, ["advantages"], 4_000)
+    drop = span("drop", DRIVER, 6.7, 6.75, root, "wasted")
+    maker.event("dropped", DRIVER, at + 6.74, dropped_ids, drop, reason="equal_rewards")
+    maker.event("cleared", DRIVER, at + 6.75, dropped_ids, drop)
     train = span("train", DRIVER, 6.8, 9.7, root, "idle")
     for rank in ranks:
-        work = span("train", rank, 6.81, 9.6, train)
+        worker_span = span("train", rank, 6.81, 9.6, train)
         maker.event(
             "claimed",
             rank,
             at + 6.85,
-            kept,
-            work,
+            trained_ids,
+            worker_span,
             task="train",
             fields=["advantages"],
             wait_s=0.04,
         )
         maker.get(
-            rank, at + 6.9, at + 7.0, work, kept, ["input_ids"], 6_000, [first, *writes, last]
+            rank,
+            at + 6.9,
+            at + 7.0,
+            worker_span,
+            trained_ids,
+            ["input_ids"],
+            6_000,
+            [rollout_put, *logprob_puts, advantage_put],
         )
         for batch in range(4):
             start = 7.0 + 0.65 * batch
-            done = span("optimizer_step", rank, start, start + 0.64, work, "productive")
-        maker.event("trained", rank, at + 9.5, kept, done, task="train", version=number + 1)
+            optimizer_step = span(
+                "optimizer_step", rank, start, start + 0.64, worker_span, "productive"
+            )
+        maker.event(
+            "trained", rank, at + 9.5, trained_ids, optimizer_step, task="train", version=number + 1
+        )
     clear = span("clear", DRIVER, 9.8, 9.9, root, "overhead")
     settle = span("settle train", DRIVER, 9.81, 9.89, clear, "overhead")
     maker.event("cleared", DRIVER, at + 9.89, [], settle, samples=0)
     return maker.records
 
 
-def run_of(count=2, **shape):
+def run_of(count=2, **options):
     """Return the records of a run of several consecutive steps."""
     records = Records()
     for number in range(count):
-        records.add(grpo_step(number, at=10.5 * number, **shape))
+        records.add(grpo_step(number, at=10.5 * number, **options))
     return records
 
 
 @st.composite
-def trees(draw, maximum=25):
-    """Return spans of one trace with one root; children may be outside their parents."""
+def trees(draw, max_children=25):
+    """Return spans of one trace with one root; a child may extend beyond its parent."""
     maker = TraceMaker()
     buckets = st.sampled_from([None, "productive", "overhead", "idle", "wasted", "odd"])
-    moments = st.integers(0, 40)
+    times = st.integers(0, 40)
     length = draw(st.integers(0, 40))
     spans = [maker.span("grpo.step", DRIVER, 0, length, None, draw(buckets))]
-    for _ in range(draw(st.integers(0, maximum))):
+    for _ in range(draw(st.integers(0, max_children))):
         parent = draw(st.sampled_from(spans))
-        start = draw(moments) - 5
+        start = draw(times) - 5
         process = draw(st.sampled_from([DRIVER, ROLLOUT, *POLICIES[:2]]))
         name = draw(st.sampled_from(["a", "b"]))
         end = start + draw(st.integers(0, 30))
