@@ -1,4 +1,4 @@
-"""Export requests of OTLP, and functions that post them."""
+"""OTLP export requests, and a function that posts them."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def post(
 ) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", receiver.port, timeout=WAIT_S)
     try:
-        sent = PROTOBUF | {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, body, sent)
-        answer = connection.getresponse()
-        return answer.status, answer.read(), dict(answer.headers)
+        all_headers = PROTOBUF | {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, all_headers)
+        response = connection.getresponse()
+        return response.status, response.read(), dict(response.headers)
     finally:
         connection.close()
