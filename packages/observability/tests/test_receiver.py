@@ -1,6 +1,6 @@
-"""The OTLP receiver: which requests it accepts, refuses and forwards, over real sockets.
+"""The OTLP receiver accepts, refuses and forwards requests over real sockets.
 
-Bounds of half a minute and of 256 connections are patched in the receiver's internal modules.
+The tests lower its limits of half a minute and 256 connections in the receiver's internal modules.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from observability.receiver import Receiver, read_folder
 
 HEAD = b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-protobuf\r\n"
 
-BOUNDED = "observability.bounded_http"
+HTTP_MODULE = "observability.bounded_http"
 
 
-def raw(receiver: Receiver, request: bytes) -> bytes:
+def send_raw(receiver: Receiver, request: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
-        answer = b""
+        response = b""
         while part := connection.recv(4096):
-            answer += part
-        return answer
+            response += part
+        return response
 
 
 def eventually(succeeds: Callable[[], bool]) -> bool:
-    """Call a function until it returns True, for as long as a test may take."""
+    """Call a function until it returns True, for up to `WAIT_S` seconds."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         with suppress(OSError, http.client.HTTPException):
@@ -62,8 +62,8 @@ def receiver() -> Iterator[Receiver]:
         yield result
 
 
-def test_requests_are_answered_as_otlp_says(receiver: Receiver) -> None:
-    for path, body, response in (
+def test_requests_get_otlp_responses(receiver: Receiver) -> None:
+    for path, body, response_type in (
         ("/v1/traces", traces("a"), ExportTraceServiceResponse),
         ("/v1/logs", logs("put"), ExportLogsServiceResponse),
         ("/v1/metrics", metrics(), ExportMetricsServiceResponse),
@@ -71,7 +71,7 @@ def test_requests_are_answered_as_otlp_says(receiver: Receiver) -> None:
         status, answer, headers = post(receiver, path, body)
         assert status == 200
         assert headers["Content-Type"] == "application/x-protobuf"
-        assert response.FromString(answer) == response()
+        assert response_type.FromString(answer) == response_type()
         assert post(receiver, path, b"\xff" * 10)[0] == 400
     receiver.snapshot().spans.clear()  # the caller's own list
     assert [span.name for span in receiver.snapshot().spans] == ["a"]
@@ -121,9 +121,9 @@ def test_invalid_gzip_is_refused(receiver: Receiver, body: bytes) -> None:
 def test_request_that_is_not_otlp_is_refused(
     receiver: Receiver, path: str, method: str, headers: dict[str, str], status: int
 ) -> None:
-    answer, body, report = post(receiver, path, traces("a"), method, **headers)
-    assert answer == status
-    assert report["Content-Type"] == "application/x-protobuf"
+    actual_status, body, response_headers = post(receiver, path, traces("a"), method, **headers)
+    assert actual_status == status
+    assert response_headers["Content-Type"] == "application/x-protobuf"
     assert body[:1] == b"\x08"  # a google.rpc.Status: its code comes first
     assert receiver.snapshot().spans == []
     assert post(receiver, body=traces("a"))[0] == 200
@@ -138,7 +138,7 @@ def test_loopback_by_any_name_is_accepted(receiver: Receiver, host: str) -> None
 
 def test_a_body_that_is_too_large_is_refused(receiver: Receiver) -> None:
     for length in (b"1048577", b"9" * 40):
-        answer = raw(receiver, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
+        answer = send_raw(receiver, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 413 ")
     assert post(receiver, body=bytes(8 << 20))[0] == 413  # also if most of the body is sent
 
@@ -151,43 +151,43 @@ def test_a_body_that_is_too_large_is_refused(receiver: Receiver) -> None:
         (b"Content-Length: x\r\n", b"400"),
         (b"Content-Length: 1\r\nContent-Length: 2\r\n", b"411"),
         (b"Transfer-Encoding: chunked\r\n", b"411"),
-        (b"Content-Length: 1000\r\n", b"400"),  # and then nothing comes
+        (b"Content-Length: 1000\r\n", b"400"),  # the body never arrives
     ],
 )
 def test_invalid_content_length_is_refused(
     receiver: Receiver, headers: bytes, status: bytes
 ) -> None:
-    assert raw(receiver, HEAD + headers + b"\r\n").startswith(b"HTTP/1.1 " + status + b" ")
+    assert send_raw(receiver, HEAD + headers + b"\r\n").startswith(b"HTTP/1.1 " + status + b" ")
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/tra", b"POST /v1/traces HTTP/1.1\r\nHost: lo"])
+@pytest.mark.parametrize("partial", [b"", b"POST /v1/tra", b"POST /v1/traces HTTP/1.1\r\nHost: lo"])
 def test_a_silent_client_is_disconnected(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, partial: bytes
 ) -> None:
-    monkeypatch.setattr(f"{BOUNDED}.BoundedHandler.headers_s", 0.1)
+    monkeypatch.setattr(f"{HTTP_MODULE}.BoundedHandler.headers_s", 0.1)
     with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as connection:
-        connection.sendall(sent)
+        connection.sendall(partial)
         assert connection.recv(1) == b""
 
 
-def test_a_client_that_trickles_has_one_deadline_for_its_headers(
+def test_a_slow_client_has_one_deadline_for_all_headers(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{BOUNDED}.BoundedHandler.headers_s", 0.5)
+    monkeypatch.setattr(f"{HTTP_MODULE}.BoundedHandler.headers_s", 0.5)
     with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as connection:
         connection.settimeout(0.05)
-        ends = time.monotonic() + WAIT_S
-        while time.monotonic() < ends:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
             with suppress(TimeoutError, ConnectionError):
                 connection.sendall(b"X")
                 if connection.recv(1) == b"":
                     break
-        assert time.monotonic() < ends
+        assert time.monotonic() < deadline
 
 
 def test_silent_clients_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("observability.receiver.http.MAX_CONNECTIONS", 8)
-    monkeypatch.setattr(f"{BOUNDED}._MIN_IDLE_S", 0.0)
+    monkeypatch.setattr(f"{HTTP_MODULE}._MIN_IDLE_S", 0.0)
     with Receiver() as receiver, capture_logs() as logged, ExitStack() as stack:
         for _ in range(40):
             silent = socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S)
@@ -208,7 +208,7 @@ def test_a_grpc_exporter_is_refused_with_one_log_line() -> None:
     assert "http/protobuf" in line["expected"]
 
 
-def test_a_long_reason_is_a_valid_status() -> None:
+def test_a_long_refusal_reason_is_a_valid_status() -> None:
     with Receiver() as receiver:
         code, body, _ = post(receiver, Host="x" + "\xe9" * 100)
     assert code == 403
@@ -223,23 +223,23 @@ def test_connection_above_the_maximum_gets_503(
 ) -> None:
     monkeypatch.setattr("observability.receiver.http.MAX_CONNECTIONS", 2)
     with Receiver() as receiver:
-        held = [http.client.HTTPConnection("127.0.0.1", receiver.port) for _ in range(2)]
-        for connection in held:
+        connections = [http.client.HTTPConnection("127.0.0.1", receiver.port) for _ in range(2)]
+        for connection in connections:
             connection.request("POST", "/v1/traces", traces("a"), PROTOBUF)
             assert connection.getresponse().read() == b""
         with socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S) as third:
             assert third.recv(4096).startswith(b"HTTP/1.1 503 ")
-        for connection in held:
+        for connection in connections:
             connection.close()
         assert eventually(lambda: post(receiver, body=traces("c"))[0] == 200)
         assert {span.name for span in receiver.snapshot().spans} == {"a", "c"}
 
 
-def test_many_clients_at_once_lose_nothing(receiver: Receiver) -> None:
+def test_all_requests_of_concurrent_clients_are_received(receiver: Receiver) -> None:
     def client(number: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", receiver.port, timeout=WAIT_S)
-        for each in range(20):
-            connection.request("POST", "/v1/traces", traces(f"{number}.{each}"), PROTOBUF)
+        for index in range(20):
+            connection.request("POST", "/v1/traces", traces(f"{number}.{index}"), PROTOBUF)
             connection.getresponse().read()
         connection.close()
 
@@ -254,22 +254,24 @@ def test_many_clients_at_once_lose_nothing(receiver: Receiver) -> None:
 
 def test_wait_for_returns_when_the_predicate_holds(receiver: Receiver) -> None:
     results = []
-    begun = threading.Event()
+    called = threading.Event()
 
-    def enough(records: object) -> bool:
-        begun.set()
+    def has_two_events(records: object) -> bool:
+        called.set()
         return len(records.events) == 2  # type: ignore[attr-defined]
 
-    thread = threading.Thread(target=lambda: results.append(receiver.wait_for(enough, WAIT_S)))
+    thread = threading.Thread(
+        target=lambda: results.append(receiver.wait_for(has_two_events, WAIT_S))
+    )
     thread.start()
-    assert begun.wait(WAIT_S)
+    assert called.wait(WAIT_S)
     post(receiver, "/v1/logs", logs("put"))
     post(receiver, "/v1/logs", logs("claimed"))
     thread.join(WAIT_S)
     assert [event.name for event in results[0].events] == ["put", "claimed"]
 
 
-def test_wait_timeout_reports_what_arrived(receiver: Receiver) -> None:
+def test_wait_timeout_reports_received_counts(receiver: Receiver) -> None:
     post(receiver, body=traces("a"))
     with pytest.raises(TimeoutError, match=r"within 0\.01 s; spans received: 1, events"):
         receiver.wait_for(lambda records: len(records.spans) == 2, 0.01)
@@ -295,7 +297,7 @@ def has_ipv6_loopback() -> bool:
 @pytest.mark.skipif(
     not has_ipv6_loopback(), reason="needs IPv6 in the kernel, with ::1 on the loopback interface"
 )
-def test_ipv6_loopback_is_listened_on_where_there_is_one() -> None:
+def test_receiver_listens_on_ipv6_loopback() -> None:
     with Receiver(host="::1") as receiver:
         assert receiver.endpoint == f"http://[::1]:{receiver.port}"
 
@@ -310,7 +312,7 @@ def test_requests_are_forwarded_unchanged() -> None:
         assert collector.snapshot() == receiver.snapshot()
 
 
-def test_a_receiver_that_cannot_record_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_receiver_that_cannot_record_leaks_no_thread(tmp_path: Path) -> None:
     with Receiver(tmp_path):
         before = set(threading.enumerate())
         with pytest.raises(BlockingIOError):
@@ -318,14 +320,14 @@ def test_a_receiver_that_cannot_record_leaves_no_thread(tmp_path: Path) -> None:
         assert set(threading.enumerate()) <= before
 
 
-def test_an_unreachable_collector_costs_one_warning() -> None:
+def test_an_unreachable_collector_logs_one_warning() -> None:
     with capture_logs() as logged:
         with Receiver(forward="http://127.0.0.1:9") as receiver:
             for letter in "abcde":
                 assert post(receiver, body=traces(letter))[0] == 200
         counts = receiver.counts()
     assert (counts["received"], counts["forwarded"], counts["not_forwarded"]) == (5, 0, 5)
-    assert [each["event"] for each in logged] == ["forwarding_failed"]
+    assert [line["event"] for line in logged] == ["forwarding_failed"]
 
 
 def test_a_slow_collector_delays_neither_answers_nor_close(
@@ -342,10 +344,10 @@ def test_a_slow_collector_delays_neither_answers_nor_close(
         counts = receiver.counts()
     # One is in flight, two were dropped from the queue at close, seven did not fit into it.
     assert (counts["received"], counts["not_forwarded"]) == (10, 9)
-    assert [each["reason"] for each in logged] == ["the queue is full"]
+    assert [line["reason"] for line in logged] == ["the queue is full"]
 
 
-def test_close_hangs_up_on_idle_connections_and_is_idempotent() -> None:
+def test_close_closes_idle_connections_and_is_idempotent() -> None:
     receiver = Receiver()
     idle = socket.create_connection(("127.0.0.1", receiver.port), timeout=WAIT_S)
     post(receiver, body=traces("a"))
@@ -358,7 +360,7 @@ def test_close_hangs_up_on_idle_connections_and_is_idempotent() -> None:
     assert len(receiver.snapshot().spans) == 1
 
 
-def test_a_client_that_hangs_up_is_not_logged(
+def test_a_client_that_disconnects_is_not_logged(
     receiver: Receiver, capfd: pytest.CaptureFixture[str]
 ) -> None:
     head = b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\n"
@@ -372,7 +374,7 @@ def test_a_client_that_hangs_up_is_not_logged(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_request_that_is_sent_again_counts_once(tmp_path: Path) -> None:
+def test_a_resent_request_counts_once(tmp_path: Path) -> None:
     with Receiver(tmp_path) as receiver:
         for body in (traces("a"), traces("b"), traces("a")):
             assert post(receiver, body=body)[0] == 200
@@ -390,7 +392,7 @@ def test_only_the_span_without_valid_ids_is_rejected(trace_id: bytes, span_id: b
     request.resource_spans[0].scope_spans[0].spans.add(trace_id=trace_id, span_id=span_id)
     with Receiver() as receiver:
         status, body, _ = post(receiver, body=request.SerializeToString())
-        answer = ExportTraceServiceResponse.FromString(body).partial_success
-        assert (status, answer.rejected_spans) == (200, 1)
-        assert "all zero" in answer.error_message
+        partial_success = ExportTraceServiceResponse.FromString(body).partial_success
+        assert (status, partial_success.rejected_spans) == (200, 1)
+        assert "all zero" in partial_success.error_message
         assert len(receiver.snapshot().spans) == 2
