@@ -63,6 +63,18 @@ def test_each_span_has_a_line_with_process_start_and_duration():
     assert "share one" not in waterfall
 
 
+def test_a_failed_span_is_marked_without_color():
+    records = grpo_step()
+    (failed,) = [span for span in records.spans if span.name == "install_weights"]
+    spans = [
+        dataclasses.replace(span, outcome="error") if span is failed else span
+        for span in records.spans
+    ]
+    text = text_of(step_view(step_of(dataclasses.replace(records, spans=spans))))
+    (line,) = [line for line in text.splitlines() if " failed" in line and "▓" in line]
+    assert "install_weights failed" in line
+
+
 def test_figures_of_a_step_are_shown():
     text = text_of(step_view(step_of(grpo_step())))
     for expected in (

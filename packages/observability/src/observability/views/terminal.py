@@ -158,7 +158,7 @@ def _waterfall_row(line: WaterfallLine) -> list[RenderableType]:
     name = Text("* " if line.critical else "  ", style="bold" if line.critical else "")
     name.append(line.guide, style="dim").append(line.name)
     if line.failed:
-        name.stylize("red")
+        name.append(" failed").stylize("red")
     return [
         name,
         Text(line.process),
