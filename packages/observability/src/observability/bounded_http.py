@@ -2,7 +2,8 @@
 
 The headers of a request must arrive within a deadline, so a silent client holds its connection and
 thread only until then. At the maximum number of connections, a new connection replaces the one that
-has been idle longest. Errors are logged at most once per minute and client address.
+has been idle longest. A connection counts as idle until its request has arrived completely. Errors
+are logged at most once per minute and client address.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class BoundedServer(ThreadingHTTPServer):
     """A server with one thread per connection.
 
     A connection above the maximum replaces the one that has been idle longest. If none has been
-    idle for a second, the new connection gets the status 503.
+    idle for a second, the new connection gets the status 503. A connection is idle from the end of
+    one response until the next request has arrived completely: also while it sends headers and
+    body.
 
     Args:
         host: address to bind.

@@ -1,10 +1,13 @@
-"""Spans and lifecycle events as they arrived over OTLP, in plain dataclasses.
+"""Spans and lifecycle events received over OTLP, in plain dataclasses.
 
 Every view reads these records, during a run and afterwards. They are decoded from the bytes of OTLP
 export requests and need neither an SDK nor the process that sent them.
 
 In OTLP, zero and empty mean that a field is not set. Decoding never takes them for values. For
 example, a span whose end is not set gets its start as end, and `Span.has_end` is False.
+
+Decoding also copies ``rl.run_id`` from the resource to records without one. It adds run and step to
+RL-Insight's spans and changes their trace ids; see `observability.rl_insight.join_steps`.
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ class Process:
     def location(self) -> str:
         """The reported location, ``pid@host`` if both are known; empty if none was reported.
 
-        A pod name or container id replaces an unknown host. Without a pid, it is preferred to the
-        host.
+        If the host is unknown, the pod name or container id stands in for it. If the pid is
+        unknown, the pod name or container id is returned instead of the host.
         """
         pod_values = (self.resource.get(name) for name in _POD_ATTRIBUTES)
         pod = next((str(value) for value in pod_values if value), "")
@@ -412,7 +415,10 @@ def _text(attributes: Attributes, name: str) -> str:
 
 
 def _pid(value: object) -> int:
-    """Return a process id, also one in decimal text; 0 if the value is not one."""
+    """Return the value as a process id.
+
+    A positive integer or decimal text is accepted; anything else gives 0.
+    """
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

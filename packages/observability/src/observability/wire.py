@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 _M = TypeVar("_M", bound=Message)
 
 Kind = Literal["traces", "logs", "metrics"]
-"""The signal of a request; also the last part of its URL path."""
+"""OTLP signal: traces, logs or metrics; also the last part of a request's URL path."""
 
 PROTOBUF = "application/x-protobuf"
 """Media type of protobuf in OTLP over HTTP."""
@@ -51,8 +51,8 @@ def gunzip(body: bytes, max_bytes: int) -> bytes:
     try:
         while remaining:
             member = zlib.decompressobj(wbits=_GZIP_WBITS)
-            # One byte above the limit shows that the body is too long. The argument is at least 1:
-            # 0 would mean no limit.
+            # Decompress up to one byte more than the limit, to detect a body that exceeds it. The
+            # argument is never 0, which zlib reads as no limit.
             decompressed += member.decompress(remaining, max_bytes + 1 - len(decompressed))
             if len(decompressed) > max_bytes:
                 raise BodyTooLong(f"the decompressed body is longer than {max_bytes} bytes")

@@ -17,13 +17,14 @@ logger = structlog.get_logger("observability")
 _MAX_QUEUED_BYTES = 64 << 20
 _MAX_QUEUED_REQUESTS = 4096
 _TIMEOUT_S = 5.0
-"""Maximum wait for the collector to accept a connection, or to send or receive bytes."""
+"""Timeout of each socket operation: connect, send and receive."""
 
 
 class Forwarder:
     """A bounded queue of requests, and a thread that posts each request once.
 
-    A request is dropped and counted if the queue is full or the collector does not accept it.
+    A request is dropped and counted if the queue is full, if `close` has begun, or if the collector
+    does not accept it. So are requests that are still queued at the end of `close`.
 
     Args:
         base_url: URL of an OTLP/HTTP collector, for example ``http://127.0.0.1:4318``.
@@ -66,8 +67,9 @@ class Forwarder:
     def enqueue(self, kind: Kind, body: bytes) -> None:
         """Queue a request without blocking.
 
-        The request is dropped if 4,096 requests are queued, or if it would raise the pending bytes
-        above 64 MiB. A larger request is queued if nothing is pending.
+        The request is dropped if 4,096 requests are queued, if it would raise the pending bytes
+        above 64 MiB, or if `close` has begun. A single request above 64 MiB is queued only if
+        nothing is pending.
         """
         with self._changed:
             is_full = len(self._queue) >= _MAX_QUEUED_REQUESTS or (

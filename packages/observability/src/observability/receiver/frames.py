@@ -127,7 +127,8 @@ class FrameWriter:
         """
         frame = len(body).to_bytes(_PREFIX_BYTES, "little") + body
         written = 0
-        if self._has_partial_frame:  # the truncation after an earlier error failed
+        # An earlier write failed, and the truncation after it failed too.
+        if self._has_partial_frame:
             self._truncate()
         try:
             while written < len(frame):

@@ -40,7 +40,7 @@ _DISCARD_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 _KINDS: dict[str, Kind] = {"/v1/traces": "traces", "/v1/logs": "logs", "/v1/metrics": "metrics"}
-"""URL path to the signal of its requests."""
+"""Signal of the requests, by URL path."""
 
 _REJECTED = "a trace or span id is all zero or has a wrong length"
 """Reason in the response if spans were rejected."""

@@ -29,8 +29,8 @@ class ReceiverCounts(TypedDict):
         received: accepted requests of all signals; a repeated request counts once.
         unsaved: received requests that could not be written to the folder.
         forwarded: received requests that the collector accepted.
-        not_forwarded: received requests that were dropped: the collector did not accept them, or
-            too many were queued.
+        not_forwarded: received requests that were dropped: the collector did not accept them, the
+            queue was full, or the receiver was closed first.
     """
 
     received: int
@@ -42,11 +42,11 @@ class ReceiverCounts(TypedDict):
 class Receiver:
     """An endpoint for OTLP over HTTP with protobuf on loopback. It listens until it is closed.
 
-    A request is answered once `snapshot` includes its records. With a folder, the request is
-    written before the response; if that fails, it counts as ``unsaved``. Written requests survive
-    a crash of this process, but not of the machine. Spans and lifecycle events stay in memory as
-    long as the receiver exists. Metrics are only written to the folder and forwarded. Every method
-    may be called from any thread.
+    The response is sent after `snapshot` includes the request's records. With a folder, the request
+    is written before the response; if that fails, it counts as ``unsaved``. Written requests
+    survive a crash of this process, but not of the machine. Spans and lifecycle events stay in
+    memory as long as the receiver exists. Metrics are only written to the folder and forwarded.
+    Every method may be called from any thread.
 
     Args:
         folder: folder to which every request is appended, created if absent; see `read_folder`.
@@ -55,7 +55,7 @@ class Receiver:
         port: port to listen on; 0 selects a free one.
         max_body: maximum size of a request in bytes, before and after decompression.
         forward: base URL of a collector to which every request is forwarded. A request is dropped
-            and counted if the collector does not accept it in time.
+            and counted if the collector does not accept it in time or the queue is full.
 
     Raises:
         BlockingIOError: another receiver records into ``folder``.

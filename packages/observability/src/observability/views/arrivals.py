@@ -5,8 +5,8 @@ seconds: processes export at intervals, and retry. A clock is wrong if its event
 before their own time, or with a much larger delay than events of other clocks.
 
 If any clock is wrong, the times of all clocks are shifted. Clocks with similar delays form a group
-and get the same shift. It moves the event with the smallest delay of the group to its time of
-receipt. So events of one clock keep their order.
+and get the same shift. The shift equals the group's smallest delay, so the event with this delay
+lands on its time of receipt. Events of one clock keep their order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, i
         times: clock, time by that clock, and time of receipt (0 if unknown) of each event.
 
     Returns:
-        Clock to shift; empty if all clocks agree.
+        Shift by clock; empty if all clocks agree.
     """
     delays: dict[Hashable, int] = {}
     for clock, time_ns, received_ns in times:

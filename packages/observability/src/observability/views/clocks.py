@@ -1,8 +1,8 @@
 """Estimation and correction of offsets between the clocks of hosts.
 
-The span of a call is within the span of its caller. If it seems not to be and the spans are of two
-hosts, one clock is ahead of the other, at least by the time for which the call is outside. So each
-call between two hosts bounds the offset of their clocks:
+The span of a call is within the span of its caller. If a call on another host seems to extend
+beyond its caller, the clocks differ by at least the overhang. So each call between two hosts bounds
+the offset of their clocks:
 
     caller, clock of host A          [--------------]
     call, clock of host B                    [-----------]
@@ -37,7 +37,7 @@ _Bounds = tuple[float, float]
 """Minimum and maximum of an offset in nanoseconds; infinite if unbounded."""
 
 _CallBounds = dict[str, dict[str, _Bounds]]
-"""Host and other host to the bounds of the other clock's offset from the first host's clock."""
+"""Bounds of clock b's offset from clock a, as ``bounds[a][b]``."""
 
 
 class _Unsolvable(Exception):
@@ -48,8 +48,8 @@ def clock_offsets(tree: Tree, root: Span | None) -> dict[str, int]:
     """Return the offsets of the clocks that disagree with the clock of the root's host.
 
     Returns:
-        Host to the minimum number of nanoseconds by which its clock is ahead; negative if it is
-        behind. Empty without a root.
+        Minimum number of nanoseconds by which a clock is ahead, by host; negative if it is behind.
+        Empty without a root.
     """
     calls = _call_bounds(tree)
     if root is None or root.process.host not in calls:
@@ -57,7 +57,7 @@ def clock_offsets(tree: Tree, root: Span | None) -> dict[str, int]:
     solver = _OffsetSolver(calls)
     try:
         solver.set_offset(root.process.host, 0.0)
-        # Decide clocks that must be wrong first, since their offsets narrow the bounds of others.
+        # First decide the clocks that must be wrong: their offsets narrow the bounds of the others.
         while (wrong := solver.next_wrong_host()) is not None:
             solver.set_offset(wrong, solver.smallest_offset(wrong))
         # Each of the other clocks may be right, but perhaps not all of them together.
@@ -76,7 +76,7 @@ def clock_offsets(tree: Tree, root: Span | None) -> dict[str, int]:
 class _OffsetSolver:
     """The bounds of each clock's offset from the root's clock, and the offsets decided so far.
 
-    It has only hosts that calls connect to the root's host.
+    It covers only hosts that are connected to the root's host by calls.
 
     Attributes:
         offsets: decided offset of each host; positive if its clock is ahead.
@@ -117,7 +117,8 @@ class _OffsetSolver:
         """Decide the offset of a host and narrow the bounds of the others.
 
         Raises:
-            _Unsolvable: another host has no offset that is consistent with it.
+            _Unsolvable: another host has no offset that is consistent with it, or there were too
+                many visits.
         """
         self.offsets[host] = offset
         self._bounds[host] = (offset, offset)

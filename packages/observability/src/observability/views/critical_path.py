@@ -1,15 +1,15 @@
-"""The critical path of a step: for each moment of the root, the span that delayed its end.
+"""The critical path of a step: the span that, at each moment, determined when the root ended.
 
 The path is derived backwards. From the end of a span it enters the child that ended last. From the
 start of that child it continues with the child that ended last before that moment. The time between
 two such children belongs to the span itself. A child that was still running at that moment is
 skipped, because its end did not delay what followed:
 
-    span     [---------------------------]
-    a         [-----]
-    b               [--------]                skipped: it was running when c started
-    c                    [------------]
-    path     |span|a|span|   c        |span|
+    span     [---------------------------------------]
+    a              [-------]
+    b                      [----------]                  skipped: it was running when c started
+    c                             [-----------]
+    path     | span|   a   | span |     c     | span |
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def distinct_events(events: Iterable[Event]) -> list[Event]:
 
 
 def _full_key(event: Event) -> tuple[object, ...]:
-    """Return all of an event but its time of receipt, as a key."""
+    """Return a key of every field of an event except its time of receipt."""
     # Attributes may have lists as values, which are not hashable. So compare their text.
     attributes = repr(sorted(event.attributes.items()))
     origin = (event.process, event.trace_id, event.span_id)

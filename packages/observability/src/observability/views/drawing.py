@@ -1,8 +1,8 @@
 """The drawing of a trace: a lane per process, its spans in rows, the critical path as a line.
 
 The page of a step and the admin service's page of a trace show it. Both render it with the macros
-of ``waterfall.html.j2``. Horizontal positions are percent of the trace, so the drawing fits any
-width, and a wider one is zoomed in. Vertical positions are pixels from the top:
+of ``waterfall.html.j2``. Horizontal positions are percent of the trace, so the drawing scales to
+any width. Zooming in makes it wider. Vertical positions are pixels from the top:
 
                                                       position
     ruler    |0 s        |1 s        |2 s       |     0
@@ -259,8 +259,8 @@ def draw(
 def x_and_width(total_s: float, start_s: float, seconds: float) -> tuple[float, float]:
     """Return position and width of an interval in percent, clipped to the trace.
 
-    The width is at least `_MIN_WIDTH`. An interval at the end of the trace is moved to the left for
-    it.
+    The width is at least `_MIN_WIDTH`. An interval at the right edge is shifted left so that the
+    minimum width fits.
     """
     total = total_s if total_s > 0 else 1.0
     left = 100 * min(max(0.0, start_s), total) / total

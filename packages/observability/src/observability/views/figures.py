@@ -13,7 +13,7 @@ from observability.views.processes import nanoseconds_in
 from observability.views.steps import Step
 
 NO_STAGE = "(no stage)"
-"""Name of the stage of spans that are not below the root."""
+"""Name of the stage of the root, and of spans that are not below it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Waste:
 
     @property
     def share(self) -> float:
-        """The share of dropped samples in those put, at most 1; 0 if none was put."""
+        """Dropped samples as a fraction of the samples put, at most 1; 0 if none was put."""
         return min(1.0, self.dropped / self.put) if self.put else 0.0
 
     @property
@@ -129,7 +129,7 @@ def _direction(span: Span) -> int | None:
 
 
 def _samples(step: Step, event_name: str) -> set[tuple[str, str]]:
-    """Return partition and id of each sample that the events of a name list."""
+    """Return (partition, sample id) of every sample in the events called ``event_name``."""
     return {
         (attributes.text(event.attributes, "dataplane.partition"), sample_id)
         for event in step.events

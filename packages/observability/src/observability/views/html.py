@@ -21,9 +21,9 @@ from observability.views.quantities import duration
 from observability.views.steps import Step
 
 _MAX_OPEN = 3
-"""Maximum number of steps that are all open at first.
+"""Maximum number of steps of a page that shows them all expanded.
 
-If there are more, only the first step and the incomplete ones are open.
+If there are more, only the first step and the incomplete ones are expanded.
 """
 
 

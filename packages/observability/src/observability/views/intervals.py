@@ -1,7 +1,7 @@
 """Sets of moments, as half-open intervals in nanoseconds.
 
 The functions accept intervals in any order, also overlapping and empty ones. They return sorted,
-disjoint intervals.
+disjoint intervals; `total_ns` returns a number.
 """
 
 from __future__ import annotations

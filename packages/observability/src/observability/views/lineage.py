@@ -144,12 +144,13 @@ def _clears_partition(event: Event) -> bool:
 
 
 def _without_other_clears(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events, except clears of entire partitions that do not hold the sample then.
+    """Yield the events; skip a partition clear if the sample was not in that partition then.
 
     Args:
         events: events that name the sample, and clears of any partition, in order.
     """
-    # Run and partition: those that hold the sample now, and those of events so far.
+    # Pairs of (run, partition): `holding` contains the sample now; `seen` occurred in an earlier
+    # event.
     holding: set[tuple[str, str]] = set()
     seen: set[tuple[str, str]] = set()
     for event in events:

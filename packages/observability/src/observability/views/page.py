@@ -37,7 +37,7 @@ class StepOnPage:
         wasted_share: share of the samples that were dropped, as text.
         mean_staleness: mean staleness of the trained samples, as text.
         drawing: waterfall of the step.
-        tips: span id to the tooltip of its bar.
+        tips: tooltip of a bar by span id.
         tables: figures of the step.
     """
 

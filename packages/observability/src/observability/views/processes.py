@@ -29,7 +29,7 @@ class ProcessTime:
         process: the process.
         label: its printable name.
         busy: intervals of the step in which the process was busy, in nanoseconds since 1970.
-        seconds: bucket to seconds. Empty if no span of the process has a bucket, since its work is
+        seconds: seconds by bucket. Empty if no span of the process has a bucket, since its work is
             unknown then.
         busy_seconds: total of ``busy`` in seconds; None if ``seconds`` is empty.
         bubble_seconds: the other seconds of the step; None if ``seconds`` is empty.
@@ -91,7 +91,9 @@ def nanoseconds_in(
 def _bucket_intervals(
     step: Step, spans: Iterable[Span], process: Process
 ) -> dict[str, list[Interval]]:
-    """Return bucket to intervals within the step, disjoint also between buckets.
+    """Return the intervals of each bucket within the step.
+
+    Intervals never overlap, even across buckets.
 
     Args:
         step: the step.
@@ -106,7 +108,7 @@ def _bucket_intervals(
     ]
     if not bucket_spans:
         return {}
-    # For each span, the intervals of the spans with a bucket directly inside it.
+    # For each span, the intervals of its nearest descendants that have a bucket.
     inner: dict[str, list[Interval]] = {span.span_id: [] for span in bucket_spans}
     for span in bucket_spans:
         for ancestor in step.tree.ancestry(span.span_id)[1:]:

@@ -30,7 +30,7 @@ def duration(seconds: float | None) -> str:
 
 
 def ticks(seconds: float, maximum: int) -> list[tuple[float, str]]:
-    """Return up to ``maximum`` round times from 0 to ``seconds``, and their labels, and 0.
+    """Return 0 and up to ``maximum`` further round times up to ``seconds``, each with a label.
 
     All labels have the unit that fits ``seconds``. ``zoom.js`` of the admin service does the same.
     """
@@ -49,7 +49,7 @@ def _distance(minimum_s: float) -> float:
         return float(next(distance for distance in _ROUND if distance >= minimum_s))
     scale = 86_400.0 if minimum_s > _ROUND[-1] else 1.0
     power = scale * 10.0 ** math.floor(math.log10(minimum_s / scale))
-    # Beyond the last factor, the logarithm was rounded.
+    # The factor 20 is needed only if rounding made the logarithm one too small.
     return power * next(factor for factor in (1, 2, 5, 10, 20) if minimum_s <= power * factor)
 
 

@@ -60,9 +60,9 @@ class Step:
         tree: its spans by parent.
         events: its lifecycle events by time, each once.
         staleness: staleness of the trained samples; None if it is unknown for all of them.
-        clock_offsets: host to the minimum number of nanoseconds by which its clock is ahead of the
-            clock of the root's host, negative if it is behind; only hosts whose clocks disagree.
-            The times of ``tree`` and ``events`` are already corrected by it.
+        clock_offsets: minimum number of nanoseconds by which a clock is ahead of the clock of the
+            root's host, by host; negative if it is behind. It has only hosts whose clocks disagree.
+            The times of ``tree`` and ``events`` are already corrected.
     """
 
     run_id: str
@@ -111,7 +111,7 @@ class Step:
 
     @cached_property
     def labels(self) -> Mapping[Process, str]:
-        """Process to its distinct printable label."""
+        """Distinct printable label of each process."""
         labels = distinct_labels(self.processes)
         return {process: printable(label) for process, label in labels.items()}
 
@@ -348,13 +348,14 @@ def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
         ((trace_id, event) for trace_id, event in reported if event.name in _EVENT_ORDER),
         key=lambda item: (item[1].time_ns, _EVENT_ORDER[item[1].name]),
     )
-    # Sample id to generation version, also of samples that were cleared.
+    # Generation version by sample id, also of samples that were cleared.
     versions_by_partition: dict[_PartitionKey, dict[str, int | None]] = defaultdict(dict)
     # Ids of samples that were put and not cleared.
     present_by_partition: dict[_PartitionKey, set[str]] = defaultdict(set)
-    # Trace id to the staleness of each trained sample.
+    # Staleness of each trained sample, by trace id.
     values: dict[str, list[int | None]] = defaultdict(list)
-    # Values to set at the next put of a sample: the list, the index in it, the trained version.
+    # Unknown staleness values that the sample's next put with a version resolves: (list, index,
+    # trained version).
     pending: dict[tuple[_PartitionKey, str], list[tuple[list[int | None], int, int | None]]]
     pending = defaultdict(list)
     # Every worker of a sharded model may report the same sample. It counts once per version.

@@ -1,8 +1,8 @@
 """Steps, lineages of samples and waits for the terminal, as renderables of rich.
 
 Names and ids may come from any sender. So each is made printable and put into a ``Text``, never
-into a string with markup. Color is never needed to read a view: each bucket has its own character
-in the bars, and an asterisk marks the critical path.
+into a string with markup. In the waterfall, only color marks a failed span. Nothing else needs
+color: each bucket has its own character in the bars, and an asterisk marks the critical path.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def print_view(view: RenderableType, console: Console) -> None:
     """Print a view; make the console wider if it would break or cut ids otherwise.
 
     Args:
-        view: a view of this module, or another one whose columns of ids do not wrap.
+        view: any renderable; columns that must not wrap need ``no_wrap``.
         console: the console.
     """
     min_width = Measurement.get(

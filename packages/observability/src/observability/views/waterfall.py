@@ -20,7 +20,7 @@ from observability.views.printable import printable
 from observability.views.steps import Step
 
 MAX_LINES = 60
-"""Maximum number of spans of a step in which each span has a line."""
+"""Maximum number of spans for which each span has its own line."""
 
 STYLES = {
     "productive": "green",
@@ -29,13 +29,13 @@ STYLES = {
     "idle": "bright_black",
     "": "default",
 }
-"""Bucket to style of rich. The empty bucket is that of spans without one."""
+"""Style of rich by bucket. The empty bucket is that of spans without one."""
 
 _MARKS = {"productive": "█", "overhead": "▓", "wasted": "x", "idle": "░", "": "─"}
-"""Bucket to the character of its bars."""
+"""Character of bars by bucket."""
 
 _MAX_SHOWN = 4 * MAX_LINES
-"""Maximum number of lines, if many remain although siblings share lines."""
+"""Maximum number of lines after siblings are merged; later lines are omitted."""
 
 
 class Bar:
@@ -70,8 +70,9 @@ class Bar:
         length = max(1, step_end - step_start)
         characters = [" "] * width
         for start, end in self._intervals:
-            # Integer arithmetic, since a float does not represent nanoseconds since 1970 exactly.
-            # The left end is rounded down, the right end up: -(-a // b) is a / b rounded up.
+            # The operands are nanoseconds since the start of the step. Integer division has no
+            # rounding errors. The left end is rounded down, the right end up: -(-a // b) is a / b
+            # rounded up.
             left = min(max(0, (start - step_start) * width // length), width - 1)
             right = min(max(left + 1, -((step_start - end) * width // length)), width)
             characters[left:right] = mark * (right - left)

@@ -32,7 +32,7 @@ The admin service has the same default.
 
 @dataclass(frozen=True)
 class Lack:
-    """The samples that lack a required field.
+    """Samples that are missing one required field.
 
     Attributes:
         count: number of these samples.
@@ -64,14 +64,15 @@ class Wait:
         fields: fields that the claim requires, or that the call will write.
         requested: number of requested samples; 0 if not reported.
         partition_exists: whether the partition exists. If not, the counts below are all 0.
-        present: number of samples in the partition. Without ``live`` partitions, this and the
-            counts below cover only the samples that a call names, if it names any.
+        present: number of samples in the partition. If a call names samples and no ``live``
+            partitions are given, only those samples are counted, here and below. ``not_put``
+            always covers the entire partition.
         ready: number of present samples that lack no field and that the task has not claimed.
-        lacks: field to the present samples that lack it; fields that no sample lacks are omitted.
+        lacks: present samples that lack a field, by field. Fields that no sample lacks are omitted.
         not_put: number of samples that were declared and not put.
         claimed: number of present samples that the task has claimed.
-        holders: process to the number of samples that it holds leases of for the task. The process
-            is ``host:pid`` if ``live`` partitions were given to `why`, else its label.
+        holders: number of leased samples by lease holder, for this task. A holder is ``host:pid``
+            if ``live`` partitions were given to `why`, else the label of its process.
         assigned: number of samples assigned to data-parallel ranks that have not claimed them; 0
             if no ``live`` partitions were given.
     """
@@ -183,8 +184,8 @@ def why(
 
     Args:
         records: the records of the run so far.
-        now_ns: time until which open waits last, in nanoseconds since 1970. For a running program
-            it is the present, for a finished one the time of its last event.
+        now_ns: end time used for the duration of open waits, in nanoseconds since 1970. For a
+            running program it is the present, for a finished one the time of its last event.
         live: the current partitions of the store. For the run that reported last, their counts
             replace those derived from events; examples still come from events. The number of ready
             samples is exact unless samples lack several fields. Then it is the number derived from
@@ -197,7 +198,7 @@ def why(
     """
     events = sorted(distinct_events(timed_events(records.events)), key=lambda event: event.time_ns)
     partitions: dict[tuple[str, str], _Partition] = {}
-    # Of each wait, its first report, its last report, and whether an event ended it.
+    # First report and last report by wait, and the waits that an event ended.
     first_reports: dict[tuple[object, ...], Event] = {}
     last_reports: dict[tuple[object, ...], Event] = {}
     ended: set[tuple[object, ...]] = set()
@@ -259,19 +260,19 @@ class _Partition:
         self.put_total = 0
         """Number of declared samples that were put, also if they were cleared since."""
         self.rows: dict[str, set[str]] = {}
-        """Present sample to its fields."""
+        """Fields of each present sample."""
         self.claimed: dict[str, set[str]] = {}
-        """Task to the samples that it has claimed."""
+        """Claimed samples by task."""
         self.leased: dict[str, dict[str, str]] = {}
-        """Task to its leased samples, each with the label of the process that holds the lease."""
+        """Leased samples by task, each with the label of the process that holds the lease."""
 
     def apply(self, event: Event) -> None:
         """Change the state as an event reports."""
         task = attributes.text(event.attributes, "dataplane.task")
         match event.name:
             case "registered":
-                # As in the store, samples stay and count as put. Claims stay only of tasks that
-                # are declared again.
+                # As in the store, samples stay and count as put. A task's claims survive only if
+                # the task is declared again.
                 self.registered = True
                 tasks = attributes.names(event.attributes, "dataplane.tasks")
                 self.claimed = {name: self.claimed.get(name, set()) for name in tasks}
@@ -353,8 +354,8 @@ def _wait_of(event: Event, now_ns: int) -> Wait:
     """Return a wait without counts from its first report."""
     values = event.attributes
     since_ns = attributes.count(values, "dataplane.since_ns") or event.time_ns
-    # ``now_ns`` is by the receiver's clock, ``since_ns`` by the sender's. This is how far the
-    # sender's clock is ahead, less the delay of the export.
+    # ``now_ns`` is by the receiver's clock, ``since_ns`` by the sender's. `ahead_ns` estimates how
+    # far the sender's clock is ahead; it is too small by the export delay.
     ahead_ns = event.time_ns - event.received_ns if event.received_ns else 0
     return Wait(
         process=event.process,
@@ -388,8 +389,8 @@ def _with_live_counts(wait: Wait, summary: PartitionSummary) -> Wait:
             claimed = task.leased + task.acknowledged
             holders = task.holders
     # Counts per field do not show which samples lack several fields. They only bound the number of
-    # ready samples: at least as if no sample lacked two fields, at most as if the samples that
-    # lack the most frequent missing field lacked all the others.
+    # ready samples. Lower bound: no sample lacks two fields. Upper bound: every sample that lacks a
+    # field lacks the most frequently missing one.
     counts = [lack.count for lack in lacks.values()]
     minimum = max(0, unclaimed - sum(counts))
     maximum = max(0, unclaimed - max(counts, default=0))
