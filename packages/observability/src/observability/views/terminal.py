@@ -1,8 +1,8 @@
 """Steps, lineages of samples and waits for the terminal, as renderables of rich.
 
 Names and ids may come from any sender. So each is made printable and put into a ``Text``, never
-into a string with markup. In the waterfall, only color marks a failed span. Nothing else needs
-color: each bucket has its own character in the bars, and an asterisk marks the critical path.
+into a string with markup. Color is never needed to read a view: each bucket has its own character
+in the bars, an asterisk marks the critical path, and a word marks a failed span.
 """
 
 from __future__ import annotations
