@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from dataplane_core import InMemoryDataPlaneClient
 
 PATIENCE_S = 20.0
-ASK_S = 0.5
+ASK_S = 2.0
 SLOW_S = 0.2
 PARTITIONS = 20
 
