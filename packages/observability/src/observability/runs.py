@@ -52,7 +52,7 @@ def record_run(
     Args:
         config: the run's configuration, possibly nested. It must not contain secrets.
         resumed_from: ``rl.step`` of the first step of a resumed run; None for a new run.
-        run_id: id of the run. None takes the id in the process's resource.
+        run_id: id of the run. None takes the id in the context, or in the process's resource.
     """
     current = context.get_current()
     if run_id is not None:

@@ -1,8 +1,8 @@
 """Adapter for SkyRL: one trace per training step, with SkyRL's timers as spans.
 
 SkyRL times the stages of a step with `Timer`, in the process that runs its trainer. `trace_steps`
-records each timer inside a step as a span. Workers are not traced: while they work, the trainer is
-blocked on them. What the trainer logs with `Tracking` is recorded as metrics of the step.
+records each timer inside a step as a span. Workers are not traced: their work is idle
+time of the trainer. What the trainer logs with `Tracking` is recorded as metrics of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from observability.runs import record_run
 from observability.setup import setup
 
 _STEP_TIMER = "step"
-# Names of spans in docs/telemetry.md by SkyRL's name of the timer. Other timers keep their names.
+# Span names of docs/telemetry.md by SkyRL's timer. Other timers keep their names.
 _SPAN_NAMES = {
     "generate": "rollout",
     "fwd_logprobs_values_reward": "logprobs",
@@ -27,7 +27,7 @@ _SPAN_NAMES = {
     "train_critic_and_policy": "train",
     "sync_weights": "refit",
 }
-# In all other stages the trainer is blocked on its workers: these are idle.
+# All other stages are idle: the trainer is blocked on its workers.
 _BUCKETS: dict[str, Bucket] = {
     "postprocess_generator_output": "overhead",
     "convert_to_training_input": "overhead",
@@ -36,7 +36,7 @@ _BUCKETS: dict[str, Bucket] = {
     "save_hf_model": "overhead",
     "sync_weights": "overhead",
 }
-# Names of metrics in docs/telemetry.md by SkyRL's name.
+# Metric names of docs/telemetry.md by SkyRL's metric.
 _METRIC_NAMES = {
     "reward/avg_raw_reward": "rl.reward.mean",
     "policy/final_loss": "rl.loss",

@@ -27,8 +27,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 _LOSS = "compute_loss"
-# Name of the span in docs/telemetry.md, and its bucket, by TRL's name of the block. Other blocks,
-# such as reward functions, keep their names.
+# Span name of docs/telemetry.md, and bucket, by TRL's name of a block. Other blocks, such as reward
+# functions, keep their names.
 _SPANS: dict[str, tuple[str, Bucket]] = {
     "_prepare_inputs": ("rollout", "overhead"),
     "transformers.generate": ("generate", "productive"),
@@ -40,7 +40,7 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     _LOSS: ("forward", "productive"),
 }
 
-# Names of metrics in docs/telemetry.md by TRL's name.
+# Metric names of docs/telemetry.md by TRL's metric.
 _METRIC_NAMES = {
     "reward": "rl.reward.mean",
     "reward_std": "rl.reward.std",

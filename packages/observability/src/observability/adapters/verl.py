@@ -1,9 +1,9 @@
 """Adapter for verl: one trace per training step, with verl's timers as spans.
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
-records each timer inside a step as a span. Workers are not traced: while they work, the trainer is
-blocked on them. What the trainer logs with `Tracking` is recorded as metrics of the step. The
-configuration that it passes to `Tracking`, without ``ray_kwargs``, is recorded as that of the run.
+records each timer inside a step as a span. Workers are not traced: their work is idle
+time of the trainer. What the trainer logs with `Tracking` is recorded as metrics of the step. Its
+configuration, without ``ray_kwargs``, is recorded as the run's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from observability.runs import record_run
 from observability.setup import setup
 
 _STEP_TIMER = "step"
-# Names of spans in docs/telemetry.md by verl's name of the timer. Other timers keep their names.
+# Span names of docs/telemetry.md by verl's timer. Other timers keep their names.
 _SPAN_NAMES = {
     "gen": "rollout",
     "old_log_prob": "logprobs",
@@ -30,13 +30,13 @@ _SPAN_NAMES = {
     "update_weights": "refit",
     "update_actor": "train",
 }
-# In all other stages the trainer is blocked on its workers: these are idle.
+# All other stages are idle: the trainer is blocked on its workers.
 _BUCKETS: dict[str, Bucket] = {
     "adv": "productive",
     "update_weights": "overhead",
     "save_checkpoint": "overhead",
 }
-# Names of metrics in docs/telemetry.md by verl's name.
+# Metric names of docs/telemetry.md by verl's metric.
 _METRIC_NAMES = {
     "critic/score/mean": "rl.reward.mean",
     "actor/loss": "rl.loss",

@@ -1,7 +1,7 @@
 """OpenTelemetry metrics of a client's operations; docs/telemetry.md lists them.
 
-The label of a metric is the class of a partition, not its name. Otherwise a run that registers a
-partition per step would create a time series per step.
+Metrics are labeled with the class of a partition: its name with ``#`` in place of numbers and
+hexadecimal ids. Names would create a time series per step in a run with a partition per step.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class Meters(Observer):
     At each export of metrics, the store is queried for outstanding bytes, and for the ready and
     acknowledged samples of the tasks that claim through this client. If the store does not report
     its bytes, the bytes that this client put and did not clear are reported instead. The values of
-    all open clients of a process are summed.
+    all open clients of a process are summed; the bytes of a store and the samples of a task count
+    once, whatever the number of clients.
 
     Args:
         client: the client to query.
@@ -365,7 +366,7 @@ class _CountCallbacks:
 
 
 def has_sdk(provider: MeterProvider) -> bool:
-    """Return whether an SDK is set up; without one, the provider is of a class of the API."""
+    """Return whether a provider is one of an SDK: its class is not one of OpenTelemetry's API."""
     return not type(provider).__module__.startswith("opentelemetry.metrics")
 
 

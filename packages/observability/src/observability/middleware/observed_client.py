@@ -1,7 +1,8 @@
 """`ObservedClient`: a client that forwards every call and reports it to observers.
 
-Only this class implements the complete contract. Events, spans, log records and metrics have an
-`Observer` each. An observer may change the tags in a result, but no other part of it and no error.
+Only this class wraps every method of the contract. Events, spans, log records and metrics have an
+`Observer` each. An observer may replace the tags of a result. It must not change the rest of the
+result, or the error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 class ObservedClient(DataPlaneClient):
     """A client that forwards calls to ``inner`` and reports them to ``observers``.
 
-    Calls are forwarded unchanged, including extra keywords that ``inner`` accepts.
+    Calls are forwarded with the extra keywords that ``inner`` accepts. Observers may replace the
+    tags of a put and add extra keywords.
 
     Args:
         inner: the wrapped client. Any object with the documented methods is accepted, see

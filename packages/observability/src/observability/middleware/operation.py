@@ -32,7 +32,7 @@ class Operation:
     Attributes:
         op: name of the operation.
         partition_id: the partition; empty for close. Here and below, a value that is not a string
-            is replaced by the name of its type.
+            is replaced by the name of its type, except in a list of ``sample_ids``.
         n_keys: number of samples; the claimed ones for a claim, the declared ones for register.
         n_bytes: bytes of tensors put or read.
         sample_ids: ids of the samples; the claimed ones for a claim. None is all samples of the
@@ -47,8 +47,8 @@ class Operation:
         extra: extra keywords of a put or a read; observers may add to them.
         wall_s: duration in seconds; 0 during the call.
         error: the exception that was raised; None if there was none.
-        started_ns: start in nanoseconds since 1970 of an operation that is reported after its end;
-            None for one that is reported while it runs.
+        started_ns: start in nanoseconds since 1970, if the operation is reported only after it
+            ended; else None.
     """
 
     op: Op

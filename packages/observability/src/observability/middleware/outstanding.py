@@ -6,7 +6,7 @@ sample, whatever the number of fields.
 Nothing here is thread-safe: the caller holds a lock around every call.
 
 The clears of other clients are unknown here. Samples that they clear would be counted forever, so
-only the last `MAX_KEYS` samples are counted.
+at most `MAX_KEYS` samples are counted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 MAX_KEYS = 1 << 18
-"""Maximum number of counted samples. Beyond it, those of the partition whose last put is oldest are
-no longer counted."""
+"""Maximum number of counted samples. The surplus is dropped, first from the partition whose last
+put is oldest."""
 
 
 class PendingPut:

@@ -1,4 +1,6 @@
-"""`TracingDataPlaneClient`: a span per operation, linked to the puts it consumes.
+"""`TracingDataPlaneClient`: a span per operation, linked to the puts that it consumes.
+
+``close`` and ``check_consumption_status`` have no span.
 
 A put stores its `Origin` with its samples. A claim queries the store for the origins of its
 samples; a read gets them with the data. The span of a claim or read links to at most `MAX_LINKS`

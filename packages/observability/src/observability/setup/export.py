@@ -45,8 +45,9 @@ class Delivery:
     """The sender of the batches of one signal; it counts their outcomes in the ledger.
 
     If the collector is unreachable or overloaded, a batch is retained and retried before the next
-    one. So a collector that restarts receives all items. The retained batches have at most half as
-    many items as the queue, or are a single batch. The oldest batch is dropped first.
+    one, so that a collector that restarts receives it. Retained batches hold at most half the
+    queue's capacity, and at least one batch, whatever its size. Beyond that, the oldest is dropped.
+    Batches of metrics are not retained.
 
     Args:
         signal: name of the signal in warnings.

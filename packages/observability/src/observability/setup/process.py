@@ -1,4 +1,4 @@
-"""`setup`: creates at most one `Telemetry` per process; a forked child starts without one.
+"""`setup`: creates a `Telemetry`, one at a time in a process; a forked child starts without one.
 
 The import of this module is cheap and needs no SDK. A call of `setup` needs the SDK.
 """
@@ -42,9 +42,9 @@ def setup(
 
     Telemetry never makes the program fail or block. If the collector is down, is slow or rejects
     requests, or if the endpoint is not a URL, items may be dropped. `Telemetry.counts` counts
-    dropped items, and each kind of trouble is logged once. Records of the standard logger
-    ``opentelemetry`` are redirected to these warnings. One export takes at most 3 s, unless
-    OTEL_EXPORTER_OTLP_TIMEOUT is set.
+    dropped items, and each kind of trouble is logged once. What the SDK logs with the logger
+    ``opentelemetry`` becomes such a warning too. One export takes at most 3 s, unless
+    OTEL_EXPORTER_OTLP_TIMEOUT, or the variable of a signal, is set.
 
     Queued items are exported at exit and on SIGTERM. The signal handler is installed only if
     `setup` is called in the main thread. After the export it calls the previous handler. A forked
@@ -61,7 +61,8 @@ def setup(
         sample_ratio: fraction of traces that are recorded, 0 to 1; default OTEL_TRACES_SAMPLER.
         export_interval_s: seconds between exports of every signal; default OTEL_BSP_SCHEDULE_DELAY,
             OTEL_BLRP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL.
-        shutdown_timeout_s: maximum wait in seconds at shutdown, at exit and on SIGTERM.
+        shutdown_timeout_s: maximum wait in seconds at shutdown and at exit; on SIGTERM it is half
+            a second longer.
 
     Returns:
         The telemetry of this process. A further call with equal arguments returns the same object.

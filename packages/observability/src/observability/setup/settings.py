@@ -1,7 +1,8 @@
 """Settings of `observability.setup`: from its arguments, else OTEL_* variables, else defaults.
 
-A variable with an unusable value is logged and treated as unset: a typo in the environment of a job
-must not end the job.
+A typo in the environment of a job must not end the job. So a variable with an unusable value is
+logged and treated as unset, with three exceptions: an endpoint that is no URL is used, and fails;
+an unknown exporter turns the export off; a port that is no number turns Prometheus off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Troubles`: one warning per kind of trouble, even if it occurs often.
+"""`Troubles`: one warning per kind of trouble, for the first 64 kinds.
 
 The SDK logs every failed batch and invalid attribute, through the standard logger ``opentelemetry``
 and its children. From the first setup on, these log records are redirected here.
@@ -16,7 +16,7 @@ _MAX_KINDS = 64
 
 
 class Troubles:
-    """A logger that logs each kind of trouble once.
+    """A logger that logs each of the first 64 kinds of trouble once.
 
     Attributes:
         exporter_message: the last message that an SDK exporter logged. The message itself causes
@@ -30,7 +30,8 @@ class Troubles:
     def warn(self, kind: str, **facts: object) -> None:
         """Log one warning, ``telemetry_trouble``, unless this kind was logged before.
 
-        It acquires no lock and never raises, because it may be called wherever a span ends.
+        It never raises, and acquires no lock but that of the log's handler: it may be called
+        wherever a span ends.
 
         Args:
             kind: description of the trouble.
