@@ -167,10 +167,10 @@ def test_the_headline_names_a_step_of_the_table_below(job, send, monkeypatch):
     send(ago_s=2, seconds=1, step=7)
     put_together = job.app.state.service.trace
 
-    def meanwhile(trace_id, **options):
+    def meanwhile(trace_id, chosen):
         monkeypatch.setattr(job.app.state.service, "trace", put_together)
         send(ago_s=0, seconds=1, step=8)
-        return put_together(trace_id, **options)
+        return put_together(trace_id, chosen)
 
     monkeypatch.setattr(job.app.state.service, "trace", meanwhile)
     page = overview(job.app.state.service, Buckets(job.app.state.service), stuck_after_s=60.0)

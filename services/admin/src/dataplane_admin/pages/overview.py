@@ -15,6 +15,7 @@ from dataplane_admin.pages.links import to
 from dataplane_admin.pages.partition import is_streaming
 from dataplane_admin.service import AdminService, ServiceError
 from dataplane_admin.service.pace import Pace
+from dataplane_admin.service.traces import Selection
 
 _STEPS = 10
 _RUNS = 50
@@ -126,7 +127,7 @@ class Buckets:
         if known is not None:
             return known
         try:
-            seconds = self._service.trace(facts.trace_id, events_of="").buckets
+            seconds = self._service.trace(facts.trace_id, Selection(max_events=0)).buckets
         except ServiceError:
             return None
         with self._lock:

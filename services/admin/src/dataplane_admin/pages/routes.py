@@ -28,6 +28,7 @@ from dataplane_admin.pages.samples import content_page, members, sample_list
 from dataplane_admin.pages.shell import Shell, next_page
 from dataplane_admin.pages.trace_page import QUERY, marks_of, trace_page
 from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
+from dataplane_admin.service.traces import Selection
 from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
 from observability.views.drawing import MAX_BARS
@@ -318,13 +319,13 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
         def make() -> Response:
             params = Params(request.query_params)
             query = {name: params.text(name) for name in QUERY}
-            facts = service.trace(
-                params.required("id"),
+            chosen = Selection(
                 max_rows=MAX_BARS,
                 span_id=params.maybe("span"),
                 prefer=marks_of(query),
                 events_of=query["span"],
             )
+            facts = service.trace(params.required("id"), chosen)
             return shell.page(
                 request,
                 "trace.html.j2",

@@ -7,7 +7,7 @@ for the user.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any  # Any: filters
 
@@ -33,10 +33,9 @@ from dataplane_admin.service.health import Health
 from dataplane_admin.service.load import load
 from dataplane_admin.service.pace import Pace, paces
 from dataplane_admin.service.samples import THRESHOLD
-from dataplane_admin.service.traces import MAX_ROWS
+from dataplane_admin.service.traces import Selection
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import SampleFilter, Store, TraceFilter
-from observability.records import Span
 
 NAME = "dataplane-admin"
 _READY_PROBE_S = 5.0
@@ -407,25 +406,9 @@ class AdminService:
         """Return the newest step traces of a run, or of all runs, newest first."""
         return self._store.steps(run, limit)
 
-    def trace(
-        self,
-        trace_id: str,
-        *,
-        max_rows: int = MAX_ROWS,
-        span_id: str | None = None,
-        prefer: Callable[[Span], bool] | None = None,
-        events_of: str | None = None,
-    ) -> models.Trace:
+    def trace(self, trace_id: str, chosen: Selection = Selection()) -> models.Trace:  # noqa: B008
         """Return one trace, see `traces.trace`."""
-        return traces.trace(
-            self._store,
-            self._settings,
-            trace_id,
-            max_rows=max_rows,
-            span_id=span_id,
-            prefer=prefer,
-            events_of=events_of,
-        )
+        return traces.trace(self._store, self._settings, trace_id, chosen)
 
     def trace_compare(self, a: str, b: str) -> models.TraceComparison:
         """Compare two traces. Raises as `trace`."""

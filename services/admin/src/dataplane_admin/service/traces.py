@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from urllib.parse import quote
 
 from dataplane_admin import models
@@ -57,27 +58,29 @@ def canonical_trace_id(given: str) -> str:
     return "".join(given.split()).replace("-", "").lower()
 
 
-def trace(
-    store: Store,
-    settings: Settings,
-    trace_id: str,
-    *,
-    max_rows: int = MAX_ROWS,
-    span_id: str | None = None,
-    prefer: Callable[[Span], bool] | None = None,
-    events_of: str | None = None,
-) -> models.Trace:
-    """Return a trace with its longest spans and its first lifecycle events.
+@dataclass(frozen=True)
+class Selection:
+    """The spans and lifecycle events to return of a trace.
 
-    Args:
-        store: store to read from.
-        settings: settings of the service.
-        trace_id: id of the trace.
+    Attributes:
         max_rows: maximum number of spans, besides those of ``span_id``.
         span_id: span to return, with its parent and children, however short it is.
         prefer: selects spans that get up to two thirds of the rows, before longer spans.
-        events_of: the only span whose lifecycle events to return, empty for no events; None for
-            the events of all spans.
+        max_events: maximum number of lifecycle events, the earliest.
+        events_of: the only span whose lifecycle events to return; None for those of all spans.
+    """
+
+    max_rows: int = MAX_ROWS
+    span_id: str | None = None
+    prefer: Callable[[Span], bool] | None = None
+    max_events: int = MAX_EVENTS
+    events_of: str | None = None
+
+
+def trace(
+    store: Store, settings: Settings, trace_id: str, chosen: Selection = Selection()
+) -> models.Trace:
+    """Return a trace with its longest spans and its earliest lifecycle events.
 
     Raises:
         NotFound: the trace is not stored.
@@ -85,12 +88,12 @@ def trace(
     """
     trace_id = canonical_trace_id(trace_id)
     facts, records, more_events = _read(
-        store, trace_id, max_events=0 if events_of == "" else MAX_EVENTS, events_of=events_of
+        store, trace_id, max_events=chosen.max_events, events_of=chosen.events_of
     )
     step = _step(facts, records)
     path = critical_path(step)
     out, into = store.linked(trace_id)
-    shown = _shown(step, max_rows, span_id, prefer)
+    shown = _shown(step, chosen)
     rows = _rows(step, path, shown)
     logs, logs_full = store.logs(trace_id)
     self_ns = self_times_ns(step)
@@ -266,10 +269,9 @@ def _rows(step: Step, path: Iterable[Segment], shown: Collection[str]) -> list[m
     return rows
 
 
-def _shown(
-    step: Step, max_rows: int, span_id: str | None, prefer: Callable[[Span], bool] | None
-) -> set[str]:
+def _shown(step: Step, chosen: Selection) -> set[str]:
     """Return the ids of the spans that `trace` returns."""
+    max_rows, span_id, prefer = chosen.max_rows, chosen.span_id, chosen.prefer
     if len(step.spans) <= max_rows:
         return {span.span_id for span in step.spans}
     preferred = _longest(filter(prefer, step.spans), 2 * max_rows // 3) if prefer else []
