@@ -320,3 +320,11 @@ def test_figures_match_the_results(name: str, heading: str) -> None:
     assert rows
     for number in re.findall(r"\d[\d,]*(?:\.\d+)?(?: \([\d.]+\)| %)?", "\n".join(rows)):
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", results), number
+
+
+def test_rooms_are_those_that_lint_checks() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    layered = [contract for contract in contracts if "containers" in contract]
+    pictures = ["\n  ".join([*layers["containers"], *layers["layers"]]) for layers in layered]
+    assert blocks(DOCS / "decisions" / "rooms.md", "") == [f"{picture}\n" for picture in pictures]
