@@ -40,13 +40,7 @@ from site_pages import READMES as WITH_TEXT_OF  # noqa: E402
 TEXTS = [*PAGES, *(ROOT / name for name in WITH_TEXT_OF)]
 """Files with the pages' text: three pages take it from a README."""
 
-HERE = (
-    "concepts",
-    "use-one-package",
-    "migration",
-    "recipes/capacity",
-    "recipes/consumer-with-leases",
-)
+HERE = ("concepts", "migration", "recipes/capacity", "recipes/consumer-with-leases")
 APART = ("trace-a-step", "deploy-admin", "compare", "telemetry")
 """Pages that set up telemetry, which a process can do only once."""
 ON_RAY = ("quickstart",)
