@@ -39,7 +39,7 @@ def test_the_in_memory_client_is_built_by_name():
         ({"enabled": True, "impl": "noop"}, "'noop'"),
         ({**IN_MEMORY, "storage_capcity": 3}, "storage_capcity"),
         ({**IN_MEMORY, "storage_capacity": "many"}, "storage_capacity.*'many'"),
-        ({**IN_MEMORY, "storage_capacity": 0}, "storage_capacity.*0.*more than 0"),
+        ({**IN_MEMORY, "storage_capacity": 0}, "storage_capacity.*greater than 0.*found 0"),
         ({**IN_MEMORY, "observability": {"enabled": True, "color": 1}}, "observability.color"),
     ],
 )

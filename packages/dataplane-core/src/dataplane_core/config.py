@@ -15,7 +15,15 @@ from typing import (
     NotRequired,
 )
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
@@ -80,16 +88,16 @@ class DataPlaneConfig(TypedDict):
     enabled: bool
     impl: str
     backend: NotRequired[str]
-    storage_capacity: NotRequired[int]
-    num_storage_units: NotRequired[int]
-    claim_meta_poll_interval_s: NotRequired[float]
-    global_segment_size: NotRequired[int]
-    local_buffer_size: NotRequired[int]
+    storage_capacity: NotRequired[PositiveInt]
+    num_storage_units: NotRequired[PositiveInt]
+    claim_meta_poll_interval_s: NotRequired[PositiveFloat]
+    global_segment_size: NotRequired[NonNegativeInt]
+    local_buffer_size: NotRequired[NonNegativeInt]
 
     controller_address: NotRequired[str]
-    ack_timeout_ms: NotRequired[int]
-    claim_lease_s: NotRequired[float]
-    unit_resources: NotRequired[dict[str, float]]
+    ack_timeout_ms: NotRequired[PositiveInt]
+    claim_lease_s: NotRequired[PositiveFloat]
+    unit_resources: NotRequired[dict[str, NonNegativeFloat]]
     packed_transport: NotRequired[str]
     claim_order: NotRequired[str]
     sampler: NotRequired[str]
@@ -107,15 +115,6 @@ REQUIRED_OF_STORES: tuple[str, ...] = (
 )
 """Keys that every client of an external store needs, besides ``enabled`` and ``impl``."""
 
-_NOT_NEGATIVE = ("global_segment_size", "local_buffer_size")
-_POSITIVE = (
-    "storage_capacity",
-    "num_storage_units",
-    "claim_meta_poll_interval_s",
-    "ack_timeout_ms",
-    "claim_lease_s",
-)
-
 
 @lru_cache(maxsize=1)
 def _adapter() -> TypeAdapter[DataPlaneConfig]:
@@ -126,13 +125,13 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
     """Check ``cfg`` against `DataPlaneConfig`.
 
     Raises:
-        ConfigError: (a ValueError) the error names every unknown key, missing key and value of a
-            wrong type; if there are none of these, the first number that is out of range.
+        ConfigError: (a ValueError) the error names every unknown key, missing key, value of a wrong
+            type and number that is out of range.
     """
     if cfg is None:
         raise ConfigError("data-plane config: found None; expected a mapping like DataPlaneConfig")
     try:
-        valid = _adapter().validate_python(dict(cfg))
+        return _adapter().validate_python(dict(cfg))
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
@@ -140,20 +139,6 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
             for item in error.errors(include_url=False)
         )
         raise ConfigError(f"data-plane config: {problems}") from None
-    for key in _POSITIVE:
-        value = valid.get(key)
-        if isinstance(value, int | float) and value <= 0:
-            raise ConfigError(f"data-plane config: {key}: found {value!r}; expected more than 0")
-    for key in _NOT_NEGATIVE:
-        value = valid.get(key)
-        if isinstance(value, int | float) and value < 0:
-            raise ConfigError(f"data-plane config: {key}: found {value!r}; expected at least 0")
-    for name, amount in valid.get("unit_resources", {}).items():
-        if amount < 0:
-            raise ConfigError(
-                f"data-plane config: unit_resources.{name}: found {amount!r}; expected at least 0"
-            )
-    return valid
 
 
 def require_keys(cfg: DataPlaneConfig, keys: Iterable[str], *, impl: str) -> None:
