@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any  # Any: tags hold the caller's own primitives
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.in_memory import InMemoryDataPlaneClient
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-    from dataplane_core.meta import KVBatchMeta
+
+def _documented(
+    method: Callable[Concatenate[DataPlaneClient, _P], _T],
+) -> Callable[Concatenate[MinimalClient, _P], _T]:
+    """Return the method without the keyword-only arguments, which the contract does not have."""
+    signature = inspect.signature(method)
+    parameters = signature.parameters.values()
+    documented = signature.replace(
+        parameters=[each for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    )
+
+    @functools.wraps(method)
+    def call(self: MinimalClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        documented.bind(self, *args, **kwargs)
+        forwarded: Callable[_P, _T] = getattr(self._store, method.__name__)
+        return forwarded(*args, **kwargs)
+
+    call.__signature__ = documented  # type: ignore[attr-defined]
+    return call
 
 
 class MinimalClient:
@@ -25,63 +47,11 @@ class MinimalClient:
     def __init__(self, store: InMemoryDataPlaneClient | None = None) -> None:
         self._store = InMemoryDataPlaneClient() if store is None else store
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-    ) -> None:
-        """See `DataPlaneClient.register_partition`."""
-        self._store.register_partition(
-            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
-        )
-
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-    ) -> KVBatchMeta:
-        """See `DataPlaneClient.claim_meta`."""
-        return self._store.claim_meta(
-            partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s
-        )
-
-    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        """See `DataPlaneClient.get_data`."""
-        return self._store.get_data(meta, select_fields)
-
-    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """See `DataPlaneClient.check_consumption_status`."""
-        return self._store.check_consumption_status(partition_id, task_names)
-
-    def put_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict[str, Any]] | None = None,
-    ) -> KVBatchMeta:
-        """See `DataPlaneClient.put_samples`."""
-        return self._store.put_samples(sample_ids, partition_id, fields, tags)
-
-    def get_samples(
-        self, sample_ids: list[str], partition_id: str, select_fields: list[str]
-    ) -> TensorDict:
-        """See `DataPlaneClient.get_samples`."""
-        return self._store.get_samples(sample_ids, partition_id, select_fields)
-
-    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """See `DataPlaneClient.clear_samples`."""
-        self._store.clear_samples(sample_ids, partition_id)
-
-    def close(self) -> None:
-        """See `DataPlaneClient.close`."""
-        self._store.close()
+    register_partition = _documented(DataPlaneClient.register_partition)
+    claim_meta = _documented(DataPlaneClient.claim_meta)
+    get_data = _documented(DataPlaneClient.get_data)
+    check_consumption_status = _documented(DataPlaneClient.check_consumption_status)
+    put_samples = _documented(DataPlaneClient.put_samples)
+    get_samples = _documented(DataPlaneClient.get_samples)
+    clear_samples = _documented(DataPlaneClient.clear_samples)
+    close = _documented(DataPlaneClient.close)
