@@ -15,7 +15,7 @@ import torch
 
 from column_io.batching_args import DynamicBatchingArgs, SequencePackingArgs
 from column_io.column_rows import (
-    count_rows,
+    common_row_count,
     dense_width,
     join_columns,
     repeat_rows,
@@ -135,11 +135,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         Raises:
             InvalidRequestError: (a ValueError) the columns differ in their number of rows.
         """
-        counts = {name: count_rows(name, column) for name, column in self.data.items()}
-        if len(set(counts.values())) > 1:
-            rows = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
-            raise InvalidRequestError(f"batch: columns differ in their number of rows ({rows})")
-        return next(iter(counts.values()), 0)
+        return common_row_count("batch", self.data)
 
     def get_dict(self) -> dict[str, Any]:
         """Return the columns as a plain dict, which is not a copy."""

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from column_io.batched_data_dict import BatchedDataDict
-from column_io.column_rows import count_rows
+from column_io.column_rows import common_row_count
 from dataplane_core import InvalidRequestError, InvalidTypeError, Layout
 from dataplane_core.arguments import checked_ints
 from dataplane_core.schema import PER_TOKEN_OR_SAMPLE_FIELDS, TOKEN_ALIGNED_FIELDS
@@ -124,7 +124,6 @@ def count_columns(operation: str, fields: Mapping[str, Column]) -> int:
         InvalidTypeError: (a TypeError) a column is neither a tensor nor an object array.
         InvalidRequestError: (a ValueError) the columns differ in their number of rows.
     """
-    counts: dict[str, int] = {}
     for name, column in fields.items():
         if not is_storable(column):
             kind = getattr(column, "dtype", None) or type(column).__name__
@@ -132,11 +131,7 @@ def count_columns(operation: str, fields: Mapping[str, Column]) -> int:
                 f"{operation}: column {name!r} is {kind}; expected a torch.Tensor or a numpy "
                 "array of dtype object"
             )
-        counts[name] = count_rows(name, column)
-    if len(set(counts.values())) > 1:
-        rows = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
-        raise InvalidRequestError(f"{operation}: columns differ in their number of rows ({rows})")
-    return next(iter(counts.values()), 0)
+    return common_row_count(operation, fields)
 
 
 def ragged_columns(

@@ -6,7 +6,7 @@ A column is a tensor (dense or nested), a numpy array, or a list with one Python
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any  # Any: a column is a tensor, an array or a list of the caller's values
 
 import numpy as np
@@ -37,6 +37,20 @@ def count_rows(name: str, column: Any) -> int:
             "list with one value per row"
         )
     return len(column)
+
+
+def common_row_count(operation: str, columns: Mapping[str, Any]) -> int:
+    """Return the number of rows that all columns have; 0 without columns.
+
+    Raises:
+        InvalidRequestError: (a ValueError) as `count_rows`, or the columns differ in their number
+            of rows.
+    """
+    counts = {name: count_rows(name, column) for name, column in columns.items()}
+    if len(set(counts.values())) > 1:
+        rows = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
+        raise InvalidRequestError(f"{operation}: columns differ in their number of rows ({rows})")
+    return next(iter(counts.values()), 0)
 
 
 def dense_width(column: Any, dim: int) -> int | None:
