@@ -92,19 +92,14 @@ def read_columns(
     else:
         fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, names)
         batch = materialize(fetched, layout)
-    _attach_plan(batch, meta)
+    indices = meta.extra_info.get(MICRO_BATCH_INDICES)
+    if indices is not None and is_planned_for(meta):
+        batch.micro_batch_indices = indices
+        batch.micro_batch_lengths = meta.extra_info.get(MICRO_BATCH_LENGTHS)
+        batch.elem_counts_per_gb = meta.extra_info.get(ELEM_COUNTS_PER_GB)
     with detail_span("message_log", "overhead"):
         attach_message_log_view(batch)
     return batch
-
-
-def _attach_plan(batch: BatchedDataDict[Any], meta: KVBatchMeta) -> None:
-    indices = meta.extra_info.get(MICRO_BATCH_INDICES)
-    if indices is None or not is_planned_for(meta):
-        return
-    batch.micro_batch_indices = indices
-    batch.micro_batch_lengths = meta.extra_info.get(MICRO_BATCH_LENGTHS)
-    batch.elem_counts_per_gb = meta.extra_info.get(ELEM_COUNTS_PER_GB)
 
 
 def write_columns(

@@ -76,18 +76,17 @@ def plan_even_shards(
             ``allow_uneven``.
         UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided evenly.
     """
+    shards = checked_int("sharding", "shards", shards, minimum=1)
     if allow_uneven:
         if batch_size is not None:
             raise InvalidRequestError(
                 f"sharding: batch_size {batch_size} with uneven shards; expected one of the two"
             )
-        shards = checked_int("sharding", "shards", shards, minimum=1)
         width = -(-count // shards)
         return [
             RankPlan(list(range(min(rank * width, count), min((rank + 1) * width, count))))
             for rank in range(shards)
         ]
-    shards = checked_int("sharding", "shards", shards, minimum=1)
     chunks = _chunks(count, batch_size)
     _check_divisible(len(chunks[0]), shards)
     width = len(chunks[0]) // shards
@@ -137,10 +136,7 @@ def plan_sequence_packing(
         if args.get("order") == "largest_first":
             bins.sort(key=lambda members: -sum(sizes[index] for index in members))
         plans.append([_plan_of_bins(bins[rank::shards], sizes, chunk) for rank in range(shards)])
-    return [
-        _joined([chunk_plans[rank] for chunk_plans in plans], with_counts=True)
-        for rank in range(shards)
-    ]
+    return [_joined(chunks, with_counts=True) for chunks in zip(*plans, strict=True)]
 
 
 def _plan_of_bins(bins: list[list[int]], sizes: Sequence[int], chunk: range) -> _ChunkPlan:
@@ -202,10 +198,7 @@ def plan_dynamic_batching(
                 for rank in range(shards)
             ]
         )
-    return [
-        _joined([chunk_plans[rank] for chunk_plans in plans], with_counts=False)
-        for rank in range(shards)
-    ]
+    return [_joined(chunks, with_counts=False) for chunks in zip(*plans, strict=True)]
 
 
 def _cut(widths: Sequence[int], capacity: int) -> tuple[list[list[int]], list[int]]:
@@ -222,7 +215,8 @@ def _cut(widths: Sequence[int], capacity: int) -> tuple[list[list[int]], list[in
     return indices, lengths
 
 
-def _joined(plans: list[_ChunkPlan], *, with_counts: bool) -> RankPlan:
+def _joined(plans: Sequence[_ChunkPlan], *, with_counts: bool) -> RankPlan:
+    """Return the plan of one rank from its plans of all chunks."""
     return RankPlan(
         rows=[row for plan in plans for row in plan.rows],
         micro_batch_indices=[plan.indices for plan in plans],
