@@ -16,7 +16,7 @@ import torch
 
 from dataplane_core.tensors.columns import bytes_of
 from dataplane_core.tensors.object_codec import decode_object, encode_object
-from dataplane_core.tensors.rows import OBJECT, Column
+from dataplane_core.tensors.rows import OBJECT, Column, dtype_named
 
 _NATIVE = frozenset(
     str(dtype)
@@ -73,7 +73,7 @@ def pack(name: str, column: Column) -> tuple[StoredColumn, dict[str, torch.Tenso
         tensors = {"values": torch.cat([row.reshape(-1) for row in rows]), "shapes": shapes}
     values = tensors["values"].cpu().contiguous()
     stored = StoredColumn(name, column.kind, form, list(values.shape))
-    tensors["values"] = values if column.kind in _NATIVE else _as_bytes(values)
+    tensors["values"] = values if column.kind in _NATIVE else torch.from_numpy(bytes_of(values))
     return stored, tensors
 
 
@@ -89,7 +89,8 @@ def unpack(stored: StoredColumn, tensors: dict[str, torch.Tensor]) -> Column:
         bounds = itertools.pairwise(tensors["offsets"].tolist())
         return Column(OBJECT, [decode_object(raw[begin:end]) for begin, end in bounds])
     if stored.kind not in _NATIVE:
-        values = _from_bytes(values, _dtype(stored.kind.removeprefix("torch.")))
+        dtype = dtype_named(stored.kind.removeprefix("torch."))
+        values = values.view(dtype) if values.numel() else torch.empty(0, dtype=dtype)
     values = values.reshape(stored.shape)
     if str(values.dtype) != stored.kind:
         raise ValueError(f"field {stored.name!r} holds {values.dtype}; expected {stored.kind}")
@@ -107,18 +108,3 @@ def unpack(stored: StoredColumn, tensors: dict[str, torch.Tensor]) -> Column:
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64)
-
-
-def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(bytes_of(values))
-
-
-def _from_bytes(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return raw.view(dtype) if raw.numel() else torch.empty(0, dtype=dtype)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"stored tensor has dtype {name!r}, which torch does not have")
-    return dtype

@@ -128,9 +128,7 @@ def save_partition(
                     not_put=max(0, before.declared - before.put),
                     tasks=[task.name for task in before.tasks],
                     group_size=before.group_size,
-                    enums={
-                        name: list(values) for name, values in getattr(before, "enums", {}).items()
-                    },
+                    enums={name: list(values) for name, values in before.enums.items()},
                     samples=samples,
                     batches=batches,
                     forms={

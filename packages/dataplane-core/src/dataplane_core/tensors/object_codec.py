@@ -21,7 +21,7 @@ import torch
 from dataplane_core.errors import InvalidTypeError
 from dataplane_core.tensors.columns import bytes_of
 from dataplane_core.tensors.object_types import type_named, type_of
-from dataplane_core.tensors.rows import storable_tensor
+from dataplane_core.tensors.rows import dtype_named, storable_tensor
 
 _T = TypeVar("_T")
 
@@ -120,9 +120,7 @@ def _decode_extension(code: int, data: memoryview) -> Any:
     dtype, shape, raw = _packed_decoder.decode(data)
     if code == _ARRAY:
         return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise ValueError(f"stored tensor has dtype {dtype!r}, which torch does not have")
+    torch_dtype = dtype_named(dtype)
     if not raw:
         return torch.empty(shape, dtype=torch_dtype)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(torch_dtype).reshape(shape)

@@ -225,6 +225,14 @@ def _object_rows(name: str, leaf: Any, count: int) -> list[Any]:
     return list(leaf)
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype with this name, such as ``int64``; raise ValueError if torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"stored tensor has dtype {name!r}, which torch does not have")
+    return dtype
+
+
 def collate_rows(kind: str, rows: Sequence[Any]) -> torch.Tensor | NonTensorStack:
     """Join the rows of one field; the inverse of `split_rows`.
 
