@@ -9,6 +9,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.declaration import named_holders
 from dataplane_core.errors import ClaimTimeoutError
 from dataplane_core.process import process_name
+from dataplane_core.streaming.dataset import StreamingDataset
 
 _ROUNDING_S = 1e-6
 
@@ -63,17 +64,10 @@ class LeaseWatch:
 
 
 def wait_timeout(
-    client: DataPlaneClient, partition_id: str, task_name: str, others: int, timeout_s: float
+    client: DataPlaneClient, dataset: StreamingDataset, others: int
 ) -> ClaimTimeoutError:
-    """Return the error of a loader that waited ``timeout_s`` for samples that others hold.
-
-    Args:
-        client: the loader's client.
-        partition_id: the partition.
-        task_name: the consumer task.
-        others: number of samples that other consumers hold.
-        timeout_s: how long the loader waited, in seconds.
-    """
+    """Return the error of a loader that waited too long for the samples that others hold."""
+    partition_id, task_name = dataset.partition_id, dataset.task_name
     assigned = 0
     holders: Counter[str] = Counter()
     if client.capabilities.inspection:
@@ -95,7 +89,7 @@ def wait_timeout(
         )
     return ClaimTimeoutError(
         f"StreamingDataLoader(partition={partition_id!r}, task={task_name!r}): after "
-        f"{timeout_s:g} s, {'; '.join(reasons)}",
+        f"{dataset.timeout_s:g} s, {'; '.join(reasons)}",
         missing=others,
         leased=sum(holders.values()),
         holders=holders,

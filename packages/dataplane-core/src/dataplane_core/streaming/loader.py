@@ -437,13 +437,7 @@ class StreamingDataLoader:
                     return watch
                 next_check = now + self._check_every_s
             if now >= deadline:
-                raise wait_timeout(
-                    self._client,
-                    dataset.partition_id,
-                    dataset.task_name,
-                    others,
-                    dataset.timeout_s,
-                )
+                raise wait_timeout(self._client, dataset, others)
             self._closing.wait(_POLL_S)
         return None
 
