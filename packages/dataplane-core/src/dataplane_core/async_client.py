@@ -54,7 +54,8 @@ def _coroutine_method(
     @functools.wraps(method)
     async def call(self: AsyncDataPlaneClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         inner: Callable[..., _T] = getattr(self._inner, method.__name__)
-        return await self._run(getattr(self, pool), lambda: inner(*args, **kwargs))
+        future = self._start(getattr(self, pool), lambda: inner(*args, **kwargs))
+        return await asyncio.wrap_future(future)
 
     return call
 
@@ -273,9 +274,6 @@ class AsyncDataPlaneClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-    async def _run(self, pool: ThreadPoolExecutor, call: Callable[[], _T]) -> _T:
-        return await asyncio.wrap_future(self._start(pool, call))
 
     def _start(self, pool: ThreadPoolExecutor, call: Callable[[], _T]) -> Future[_T]:
         self._check_open()

@@ -375,6 +375,12 @@ class InMemoryDataPlaneClient(DataPlaneClient):
 
     @contextmanager
     def _ledger(self, *, change: bool = False, expire: bool = True) -> Iterator[Ledger]:
+        """Lock the ledger for this thread.
+
+        Args:
+            change: notify blocked claims and puts at the end, because the ledger was changed.
+            expire: end expired leases first.
+        """
         with self._store.changed:
             self._check_open()
             if expire:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dataplane_core.arguments import checked_bool, checked_names
 from dataplane_core.boundary import check_inspection
@@ -23,24 +24,14 @@ if TYPE_CHECKING:
     )
 
 
-class OpenLedger(Protocol):
-    """Function that opens the store's ledger."""
-
-    def __call__(
-        self, *, change: bool = False, expire: bool = True
-    ) -> AbstractContextManager[Ledger]:
-        """Lock the ledger for this thread.
-
-        Args:
-            change: notify blocked claims and puts at the end, because the ledger was changed.
-            expire: end expired leases first.
-        """
-
-
 class InMemoryInspector:
-    """Inspector of the in-memory store; each method opens the ledger once or a few times."""
+    """Inspector of the in-memory store; each method opens the ledger once or a few times.
 
-    def __init__(self, open_ledger: OpenLedger) -> None:
+    Args:
+        open_ledger: `InMemoryDataPlaneClient._ledger`.
+    """
+
+    def __init__(self, open_ledger: Callable[..., AbstractContextManager[Ledger]]) -> None:
         self._ledger = open_ledger
 
     def count_samples(

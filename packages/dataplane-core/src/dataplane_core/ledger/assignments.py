@@ -49,25 +49,21 @@ class Assignments:
 
     Attributes:
         by_group: group to the set of assignments of each rank.
+        timed: assignments with a deadline.
         missed: present samples that were once assigned to a rank that did not claim them in time.
     """
 
     def __init__(self) -> None:
         self.by_group: dict[RankGroup, list[dict[Assignment, None]]] = {}
         self.missed: set[str] = set()
-        self._timed: dict[Assignment, None] = {}
+        self.timed: dict[Assignment, None] = {}
 
     def __iter__(self) -> Iterator[Assignment]:
         return (each for ranks in self.by_group.values() for rank in ranks for each in rank)
 
-    @property
-    def timed(self) -> Iterable[Assignment]:
-        """Assignments with a deadline."""
-        return self._timed
-
     def untimed(self, excluded: RankGroup | None) -> list[Assignment]:
         """Return the assignments without a deadline, except those of the group ``excluded``."""
-        return [each for each in self if each.group != excluded and each not in self._timed]
+        return [each for each in self if each.group != excluded and each not in self.timed]
 
     def add(self, assignment: Assignment) -> None:
         """Add an assignment; `take` removes it with its last sample."""
@@ -75,7 +71,7 @@ class Assignments:
         ranks = self.by_group.setdefault(group, [{} for _ in range(group.world)])
         ranks[assignment.rank][assignment] = None
         if assignment.deadline < math.inf:
-            self._timed[assignment] = None
+            self.timed[assignment] = None
 
     def take(self, assignment: Assignment, sample_ids: Iterable[str]) -> list[Row]:
         """Remove samples from an assignment; return their rows."""
@@ -83,7 +79,7 @@ class Assignments:
         if not assignment.rows:
             ranks = self.by_group[assignment.group]
             del ranks[assignment.rank][assignment]
-            self._timed.pop(assignment, None)
+            self.timed.pop(assignment, None)
             if not any(ranks):
                 del self.by_group[assignment.group]
         return rows
