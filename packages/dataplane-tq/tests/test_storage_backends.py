@@ -78,7 +78,7 @@ def gone(pids, folder):
 def test_stop_leaves_no_process_and_no_file(cluster, require_backend, name):
     backend = BACKENDS[require_backend(name)]()
     cfg = {**CONFIG, "backend": name}
-    backend.start(cfg, namespace=uuid.uuid4().hex, actor_cpus=0.1, timeout_s=60)
+    backend.start(cfg, uuid.uuid4().hex)
     [owner] = [actor for actor in backend.actors.values() if hasattr(actor, "pids")]
     pids, folder = processes_of(owner)
     mapped = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]

@@ -9,8 +9,9 @@ usual name, so TransferQueue's own tools find it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any  # Any: Ray handles and OmegaConf nodes have no static types
+from typing import Any, TypeVar  # Any: Ray handles and OmegaConf nodes have no static types
 
 import ray
 from omegaconf import OmegaConf
@@ -24,16 +25,15 @@ from dataplane_tq.directory.actor import DirectoryActor, bind_actor
 from dataplane_tq.directory.wire import Address
 from dataplane_tq.mirror.sampler import ConsumptionSampler, load_sampler
 from dataplane_tq.storage import BACKENDS
-from dataplane_tq.storage.base import StorageBackend, end_actor
+from dataplane_tq.storage.base import ACTOR_CPUS, START_S, StorageBackend, end_actor
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.packed_manager import BACKEND, Registration
 from dataplane_tq.storage.simple import defaults
 from dataplane_tq.upstream import TransferQueueController
 
-_START_TIMEOUT_S = 120.0
+T = TypeVar("T")
+
 _RAY_GRACE_S = 1.0
-# The actors are mostly idle; one CPU for each would leave none to a small machine's workers.
-_ACTOR_CPUS = 0.1
 _FOREIGN = (
     f"this Ray cluster runs a TransferQueue that dataplane-tq did not start: there is a "
     f"{CONTROLLER} and no {DIRECTORY}"
@@ -108,7 +108,9 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         )
     sampler = ConsumptionSampler(load_sampler(cfg.get("sampler")))
     load_order(cfg.get("claim_order"))  # fail here rather than in the directory's process
-    running = _running()
+    running = _call_ray(
+        START_S, lambda: {name for name in (DIRECTORY, CONTROLLER) if _find(name) is not None}
+    )
     if DIRECTORY in running:
         raise ConfigError(
             "this Ray cluster already runs a data plane; attach to it with bootstrap=False, or "
@@ -117,14 +119,14 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     if mirrored and CONTROLLER in running:
         raise ConfigError(f"{_FOREIGN}; start the data plane in a separate Ray cluster")
     storage = BACKENDS[backend]()
-    options = {"num_cpus": _ACTOR_CPUS, "namespace": NAMESPACE}
+    options = {"num_cpus": ACTOR_CPUS, "namespace": NAMESPACE}
     actors: dict[str, Any] = {}
     try:
         if mirrored:
             actors[CONTROLLER] = TransferQueueController.options(name=CONTROLLER, **options).remote(
                 sampler=sampler, polling_mode=True
             )
-        storage.start(cfg, namespace=NAMESPACE, actor_cpus=_ACTOR_CPUS, timeout_s=_START_TIMEOUT_S)
+        storage.start(cfg, NAMESPACE)
         units = storage.units if isinstance(storage, Packed) else []
         directory = (
             ray.remote(DirectoryActor)
@@ -138,7 +140,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
                 directory.address.remote(),
                 ray.put(None) if controller is None else controller.get_zmq_server_info.remote(),
             ],
-            timeout=_START_TIMEOUT_S,
+            timeout=START_S,
         )
         connection = ConnectionData(
             backend=backend,
@@ -158,10 +160,10 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             bound[CONTROLLER] = controller
             started.append(controller.store_config.remote(_for_transfer_queue(connection)))
         started += [
-            actor.__ray_call__.remote(bind_actor, address, name, _START_TIMEOUT_S)
+            actor.__ray_call__.remote(bind_actor, address, name, START_S)
             for name, actor in bound.items()
         ]
-        ray.get(started, timeout=_START_TIMEOUT_S)
+        ray.get(started, timeout=START_S)
     except (RayError, ValueError, DataPlaneError) as error:
         for actor in actors.values():
             end_actor(actor)
@@ -169,8 +171,8 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         if isinstance(error, DataPlaneError):
             raise
         raise UnavailableError(
-            f"TransferQueue did not start (deadline {_START_TIMEOUT_S:g} s; each actor needs "
-            f"{_ACTOR_CPUS} CPU): {error}"
+            f"TransferQueue did not start (deadline {START_S:g} s; each actor needs "
+            f"{ACTOR_CPUS} CPU): {error}"
         ) from error
     return Topology(actors, connection, storage)
 
@@ -187,15 +189,12 @@ def _for_transfer_queue(connection: ConnectionData) -> Any:
     return OmegaConf.merge(config, {**shipped, "backend": backend})
 
 
-def _running() -> set[str]:
-    """Return which of controller and directory this Ray cluster runs."""
+def _call_ray(timeout_s: float, call: Callable[[], T]) -> T:
+    """Call Ray, which exceeds its own time-outs if one of its processes does not answer."""
     try:
-        return call_within(
-            _START_TIMEOUT_S,
-            lambda: {name for name in (DIRECTORY, CONTROLLER) if _find(name) is not None},
-        )
+        return call_within(timeout_s, call)
     except TimeoutError:
-        raise UnavailableError(_SILENT.format(_START_TIMEOUT_S)) from None
+        raise UnavailableError(_SILENT.format(timeout_s)) from None
 
 
 def has_foreign_queue(timeout_s: float) -> bool:
@@ -207,12 +206,7 @@ def has_foreign_queue(timeout_s: float) -> bool:
         UnavailableError: Ray is not initialized, or does not answer within ``timeout_s``.
     """
     _require_ray()
-    try:
-        return call_within(
-            timeout_s, lambda: _find(DIRECTORY) is None and _find(CONTROLLER) is not None
-        )
-    except TimeoutError:
-        raise UnavailableError(_SILENT.format(timeout_s)) from None
+    return _call_ray(timeout_s, lambda: _find(DIRECTORY) is None and _find(CONTROLLER) is not None)
 
 
 def attach(timeout_s: float) -> Topology:
@@ -222,11 +216,7 @@ def attach(timeout_s: float) -> Topology:
         UnavailableError: there is none after ``timeout_s``.
     """
     _require_ray()
-    try:
-        # Ray exceeds its own time-outs if a process of Ray does not answer.
-        return call_within(timeout_s + _RAY_GRACE_S, lambda: _attach(timeout_s))
-    except TimeoutError:
-        raise UnavailableError(_SILENT.format(timeout_s)) from None
+    return _call_ray(timeout_s + _RAY_GRACE_S, lambda: _attach(timeout_s))
 
 
 def _attach(timeout_s: float) -> Topology:

@@ -21,6 +21,15 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
 from dataplane_core.deadlines import call_within
 
+ACTOR_CPUS = 0.1
+"""Ray CPUs that each actor reserves.
+
+The actors are mostly idle; one CPU for each would leave none to a small machine's workers.
+"""
+
+START_S = 120.0
+"""Deadline of each step of a start, in seconds."""
+
 _KILL_S = 5.0
 _BUILT_IN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 
@@ -53,19 +62,15 @@ class StorageBackend(ABC):
         """Raise `ConfigError` if a package is not installed, or a key is missing or wrong."""
 
     @abstractmethod
-    def start(
-        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
-    ) -> None:
+    def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         """Start the actors and wait until they answer.
 
         Args:
             cfg: configuration that `check` accepted.
             namespace: Ray namespace of the named actors.
-            actor_cpus: Ray CPUs that each actor reserves.
-            timeout_s: deadline of each step, in seconds.
 
         Raises:
-            UnavailableError: a part did not start; the others were stopped.
+            UnavailableError: a part did not start; `stop` ends the others.
         """
 
     @classmethod
@@ -139,7 +144,9 @@ def require_resources(cfg: DataPlaneConfig) -> None:
             )
 
 
-def collect_results(what: str, calls: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+def collect_results(
+    what: str, calls: Mapping[str, Any], *, timeout_s: float = START_S
+) -> dict[str, Any]:
     """Return the results of actor calls by name.
 
     Args:

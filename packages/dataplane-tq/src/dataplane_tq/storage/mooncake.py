@@ -27,7 +27,14 @@ from dataplane_core import (
     UnavailableError,
 )
 from dataplane_core.config import require_keys
-from dataplane_tq.storage.base import StorageBackend, collect_results, require_bytes, require_module
+from dataplane_tq.storage.base import (
+    ACTOR_CPUS,
+    START_S,
+    StorageBackend,
+    collect_results,
+    require_bytes,
+    require_module,
+)
 from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port, listens
 
 logger = structlog.get_logger("dataplane_tq.storage")
@@ -64,9 +71,7 @@ class Mooncake(StorageBackend):
                 f"({error}); on Debian: apt-get install libibverbs1"
             ) from None
 
-    def start(
-        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
-    ) -> None:
+    def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         if ip_address(ray.util.get_node_ip_address()).is_loopback:
             logger.warning(
                 "mooncake_listens_on_all_interfaces",
@@ -74,7 +79,7 @@ class Mooncake(StorageBackend):
                 "or use another backend",
             )
         what = "backend 'mooncake_cpu'"
-        options = {"namespace": namespace, "num_cpus": actor_cpus}
+        options = {"namespace": namespace, "num_cpus": ACTOR_CPUS}
         master = ray.remote(MooncakeMaster).options(name=_MASTER, **options).remote()
         self.actors[_MASTER] = master
         segments = {}
@@ -84,17 +89,13 @@ class Mooncake(StorageBackend):
                 name=name, scheduling_strategy="SPREAD", **options
             )
             self.actors[name] = segments[name] = segment.remote()
-        try:
-            started = {_MASTER: master.start.remote(timeout_s)}
-            address, health = collect_results(what, started, timeout_s=2 * timeout_s)[_MASTER]
-            mounted = {
-                name: segment.mount.remote(address, cfg["global_segment_size"], timeout_s)
-                for name, segment in segments.items()
-            }
-            collect_results(what, mounted, timeout_s=timeout_s)
-        except UnavailableError:
-            self.stop()
-            raise
+        started = {_MASTER: master.start.remote()}
+        address, health = collect_results(what, started, timeout_s=2 * START_S)[_MASTER]
+        mounted = {
+            name: segment.mount.remote(address, cfg["global_segment_size"])
+            for name, segment in segments.items()
+        }
+        collect_results(what, mounted)
         self.connection = {
             "client_name": "MooncakeStoreClient",
             "master_server_address": address,
@@ -158,7 +159,7 @@ def _bound_calls(timeout_s: float) -> None:
 class MooncakeMaster(DaemonActor):
     """Actor that runs ``mooncake_master``, which knows every key and every segment."""
 
-    def start(self, timeout_s: float) -> tuple[str, str]:
+    def start(self) -> tuple[str, str]:
         """Start the master on this node.
 
         Returns:
@@ -183,7 +184,7 @@ class MooncakeMaster(DaemonActor):
                 "--eviction_ratio=0.0",
             ],
             ready=lambda: listens(host, port),
-            timeout_s=timeout_s,
+            timeout_s=START_S,
         )
         return f"{host}:{port}", f"{host}:{health_port}"
 
@@ -206,19 +207,18 @@ class MooncakeSegment:
     def __init__(self) -> None:
         self._store: Any = None
 
-    def mount(self, master: str, size: int, timeout_s: float) -> None:
+    def mount(self, master: str, size: int) -> None:
         """Join the store.
 
         Args:
             master: address of the master, host:port.
             size: memory to contribute, in bytes.
-            timeout_s: deadline of one call to the master, in seconds.
 
         Raises:
             UnavailableError: the store refused.
         """
         host = ray.util.get_node_ip_address()
-        _bound_calls(timeout_s)
+        _bound_calls(START_S)
         self._store = import_module("mooncake.store").MooncakeDistributedStore()
         code = self._store.setup(
             host, "P2PHANDSHAKE", size, _SEGMENT_BUFFER_BYTES, "tcp", "", master

@@ -6,12 +6,13 @@ import secrets
 
 import ray
 
-from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
+from dataplane_core import ConfigError, DataPlaneConfig
 from dataplane_core.config import require_keys
 from dataplane_tq.directory.wire import TOKEN_BYTES
 from dataplane_tq.packed.unit import UnitActor
 from dataplane_tq.packed.unit_wire import UnitAddress, UnitSpec
 from dataplane_tq.storage.base import (
+    ACTOR_CPUS,
     StorageBackend,
     collect_results,
     require_bytes,
@@ -49,9 +50,7 @@ class Packed(StorageBackend):
                 f"{', '.join(_TRANSPORTS)}"
             )
 
-    def start(
-        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
-    ) -> None:
+    def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         token = secrets.token_bytes(TOKEN_BYTES)
         nbytes = cfg["global_segment_size"]
         for rank in range(cfg["num_storage_units"]):
@@ -61,18 +60,14 @@ class Packed(StorageBackend):
                 .options(
                     name=name,
                     namespace=namespace,
-                    num_cpus=actor_cpus,
+                    num_cpus=ACTOR_CPUS,
                     resources=cfg.get("unit_resources", {}),
                     scheduling_strategy="SPREAD",
                 )
                 .remote(name, nbytes, token)
             )
         calls = {name: unit.describe.remote() for name, unit in self.actors.items()}
-        try:
-            units = collect_results("backend 'packed'", calls, timeout_s=timeout_s)
-        except UnavailableError:
-            self.stop()
-            raise
+        units = collect_results("backend 'packed'", calls)
         self.units = [UnitSpec(name, node, nbytes) for name, (_, node) in units.items()]
         self.connection = {
             "units": {name: address for name, (address, _) in units.items()},

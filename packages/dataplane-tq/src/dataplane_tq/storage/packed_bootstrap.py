@@ -29,14 +29,11 @@ from omegaconf import OmegaConf, open_dict
 
 from dataplane_core import ConfigError, DataPlaneError, validate_config
 from dataplane_tq.directory.actor import DirectoryActor
-from dataplane_tq.storage.base import collect_results
+from dataplane_tq.storage.base import ACTOR_CPUS, collect_results
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.packed_manager import BACKEND, RAW, RawConnection
 from dataplane_tq.upstream import StorageBootstrapProvider
 
-_START_TIMEOUT_S = 120.0
-# The actors are mostly idle; one CPU for each would leave none to a small machine's workers.
-_ACTOR_CPUS = 0.1
 _DIRECTORY = "DataPlanePackedDirectory"
 _DEFAULT_TIMEOUT_MS = 30_000
 _DEFAULT_CAPACITY = 1_000_000
@@ -86,24 +83,22 @@ def start(conf: Any) -> dict[str, Any]:
     # A queue that was closed just before may still hold its actors' names.
     namespace = f"{BACKEND}-{secrets.token_hex(4)}"
     storage = Packed()
-    storage.start(cfg, namespace=namespace, actor_cpus=_ACTOR_CPUS, timeout_s=_START_TIMEOUT_S)
-    units = dict(storage.actors)
-    directory = (
-        ray.remote(DirectoryActor)
-        .options(name=_DIRECTORY, namespace=namespace, num_cpus=_ACTOR_CPUS)
-        .remote(cfg["storage_capacity"], storage.units, mirrored=False)
-    )
     try:
+        storage.start(cfg, namespace)
+        directory = (
+            ray.remote(DirectoryActor)
+            .options(name=_DIRECTORY, namespace=namespace, num_cpus=ACTOR_CPUS)
+            .remote(cfg["storage_capacity"], storage.units, mirrored=False)
+        )
+        storage.actors[_DIRECTORY] = directory
         results = collect_results(
             f"backend {BACKEND!r}",
             {
                 _DIRECTORY: directory.address.remote(),
                 "watch": directory.publish.remote([], *storage.watched),
             },
-            timeout_s=_START_TIMEOUT_S,
         )
     except DataPlaneError:
-        ray.kill(directory)
         storage.stop()
         raise
     with open_dict(conf):  # Hydra's configurations take no new keys otherwise
@@ -115,4 +110,4 @@ def start(conf: Any) -> dict[str, Any]:
             cfg.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000,
             allow_pickle,
         )
-    return {**units, _DIRECTORY: directory}
+    return dict(storage.actors)

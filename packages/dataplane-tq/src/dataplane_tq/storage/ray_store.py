@@ -7,12 +7,11 @@ a hundred times longer, and a read of a tensor without elements crashed the read
 
 from __future__ import annotations
 
-from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
-from dataplane_tq.storage.base import StorageBackend, collect_results
+from dataplane_core import DataPlaneConfig
+from dataplane_tq.storage.base import ACTOR_CPUS, StorageBackend, collect_results
 
-# TransferQueue's client finds or creates the actor by these fixed names.
+# TransferQueue's client finds or creates the actor by this name, in the controller's namespace.
 _ACTOR = "RayObjectRefStorage"
-_NAMESPACE = "transfer_queue"
 
 
 class RayStore(StorageBackend):
@@ -25,26 +24,13 @@ class RayStore(StorageBackend):
     def check(cls, cfg: DataPlaneConfig) -> None:
         pass
 
-    def start(
-        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
-    ) -> None:
-        if namespace != _NAMESPACE:
-            raise ConfigError(
-                f"backend 'ray': found namespace {namespace!r}; TransferQueue's client looks for "
-                f"its actor in {_NAMESPACE!r} only"
-            )
+    def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         # Imported here, because the actors of other backends import this module too.
         from transfer_queue.storage.clients.ray_storage_client import RayObjectRefStorage
 
         actor = RayObjectRefStorage.options(
-            name=_ACTOR, namespace=namespace, num_cpus=actor_cpus
+            name=_ACTOR, namespace=namespace, num_cpus=ACTOR_CPUS
         ).remote()
         self.actors[_ACTOR] = actor
-        try:
-            collect_results(
-                "backend 'ray'", {_ACTOR: actor.__ray_ready__.remote()}, timeout_s=timeout_s
-            )
-        except UnavailableError:
-            self.stop()
-            raise
+        collect_results("backend 'ray'", {_ACTOR: actor.__ray_ready__.remote()})
         self.connection = {"client_name": "RayStorageClient"}

@@ -8,9 +8,14 @@ from typing import Any  # Any: OmegaConf has no static types
 
 from omegaconf import OmegaConf
 
-from dataplane_core import DataPlaneConfig, UnavailableError
+from dataplane_core import DataPlaneConfig
 from dataplane_core.config import require_keys
-from dataplane_tq.storage.base import StorageBackend, collect_results, require_resources
+from dataplane_tq.storage.base import (
+    ACTOR_CPUS,
+    StorageBackend,
+    collect_results,
+    require_resources,
+)
 
 
 class Simple(StorageBackend):
@@ -23,9 +28,7 @@ class Simple(StorageBackend):
         require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
         require_resources(cfg)
 
-    def start(
-        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
-    ) -> None:
+    def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         # Imported here, because the actors of other backends import this module too.
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
@@ -39,16 +42,12 @@ class Simple(StorageBackend):
             self.actors[name] = SimpleStorageUnit.options(
                 name=name,
                 namespace=namespace,
-                num_cpus=actor_cpus,
+                num_cpus=ACTOR_CPUS,
                 resources=cfg.get("unit_resources", {}),
                 scheduling_strategy="SPREAD",
             ).remote(config=options)
         calls = {name: unit.get_zmq_server_info.remote() for name, unit in self.actors.items()}
-        try:
-            addresses = collect_results("backend 'simple'", calls, timeout_s=timeout_s)
-        except UnavailableError:
-            self.stop()
-            raise
+        addresses = collect_results("backend 'simple'", calls)
         self.connection = {**options, "zmq_info": addresses}
 
 

@@ -13,8 +13,15 @@ from typing import Any  # Any: TransferQueue's options have no static types
 
 import ray
 
-from dataplane_core import ConfigError, DataPlaneConfig, UnavailableError
-from dataplane_tq.storage.base import StorageBackend, collect_results, require_bytes, require_module
+from dataplane_core import ConfigError, DataPlaneConfig
+from dataplane_tq.storage.base import (
+    ACTOR_CPUS,
+    START_S,
+    StorageBackend,
+    collect_results,
+    require_bytes,
+    require_module,
+)
 from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port
 from dataplane_tq.upstream import set_yuanrong_timeout
 
@@ -35,9 +42,7 @@ class Yuanrong(StorageBackend):
         require_bytes(cfg, "global_segment_size", backend=backend, min_bytes=64 * _MEBIBYTE)
         require_module("yr.datasystem", backend=backend, extra="yuanrong", pythons="3.11 and 3.12")
 
-    def start(
-        self, cfg: DataPlaneConfig, *, namespace: str, actor_cpus: float, timeout_s: float
-    ) -> None:
+    def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) != 1:
             raise ConfigError(
@@ -46,16 +51,12 @@ class Yuanrong(StorageBackend):
             )
         worker = (
             ray.remote(YuanrongWorker)
-            .options(name=_WORKER, namespace=namespace, num_cpus=actor_cpus)
+            .options(name=_WORKER, namespace=namespace, num_cpus=ACTOR_CPUS)
             .remote()
         )
         self.actors[_WORKER] = worker
-        started = {_WORKER: worker.start.remote(cfg["global_segment_size"], timeout_s)}
-        try:
-            ports = collect_results("backend 'yuanrong'", started, timeout_s=2 * timeout_s)
-        except UnavailableError:
-            self.stop()
-            raise
+        started = {_WORKER: worker.start.remote(cfg["global_segment_size"])}
+        ports = collect_results("backend 'yuanrong'", started, timeout_s=2 * START_S)
         self.connection = {
             "client_name": "YuanrongStorageClient",
             "worker_port": ports[_WORKER],
@@ -77,12 +78,11 @@ class Yuanrong(StorageBackend):
 class YuanrongWorker(DaemonActor):
     """Actor that runs ``datasystem_worker`` with an embedded metastore."""
 
-    def start(self, size: int, timeout_s: float) -> int:
+    def start(self, size: int) -> int:
         """Start the worker on loopback.
 
         Args:
             size: size of the shared memory, in bytes.
-            timeout_s: deadline in seconds.
 
         Returns:
             The worker's port.
@@ -115,6 +115,6 @@ class YuanrongWorker(DaemonActor):
             ],
             env={"LD_LIBRARY_PATH": libraries},
             ready=ready.exists,
-            timeout_s=timeout_s,
+            timeout_s=START_S,
         )
         return port
