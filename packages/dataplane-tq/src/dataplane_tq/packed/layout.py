@@ -192,3 +192,13 @@ class FieldParts(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[Block]
     source: bytes
     rows: bytes
+
+    def locate(self) -> tuple[NDArray[np.int32], Indices]:
+        """Return each row's index in ``blocks``, and its number in its block."""
+        if self.rows:
+            numbers = np.frombuffer(self.rows, np.int64)
+        else:
+            numbers = np.arange(self.blocks[0].layout.rows, dtype=np.int64)
+        if self.source:
+            return np.frombuffer(self.source, np.int32), numbers
+        return np.zeros(len(numbers), np.int32), numbers

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any  # Any: numpy's integers
 
 import msgspec
 import numpy as np
@@ -163,26 +162,12 @@ def _live_blocks(link: Link, partition_id: str) -> list[_Live]:
         for sample_ids, fields in _sample_groups(link, partition_id):
             answer = session.ask(p.Read(partition_id, sample_ids, fields), p.ReadAnswer)
             for parts in answer.parts:
-                count_rows = len(sample_ids)
-                source = _numbers(parts.source, np.int32, count_rows, repeat=True)
-                rows = _numbers(parts.rows, np.int64, count_rows, repeat=False)
-                for place, row, sample_id in zip(source, rows, sample_ids, strict=True):
+                places, rows = (numbers.tolist() for numbers in parts.locate())
+                for place, row, sample_id in zip(places, rows, sample_ids, strict=True):
                     block = parts.blocks[place]
                     live.setdefault(block.id, _Live(block, {})).samples[row] = sample_id
         session.send(p.Unpin())
     return list(live.values())
-
-
-def _numbers(
-    packed: bytes, dtype: type[np.signedinteger[Any]], count_rows: int, *, repeat: bool
-) -> list[int]:
-    """Unpack `FieldParts.source` (``repeat``) or ``rows``; expand an empty array.
-
-    An empty ``source`` stands for block 0 in every row, empty ``rows`` for all rows in order.
-    """
-    if packed:
-        return np.frombuffer(packed, dtype).tolist()
-    return [0] * count_rows if repeat else list(range(count_rows))
 
 
 def _block_groups(live: list[_Live]) -> Iterator[tuple[list[str], list[_Live]]]:

@@ -249,14 +249,9 @@ def _cell(block_ids: Any, rows: Indices) -> Indices:
 def _cells(fields: Sequence[str], answer: p.ReadAnswer) -> Cells:
     cells: Cells = {}
     for name, parts in zip(fields, answer.parts, strict=True):
-        blocks = np.array([block.id for block in parts.blocks], np.int64)
-        if parts.source:
-            blocks = blocks[np.frombuffer(parts.source, np.int32)]
-        if parts.rows:
-            rows = np.frombuffer(parts.rows, np.int64)
-        else:
-            rows = np.arange(parts.blocks[0].layout.rows, dtype=np.int64)
-        cells[name] = _cell(blocks, rows)
+        block_ids = np.array([block.id for block in parts.blocks], np.int64)
+        source, rows = parts.locate()
+        cells[name] = _cell(block_ids[source], rows)
     return cells
 
 
