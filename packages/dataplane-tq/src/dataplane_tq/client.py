@@ -174,7 +174,7 @@ class TQDataPlaneClient(DataPlaneClient):
         declaration = PartitionDeclaration.checked(
             partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
         )
-        self._ask(f"register_partition({partition_id!r})", p.Register(declaration), type(None))
+        self._link.ask(f"register_partition({partition_id!r})", p.Register(declaration), type(None))
 
     def put_samples(
         self,
@@ -372,7 +372,7 @@ class TQDataPlaneClient(DataPlaneClient):
             sample_ids=sample_ids,
         )
         request = call.request
-        claimed = self._ask(
+        claimed = self._link.ask(
             call.operation,
             p.Claim(call.partition_id, request, call.timeout_s),
             p.ClaimAnswer,
@@ -450,7 +450,7 @@ class TQDataPlaneClient(DataPlaneClient):
         self._check_open()
         claim = check_lease_call(action, meta)
         if claim.sample_ids:
-            mirrored = self._ask(
+            mirrored = self._link.ask(
                 claim.operation,
                 p.UpdateLease(
                     claim.partition_id, claim.token, claim.sample_ids, action, claim.task_name
@@ -476,14 +476,9 @@ class TQDataPlaneClient(DataPlaneClient):
         if self._owned is not None:
             self._owned.stop()
 
-    def _ask(
-        self, what: str, request: p.Request, answer: type[T], timeout_s: float | None = None
-    ) -> T:
-        return self._link.ask(what, request, answer, timeout_s)
-
     def _ask_open(self, what: str, request: p.Request, answer: type[T]) -> T:
         self._check_open()
-        return self._ask(what, request, answer)
+        return self._link.ask(what, request, answer)
 
     def _check_open(self) -> None:
         if self._closed:

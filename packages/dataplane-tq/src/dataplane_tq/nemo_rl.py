@@ -21,16 +21,7 @@ def _convert_result_meta(method: Callable[..., KVBatchMeta]) -> Any:
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        meta = method(*args, **kwargs)
-        return interfaces.KVBatchMeta(
-            partition_id=meta.partition_id,
-            task_name=meta.task_name,
-            sample_ids=meta.sample_ids,
-            fields=meta.fields,
-            sequence_lengths=meta.sequence_lengths,
-            extra_info=meta.extra_info,
-            tags=meta.tags,
-        )
+        return interfaces.KVBatchMeta(**vars(method(*args, **kwargs)))
 
     return call
 

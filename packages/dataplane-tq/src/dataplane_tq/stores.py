@@ -246,10 +246,9 @@ class PackedStore(Store):
         fields, forms = read.fields, answer.forms
         widths = {name: width_of(name, forms.get(name), width) for name in fields}
         for name, part in zip(fields, answer.parts, strict=True):
-            for layout in (
-                block.layout for block in part.blocks if name in PER_TOKEN_OR_SAMPLE_FIELDS
-            ):
-                check_width(name, forms.get(name), layout.item, width)
+            if name in PER_TOKEN_OR_SAMPLE_FIELDS:
+                for block in part.blocks:
+                    check_width(name, forms.get(name), block.layout.item, width)
         columns = self._units.read_columns(fields, answer.parts, pad_values, widths)
         return {
             name: set_form(column, forms.get(name)) if isinstance(column, torch.Tensor) else column

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn  # Any: decoded msgpack
@@ -376,14 +376,7 @@ def _pair() -> tuple[Connection, socket.socket]:
 def _merge_read(previous: _Partition | None, read: _PartitionRead, now: float) -> _Partition:
     if read.rows is None:
         assert previous is not None  # the answer lacks arrays only if their checksum was sent
-        return _Partition(
-            **{
-                **vars(previous),
-                "fields": read.fields,
-                "tasks": read.tasks,
-                "expected": read.expected,
-            }
-        )
+        return replace(previous, fields=read.fields, tasks=read.tasks, expected=read.expected)
     rows = np.frombuffer(read.rows, dtype=np.int64)
     keys = np.frombuffer(read.keys, dtype=np.int64)
     return _Partition(

@@ -8,7 +8,6 @@ closes the socket or dies.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any  # Any: Ray handles, and msgpack values
 
@@ -48,22 +47,10 @@ class QueueReader:
         self._units: dict[str, Any] | None = None
         self._packed: Link | None = None
 
-    def read_controller(self, checksums: dict[str, int]) -> dict[str, Any]:
-        """See `remote_reads.read_controller`."""
-        read: dict[str, Any] = self._read(self._controller, remote_reads.read_controller, checksums)
-        return read
-
-    def read_samples(self, partition_id: str, rows: list[int]) -> list[Any] | None:
-        """See `remote_reads.read_samples`."""
-        samples: list[Any] | None = self._read(
-            self._controller, remote_reads.read_samples, partition_id, rows
-        )
-        return samples
-
-    def find_row(self, partition_id: str, key: str) -> int | None:
-        """See `remote_reads.find_row`."""
-        row: int | None = self._read(self._controller, remote_reads.find_row, partition_id, key)
-        return row
+    def read(self, name: str, *arguments: Any) -> Any:
+        """Call a function of `remote_reads` with the controller, in the controller's process."""
+        function = getattr(remote_reads, name)
+        return self._results([self._controller.__ray_call__.remote(function, *arguments)])[0]
 
     def list_storage(self) -> list[StorageSummary]:
         """Return the storage units; an empty list unless they are SimpleStorage's or packed."""
@@ -93,7 +80,7 @@ class QueueReader:
         ]
 
     def _find_units(self) -> None:
-        config = self._read(self._controller, remote_reads.read_config)
+        config = self.read("read_config")
         if config is None:
             return  # the queue is starting
         if config["backend"] == _PACKED:
@@ -113,9 +100,6 @@ class QueueReader:
             }
         except (ValueError, RayError) as error:  # an actor that is ending has no handle
             raise UnavailableError(f"TransferQueue cannot be read: {error}") from None
-
-    def _read(self, actor: Any, read: Callable[..., Any], *arguments: Any) -> Any:
-        return self._results([actor.__ray_call__.remote(read, *arguments)])[0]
 
     def _results(self, references: list[Any]) -> list[Any]:
         try:
@@ -139,7 +123,9 @@ def serve(connection: Connection, address: str, timeout_s: float) -> None:
         if reader is None:
             _join(address)
             reader = QueueReader(timeout_s)
-        return getattr(reader, method)(*arguments)
+        return (
+            reader.list_storage() if method == "list_storage" else reader.read(method, *arguments)
+        )
 
     while True:
         try:

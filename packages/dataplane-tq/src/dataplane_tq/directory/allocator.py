@@ -36,8 +36,6 @@ class Allocator:
     __slots__ = ("_free_bytes", "_starts", "_stops", "capacity")
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 0:
-            raise ValueError(f"capacity {capacity}; expected at least 0 bytes")
         self.capacity = capacity
         # Free extents, ascending, neither empty nor touching each other.
         full = capacity > 0
@@ -64,8 +62,6 @@ class Allocator:
             The offset, a multiple of `ALIGNMENT`; None if no free extent is large enough. Zero
             bytes are granted at offset 0 and use no memory.
         """
-        if nbytes < 0:
-            raise ValueError(f"allocate({nbytes}); expected at least 0 bytes")
         if nbytes == 0:
             return 0
         if nbytes > self._free_bytes:

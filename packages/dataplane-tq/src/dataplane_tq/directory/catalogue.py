@@ -36,10 +36,6 @@ class Catalogue:
 
     def __init__(self, units: Sequence[UnitSpec], first_block: int = 0) -> None:
         self._units = {unit.name: unit for unit in units}
-        if not units or len(self._units) != len(units):
-            raise ValueError(
-                f"units {[unit.name for unit in units]}; expected one or more, each name once"
-            )
         self._memory = {unit.name: Allocator(unit.capacity & -ALIGNMENT) for unit in units}
         # Block id to a mask of its live rows; True if all are alive, as in nearly every block.
         self._alive: dict[int, NDArray[np.bool_] | bool] = {}
@@ -82,7 +78,7 @@ class Catalogue:
         sizes = [_padded(layout.nbytes) for layout in layouts]
         self._check_possible(layouts, sizes)
         total = sum(sizes)
-        if total > sum(memory.free_bytes for memory in self._memory.values()):
+        if total > self.free_bytes:
             return None
         for unit in self._preferred(preferred_node):
             offset = self._memory[unit].allocate(total)

@@ -64,30 +64,20 @@ class Bound(Operation):
         )
 
 
-class Pins:
-    """Rows whose memory stays allocated until `release`, even if they are cleared."""
+class Reading(Operation):
+    """Read under way: its rows are pinned, so their memory stays allocated if they are cleared."""
+
+    state = State.READING
 
     def __init__(self, store: StoreState, rows: list[Row]) -> None:
         self._store = store
         self._rows = rows
         store.ledger.pin(rows)
 
-    def release(self) -> None:
+    def undo(self) -> None:
         self._store.ledger.unpin(self._rows)
         if any(row.dropped for row in self._rows):
             self._store.everything_changed()
-
-
-class Reading(Operation):
-    """Read under way: its rows are pinned."""
-
-    state = State.READING
-
-    def __init__(self, store: StoreState, rows: list[Row]) -> None:
-        self._pins = Pins(store, rows)
-
-    def undo(self) -> None:
-        self._pins.release()
 
 
 class Drops:

@@ -10,12 +10,12 @@ from dataplane_core import (
     DeadlineExceededError,
     InvalidRequestError,
 )
-from dataplane_core.ledger import Partition, PutTicket
+from dataplane_core.ledger import Partition, PutTicket, Row
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.backlog import grouped
 from dataplane_tq.directory.catalogue import Catalogue
 from dataplane_tq.directory.cells import cells_of_put
-from dataplane_tq.directory.operations import Drops, Idle, Operation, Pins, State
+from dataplane_tq.directory.operations import Drops, Idle, Operation, Reading, State
 from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.packed.layout import Block
 
@@ -84,7 +84,7 @@ class Putting(Operation):
             backlog.reporting.update(ticket.sample_ids)
             if consumed is not None:
                 backlog.consume(*consumed)
-            following: Operation = Reporting(store, ticket, Pins(store, rows), self._drops)
+            following: Operation = Reporting(store, ticket, rows, self._drops)
         else:
             self._drops.end()
             following = Idle()
@@ -126,10 +126,10 @@ class Reporting(Operation):
 
     state = State.REPORTING
 
-    def __init__(self, store: StoreState, ticket: PutTicket, pins: Pins, drops: Drops) -> None:
+    def __init__(self, store: StoreState, ticket: PutTicket, rows: list[Row], drops: Drops) -> None:
         self._store = store
         self._ticket = ticket
-        self._pins = pins
+        self._pins = Reading(store, rows)
         self._drops = drops
 
     def end(self) -> list[p.Consumption]:
@@ -143,7 +143,7 @@ class Reporting(Operation):
         self._drops.undo()
 
     def _unpin(self) -> list[p.Consumption]:
-        self._pins.release()
+        self._pins.undo()
         return self._store.backlog[self._ticket.partition_id].reported(self._ticket.sample_ids)
 
 

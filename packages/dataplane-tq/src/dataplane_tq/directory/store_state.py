@@ -70,8 +70,7 @@ class StoreState:
 
         def mark() -> None:
             self.failure = self.failure or error
-            for partition_id in list(self._changed):
-                self.changed(partition_id)
+            self.everything_changed()
 
         self._loop.call_soon_threadsafe(mark)
 
@@ -89,7 +88,7 @@ class StoreState:
         self._plan_expiry()
 
     def everything_changed(self) -> None:
-        """Wake every blocked request, because space may be free."""
+        """Wake every blocked request, for example because space may be free."""
         for partition_id in list(self._changed):
             self.changed(partition_id)
 

@@ -61,9 +61,7 @@ class Failure(msgspec.Struct, frozen=True):
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, DataPlaneError)):
             return UnavailableError(f"{self.kind}: {self.message}")
-        error: DataPlaneError = (
-            kind(self.message, **self.facts) if self.facts else kind(self.message)
-        )
+        error: DataPlaneError = kind(self.message, **self.facts)
         return error
 
 

@@ -54,16 +54,11 @@ async def enter(
     orphans: Sequence[Orphans],
     fields: Sequence[str],
 ) -> None:
-    """Register rows whose values TransferQueue does not hold, and publish their fields."""
+    """Register rows whose values TransferQueue does not hold, and mark their fields as produced."""
     rows = await register(client, sample_ids, partition_id, tags, orphans)
     if fields:
-        await publish(client, rows, partition_id, fields)
-
-
-async def publish(client: Any, rows: Any, partition_id: str, fields: Sequence[str]) -> None:
-    """Mark fields of rows as produced, for values that TransferQueue does not hold."""
-    schema = {name: dict(_NOT_A_TENSOR) for name in fields}
-    await client.storage_manager.notify_data_update(partition_id, rows.global_indexes, schema)
+        schema = {name: dict(_NOT_A_TENSOR) for name in fields}
+        await client.storage_manager.notify_data_update(partition_id, rows.global_indexes, schema)
 
 
 async def store(

@@ -119,11 +119,6 @@ def _checked(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[slice | Ind
     pieces = [piece for piece in pieces if piece.count]
     if not pieces:
         raise InvalidRequestError("decode: no rows")
-    _check(pieces)
-    return pieces, _places(pieces)
-
-
-def _check(pieces: Sequence[Piece]) -> None:
     first = pieces[0].layout
     for piece in pieces:
         layout = piece.layout
@@ -136,6 +131,7 @@ def _check(pieces: Sequence[Piece]) -> None:
                 f"field {layout.name!r}: {piece.flat.size} bytes for {layout.rows} rows; expected "
                 f"{layout.nbytes}"
             )
+    return pieces, _places(pieces)
 
 
 def _places(pieces: Sequence[Piece]) -> list[slice | Indices]:
