@@ -16,13 +16,19 @@ from rollout_doubles import (  # noqa: E402  # after its folder is on the path
     DP_CFG,
     Adder,
     Arithmetic,
+    AsyncAdder,
     CharTokenizer,
     Local,
     config,
+    roll_out,
 )
 
 from dataplane_core import DP_TRAIN_FIELDS, InMemoryDataPlaneClient  # noqa: E402  # likewise
-from rollout_actor import SyncRolloutActor  # noqa: E402  # likewise
+from rollout_actor import (  # noqa: E402  # likewise
+    SyncRolloutActor,
+    run_async_multi_turn_rollout,
+    run_multi_turn_rollout,
+)
 
 
 @pytest.fixture
@@ -50,6 +56,21 @@ def actor_of(store):
     yield make
     for actor in actors:
         actor.shutdown()
+
+
+@pytest.fixture(params=["sync", "async"])
+def rollout(request):
+    """Return a function that runs a rollout; its attribute ``generator`` is the last backend."""
+    form, backend = {
+        "sync": (run_multi_turn_rollout, Adder),
+        "async": (run_async_multi_turn_rollout, AsyncAdder),
+    }[request.param]
+
+    def run(batch, env=None, *, max_new_tokens=20, **options):
+        run.generator = backend(max_new_tokens=max_new_tokens)
+        return roll_out(form, run.generator, batch, env, max_new_tokens=max_new_tokens, **options)
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -228,6 +228,18 @@ def batch_of(questions, *, tasks="sum", more=(), **columns):
     )
 
 
+def roll_out(form, generator, batch, env=None, **options):
+    """Run a rollout; ``env`` serves the task "sum", unless it is a dict of tasks."""
+    env = Local(Arithmetic()) if env is None else env
+    return form(
+        generator,
+        batch,
+        CharTokenizer(),
+        env if isinstance(env, dict) else {"sum": env},
+        **{"max_seq_len": 200, "max_rollout_turns": 4, **options},
+    )
+
+
 def config(*, max_turns=4, max_seq_len=200, multiple=1, **sections):
     """Return the part of a trainer's configuration that a rollout uses."""
     master = {

@@ -54,7 +54,7 @@ def nothing_is_put(store):
 # Order
 
 
-def test_the_steps_come_in_the_documented_order(actor_of, store, monkeypatch):
+def test_the_steps_and_one_put_come_in_the_documented_order(actor_of, store, monkeypatch):
     generator = Adder()
     actor = actor_of(generator)
     put = InMemoryDataPlaneClient.put_samples
@@ -64,9 +64,9 @@ def test_the_steps_come_in_the_documented_order(actor_of, store, monkeypatch):
         return put(self, *args, **kwargs)
 
     monkeypatch.setattr(InMemoryDataPlaneClient, "put_samples", recorded)
-    *_, metrics = actor.rollout_to_tq(batch_of(["1+2="]), partition_id="train")
-    expected = ["snapshot", "clear", "generate", "put", "finish", "metrics"]
-    assert generator.events == expected
+    meta, *_, metrics = actor.rollout_to_tq(batch_of(["1+2="] * 4), partition_id="train")
+    assert generator.events == ["snapshot", "clear", "generate", "put", "finish", "metrics"]
+    assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
     assert metrics == {"calls": 1}
 
 
@@ -95,20 +95,39 @@ def test_generation_stays_open_without_finish_generation(actor_of):
 # Refusals
 
 
-@pytest.mark.parametrize("group_size", [0, -1, 2])
-def test_wrong_group_size_is_refused_before_generation(actor_of, store, group_size):
+def batch_without(name):
+    batch = batch_of(["1+2="])
+    del batch[name]
+    return batch
+
+
+def batch_with(column):
+    return batch_of(["1+2="] * 2, extra=column)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (batch_of(["1+2="] * 3), {"group_size": 0}, "group_size is 0"),
+        (batch_of(["1+2="] * 3), {"group_size": -1}, "group_size is -1"),
+        (batch_of(["1+2="] * 3), {"group_size": 2}, "groups of 2"),
+        (batch_of([]), {}, "0 rows"),
+        (batch_of(["1+2="], tasks="chess"), {}, "no environment for task 'chess'.*'sum'"),
+        (batch_of(["1+2="]), {"task_to_env_override": {}}, "task_to_env has none"),
+        (batch_without("loss_multiplier"), {}, "no 'loss_multiplier'"),
+        (batch_with([1]), {}, "column 'extra' has 1 rows; expected 2"),
+        (batch_with(7), {}, "column 'extra' has no rows; expected 2"),
+        (batch_with("ab"), {}, "column 'extra' has no rows; expected 2"),
+        (batch_with(torch.tensor(2)), {}, "column 'extra' has no rows; expected 2"),
+        (batch_with({"a": 1, "b": 2}), {}, "column 'extra' has no rows; expected 2"),
+    ],
+)
+def test_wrong_input_is_refused_before_generation(actor_of, store, batch, options, message):
     generator = Adder()
-    with pytest.raises(ValueError, match=rf"(groups of|group_size is) {group_size}"):
-        actor_of(generator).rollout_to_tq(
-            batch_of(["1+2="] * 3), partition_id="train", group_size=group_size
-        )
+    with pytest.raises(ValueError, match=message):
+        actor_of(generator).rollout_to_tq(batch, partition_id="train", **options)
     assert generator.events == []
     assert nothing_is_put(store)
-
-
-def test_a_batch_without_rows_is_refused(actor_of):
-    with pytest.raises(ValueError, match="0 rows"):
-        actor_of().rollout_to_tq(batch_of([]), partition_id="train")
 
 
 def test_unknown_carry_key_is_refused_before_generation(actor_of, store):
@@ -133,34 +152,6 @@ def test_unknown_reward_component_is_refused_before_the_put(actor_of, store):
         )
     assert generator.events == ["snapshot", "clear", "generate", "finish"]
     assert nothing_is_put(store)
-
-
-def test_an_unknown_task_is_refused_before_anything(actor_of, store):
-    generator = Adder()
-    with pytest.raises(ValueError, match=r"no environment for task 'chess'.*'sum'"):
-        actor_of(generator).rollout_to_tq(batch_of(["1+2="], tasks="chess"), partition_id="train")
-    assert generator.events == []
-    assert nothing_is_put(store)
-
-
-def test_a_missing_column_is_refused_before_anything(actor_of):
-    batch = batch_of(["1+2="])
-    del batch["loss_multiplier"]
-    with pytest.raises(MissingDataError, match="no 'loss_multiplier'"):
-        actor_of().rollout_to_tq(batch, partition_id="train")
-
-
-@pytest.mark.parametrize(
-    ("column", "count"),
-    [([1], "1"), (7, "no"), ("ab", "no"), (torch.tensor(2), "no"), ({"a": 1, "b": 2}, "no")],
-)
-def test_column_with_wrong_row_count_is_refused(actor_of, column, count):
-    generator = Adder()
-    with pytest.raises(ValueError, match=f"column 'extra' has {count} rows; expected 2"):
-        actor_of(generator).rollout_to_tq(
-            batch_of(["1+2="] * 2, extra=column), partition_id="train"
-        )
-    assert generator.events == []
 
 
 class Broken(Adder):
@@ -250,19 +241,6 @@ def test_bulk_columns_are_put_and_rewards_are_not(actor_of, store):
     ]
 
 
-def test_rollout_makes_one_put(actor_of, store, monkeypatch):
-    puts = []
-    put = InMemoryDataPlaneClient.put_samples
-
-    def counted(self, sample_ids, *args, **kwargs):
-        puts.append(sample_ids)
-        return put(self, sample_ids, *args, **kwargs)
-
-    monkeypatch.setattr(InMemoryDataPlaneClient, "put_samples", counted)
-    meta, *_ = actor_of().rollout_to_tq(batch_of(["1+2="] * 4), partition_id="train")
-    assert puts == [meta.sample_ids]
-
-
 def test_sample_ids_are_one_uuid_per_prompt_with_a_suffix_per_rollout(actor_of):
     meta, *_ = actor_of().rollout_to_tq(batch_of(["1+2="] * 6), partition_id="train", group_size=3)
     prompts = [sample_id.rpartition("_")[0] for sample_id in meta.sample_ids]
@@ -282,9 +260,6 @@ def test_the_meta_has_lengths_metrics_and_the_partition_as_task(actor_of):
     assert (meta.partition_id, meta.task_name, meta.tags) == ("train", "train", None)
     assert meta.sequence_lengths == carry["input_lengths"].tolist() == [16, 18]
     assert meta.extra_info == {"rollout_metrics": metrics, "pad_to_multiple": 8}
-
-
-def test_pad_multiple_of_one_is_not_recorded(actor_of):
     meta, *_ = actor_of(multiple=1).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     assert "pad_to_multiple" not in meta.extra_info
 
@@ -403,23 +378,12 @@ def test_environments_can_be_given_for_one_call(actor_of):
     assert carry["total_reward"].tolist() == [1.0]
 
 
-def test_an_empty_override_removes_all_environments(actor_of):
-    with pytest.raises(ValueError, match="task_to_env has none"):
-        actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="train", task_to_env_override={})
-
-
 def test_an_asynchronous_engine_is_used_row_by_row(actor_of):
     generator = AsyncAdder()
     actor = actor_of(generator, policy={"generation": {"backend": "x", "async_engine": True}})
     _, carry, *_ = actor.rollout_to_tq(batch_of(["1+2=", "3+4="]), partition_id="train")
     assert carry["total_reward"].tolist() == [1.0, 1.0]
     assert [len(call["prompts"]) for call in generator.seen] == [1, 1]
-
-
-def test_async_engine_needs_generate_async(store):
-    master = config(policy={"generation": {"backend": "x", "async_engine": True}})
-    with pytest.raises(ConfigError, match="Adder has no generate_async"):
-        SyncRolloutActor(Adder(), CharTokenizer(), {}, master, DP_CFG)
 
 
 def test_nemo_gym_is_refused_at_construction(store):

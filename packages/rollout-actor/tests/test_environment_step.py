@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rollout_doubles import Method, Scripted, batch_of
+from rollout_doubles import Method, batch_of
 
 from dataplane_core import DeadlineExceededError, InvalidRequestError
 from rollout_actor import EnvironmentReturn
@@ -177,9 +177,3 @@ def test_lists_serve_where_tensors_do(step):
 def test_invalid_environment_return_names_task_and_part(step, result, message):
     with pytest.raises(InvalidRequestError, match=f"task 'maths'.*{message}"):
         step(["maths", "maths"], {"maths": environment(result)}, first_row=5)
-
-
-def test_environments_see_role_and_content_only(step):
-    env = Scripted(lambda log, info: {})
-    step(["sum"], {"sum": env})
-    assert env.calls == [([[{"role": "user", "content": "1+2="}]], [{"more": []}])]

@@ -32,15 +32,23 @@ def message_logs(draw):
         prompt = draw(st.lists(prompt_turn, max_size=3))
         logs.append(prompt + draw(st.lists(played_turn, max_size=5)))
         lengths.append(sum(len(turn["token_ids"]) for turn in prompt))
-    return logs, torch.tensor(lengths)
+    return logs, lengths
+
+
+def flat(logs, lengths, *, multiple=1, **options):
+    return flatten_rollout_message_log(
+        logs,
+        torch.tensor(lengths),
+        pad_token_id=PAD,
+        make_sequence_length_divisible_by=multiple,
+        **options,
+    )
 
 
 @given(message_logs(), st.integers(1, 9))
 def test_columns_are_consistent_with_the_message_logs(drawn, multiple):
     logs, prompt_lengths = drawn
-    payload, input_lengths, carried = flatten_rollout_message_log(
-        logs, prompt_lengths, pad_token_id=PAD, make_sequence_length_divisible_by=multiple
-    )
+    payload, input_lengths, carried = flat(logs, prompt_lengths, multiple=multiple)
     width = payload["input_ids"].shape[1]
     assert width % multiple == 0
     assert int(input_lengths.max()) <= width < int(input_lengths.max()) + multiple
@@ -66,32 +74,20 @@ def test_columns_are_consistent_with_the_message_logs(drawn, multiple):
         assert input_lengths[row] == len(ids)
         assert payload["content"][row] == [turn["content"] for turn in log]
         prompt = carried["prompt_ids_for_adv"][row]
-        length = int(prompt_lengths[row])
+        length = prompt_lengths[row]
         assert prompt.tolist() == ids[:length] + [PAD] * (len(prompt) - length)
 
 
 @given(message_logs())
 def test_the_message_logs_can_be_rebuilt_from_the_columns(drawn):
     logs, prompt_lengths = drawn
-    payload, _, _ = flatten_rollout_message_log(
-        logs, prompt_lengths, pad_token_id=PAD, make_sequence_length_divisible_by=1
-    )
+    payload, _, _ = flat(logs, prompt_lengths)
     rebuilt = reconstruct_message_log(payload)
     for log, other in zip(logs, rebuilt, strict=True):
         assert [turn["role"] for turn in log] == [turn["role"] for turn in other]
         for before, after in zip(log, other, strict=True):
             ids = after.get("token_ids", torch.empty(0, dtype=torch.int64))
             assert torch.equal(before["token_ids"], ids)
-
-
-def flat(logs, lengths, *, multiple=1, **options):
-    return flatten_rollout_message_log(
-        logs,
-        torch.tensor(lengths),
-        pad_token_id=PAD,
-        make_sequence_length_divisible_by=multiple,
-        **options,
-    )
 
 
 def test_logprobs_of_non_assistant_turns_are_ignored():

@@ -6,22 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_doubles import (
-    Arithmetic,
-    AsyncAdder,
-    CharTokenizer,
-    Local,
-    batch_of,
-    config,
-    tokens_of,
-)
+from rollout_doubles import AsyncAdder, batch_of, roll_out, tokens_of
 
 from dataplane_core import InvalidRequestError, MissingDataError
-from rollout_actor import (
-    SyncRolloutActor,
-    run_async_multi_turn_rollout,
-    run_multi_turn_rollout,
-)
+from rollout_actor import run_async_multi_turn_rollout, run_multi_turn_rollout
 
 FORMS = [run_multi_turn_rollout, run_async_multi_turn_rollout]
 
@@ -40,13 +28,7 @@ class Altering(AsyncAdder):
 
 
 def run_rollout(alter, questions=("1+2=", "13+4="), *, form=run_multi_turn_rollout, **options):
-    return form(
-        Altering(alter),
-        batch_of(list(questions)),
-        CharTokenizer(),
-        {"sum": Local(Arithmetic())},
-        **{"max_seq_len": 99, "max_rollout_turns": 1, **options},
-    )
+    return roll_out(form, Altering(alter), batch_of(list(questions)), **options)
 
 
 def insert(output, row, place, token, logprob):
@@ -201,18 +183,10 @@ def test_a_response_of_exactly_its_budget_is_accepted():
     assert batch["truncated"].tolist() == [False]
 
 
-def test_the_actor_takes_the_budget_from_the_configuration(store):
-    generation = {"backend": "vllm", "max_new_tokens": 8}
-    actor = SyncRolloutActor(
-        Altering(lambda output, data: None),
-        CharTokenizer(),
-        {"sum": Local(Arithmetic())},
-        config(policy={"generation": generation}),
-        {"enabled": True, "impl": "in_memory"},
-    )
+def test_the_actor_takes_the_budget_from_the_configuration(actor_of):
+    actor = actor_of(policy={"generation": {"backend": "vllm", "max_new_tokens": 8}})
     with pytest.raises(InvalidRequestError, match="13 tokens; expected at most 8"):
         actor.rollout_to_tq(batch_of(["13+4="]), partition_id="train")
-    actor.shutdown()
 
 
 def test_backend_may_write_to_its_request():
@@ -270,14 +244,7 @@ def test_async_output_for_another_row_is_refused(places):
                 yield place, self.generate(data, greedy=greedy)
 
     with pytest.raises(InvalidRequestError, match=r"Misplaced: row 0: .*expected \[0\]"):
-        run_async_multi_turn_rollout(
-            Misplaced(),
-            batch_of(["1+2="]),
-            CharTokenizer(),
-            {"sum": Local(Arithmetic())},
-            max_seq_len=99,
-            max_rollout_turns=2,
-        )
+        roll_out(run_async_multi_turn_rollout, Misplaced(), batch_of(["1+2="]))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from rollout_doubles import DP_CFG, Adder, Arithmetic, CharTokenizer, Local, batch_of, config
+from rollout_doubles import Adder, batch_of
 
 from column_io import read_columns
 from dataplane_core import ConfigError, SchemaMismatchError
-from rollout_actor import SyncRolloutActor
 
 DECLARED = {"media": {"pixel_values": {"dtype": "float32", "dims": 3}}}
 
@@ -87,12 +86,6 @@ def test_media_of_other_dimensions_are_refused_before_generation(actor_of, polic
         ({"x": 3}, r"media\.x: found 3"),
     ],
 )
-def test_a_wrong_declaration_is_refused_by_name(store, media, named):
+def test_a_wrong_declaration_is_refused_by_name(actor_of, media, named):
     with pytest.raises(ConfigError, match=named):
-        SyncRolloutActor(
-            Adder(),
-            CharTokenizer(),
-            {"sum": Local(Arithmetic())},
-            config(policy={"media": media}),
-            DP_CFG,
-        )
+        actor_of(policy={"media": media})

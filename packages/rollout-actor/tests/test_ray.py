@@ -8,7 +8,6 @@ import pytest
 import torch
 from rollout_doubles import (
     DP_CFG,
-    Adder,
     Arithmetic,
     AsyncAdder,
     CharTokenizer,
@@ -18,11 +17,7 @@ from rollout_doubles import (
 )
 
 from dataplane_core import DeadlineExceededError, UnavailableError
-from rollout_actor import (
-    SyncRolloutActor,
-    run_async_multi_turn_rollout,
-    run_multi_turn_rollout,
-)
+from rollout_actor import SyncRolloutActor
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -67,36 +62,10 @@ def actor(request, ray_session, environment):
     ray_session.kill(started)
 
 
-@pytest.fixture(params=["sync", "async"])
-def rollout(request):
-    form, generator = {
-        "sync": (run_multi_turn_rollout, Adder),
-        "async": (run_async_multi_turn_rollout, AsyncAdder),
-    }[request.param]
-
-    def run(batch, env, **options):
-        return form(
-            generator(),
-            batch,
-            CharTokenizer(),
-            {"sum": env},
-            max_seq_len=200,
-            max_rollout_turns=3,
-            **options,
-        )
-
-    return run
-
-
 def troubled(trouble):
     batch = batch_of(["1+2="])
     batch["extra_env_info"][0]["trouble"] = trouble
     return batch
-
-
-def test_rows_are_stepped_in_an_actor(rollout, environment):
-    batch, _ = rollout(batch_of(["1+2=", "3+4="], more=["5+5="]), environment)
-    assert batch["total_reward"].tolist() == [2.0, 2.0]
 
 
 def test_a_hanging_actor_is_an_error_naming_the_task(rollout, environment):

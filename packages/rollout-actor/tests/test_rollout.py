@@ -13,6 +13,7 @@ from rollout_doubles import (
     Scripted,
     batch_of,
     logprobs_of,
+    roll_out,
     texts,
     tokens_of,
     turn,
@@ -20,29 +21,6 @@ from rollout_doubles import (
 
 from dataplane_core import InvalidRequestError, MissingDataError
 from rollout_actor import run_async_multi_turn_rollout, run_multi_turn_rollout
-
-
-@pytest.fixture(params=["sync", "async"])
-def rollout(request):
-    """Return a function that runs a rollout; its attribute ``generator`` is the last backend."""
-    form = run_multi_turn_rollout if request.param == "sync" else run_async_multi_turn_rollout
-
-    def run(batch, env, *, max_new_tokens=20, max_seq_len=200, max_rollout_turns=4, **options):
-        generator = (Adder if request.param == "sync" else AsyncAdder)(
-            max_new_tokens=max_new_tokens
-        )
-        run.generator = generator
-        return form(
-            generator,
-            batch,
-            CharTokenizer(),
-            env if isinstance(env, dict) else {"sum": env},
-            max_seq_len=max_seq_len,
-            max_rollout_turns=max_rollout_turns,
-            **options,
-        )
-
-    return run
 
 
 def prompts_by_turn(generator, count):
@@ -55,7 +33,7 @@ def prompts_by_turn(generator, count):
 
 
 def test_a_turn_appends_the_response_and_the_observation(rollout):
-    batch, _ = rollout(batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()))
+    batch, _ = rollout(batch_of(["1+2="], more=["4+4="]))
     assert texts(batch["message_log"][0]) == [
         ("user", "1+2="),
         ("assistant", "3. So it is."),
@@ -71,7 +49,7 @@ def test_a_turn_appends_the_response_and_the_observation(rollout):
 
 
 def test_rewards_accumulate_over_turns(rollout):
-    batch, metrics = rollout(batch_of(["1+2="], more=["4+4=", "5+5="]), Local(Arithmetic()))
+    batch, metrics = rollout(batch_of(["1+2="], more=["4+4=", "5+5="]))
     assert batch["total_reward"].tolist() == [3.0]
     assert batch["total_reward"].dtype == torch.float32
     assert metrics["mean_total_reward"] == 3.0
@@ -81,7 +59,7 @@ def test_rewards_accumulate_over_turns(rollout):
 def test_only_active_rows_are_generated(rollout):
     questions = batch_of(["1+2=", "3+4=", "5+6="])
     questions["extra_env_info"] = [{"more": []}, {"more": ["1+1="]}, {"more": ["2+2=", "3+3="]}]
-    batch, metrics = rollout(questions, Local(Arithmetic()))
+    batch, metrics = rollout(questions)
     assert [len(turn) for turn in prompts_by_turn(rollout.generator, 3)] == [3, 2, 1]
     assert batch["total_reward"].tolist() == [1.0, 2.0, 3.0]
     assert [metrics[f"turn_{n}/active_samples"] for n in (1, 2, 3)] == [3, 2, 1]
@@ -89,9 +67,7 @@ def test_only_active_rows_are_generated(rollout):
 
 
 def test_a_row_ends_at_the_maximum_of_turns(rollout):
-    batch, metrics = rollout(
-        batch_of(["1+2="], more=["1+1="] * 9), Local(Arithmetic()), max_rollout_turns=2
-    )
+    batch, metrics = rollout(batch_of(["1+2="], more=["1+1="] * 9), max_rollout_turns=2)
     roles = [turn["role"] for turn in batch["message_log"][0]]
     assert roles == ["user", "assistant", "environment", "assistant", "environment"]
     assert batch["truncated"].tolist() == [False]
@@ -99,12 +75,10 @@ def test_a_row_ends_at_the_maximum_of_turns(rollout):
     assert metrics["natural_termination_rate"] == 0.0
 
 
-@pytest.mark.parametrize(("room", "observed"), [(2, 2), (0, 0)])
+@pytest.mark.parametrize(("room", "observed"), [(5, 5), (2, 2), (0, 0)])
 def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(rollout, room, observed):
     length = len("1+2=3. So it is.")
-    batch, metrics = rollout(
-        batch_of(["1+2="], more=["4+4=", "5+5="]), Local(Arithmetic()), max_seq_len=length + room
-    )
+    batch, metrics = rollout(batch_of(["1+2="], more=["4+4=", "5+5="]), max_seq_len=length + room)
     log = batch["message_log"][0]
     assert len(log) == 3
     assert torch.equal(log[2]["token_ids"], tokens_of(" 4+4="[:observed]))
@@ -115,21 +89,12 @@ def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(rollout,
     assert metrics["max_turns_reached_rate"] == 0.0
 
 
-def test_an_observation_that_reaches_the_maximum_ends_the_row(rollout):
+def test_an_observation_that_leaves_space_for_one_token_does_not_end_the_row(rollout):
     length = len("1+2=3. So it is. 4+4=")
-    at_limit, metrics = rollout(
-        batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_seq_len=length
+    _, metrics = rollout(
+        batch_of(["1+2="], more=["4+4="]), max_seq_len=length + 1, max_rollout_turns=1
     )
-    below, below_metrics = rollout(
-        batch_of(["1+2="], more=["4+4="]),
-        Local(Arithmetic()),
-        max_seq_len=length + 1,
-        max_rollout_turns=1,
-    )
-    assert len(at_limit["message_log"][0]) == len(below["message_log"][0]) == 3
-    assert at_limit["truncated"].tolist() == below["truncated"].tolist() == [False]
-    assert metrics["sequence_full_rate"] == 1.0
-    assert below_metrics["sequence_full_rate"] == 0.0
+    assert metrics["sequence_full_rate"] == 0.0
 
 
 def test_an_observation_after_the_end_truncates_no_row(rollout):
@@ -143,7 +108,7 @@ def test_an_observation_after_the_end_truncates_no_row(rollout):
 
 
 def test_a_truncated_response_counts_in_a_terminated_row(rollout):
-    batch, metrics = rollout(batch_of(["1+2="]), Local(Arithmetic()), max_new_tokens=2)
+    batch, metrics = rollout(batch_of(["1+2="]), max_new_tokens=2)
     assert batch["truncated"].tolist() == [True]
     assert metrics["natural_termination_rate"] == 0.0
 
@@ -182,9 +147,7 @@ def test_a_tokenizer_that_adds_tokens_to_observations_is_refused(added):
 
 
 def test_truncated_response_marks_the_row_but_does_not_end_it(rollout):
-    batch, metrics = rollout(
-        batch_of(["1+2="], more=["4+4="]), Local(Arithmetic()), max_new_tokens=2
-    )
+    batch, metrics = rollout(batch_of(["1+2="], more=["4+4="]), max_new_tokens=2)
     assert batch["truncated"].tolist() == [True]
     assert batch["total_reward"].tolist() == [2.0]
     assert metrics["truncation_rate"] == 1.0
@@ -194,7 +157,6 @@ def test_truncated_response_marks_the_row_but_does_not_end_it(rollout):
 def test_stop_strings_are_per_row(rollout):
     batch, _ = rollout(
         batch_of(["1+2=", "3+4=", "5+6="], stop_strings=[["."], None, [" So"]]),
-        Local(Arithmetic()),
     )
     responses = [log[1]["content"] for log in batch["message_log"]]
     assert responses == ["3.", "7. So it is.", "11. So"]
@@ -203,7 +165,7 @@ def test_stop_strings_are_per_row(rollout):
 @pytest.mark.parametrize("stop_strings", ["END", b"END", ["END", 7], 7, ["END", ""]])
 def test_stop_strings_that_are_not_a_list_of_strings_are_refused_by_row(rollout, stop_strings):
     with pytest.raises(InvalidRequestError, match=r"stop_strings of row 1 are .*expected a list"):
-        rollout(batch_of(["1+2=", "3+4="], stop_strings=[["."], stop_strings]), Local(Arithmetic()))
+        rollout(batch_of(["1+2=", "3+4="], stop_strings=[["."], stop_strings]))
     assert rollout.generator.events == []
 
 
@@ -221,7 +183,7 @@ def test_next_stop_strings_replace_those_of_the_row(rollout):
 
 
 def test_no_next_stop_strings_leave_those_of_the_row(rollout):
-    batch, _ = rollout(batch_of(["1+2="], more=["4+4="], stop_strings=[["."]]), Local(Arithmetic()))
+    batch, _ = rollout(batch_of(["1+2="], more=["4+4="], stop_strings=[["."]]))
     assert [turn["content"] for turn in batch["message_log"][0][1::2]] == ["3.", "8."]
 
 
@@ -314,7 +276,7 @@ def test_rows_do_not_share_an_info_dict(rollout):
 def test_assistant_history_is_part_of_the_prompt(rollout):
     batch = batch_of(["0+0="])
     batch["message_log"] = [[turn("user", "7+7="), turn("assistant", "14."), turn("user", " 1+1=")]]
-    finished, _ = rollout(batch, Local(Arithmetic()))
+    finished, _ = rollout(batch)
     assert rollout.generator.seen[0]["prompts"] == ["7+7=14. 1+1="]
     assert "generation_logprobs" not in finished["message_log"][0][1]
 
@@ -322,12 +284,12 @@ def test_assistant_history_is_part_of_the_prompt(rollout):
 def test_a_turn_without_content_is_empty_text_to_the_environment(rollout):
     batch = batch_of(["1+2="])
     batch["message_log"][0].insert(0, {"role": "system", "token_ids": tokens_of("!")})
-    batch, _ = rollout(batch, Local(Arithmetic()))
+    batch, _ = rollout(batch)
     assert texts(batch["message_log"][0])[0] == ("system", "")
 
 
 def test_generation_gets_right_padded_prompts_with_lengths_and_greedy(rollout):
-    rollout(batch_of(["1+2=", "13+14="]), Local(Arithmetic()), greedy=True)
+    rollout(batch_of(["1+2=", "13+14="]), greedy=True)
     calls = rollout.generator.seen
     assert all(call["greedy"] is True for call in calls)
     for call in calls:
@@ -340,7 +302,7 @@ def test_generation_gets_the_media_of_the_turns(rollout):
     batch = batch_of(["1+2=", "3+4="])
     pixels = torch.arange(6.0).reshape(2, 3)
     batch["message_log"][0][0]["pixel_values"] = pixels
-    rollout(batch, Local(Arithmetic()))
+    rollout(batch)
     media = {
         prompt: value
         for call in rollout.generator.seen
@@ -355,7 +317,7 @@ def test_rows_of_a_group_share_equal_media(rollout):
     for log in batch["message_log"]:
         log[0]["pixel_values"] = torch.ones(2, 3)
     batch["message_log"][2][0]["pixel_values"] = torch.zeros(2, 3)
-    rollout(batch, Local(Arithmetic()), media_group_size=3)
+    rollout(batch, media_group_size=3)
     media = [value for call in rollout.generator.seen for value in call["pixel_values"]]
     assert len({id(value) for value in media}) == 2
 
@@ -371,14 +333,7 @@ def test_the_first_routing_of_a_turn_stays(run):
             output["routed_experts"] = torch.full((*output["output_ids"].shape, 2, 1), self.turns)
             return output
 
-    batch, _ = run(
-        Routed(),
-        batch_of(["1+2="], more=["4+4="]),
-        CharTokenizer(),
-        {"sum": Local(Arithmetic())},
-        max_seq_len=200,
-        max_rollout_turns=4,
-    )
+    batch, _ = roll_out(run, Routed(), batch_of(["1+2="], more=["4+4="]))
     turns = batch["message_log"][0]
     assert [int(turn["routed_experts"].max()) for turn in turns[:4]] == [1, 1, 2, 2]
     assert turns[1]["routed_experts"].shape == (len(turns[1]["token_ids"]), 2, 1)
@@ -389,30 +344,30 @@ def test_a_missing_column_is_named(rollout):
     batch = batch_of(["1+2="])
     del batch["extra_env_info"]
     with pytest.raises(MissingDataError, match="no 'extra_env_info'"):
-        rollout(batch, Local(Arithmetic()))
+        rollout(batch)
 
 
 def test_columns_of_different_lengths_are_refused(rollout):
     with pytest.raises(InvalidRequestError, match="1 message logs with 2 task names"):
-        rollout(batch_of(["1+2="]) | {"task_name": ["sum", "sum"]}, Local(Arithmetic()))
+        rollout(batch_of(["1+2="]) | {"task_name": ["sum", "sum"]})
 
 
 def test_a_turn_without_tokens_is_refused_by_its_place(rollout):
     batch = batch_of(["1+2="])
     batch["message_log"][0].append({"role": "user", "content": "hi"})
     with pytest.raises(MissingDataError, match="turn 1 of row 0 has no 'token_ids'"):
-        rollout(batch, Local(Arithmetic()))
+        rollout(batch)
 
 
 def test_no_turns_are_refused(rollout):
     with pytest.raises(InvalidRequestError, match="max_rollout_turns 0"):
-        rollout(batch_of(["1+2="]), Local(Arithmetic()), max_rollout_turns=0)
+        rollout(batch_of(["1+2="]), max_rollout_turns=0)
 
 
 def test_metrics_are_plain_numbers_about_the_batch(rollout):
     questions = batch_of(["1+2=", "3+4="])
     questions["extra_env_info"] = [{"more": []}, {"more": ["1+1="]}]
-    _, metrics = rollout(questions, Local(Arithmetic()))
+    _, metrics = rollout(questions)
     assert metrics == {
         "total_turns": 3,
         "avg_turns_per_sample": 1.5,

@@ -8,10 +8,10 @@ from rollout_doubles import (
     Adder,
     Arithmetic,
     AsyncAdder,
-    CharTokenizer,
     Local,
     Threaded,
     batch_of,
+    roll_out,
     texts,
 )
 
@@ -25,14 +25,8 @@ def test_asynchronous_form_returns_the_same_as_the_synchronous(kind):
             [f"{n}+{n * 3}=" for n in range(9)], stop_strings=[None, ["."], []] * 3
         )
         questions["extra_env_info"] = [{"more": [f"{n}+1="] * (n % 4)} for n in range(9)]
-        return form(
-            generator,
-            questions,
-            CharTokenizer(),
-            {"sum": kind(Arithmetic())},
-            max_seq_len=60,
-            max_rollout_turns=3,
-        )
+        env = kind(Arithmetic())
+        return roll_out(form, generator, questions, env, max_seq_len=60, max_rollout_turns=3)
 
     batch, metrics = run(run_multi_turn_rollout, Adder(max_new_tokens=11))
     other, other_metrics = run(run_async_multi_turn_rollout, AsyncAdder(max_new_tokens=11))
@@ -67,27 +61,14 @@ def test_async_rows_proceed_independently():
     generator = Gated()
     questions = batch_of(["1+2=", "3+4="])
     questions["extra_env_info"][1] = {"more": ["1+1="]}
-    run_async_multi_turn_rollout(
-        generator,
-        questions,
-        CharTokenizer(),
-        {"sum": Local(Arithmetic())},
-        max_seq_len=99,
-        max_rollout_turns=2,
-    )
+    roll_out(run_async_multi_turn_rollout, generator, questions)
     assert len(generator.seen) == 3
 
 
 def test_the_asynchronous_form_works_inside_a_running_loop():
     async def notebook():
-        return run_async_multi_turn_rollout(
-            AsyncAdder(),
-            batch_of(["1+2="]),
-            CharTokenizer(),
-            {"sum": Threaded(Arithmetic())},
-            max_seq_len=99,
-            max_rollout_turns=2,
-        )
+        env = Threaded(Arithmetic())
+        return roll_out(run_async_multi_turn_rollout, AsyncAdder(), batch_of(["1+2="]), env)
 
     batch, _ = asyncio.run(notebook())
     assert batch["total_reward"].tolist() == [1.0]
