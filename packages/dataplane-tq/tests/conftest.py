@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -28,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import forked  # needs the line above
 from directory_calls import Calls, until
+from queue_setup import CONFIG, local_ray
 
 from dataplane_core import ConfigError, PartitionSummary
-from dataplane_tq import TQDataPlaneClient, start_local_ray
+from dataplane_tq import TQDataPlaneClient
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Address, Link
 from dataplane_tq.packed.layout import FieldLayout
@@ -40,18 +40,6 @@ from dataplane_tq.packed.unit_wire import UnitAddress
 from dataplane_tq.storage import BACKENDS
 
 __all__ = ["lean_ray", "unforked_workers"]
-
-CONFIG = {
-    "enabled": True,
-    "impl": "transfer_queue",
-    "backend": "packed",
-    "storage_capacity": 100_000,
-    "num_storage_units": 2,
-    "claim_meta_poll_interval_s": 5.0,
-    "global_segment_size": 64 << 20,
-    "local_buffer_size": 16 << 20,
-    "ack_timeout_ms": 20_000,
-}
 
 
 def config_of(backend):
@@ -63,17 +51,8 @@ def config_of(backend):
 
 @pytest.fixture(scope="module")
 def cluster():
-    with tempfile.TemporaryDirectory(prefix="tq-") as folder:
-        start_local_ray(
-            num_cpus=4,
-            include_dashboard=False,
-            _temp_dir=folder,
-            namespace="dataplane-tq-tests",
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
+    with local_ray():
         yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -391,8 +370,7 @@ class SteppedStore(Calls):
         with self.link.session("get") as session:
             (part,) = session.ask(p.Read(partition, [sample_id], ["x"]), p.ReadAnswer).parts
             (block,) = part.blocks
-            row = int(np.frombuffer(part.rows, np.int64)[0]) if part.rows else 0
-            start = block.offset + row * _ROW
+            start = block.offset + int(part.locate()[1][0]) * _ROW
             values = set(self.unit.read([(start, start + _ROW)], _SOON_S).tolist())
             session.send(p.Unpin())
         return values

@@ -67,8 +67,8 @@ class Calls:
         return sum(unit.used for unit in self.ask(p.ListStorage(), list[StorageSummary]))
 
 
-def until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
+def until(condition, timeout_s=TIMEOUT_S):
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         threading.Event().wait(0.005)

@@ -18,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-import ray
 import torch
-from tensordict import TensorDict
+from directory_calls import until
+from queue_setup import batch, pid_of
 
 from dataplane_core import (
     ClosedError,
     ConfigError,
-    DataPlaneError,
     DeadlineExceededError,
     InMemoryDataPlaneClient,
     MissingDataError,
@@ -34,14 +33,6 @@ from dataplane_core import (
 from dataplane_tq import TQDataPlaneClient
 from dataplane_tq.directory import protocol as p  # noqa: TID251
 from dataplane_tq.directory import wire  # noqa: TID251
-
-
-def batch(count):
-    return TensorDict({"x": torch.ones(count, 4)}, batch_size=[count])
-
-
-def pid_of(actor):
-    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
 
 
 @pytest.fixture
@@ -104,7 +95,7 @@ def test_all_parts_of_a_local_ray_listen_on_loopback_only(owner, partition):
 
 def test_stopped_controller_fails_puts_but_not_reads(owner, partition, config, stop_process):
     config["ack_timeout_ms"] = 1500
-    pid = pid_of(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    pid = pid_of("TransferQueueController")
     ids = []
     with TQDataPlaneClient(config, bootstrap=False) as client:
         stop_process(pid)
@@ -130,7 +121,7 @@ def test_stopped_controller_fails_clears_but_not_gets_and_claims(
     owner, partition, config, stop_process
 ):
     config["ack_timeout_ms"] = 500
-    pid = pid_of(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    pid = pid_of("TransferQueueController")
     # Else the owner would still be reporting the fixture's put.
     futures.wait(owner._reporter._pending, timeout=20)
     with TQDataPlaneClient(config, bootstrap=False) as client:
@@ -213,9 +204,7 @@ def test_closing_a_client_ends_its_blocked_claims(owner, partition, config):
     client = TQDataPlaneClient(config, bootstrap=False)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.claim_meta, partition, "train", ["x"], 8, timeout_s=600)
-        while not client._link._open:
-            assert not waiting.done()
-            threading.Event().wait(0.01)
+        until(lambda: client._link._open)
         client.close()
         with pytest.raises(ClosedError, match="was closed"):
             waiting.result(20)
@@ -261,44 +250,6 @@ def test_torch_thread_count_of_the_caller_is_unchanged(owner, partition):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_reads_during_churn_never_return_another_samples_row(owner, partition, config):
-    """TransferQueue reuses row numbers as soon as rows are cleared, even during a read."""
-    stop = threading.Event()
-    config["ack_timeout_ms"] = 20_000
-
-    def churn():
-        with TQDataPlaneClient(config, bootstrap=False) as client:
-            serial = 0
-            while not stop.is_set():
-                serial += 1
-                names = [f"n{serial}-{i}" for i in range(3)]
-                fields = TensorDict({"x": torch.full((3, 4), float(serial))}, batch_size=[3])
-                client.put_samples(names, partition, fields)
-                client.clear_samples(names, partition)
-
-    with ThreadPoolExecutor(1) as pool:
-        churning = pool.submit(churn)
-        try:
-            seen = errors = 0
-            for serial in range(100):
-                value = -1.0 - serial
-                fields = TensorDict({"x": torch.full((1, 4), value)}, batch_size=[1])
-                owner.put_samples(["own"], partition, fields)
-                clearing = threading.Thread(target=owner.clear_samples, args=(["own"], partition))
-                clearing.start()
-                try:
-                    answer = owner.get_samples(["own"], partition, ["x"])["x"]
-                    assert answer.tolist() == [[value] * 4]
-                    seen += 1
-                except DataPlaneError:
-                    errors += 1
-                clearing.join(30)
-            assert seen + errors == 100
-        finally:
-            stop.set()
-            churning.result(30)
 
 
 @pytest.mark.parametrize("emptied_first", [True, False])

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from directory_calls import TIMEOUT_S, Calls, stop, until
 from hypothesis import example, given
@@ -268,9 +267,7 @@ def cells_of(served, name, ids):
     with served.link.session("read") as session:
         (part,) = session.ask(p.Read(name, ids, ["x"]), p.ReadAnswer).parts
         session.send(p.Unpin())
-    source = np.frombuffer(part.source, np.int32) if part.source else [0] * len(ids)
-    rows = np.frombuffer(part.rows, np.int64) if part.rows else range(len(ids))
-    return [(part.blocks[at].id, int(row)) for at, row in zip(source, rows, strict=True)]
+    return [(part.blocks[at].id, int(row)) for at, row in zip(*part.locate(), strict=True)]
 
 
 def test_put_waits_for_bytes_and_reports_the_free_ones(serve):

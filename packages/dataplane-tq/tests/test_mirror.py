@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import ray
 import torch
+from directory_calls import until
+from queue_setup import actor
 from tensordict import TensorDict
 
 from dataplane_core import ConfigError
@@ -58,10 +58,7 @@ def test_raw_clients_get_samples_of_the_configured_sampler(cluster, config):
             # None: not reported yet.
             return None if consumed is None else int((consumed == 0).sum())
 
-        deadline = time.monotonic() + 20
-        while unclaimed() != 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: unclaimed() == 4)
         rows = engine.run(
             "raw",
             engine.client.async_get_meta,
@@ -87,7 +84,7 @@ def test_without_the_mirror_transfer_queue_runs_separately(cluster, config):
     with TQDataPlaneClient({**config, "transfer_queue_mirror": False}) as client:
         put(client, "ab")
         with pytest.raises(ValueError, match="TransferQueueController"):
-            ray.get_actor("TransferQueueController", namespace="transfer_queue")
+            actor("TransferQueueController")
         assert listed() == {}
         assert client.get_samples(["b"], "train", ["x"])["x"].tolist() == [[1.0] * 4]
 

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 import uuid
 from pathlib import Path
 
 import pytest
 import ray
+from directory_calls import until
+from queue_setup import CONFIG
 from transfer_queue.controller import TransferQueueController
 
 from dataplane_core import ConfigError, UnavailableError
@@ -29,16 +29,6 @@ pytestmark = pytest.mark.slow
 
 DAEMONS = [name for name, kind in BACKENDS.items() if not kind.survivable]
 NAMESPACE = "transfer_queue"
-CONFIG = {
-    "enabled": True,
-    "impl": "transfer_queue",
-    "storage_capacity": 1000,
-    "num_storage_units": 1,
-    "claim_meta_poll_interval_s": 5.0,
-    "global_segment_size": 64 << 20,
-    "local_buffer_size": 16 << 20,
-    "ack_timeout_ms": 100,
-}
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +50,6 @@ def processes_of(actor):
     return pids, folder
 
 
-def wait_until(what, *, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, "the condition never held"
-        threading.Event().wait(0.02)
-
-
 def gone(pids, folder):
     """Return True if the processes and the folder are gone; a zombie counts as gone."""
     statuses = [Path(f"/proc/{pid}/stat") for pid in pids]
@@ -84,7 +67,7 @@ def test_stop_leaves_no_process_and_no_file(cluster, require_backend, name):
     mapped = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     assert not [line for line in mapped if "/dev/shm/" in line]
     backend.stop()
-    wait_until(lambda: gone(pids, folder), timeout_s=2)  # the kernel finishes the exit
+    until(lambda: gone(pids, folder), timeout_s=2)  # the kernel finishes the exit
 
 
 @pytest.fixture
@@ -93,7 +76,7 @@ def daemon(cluster):
     actor = ray.remote(DaemonActor).options(num_cpus=0.1).remote()
     started = actor.run.remote(["/bin/sleep", "600"], ready=lambda: True, timeout_s=30)
     ray.get(started, timeout=180)
-    wait_until(lambda: ray.get(actor.pids.remote(), timeout=180))
+    until(lambda: ray.get(actor.pids.remote(), timeout=180))
     yield actor
     ray.kill(actor)
 
@@ -103,8 +86,8 @@ def test_actor_ends_with_its_daemon(daemon, which):
     pids, folder = processes_of(daemon)
     os.kill(pids[which], signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
-        wait_until(lambda: ray.get(daemon.pids.remote(), timeout=180) is None)
-    wait_until(lambda: gone(pids, folder))
+        until(lambda: ray.get(daemon.pids.remote(), timeout=180) is None)
+    until(lambda: gone(pids, folder))
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "ray.kill"])
@@ -115,7 +98,7 @@ def test_daemon_ends_with_its_actor(daemon, how):
         os.kill(owner, signal.SIGKILL)
     else:
         ray.kill(daemon)
-    wait_until(lambda: gone(pids, folder))
+    until(lambda: gone(pids, folder))
 
 
 def test_daemon_ends_with_a_killed_driver(cluster):
@@ -145,7 +128,7 @@ def test_daemon_ends_with_a_killed_driver(cluster):
         assert len(pids) == 2
         assert folder.exists()
         driver.kill()
-    wait_until(lambda: gone(pids, folder))
+    until(lambda: gone(pids, folder))
 
 
 @pytest.mark.parametrize(
@@ -161,11 +144,11 @@ def test_failed_start_reports_the_last_output(command, timeout_s, message):
     with pytest.raises(UnavailableError, match=message) as error:
         owner.run(command, ready=lambda: False, timeout_s=timeout_s)
     assert "no port" in str(error.value)
-    wait_until(lambda: gone(owner.pids(), owner.folder), timeout_s=2)
+    until(lambda: gone(owner.pids(), owner.folder), timeout_s=2)
 
 
 def test_foreign_transfer_queue_is_refused(controller):
-    cfg = {**CONFIG, "backend": "packed"}
+    cfg = {**CONFIG, "ack_timeout_ms": 100}
     with pytest.raises(ConfigError, match=r"dataplane-tq did not start.*a separate Ray cluster"):
         TQDataPlaneClient(cfg)
     with pytest.raises(UnavailableError, match=r"dataplane-tq did not start.*cannot attach"):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
-import ray
 import torch
+from directory_calls import TIMEOUT_S, until
+from queue_setup import CONFIG, ask, batch, pid_of
 from tensordict import TensorDict
 
 from dataplane_core import (
@@ -26,24 +26,10 @@ from dataplane_core import (
 )
 from dataplane_tq import TQDataPlaneClient
 
-TIMEOUT_S = 20.0
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*nothing to clear:RuntimeWarning"),
 ]
-
-CONFIG = {
-    "enabled": True,
-    "impl": "transfer_queue",
-    "backend": "packed",
-    "storage_capacity": 8,
-    "num_storage_units": 2,
-    "claim_meta_poll_interval_s": 5.0,
-    "global_segment_size": 64 << 20,
-    "local_buffer_size": 0,
-    "ack_timeout_ms": 20_000,
-}
 
 
 @pytest.fixture(scope="module", params=["packed", "simple"])
@@ -53,7 +39,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def owner(cluster, backend):
-    with TQDataPlaneClient({**CONFIG, "backend": backend}) as client:
+    with TQDataPlaneClient({**CONFIG, "backend": backend, "storage_capacity": 8}) as client:
         yield client
 
 
@@ -90,26 +76,6 @@ def partition(register):
     return register()
 
 
-def batch(count, value=1.0, field="x"):
-    return TensorDict({field: torch.full((count, 4), value)}, batch_size=[count])
-
-
-def until(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        Event().wait(0.01)
-
-
-def actor(name):
-    return ray.get_actor(name, namespace="transfer_queue")
-
-
-def ask(name, function):
-    """Call a function with an actor's object, in the actor's process."""
-    return ray.get(actor(name).__ray_call__.remote(function), timeout=TIMEOUT_S)
-
-
 def known_to_transfer_queue(client, partition):
     engine = client._engine
     return engine.run("list", engine.client.async_kv_list, partition).get(partition, {})
@@ -143,7 +109,7 @@ def clear_with_a_stopped_unit(owner, hasty, backend, stop_process):
 
     def clear(partition, field):
         owner.put_samples(["a", "b", "c"], partition, batch(3, field=field))
-        pid = ask(UNITS[0], lambda unit: os.getpid())
+        pid = pid_of(UNITS[0])
         stop_process(pid)
         try:
             with pytest.raises(DeadlineExceededError) as caught:

@@ -38,7 +38,7 @@ def outcome(case):
 def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
     distribution = importlib.metadata.distribution("TransferQueue")
     folder = Path(str(distribution.locate_file("tests/e2e")))
-    report = tmp_path / "report.xml"
+    report, here = tmp_path / "report.xml", Path(__file__).parent
     run = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", *(str(folder / module) for module in MODULES)),
@@ -50,7 +50,7 @@ def test_storage_tests_of_transfer_queue_pass_on_packed(tmp_path, capsys):
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).parent / "upstream_suite"), LEAN_ENVIRONMENT["PYTHONPATH"]]
+                [str(here / "upstream_suite"), str(here), LEAN_ENVIRONMENT["PYTHONPATH"]]
             ),
             "PYTHONDONTWRITEBYTECODE": "1",  # not into the installed wheel
             "TQ_TEST_BACKEND": "PackedStorage",

@@ -6,13 +6,10 @@ The plugin only adds an entry there. Load it with ``-p packed_backend``.
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
-import ray
 from integration.lean_ray import lean_ray
+from queue_setup import local_ray
 
-from dataplane_tq import start_local_ray
 from dataplane_tq.storage import packed_bootstrap  # noqa: F401, TID251
 
 __all__ = ["lean_ray"]
@@ -41,13 +38,5 @@ def start_ray():
 
     The tests would start it with as many CPUs as the machine has.
     """
-    with tempfile.TemporaryDirectory(prefix="tq-") as folder:
-        start_local_ray(
-            num_cpus=4,
-            include_dashboard=False,
-            _temp_dir=folder,
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
+    with local_ray():
         yield
-        ray.shutdown()
