@@ -29,7 +29,7 @@ from refit_mx.listening.threaded import Connection, ThreadedListener
 _MAX_CONNECTIONS = 32
 _CONNECTIONS_SHARE = 0.05
 """Fraction of this process's file descriptors that connections may use."""
-_REQUEST_S = 5.0
+REQUEST_S = 5.0
 _NO_SERVER: Any = None  # requests are answered without one
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0)
 
@@ -64,40 +64,22 @@ class Metrics:
         """Add metrics of what the control plane holds, read at each request."""
         self._registry.register(_Holdings(plane))
 
-    def serve(self, host: str, port: int) -> MetricsServer:
-        """Serve ``GET /metrics``.
+    def serve(self, host: str, port: int) -> ThreadedListener:
+        """Serve ``GET /metrics`` until the listener is closed; port 0 picks a free one.
 
         Raises:
             OSError: the server cannot listen on the address.
         """
-        return MetricsServer(host, port, self._registry)
-
-
-class MetricsServer:
-    """HTTP server of the metrics.
-
-    Args:
-        host: host to listen on.
-        port: port to listen on; 0 picks a free one.
-        registry: registry with the metrics.
-    """
-
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
-        self._listener = ThreadedListener(
+        return ThreadedListener(
             "metrics",
             host,
             port,
-            serve=partial(_answer, registry),
+            serve=partial(_answer, self._registry),
             refusal=b"HTTP/1.0 503 Service Unavailable\r\n\r\n",
             max_connections=_MAX_CONNECTIONS,
             share=_CONNECTIONS_SHARE,
-            handshake_timeout_s=_REQUEST_S,
+            handshake_timeout_s=REQUEST_S,
         )
-        self.port = self._listener.port
-
-    def close(self) -> None:
-        """Stop the server."""
-        self._listener.close(_REQUEST_S)
 
 
 def _answer(registry: CollectorRegistry, connection: Connection) -> None:

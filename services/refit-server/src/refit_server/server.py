@@ -23,9 +23,10 @@ from refit_mx.control.plane import ControlPlane
 from refit_mx.control.servicer import add_servicers
 from refit_mx.listening.grpc_server import server_options
 from refit_mx.listening.peers import PeerLog
+from refit_mx.listening.threaded import ThreadedListener
 from refit_server.address import Address
 from refit_server.interceptors import RequestGuard, TokenInterceptor
-from refit_server.metrics import Metrics, MetricsServer
+from refit_server.metrics import REQUEST_S, Metrics
 from refit_server.tls import TlsFiles
 
 SERVICES = ("", "model_express.refit.RefitService", "model_express.p2p.P2pService")
@@ -117,13 +118,13 @@ async def serve(
     bound = _bind(server, address, credentials)
     store = MemoryStore() if state is None else SqliteStore(state)
     plane = ControlPlane(store, limits=limits, restart_grace_s=restart_grace_s)
-    metrics_server: MetricsServer | None = None
+    metrics_listener: ThreadedListener | None = None
     try:
         collected = Metrics()
         collected.watch(plane)
         if metrics is not None:
-            metrics_server = _serve_metrics(collected, *metrics)
-            on_metrics(f"http://{Address(metrics[0], metrics_server.port)}/metrics")
+            metrics_listener = _serve_metrics(collected, *metrics)
+            on_metrics(f"http://{Address(metrics[0], metrics_listener.port)}/metrics")
         add_servicers(server, plane, collected.observe)
         await server.start()
         for name in SERVICES:
@@ -132,8 +133,8 @@ async def serve(
         await _until_stop(stop, plane)
         await _stop(server, servicer, loop.time() + grace_s)
     finally:
-        if metrics_server is not None:
-            metrics_server.close()
+        if metrics_listener is not None:
+            metrics_listener.close(REQUEST_S)
         plane.close()
     if plane.failed is not None:
         raise StateError(f"the state cannot be stored: {plane.failed}")
@@ -165,7 +166,7 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _serve_metrics(metrics: Metrics, host: str, port: int) -> MetricsServer:
+def _serve_metrics(metrics: Metrics, host: str, port: int) -> ThreadedListener:
     try:
         return metrics.serve(host, port)
     except OSError as error:
