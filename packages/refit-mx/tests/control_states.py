@@ -48,7 +48,7 @@ def refused(code, call, match=None):
 
 def reload(records, *, now_ms, grace_s, limits=None):
     state = ControlState(limits or Limits(retention=0))
-    state.load(copy.deepcopy(records), now_ms=now_ms, grace_s=grace_s)
+    state.expiry.load(copy.deepcopy(records), now_ms=now_ms, grace_s=grace_s)
     return state
 
 

@@ -74,7 +74,7 @@ def test_timed_out_wait_names_the_missing_slots(client):
     client.register_worker("w", TRAINER, "m", ttl_s=60)
     uid = client.create_version("m", slots, idempotency_key="k").version_id
     client.create_shard(shard(uid, "fsdp-0"))
-    with pytest.raises(RefitTimeoutError, match=r"7 of 8 slots .*: fsdp-1, fsdp-2"):
+    with pytest.raises(RefitTimeoutError, match=r"7 of 8 slots .*: 'fsdp-1', 'fsdp-2'"):
         client.wait_ready(uid, Deadline(0.2, "v"))
     with pytest.raises(VersionNotFoundError):
         client.wait_ready("x", Deadline(5, "v"))

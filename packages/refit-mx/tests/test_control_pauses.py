@@ -30,10 +30,10 @@ GRACE_S = 5.0
 def test_live_records_get_time_to_renew_after_a_pause(state):
     version = publish(state, ttl_s=10)
     state.register_lease(version.uid, "g", ttl_s=4, now_ms=0)
-    state.extend_grace(3_000, now_ms=1_000_000, grace_s=GRACE_S)
-    state.expire(now_ms=1_003_999)
+    state.expiry.extend_grace(3_000, 1_000_000, grace_s=GRACE_S)
+    state.expiry.expire_until(1_003_999)
     assert state.ledger.leases[version.uid]
-    state.expire(now_ms=1_004_000)
+    state.expiry.expire_until(1_004_000)
     assert not state.ledger.leases[version.uid]
     # The worker had seven seconds left, more than the grace period.
     assert state.get_version(version.uid, now_ms=1_006_999).state is READY
@@ -46,7 +46,7 @@ def test_dead_worker_gets_no_grace_after_a_pause(state):
         state.register_worker(worker, TRAINER, "m", ttl_s=ttl_s, now_ms=0)
         state.create_shard(shard(version, worker=worker), now_ms=0)
     state.mark_stale("stale", now_ms=0)
-    state.extend_grace(1_000, now_ms=1_000_000, grace_s=GRACE_S)
+    state.expiry.extend_grace(1_000, 1_000_000, grace_s=GRACE_S)
     shards = state.list_shards(version.uid, now_ms=1_000_000)
     assert [each.worker_id for each in shards] == ["w"]
 
@@ -58,7 +58,7 @@ def test_repeated_pauses_keep_no_dead_worker_alive(state):
         # Two seconds of every ten.
         ran_ms += 2_000
         now_ms += 2_000
-        state.extend_grace(now_ms, now_ms=now_ms + 8_000, grace_s=GRACE_S)
+        state.expiry.extend_grace(now_ms, now_ms + 8_000, grace_s=GRACE_S)
         now_ms += 8_000
         assert ran_ms <= 20_000
 
@@ -66,9 +66,9 @@ def test_repeated_pauses_keep_no_dead_worker_alive(state):
 def test_changes_of_a_pause_are_stored(state):
     version = publish(state, ttl_s=10)
     state.register_lease(version.uid, "g", ttl_s=4, now_ms=0)
-    state.take_changes()
-    state.extend_grace(1_000, now_ms=9_000, grace_s=GRACE_S)
-    assert {kind for kind, _ in state.take_changes()} == {"worker", "lease"}
+    state.ledger.take_changes()
+    state.expiry.extend_grace(1_000, 9_000, grace_s=GRACE_S)
+    assert {kind for kind, _ in state.ledger.take_changes()} == {"worker", "lease"}
 
 
 @given(
@@ -82,9 +82,9 @@ def test_no_pause_expires_a_worker_that_renews_in_time(beats, grace_s):
     now_ms = end_ms = 0
     for ran_ms, paused_ms in beats:
         now_ms += ran_ms
-        state.extend_grace(now_ms, now_ms=now_ms + paused_ms, grace_s=grace_s)
+        state.expiry.extend_grace(now_ms, now_ms + paused_ms, grace_s=grace_s)
         now_ms += paused_ms
-        state.expire(now_ms=now_ms)
+        state.expiry.expire_until(now_ms)
         leases = state.ledger.leases[version.uid]
         # No pause shortens a lease or a registration.
         assert all(record.expires_at_ms >= end_ms for record in (leases["g"], worker_of(state)))

@@ -31,7 +31,7 @@ def test_live_records_get_time_to_renew_after_a_restart(state):
     after = reload(records_of(state), now_ms=1_000_000, grace_s=5)
     assert after.get_version(version.uid, now_ms=1_003_999).state is READY
     assert after.ledger.leases[version.uid]
-    after.expire(now_ms=1_004_000)
+    after.expiry.expire_until(1_004_000)
     assert not after.ledger.leases[version.uid]
     assert after.get_version(version.uid, now_ms=1_004_999).state is READY
     assert after.get_version(version.uid, now_ms=1_005_000).state is RELEASING
@@ -48,7 +48,7 @@ def test_worker_that_expired_before_the_restart_gets_no_grace(state):
     version = publish(state, ttl_s=10)
     state.register_worker("v", TRAINER, "m", ttl_s=60, now_ms=0)
     state.create_shard(shard(version, worker="v"), now_ms=0)
-    state.expire(now_ms=10_000)
+    state.expiry.expire_until(10_000)
     after = reload(records_of(state), now_ms=10_001, grace_s=100)
     assert [each.worker_id for each in after.list_shards(version.uid, now_ms=10_001)] == ["v"]
 
@@ -105,7 +105,7 @@ class Walk(RuleBasedStateMachine):
         except Refusal:
             return None
         finally:
-            for (kind, key), record in self.state.take_changes().items():
+            for (kind, key), record in self.state.ledger.take_changes().items():
                 if record is None:
                     # A deleted record may already be missing from the store.
                     self.kept.pop((kind, key), None)
@@ -116,7 +116,7 @@ class Walk(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now_ms += int(seconds * 1000)
         self.leases = {key: end for key, end in self.leases.items() if end > self.now_ms}
-        self.do(self.state.expire)
+        self.do(self.state.expiry.expire_until)
 
     @rule(uid=st.sampled_from(UIDS), slots=st.sampled_from([("a",), ("b",), ("a", "b")]))
     def create_version(self, uid, slots):
@@ -208,11 +208,11 @@ class Walk(RuleBasedStateMachine):
         ]
         before = sorted(map(repr, records_of(self.state)))
         again = ControlState(self.limits)
-        again.load(records, now_ms=self.now_ms, grace_s=0.0)
+        again.expiry.load(records, now_ms=self.now_ms, grace_s=0.0)
         # The store has all records, and loading them restores the same state.
         assert sorted(map(repr, records_of(again))) == before
         self.state = again
-        self.state.take_changes()
+        self.state.ledger.take_changes()
         self.versions = {uid: again.ledger.versions.get(uid) for uid in self.versions}
 
     @invariant()

@@ -185,11 +185,11 @@ def test_shard_of_a_dead_worker_is_dropped_with_its_last_lease():
     state = ControlState(Limits(retention=0, forget_after_s=100))
     version = publish(state, ttl_s=1)
     lease = state.register_lease(version.uid, "g", ttl_s=60, now_ms=0)
-    state.expire(now_ms=2_000)
+    state.expiry.expire_until(2_000)
     assert state.ledger.shards[version.uid]
     state.delete_lease(version.uid, lease.lease_id, "g", now_ms=3_000)
     assert not state.ledger.shards[version.uid]
-    state.expire(now_ms=102_000)
+    state.expiry.expire_until(102_000)
     assert version.uid not in state.ledger.versions
 
 
@@ -228,7 +228,7 @@ def test_released_version_is_forgotten_after_a_while():
     state.register_lease(version.uid, "g", ttl_s=500, now_ms=0)
     state.delete_version(version.uid, now_ms=0)
     state.get_version(version.uid, now_ms=200_000)
-    assert state.take_changes()["version", (version.uid,)] is not None
+    assert state.ledger.take_changes()["version", (version.uid,)] is not None
     state.get_version(version.uid, now_ms=500_000)
     assert state.delete_shard(version.uid, "a", "w", now_ms=500_000)
     refused(Code.NOT_FOUND, lambda: state.get_version(version.uid, now_ms=500_000))
@@ -257,9 +257,9 @@ def test_number_of_released_versions_is_bounded():
 def test_dead_worker_is_forgotten_after_a_while():
     state = ControlState(Limits(forget_after_s=100))
     state.register_worker("w", TRAINER, "m", ttl_s=1, now_ms=0)
-    state.expire(now_ms=100_999)
+    state.expiry.expire_until(100_999)
     assert "w" in state.ledger.workers
-    state.expire(now_ms=101_000)
+    state.expiry.expire_until(101_000)
     assert "w" not in state.ledger.workers
 
 
@@ -269,12 +269,12 @@ def test_unfilled_version_is_released_in_the_end():
     empty = state.create_version(body("1"), now_ms=0)
     half = state.create_version(body("2", ("a", "b")), now_ms=0)
     state.create_shard(shard(half), now_ms=0)
-    state.expire(now_ms=100_000)
+    state.expiry.expire_until(100_000)
     assert (empty.state, half.state) == (RELEASING, STAGING)
     assert empty.reason == "it was abandoned while STAGING"
-    state.expire(now_ms=149_999)
+    state.expiry.expire_until(149_999)
     assert half.state is STAGING
-    state.expire(now_ms=150_000)
+    state.expiry.expire_until(150_000)
     assert half.state is RELEASING
 
 
@@ -284,7 +284,7 @@ def test_overdue_version_is_abandoned_when_its_last_worker_ends():
     state.register_worker("w", TRAINER, "m", ttl_s=1_000, now_ms=0)
     half = state.create_version(body("1", ("a", "b")), now_ms=0)
     state.create_shard(shard(half), now_ms=0)
-    state.expire(now_ms=150_000)
+    state.expiry.expire_until(150_000)
     state.mark_stale("w", now_ms=150_000)
     assert (half.state, state.ledger.shards[half.uid]) == (RELEASING, {})
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from refit_mx.control.connection import Connection, PreconditionError
 from refit_mx.control.leases import VersionLease
+from refit_mx.control.ledger import list_names
 from refit_mx.control.protocol import (
     Message,
     p2p_pb2,
@@ -197,12 +198,7 @@ class ControlClient:
         Raises:
             ControlError: the id belongs to another worker, or the worker is STALE.
         """
-        request = refit_pb2.RegisterWorkerRequest(
-            worker=refit_pb2.WorkerRegistration(
-                worker_id=worker_id, role=int(role), model_name=model_name
-            ),
-            ttl_seconds=math.ceil(ttl_s),
-        )
+        request = _registration(worker_id, role, model_name, math.ceil(ttl_s))
         answer = self._call(self._refit.RegisterWorker, request)
         return int(answer.worker.expires_at_unix_ms)
 
@@ -228,16 +224,8 @@ class ControlClient:
             raise
         except ControlError:
             pass  # the server does not know the source, or lacks the service
-        self._call(
-            self._refit.RegisterWorker,
-            refit_pb2.RegisterWorkerRequest(
-                worker=refit_pb2.WorkerRegistration(
-                    worker_id=worker_id, role=int(role), model_name=model_name
-                ),
-                ttl_seconds=_STALE_TTL_S,
-            ),
-            timeout_s=timeout_s,
-        )
+        request = _registration(worker_id, role, model_name, _STALE_TTL_S)
+        self._call(self._refit.RegisterWorker, request, timeout_s=timeout_s)
 
     # Shards
 
@@ -382,20 +370,24 @@ class ControlClient:
         except (ControlError, RefitTimeoutError) as error:
             return f"the control plane at {self.address} does not answer: {error}"
         missing = [slot for slot in version.expected_source_slots if slot not in covered]
-        shown = ", ".join(missing[:5]) + (" and more" if len(missing) > 5 else "")
         return (
             f"version {version_id!r} is {version.state.name}, {len(missing)} of "
-            f"{len(version.expected_source_slots)} slots have no live shard: {shown}"
+            f"{len(version.expected_source_slots)} slots have no live shard: {list_names(missing)}"
         )
 
     def _call(
-        self,
-        method: Callable[..., Message],
-        request: Message,
-        *,
-        timeout_s: float | None = None,
+        self, method: Callable[..., Message], request: Message, *, timeout_s: float | None = None
     ) -> Message:
         return self._connection.call(method, request, timeout_s=timeout_s or self.rpc_timeout_s)
+
+
+def _registration(worker_id: str, role: WorkerRole, model_name: str, ttl_s: int) -> Message:
+    return refit_pb2.RegisterWorkerRequest(
+        worker=refit_pb2.WorkerRegistration(
+            worker_id=worker_id, role=int(role), model_name=model_name
+        ),
+        ttl_seconds=ttl_s,
+    )
 
 
 def _version(message: Message) -> VersionInfo:

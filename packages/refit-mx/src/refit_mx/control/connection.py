@@ -49,15 +49,7 @@ class PreconditionError(ControlError):
 class Connection:
     """A channel that connects on the first call, and again after a failure.
 
-    Args:
-        address: HOST:PORT.
-        tls_ca: PEM file of the certificates to trust; None connects without TLS.
-        tls_name: expected name in the server's certificate; None for the host of ``address``.
-        token: sent as ``authorization: Bearer``; without TLS only to a loopback address.
-
-    Raises:
-        RefitConfigError: the address is empty, a token would be sent unencrypted or has characters
-            that cannot be sent, or the certificates cannot be read.
+    Arguments and errors are those of `refit_mx.control.client.ControlClient`.
     """
 
     def __init__(
@@ -65,7 +57,7 @@ class Connection:
         address: str,
         *,
         tls_ca: Path | str | None,
-        tls_name: str | None = None,
+        tls_name: str | None,
         token: str | None,
     ) -> None:
         if not address:

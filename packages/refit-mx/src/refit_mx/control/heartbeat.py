@@ -64,16 +64,12 @@ class Heartbeat:
         self._model_name = model_name
         self._ttl_s = ttl_s
         self._pid = os.getpid()
-        self._error: RefitError | None = None
-        self._refused = False
         self._signalled = False
-        sent_at = time.monotonic()
         try:
-            self._client.register_worker(worker_id, role, model_name, ttl_s=ttl_s)
+            self.renew()
         except BaseException:  # disconnect also on an interrupt
             self._client.close()
             raise
-        self._until = sent_at + ttl_s
         # A renewal that hangs must leave time for another one before the worker expires.
         self._client.rpc_timeout_s = min(self._client.rpc_timeout_s, ttl_s / 3)
         self._wake, self._woken = socket.socketpair()
@@ -119,7 +115,7 @@ class Heartbeat:
                 self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
             )
         except RefitError as error:
-            self._error = error
+            self._error: RefitError | None = error
             self._refused = isinstance(error, ControlError) and not isinstance(
                 error, ControlUnavailableError
             )

@@ -12,8 +12,6 @@ from refit_mx.errors import (
     ControlUnavailableError,
     LeaseLostError,
     RefitTimeoutError,
-    VersionNotFoundError,
-    VersionNotReadyError,
 )
 
 
@@ -123,7 +121,7 @@ class VersionLease:
             except (ControlUnavailableError, RefitTimeoutError):
                 pause_s = min(self._ttl_s / 10, 1.0)  # retry soon, while the lease lasts
                 continue
-            except (VersionNotFoundError, VersionNotReadyError, ControlError) as error:
+            except ControlError as error:
                 self._lost = f"lease on version {self.version_id!r} was lost: {error}"
                 return
             if lease_id != self.lease_id:

@@ -75,7 +75,9 @@ class ControlPlane:
         self._seen_ms = self._clock()
         self.sources = SourceTable()
         try:
-            self._state.load(self._store.load(), now_ms=self._seen_ms, grace_s=restart_grace_s)
+            self._state.expiry.load(
+                self._store.load(), now_ms=self._seen_ms, grace_s=restart_grace_s
+            )
             self._wait(self._store_changes())
         except BaseException:  # close the file also on an interrupt
             self._store.close()
@@ -118,7 +120,7 @@ class ControlPlane:
         """
 
         def count(state: ControlState, now_ms: int) -> Counts:
-            state.expire(now_ms=now_ms)
+            state.expiry.expire_until(now_ms)
             ledger = state.ledger
             by_state = Counter(version.state for version in ledger.versions.values())
             live = (each for each in ledger.workers.values() if each.is_live(now_ms))
@@ -147,7 +149,7 @@ class ControlPlane:
         """Return the time. After a pause, first extend the records that were live before it."""
         since_ms, self._seen_ms = self._seen_ms, self._clock()
         if self._seen_ms - since_ms > _PAUSE_MS:
-            self._state.extend_grace(since_ms, now_ms=self._seen_ms, grace_s=self._grace_s)
+            self._state.expiry.extend_grace(since_ms, self._seen_ms, grace_s=self._grace_s)
             self.sources.extend_grace(since_ms, self._seen_ms)
         return self._seen_ms
 
@@ -156,7 +158,7 @@ class ControlPlane:
             raise Refusal(Code.UNAVAILABLE, f"the state cannot be stored: {self._failed}")
 
     def _store_changes(self) -> Future[None] | None:
-        changes = self._state.take_changes()
+        changes = self._state.ledger.take_changes()
         return self._store.write(changes) if changes else None
 
     def _wait(self, stored: Future[None] | None) -> None:
@@ -175,7 +177,7 @@ class ControlPlane:
     def _sweep(self) -> None:
         while not self._closed.wait(_SWEEP_S):
             try:
-                self.call(lambda state, now_ms: state.expire(now_ms=now_ms))
+                self.call(lambda state, now_ms: state.expiry.expire_until(now_ms))
             except Refusal:
                 return
 

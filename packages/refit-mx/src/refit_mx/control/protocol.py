@@ -18,6 +18,8 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from refit_mx.control.records import (
     Code,
     ObjectStorage,
@@ -192,15 +194,7 @@ def shard_of(message: Message) -> Shard:
 
 def shard_message(shard: Shard) -> Message:
     """Return the ``WeightVersionShard`` message of a record."""
-    return refit_pb2.WeightVersionShard(
-        version_id=shard.version_id,
-        source_slot_id=shard.source_slot_id,
-        worker_id=shard.worker_id,
-        tensor_count=shard.tensor_count,
-        total_bytes=shard.total_bytes,
-        manifest_digest=shard.manifest_digest,
-        manifest_endpoint=shard.manifest_endpoint,
-    )
+    return refit_pb2.WeightVersionShard(**msgspec.structs.asdict(shard))
 
 
 _lock = threading.Lock()

@@ -145,7 +145,7 @@ class Worker(msgspec.Struct):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One worker's part of a version.
+    """One worker's part of a version; its fields are those of the message `WeightVersionShard`.
 
     Attributes:
         version_id: the version.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -39,11 +39,8 @@ from refit_mx.control.state import ControlState
 Abort = Any  # grpc's context has no types
 
 
-class CallObserver(Protocol):
-    """Callback for each call that was answered."""
-
-    def __call__(self, method: str, code: str, seconds: float) -> None:
-        """Record a call: its method, the name of its status code, and its duration."""
+CallObserver = Callable[[str, str, float], None]
+"""Callback for each answered call: its method, the name of its status code, and its duration."""
 
 
 def ignore_call(method: str, code: str, seconds: float) -> None:

@@ -2,8 +2,8 @@
 
 Time is an argument of every call, in milliseconds of Unix time, and must not go back. Each call
 first expires what is due, so a result never depends on when a sweep last ran. The changes of each
-call are collected for the store (`ControlState.take_changes`). A refused call changes
-nothing, except that it expires what is due.
+call are collected for the store (`Ledger.take_changes`). A refused call changes nothing, except
+that it expires what is due.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable
 
 from refit_mx.control.expiry import Expiry
-from refit_mx.control.ledger import Changes, Ledger, Record, list_names
+from refit_mx.control.ledger import Ledger, list_names
 from refit_mx.control.limits import Limits
 from refit_mx.control.records import (
     Code,
@@ -39,23 +38,7 @@ class ControlState:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.ledger = Ledger()
-        self._expiry = Expiry(self.ledger, self.limits)
-
-    def load(self, records: Iterable[Record], *, now_ms: int, grace_s: float) -> None:
-        """Load the records of a store; see `Expiry.load`."""
-        self._expiry.load(records, now_ms=now_ms, grace_s=grace_s)
-
-    def extend_grace(self, since_ms: int, *, now_ms: int, grace_s: float) -> None:
-        """Extend live records by the length of a server pause; see `Expiry.extend_grace`."""
-        self._expiry.extend_grace(since_ms, now_ms, grace_s=grace_s)
-
-    def take_changes(self) -> Changes:
-        """Return the changes since the last call; see `Ledger.take_changes`."""
-        return self.ledger.take_changes()
-
-    def expire(self, *, now_ms: int) -> None:
-        """Expire the records that are due by ``now_ms``."""
-        self._expiry.expire_until(now_ms)
+        self.expiry = Expiry(self.ledger, self.limits)
 
     # Versions
 
@@ -67,7 +50,7 @@ class ControlState:
                 key or the uid belongs to another version; RESOURCE_EXHAUSTED beyond
                 `Limits.max_versions`.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         _check_body(body)
         known = self.ledger.by_idempotency.get((body.model_name, body.idempotency_key))
         if known is not None:
@@ -95,7 +78,7 @@ class ControlState:
             created_at_ms=now_ms,
         )
         self.ledger.put(version)
-        self._expiry.start_limit(version)
+        self.expiry.start_limit(version)
         return version
 
     def get_version(self, uid: str, *, now_ms: int) -> Version:
@@ -104,7 +87,7 @@ class ControlState:
         Raises:
             Refusal: NOT_FOUND for an unknown version.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         return self._version(uid)
 
     def update_version_state(self, uid: str, state: VersionState, *, now_ms: int) -> Version:
@@ -113,10 +96,10 @@ class ControlState:
         Raises:
             Refusal: NOT_FOUND; FAILED_PRECONDITION for a move back, or while slots are missing.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         version = self._version(uid)
         if state is VersionState.RELEASING:
-            self._expiry.release(version, "a client released it", now_ms)
+            self.expiry.release(version, "a client released it", now_ms)
         elif state < version.state:
             raise Refusal(
                 Code.FAILED_PRECONDITION,
@@ -131,7 +114,7 @@ class ControlState:
                     f"{len(version.body.expected_source_slots)} slots have no live shard: "
                     f"{list_names(missing)}",
                 )
-            self._expiry.make_ready(version, now_ms)
+            self.expiry.make_ready(version, now_ms)
         return version
 
     def delete_version(self, uid: str, *, now_ms: int) -> Version:
@@ -156,7 +139,7 @@ class ControlState:
             Refusal: ALREADY_EXISTS for an id with another role or model; FAILED_PRECONDITION for a
                 STALE worker; INVALID_ARGUMENT; RESOURCE_EXHAUSTED.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         ttl_ms = self._ttl_ms(ttl_s, f"worker {worker_id!r}")
         worker = self.ledger.workers.get(worker_id)
         returned = False
@@ -183,7 +166,7 @@ class ControlState:
             worker.ttl_ms, worker.expires_at_ms = ttl_ms, now_ms + ttl_ms
             returned, worker.expired = worker.expired, False
         self.ledger.put(worker)
-        self._expiry.worker_registered(worker, now_ms, returned=returned)
+        self.expiry.worker_registered(worker, now_ms, returned=returned)
         return worker
 
     def mark_stale(self, worker_id: str, *, now_ms: int) -> Worker:
@@ -192,7 +175,7 @@ class ControlState:
         Raises:
             Refusal: NOT_FOUND for an unknown worker.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         worker = self.ledger.workers.get(worker_id)
         if worker is None:
             raise Refusal(Code.NOT_FOUND, f"worker {worker_id!r} is not registered")
@@ -200,7 +183,7 @@ class ControlState:
             worker.stale = True
             worker.expires_at_ms = min(worker.expires_at_ms, now_ms)
             self.ledger.put(worker)
-            self._expiry.worker_ended(worker, now_ms)
+            self.expiry.worker_ended(worker, now_ms)
         return worker
 
     # Shards
@@ -214,7 +197,7 @@ class ControlState:
                 that is not live or of another model; ALREADY_EXISTS if the worker published a
                 different shard there; RESOURCE_EXHAUSTED.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         version = self._version(shard.version_id)
         if shard.source_slot_id not in version.body.expected_source_slots:
             raise Refusal(
@@ -246,7 +229,7 @@ class ControlState:
                 "the limit",
             )
         self.ledger.put(shard)
-        self._expiry.live_shards_changed(version, now_ms)
+        self.expiry.live_shards_changed(version, now_ms)
         return shard, version
 
     def list_shards(self, version_id: str, *, now_ms: int) -> list[Shard]:
@@ -255,7 +238,7 @@ class ControlState:
         Raises:
             Refusal: NOT_FOUND for an unknown version.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         self._version(version_id)
 
         def last_seen_ms(worker_id: str) -> int:
@@ -280,7 +263,7 @@ class ControlState:
         Raises:
             Refusal: NOT_FOUND; FAILED_PRECONDITION unless the version is RELEASING and not leased.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         version = self._version(version_id)
         shard = self.ledger.shards.get(version_id, {}).get((version_id, source_slot_id, worker_id))
         if shard is None:
@@ -297,7 +280,7 @@ class ControlState:
                 f"version {version_id!r} is leased by {list_names(holders)}; retry when no lease "
                 "remains",
             )
-        self._expiry.drop_shard(shard, now_ms)
+        self.expiry.drop_shard(shard, now_ms)
         return True
 
     # Leases
@@ -311,7 +294,7 @@ class ControlState:
             Refusal: NOT_FOUND; FAILED_PRECONDITION unless the version is READY, or is RELEASING and
                 the worker already holds a lease; INVALID_ARGUMENT; RESOURCE_EXHAUSTED.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         ttl_ms = self._ttl_ms(ttl_s, f"lease of {worker_id!r} on version {version_id!r}")
         version = self._version(version_id)
         lease = self.ledger.leases.get(version_id, {}).get(worker_id)
@@ -343,11 +326,11 @@ class ControlState:
         Returns:
             Whether the lease existed.
         """
-        self._expiry.expire_until(now_ms)
+        self.expiry.expire_until(now_ms)
         lease = self.ledger.leases.get(version_id, {}).get(worker_id)
         if lease is None or lease.lease_id != lease_id:
             return False
-        self._expiry.end_lease(lease, now_ms)
+        self.expiry.end_lease(lease, now_ms)
         return True
 
     def _version(self, uid: str) -> Version:
