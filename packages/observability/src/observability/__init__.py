@@ -15,7 +15,7 @@ from observability.middleware.metrics import MetricsDataPlaneClient
 from observability.middleware.observed_client import ObservedClient
 from observability.middleware.operation import Observer, Operation
 from observability.middleware.tracing import TracingDataPlaneClient
-from observability.middleware.waits import Wait, waits
+from observability.middleware.waits import PendingCall, waits
 from observability.runs import record_run
 from observability.samples import record_sample_text, record_samples
 from observability.setup import setup
@@ -29,9 +29,9 @@ __all__ = [
     "ObservedClient",
     "Observer",
     "Operation",
+    "PendingCall",
     "TracedHandle",
     "TracingDataPlaneClient",
-    "Wait",
     "attached",
     "emit",
     "extract",

@@ -22,7 +22,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from dataplane_core import PartitionSummary
     from observability.records import Process, Records
-    from observability.views import LineageEvent, Step, Wait
+    from observability.views import LineageEvent, OpenWait, Step
 
 EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for wrong usage."
 
@@ -277,7 +277,7 @@ def _process_json(process: Process) -> dict[str, Any]:
     }
 
 
-def _wait_json(wait: Wait) -> dict[str, Any]:
+def _wait_json(wait: OpenWait) -> dict[str, Any]:
     return {
         "sentence": str(wait),
         **{each.name: getattr(wait, each.name) for each in fields(wait)},

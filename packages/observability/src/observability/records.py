@@ -29,11 +29,11 @@ from observability.rl_insight import join_steps
 from observability.wire import parse
 
 Attributes: TypeAlias = Mapping[str, Any]
-Kind = Literal["unspecified", "internal", "server", "client", "producer", "consumer"]
+SpanKind = Literal["unspecified", "internal", "server", "client", "producer", "consumer"]
 Outcome = Literal["unset", "ok", "error"]
 
 # OTLP numbers kinds and status codes from 0 in the order of the literals above.
-_KINDS: dict[int, Kind] = dict(enumerate(get_args(Kind)))
+_KINDS: dict[int, SpanKind] = dict(enumerate(get_args(SpanKind)))
 _OUTCOMES: dict[int, Outcome] = dict(enumerate(get_args(Outcome)))
 
 
@@ -166,7 +166,7 @@ class Span:
     span_id: str
     parent_id: str | None
     name: str
-    kind: Kind
+    kind: SpanKind
     start_ns: int
     end_ns: int
     attributes: Attributes

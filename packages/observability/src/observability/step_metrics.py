@@ -40,6 +40,8 @@ UNITS: Mapping[str, str] = {
 
 _SCOPE = "rl-dataplane"
 _MAX_NAME_LENGTH = 255
+_VALIDATION_PREFIXES = ("eval_", "eval/", "val-")
+"""Prefixes of a validation's metrics as TRL, SkyRL and verl name them."""
 _INVALID_CHARACTER = re.compile(r"[^A-Za-z0-9_./-]")
 
 
@@ -83,6 +85,35 @@ def record_step_metrics(
         if (number := _number_or_none(value)) is not None:
             gauge = meter.create_gauge(REWARD_COMPONENT, "1")
             gauge.set(number, {**attributes, COMPONENT: component})
+
+
+def record_trainer_metrics(
+    completed: int,
+    metrics: Mapping[str, object],
+    names: Mapping[str, str],
+    *,
+    run_id: str,
+    components: Mapping[str, object] | None = None,
+) -> None:
+    """Record the metrics that another trainer logs after ``completed`` steps.
+
+    Metrics of a validation get the number of the next step, which starts with the validated
+    weights. All others get the number of the last completed step.
+
+    Args:
+        completed: number of completed steps.
+        metrics: values by the trainer's name.
+        names: documented names by the trainer's name. A metric that is not in it keeps its name.
+        run_id: id of the run.
+        components: mean reward by component.
+    """
+    validation = {key: metrics[key] for key in metrics if key.startswith(_VALIDATION_PREFIXES)}
+    training = {key: metrics[key] for key in metrics if key not in validation}
+    record_step_metrics(completed, validation, names=names, run_id=run_id)
+    if completed > 0:
+        record_step_metrics(
+            completed - 1, training, components=components, names=names, run_id=run_id
+        )
 
 
 def _number_or_none(value: object) -> float | None:

@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 _M = TypeVar("_M", bound=Message)
 
-Kind = Literal["traces", "logs", "metrics"]
+OtlpSignal = Literal["traces", "logs", "metrics"]
 """OTLP signal: traces, logs or metrics; also the last part of a request's URL path."""
 
 PROTOBUF = "application/x-protobuf"
@@ -64,7 +64,7 @@ def gunzip(body: bytes, max_bytes: int) -> bytes:
     return bytes(decompressed)
 
 
-_RESPONSES: dict[Kind, tuple[type[Any], str]] = {
+_RESPONSES: dict[OtlpSignal, tuple[type[Any], str]] = {
     "traces": (ExportTraceServiceResponse, "rejected_spans"),
     "logs": (ExportLogsServiceResponse, "rejected_log_records"),
     "metrics": (ExportMetricsServiceResponse, "rejected_data_points"),
@@ -72,9 +72,9 @@ _RESPONSES: dict[Kind, tuple[type[Any], str]] = {
 """Message class of each response, and its field that counts rejected records."""
 
 
-def export_response(kind: Kind, rejected: int = 0, reason: str = "") -> Message:
+def export_response(signal: OtlpSignal, rejected: int = 0, reason: str = "") -> Message:
     """Return the response to a request of which ``rejected`` records were not accepted."""
-    message_class, count_field = _RESPONSES[kind]
+    message_class, count_field = _RESPONSES[signal]
     response: Message = message_class()
     if rejected:
         setattr(response.partial_success, count_field, rejected)  # type: ignore[attr-defined]
@@ -82,13 +82,13 @@ def export_response(kind: Kind, rejected: int = 0, reason: str = "") -> Message:
     return response
 
 
-def rejected_count(kind: Kind, response: bytes) -> int:
+def rejected_count(signal: OtlpSignal, response: bytes) -> int:
     """Return the number of records that an encoded response reports as rejected.
 
     Raises:
         google.protobuf.message.DecodeError: ``response`` is not such a response.
     """
-    message_class, count_field = _RESPONSES[kind]
+    message_class, count_field = _RESPONSES[signal]
     rejected: int = getattr(message_class.FromString(response).partial_success, count_field)
     return rejected
 

@@ -8,7 +8,7 @@ from made_up_runs import DRIVER, HOSTILE, POLICIES, ROLLOUT, TraceMaker, grpo_st
 
 from dataplane_core import FieldSummary, PartitionSummary, TaskSummary
 from observability.records import Event, Records
-from observability.views import Lack, why
+from observability.views import MissingField, why
 
 IDS = [f"abc_g{i}" for i in range(512)]
 
@@ -51,7 +51,7 @@ def test_a_blocked_claim_reports_task_fields_start_and_shortage():
     assert (wait.fields, wait.requested, wait.since_ns) == (("advantages",), 32, ns(5))
     assert wait.seconds == pytest.approx(12.3)
     assert (wait.present, wait.ready, wait.claimed, wait.not_put) == (512, 0, 32, 0)
-    assert wait.lacks == {"advantages": Lack(480, tuple(IDS[32:42]))}
+    assert wait.lacks == {"advantages": MissingField(480, tuple(IDS[32:42]))}
 
 
 def test_each_wait_is_one_sentence():
@@ -64,8 +64,8 @@ def test_each_wait_is_one_sentence():
     )
     (wait,) = why(blocked_claim(put=128).records, ns(6))
     assert str(wait).endswith(": 128 of 128 lack advantages (abc_g0, abc_g1, …); 384 not put yet")
-    lack = Lack(8, ("a", "b", "c"))
-    several = dataclasses.replace(wait, lacks={"x": lack, "y": Lack(7), "z": lack})
+    lack = MissingField(8, ("a", "b", "c"))
+    several = dataclasses.replace(wait, lacks={"x": lack, "y": MissingField(7), "z": lack})
     assert ": 8 of 128 lack x, z (a, b, …); 7 of 128 lack y; 384 not" in str(several)
     (wait,) = why(blocked_claim(advantages=512, claimed=512).records, ns(6))
     assert str(wait).endswith(
@@ -305,7 +305,7 @@ def live_summary(**changes):
 def test_live_counts_override_those_from_events():
     (wait,) = why(blocked_claim(put=100).records, ns(9), [live_summary()])
     assert (wait.present, wait.ready, wait.claimed, wait.not_put) == (500, 50, 250, 8)
-    assert wait.lacks == {"advantages": Lack(200, tuple(IDS[:10]))}
+    assert wait.lacks == {"advantages": MissingField(200, tuple(IDS[:10]))}
     other = live_summary(partition_id="val")
     assert why(blocked_claim(put=100).records, ns(9), [other]) == why(
         blocked_claim(put=100).records, ns(9)
@@ -326,7 +326,7 @@ def test_live_counts_are_used_without_events():
     records.events = [event for event in records.events if event.name == "waiting"]
     assert not why(records, ns(9))[0].partition_exists
     (wait,) = why(records, ns(9), [live_summary()])
-    assert wait.lacks == {"advantages": Lack(200)}
+    assert wait.lacks == {"advantages": MissingField(200)}
     assert "200 of 500 lack advantages; 50 ready" in str(wait)
 
 

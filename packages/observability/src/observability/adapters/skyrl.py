@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any  # Any: SkyRL has no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
-from observability.adapters.logged import record_logged
 from observability.runs import record_run
 from observability.setup import setup
+from observability.step_metrics import record_trainer_metrics
 
 _STEP_TIMER = "step"
 # Span names of docs/telemetry.md by SkyRL's timer. Other timers keep their names.
@@ -138,7 +138,7 @@ def trace_steps(run_id: str) -> Iterator[None]:
 
     def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
         original_log(tracking, data, step, *args, **kwargs)
-        record_logged(step, data, _METRIC_NAMES, validation="eval/", run_id=run_id)
+        record_trainer_metrics(step, data, _METRIC_NAMES, run_id=run_id)
 
     RayPPOTrainer.__init__, Tracking.log = traced_init, traced_log
     Timer.__enter__, Timer.__exit__ = traced_enter, traced_exit

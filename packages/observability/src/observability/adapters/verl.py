@@ -16,9 +16,9 @@ from functools import wraps
 from typing import Any  # Any: verl has no types
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
-from observability.adapters.logged import record_logged
 from observability.runs import record_run
 from observability.setup import setup
+from observability.step_metrics import record_trainer_metrics
 
 _STEP_TIMER = "step"
 # Span names of docs/telemetry.md by verl's timer. Other timers keep their names.
@@ -115,7 +115,7 @@ class _Run:
         @wraps(log)
         def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
             log(tracking, data, step, *args, **kwargs)
-            record_logged(step, data, _METRIC_NAMES, validation="val-", run_id=self.run_id)
+            record_trainer_metrics(step, data, _METRIC_NAMES, run_id=self.run_id)
 
         return traced_log
 

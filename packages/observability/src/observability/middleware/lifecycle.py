@@ -27,7 +27,7 @@ from opentelemetry.util.types import AnyValue
 from dataplane_core import DataPlaneClient, telemetry
 from observability.middleware.observed_client import ObservedClient
 from observability.middleware.operation import Observer, Op, Operation
-from observability.middleware.waits import Wait, waits
+from observability.middleware.waits import PendingCall, waits
 
 EventName = Literal[
     "registered",
@@ -150,13 +150,13 @@ class LifecycleDataPlaneClient(ObservedClient):
 class Lifecycle(Observer):
     """An observer that emits lifecycle events of operations."""
 
-    def begin(self, call: Operation) -> Wait | None:
+    def begin(self, call: Operation) -> PendingCall | None:
         """See `Observer.begin`."""
         if call.op != "claim_meta" or not call.options.get("blocking"):
             return None
         context = otel_context.get_current()
 
-        def report(wait: Wait) -> None:
+        def report(wait: PendingCall) -> None:
             emit(
                 "waiting",
                 call.partition_id,
@@ -171,7 +171,7 @@ class Lifecycle(Observer):
 
         return waits.begin(report)
 
-    def end(self, call: Operation, state: Wait | None) -> None:
+    def end(self, call: Operation, state: PendingCall | None) -> None:
         """See `Observer.end`."""
         if state is not None:
             waits.end(state)
@@ -194,7 +194,7 @@ class Lifecycle(Observer):
             )
 
     @staticmethod
-    def _emit_claim(call: Operation, wait: Wait | None) -> None:
+    def _emit_claim(call: Operation, wait: PendingCall | None) -> None:
         # The name of the wait lets a reader end it. A wait that was not reported needs no end.
         wait_name = wait.name if wait is not None and wait.reported else None
         if call.error is not None:

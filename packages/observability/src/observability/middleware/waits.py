@@ -32,7 +32,7 @@ REPORT_EVERY_S = 30.0
 _FLUSH_MS = 5_000
 
 
-class Wait:
+class PendingCall:
     """One blocked call.
 
     Attributes:
@@ -45,7 +45,7 @@ class Wait:
     __slots__ = ("_due", "_ended", "_report", "name", "report_every_s", "reported", "since_ns")
 
     def __init__(
-        self, name: str, due: float, report_every_s: float, report: Callable[[Wait], None]
+        self, name: str, due: float, report_every_s: float, report: Callable[[PendingCall], None]
     ) -> None:
         self.name = name
         self.report_every_s = report_every_s
@@ -76,14 +76,14 @@ class Waits:
         self._changed = threading.Condition()
         # Both queues are in the order in which their waits are due for a report: the delay is the
         # same for all waits, and so is the interval.
-        self._unreported: deque[Wait] = deque()
-        self._reported: deque[Wait] = deque()
+        self._unreported: deque[PendingCall] = deque()
+        self._reported: deque[PendingCall] = deque()
         self._thread: threading.Thread | None = None
         self._wake_at = -math.inf  # while the thread is awake
         self._process_token = secrets.token_hex(8)
         self._numbers = itertools.count(1)
 
-    def begin(self, report: Callable[[Wait], None]) -> Wait:
+    def begin(self, report: Callable[[PendingCall], None]) -> PendingCall:
         """Begin a wait; ``report`` is called if the wait is still open after ``delay_s``.
 
         ``report`` runs in another thread, so the caller must bind its trace context to it.
@@ -97,14 +97,14 @@ class Waits:
                 with suppress(RuntimeError):  # no thread can start; the next wait tries again
                     self._thread.start()
             name = f"{self._process_token}-{next(self._numbers)}"
-            wait = Wait(name, due, self._report_every_s, report)
+            wait = PendingCall(name, due, self._report_every_s, report)
             self._unreported.append(wait)
             if due < self._wake_at:  # else the thread wakes in time without a notification
                 self._wake_at = due
                 self._changed.notify()
         return wait
 
-    def end(self, wait: Wait) -> None:
+    def end(self, wait: PendingCall) -> None:
         """End a wait and its reports."""
         with self._changed:
             wait._ended = True
@@ -127,7 +127,7 @@ class Waits:
             except Exception:  # noqa: BLE001  # an error of one report must not stop the others
                 logger.error("wait_not_reported", stack=traceback.format_exc())
 
-    def _next_due(self) -> Wait | None:
+    def _next_due(self) -> PendingCall | None:
         """Return a wait that is due for a report. If there is none, set when to wake next."""
         now = time.monotonic()
         self._wake_at = math.inf

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from observability.wire import Kind
+from observability.wire import OtlpSignal
 
 logger = structlog.get_logger("observability")
 
@@ -44,7 +44,7 @@ class Forwarder:
         self._is_https = parts.scheme == "https"
         self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Kind, bytes]] = deque()
+        self._queue: deque[tuple[OtlpSignal, bytes]] = deque()
         self._pending_bytes = 0  # bytes of requests that are queued or in flight
         self._closing = False
         self._sent = self._dropped = 0
@@ -64,7 +64,7 @@ class Forwarder:
         with self._changed:
             return self._dropped
 
-    def enqueue(self, kind: Kind, body: bytes) -> None:
+    def enqueue(self, signal: OtlpSignal, body: bytes) -> None:
         """Queue a request without blocking.
 
         The request is dropped if 4,096 requests are queued, if it would raise the pending bytes
@@ -79,7 +79,7 @@ class Forwarder:
                 self._dropped += 1
             else:
                 self._pending_bytes += len(body)
-                self._queue.append((kind, body))
+                self._queue.append((signal, body))
                 self._changed.notify_all()
         if is_full:
             self._warn("the queue is full")
@@ -101,8 +101,8 @@ class Forwarder:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     return
-                kind, body = self._queue.popleft()
-            failure = self._post(kind, body)
+                signal, body = self._queue.popleft()
+            failure = self._post(signal, body)
             with self._changed:
                 self._pending_bytes -= len(body)
                 if failure is None:
@@ -111,7 +111,7 @@ class Forwarder:
                 self._dropped += 1
             self._warn(failure)
 
-    def _post(self, kind: Kind, body: bytes) -> str | None:
+    def _post(self, signal: OtlpSignal, body: bytes) -> str | None:
         """Post a request.
 
         Returns:
@@ -121,7 +121,7 @@ class Forwarder:
         connection = connect(self._host, self._port, timeout=_TIMEOUT_S)
         headers = {"Content-Type": "application/x-protobuf"}
         try:
-            connection.request("POST", f"{self._path}/v1/{kind}", body, headers)
+            connection.request("POST", f"{self._path}/v1/{signal}", body, headers)
             status = connection.getresponse().status
         except (OSError, http.client.HTTPException, ValueError) as error:
             return f"{type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 
 from observability.records import Records, decode_logs, decode_traces
-from observability.wire import Kind, parse
+from observability.wire import OtlpSignal, parse
 
 MAX_BYTES = 1 << 30
 """Maximum length of a body; a greater length means that the file is damaged."""
@@ -37,15 +37,15 @@ class BrokenRecording(ValueError):
     """A file of a recording is damaged; a partial frame at its end is no damage."""
 
 
-def decode(kind: Kind, body: bytes) -> Records:
+def decode(signal: OtlpSignal, body: bytes) -> Records:
     """Decode one export request. Metrics are only validated: they have no records.
 
     Raises:
         google.protobuf.message.DecodeError: ``body`` is not such a request.
     """
-    if kind == "traces":
+    if signal == "traces":
         return decode_traces(body)
-    if kind == "logs":
+    if signal == "logs":
         return decode_logs(body)
     parse(ExportMetricsServiceRequest(), body)
     return Records()
@@ -58,20 +58,20 @@ def read_folder(folder: Path) -> Records:
         FileNotFoundError: ``folder`` has no file of a recording.
         BrokenRecording: a file is damaged; the message names it and the offset in bytes.
     """
-    paths = {kind: folder / f"{kind}.otlp" for kind in get_args(Kind)}
+    paths = {signal: folder / f"{signal}.otlp" for signal in get_args(OtlpSignal)}
     if not any(path.exists() for path in paths.values()):
         names = ", ".join(path.name for path in paths.values())
         raise FileNotFoundError(f"{folder}: no recording; expected {names}")
     records = Records()
-    for kind, path in paths.items():
+    for signal, path in paths.items():
         if path.exists():
             for offset, body in frames(path):
                 try:
-                    records.add(decode(kind, body))
+                    records.add(decode(signal, body))
                 except DecodeError as error:
                     raise BrokenRecording(
                         f"{path}: the frame at byte {offset} is not an OTLP export request of "
-                        f"{kind} ({error}); the file is damaged from this byte on"
+                        f"{signal} ({error}); the file is damaged from this byte on"
                     ) from error
     return records
 

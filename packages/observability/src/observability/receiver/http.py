@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any  # Any: socketserver's own types of requests and addresses
+from typing import Any, get_args  # Any: socketserver's own types of requests and addresses
 
 from google.protobuf.message import DecodeError
 
@@ -24,7 +24,7 @@ from observability.wire import (
     PROTOBUF,
     UNAVAILABLE,
     BodyTooLong,
-    Kind,
+    OtlpSignal,
     export_response,
     gunzip,
     status_response,
@@ -39,7 +39,7 @@ _RESPONSE_S = 30.0
 _DISCARD_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
-_KINDS: dict[str, Kind] = {"/v1/traces": "traces", "/v1/logs": "logs", "/v1/metrics": "metrics"}
+_SIGNALS: dict[str, OtlpSignal] = {f"/v1/{signal}": signal for signal in get_args(OtlpSignal)}
 """Signal of the requests, by URL path."""
 
 _REJECTED = "a trace or span id is all zero or has a wrong length"
@@ -49,7 +49,7 @@ _MAX_MESSAGE_LENGTH = 120
 _HTTP_2 = b"PRI * HTTP/2"
 """First bytes of an HTTP/2 connection, which gRPC uses."""
 
-Accept = Callable[[Kind, bytes], int]
+Accept = Callable[[OtlpSignal, bytes], int]
 """Function that accepts the decompressed body of a request.
 
 It returns the number of spans that it rejects because of invalid ids, and raises `DecodeError` if
@@ -152,12 +152,12 @@ class _Handler(BoundedHandler):
             self._refuse(refused)
             return
         try:
-            kind = self._checked_kind()
+            signal = self._checked_signal()
             encoded = self._read_body(self._checked_length())
             self.server.mark_busy(self.connection)
             body = self._decompress(encoded)
-            rejected_spans = self.server.accept(kind, body)
-            response = export_response(kind, rejected_spans, _REJECTED)
+            rejected_spans = self.server.accept(signal, body)
+            response = export_response(signal, rejected_spans, _REJECTED)
             self._respond(HTTPStatus.OK, response.SerializeToString())
         except Refused as refused:
             self._refuse(refused)
@@ -173,18 +173,18 @@ class _Handler(BoundedHandler):
         raise AttributeError(name)
 
     def _refuse_method(self) -> None:
-        is_known_path = self.path in _KINDS
+        is_known_path = self.path in _SIGNALS
         status = HTTPStatus.METHOD_NOT_ALLOWED if is_known_path else HTTPStatus.NOT_FOUND
-        self._refuse(Refused(status, f"expected POST to {', '.join(_KINDS)}"))
+        self._refuse(Refused(status, f"expected POST to {', '.join(_SIGNALS)}"))
 
-    def _checked_kind(self) -> Kind:
+    def _checked_signal(self) -> OtlpSignal:
         """Return the signal of the request; raise `Refused` if path or headers are unsupported."""
         host = self.headers.get("Host", "")
         if not is_loopback(_without_port(host)):
             raise Refused(HTTPStatus.FORBIDDEN, f"Host {host!r} is not a loopback address")
-        kind = _KINDS.get(self.path)
-        if kind is None:
-            raise Refused(HTTPStatus.NOT_FOUND, f"expected one of {', '.join(_KINDS)}")
+        signal = _SIGNALS.get(self.path)
+        if signal is None:
+            raise Refused(HTTPStatus.NOT_FOUND, f"expected one of {', '.join(_SIGNALS)}")
         media_type = self.headers.get_content_type()
         if media_type != PROTOBUF:
             raise Refused(
@@ -196,7 +196,7 @@ class _Handler(BoundedHandler):
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
                 f"Content-Encoding {encoding}: expected gzip or none",
             )
-        return kind
+        return signal
 
     def _checked_length(self) -> int:
         """Return the length of the body; raise `Refused` if it is missing or too large."""

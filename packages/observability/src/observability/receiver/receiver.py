@@ -17,7 +17,7 @@ from observability.receiver.forward import Forwarder
 from observability.receiver.frames import MAX_BYTES, FrameWriter, decode
 from observability.receiver.http import OtlpServer
 from observability.records import Records
-from observability.wire import Kind
+from observability.wire import OtlpSignal
 
 logger = structlog.get_logger("observability")
 
@@ -79,10 +79,10 @@ class Receiver:
         self._records_added = threading.Condition()
         self._records = Records()
         # Signal and digest of each body received so far, to recognize repeated requests.
-        self._digests: set[tuple[Kind, bytes]] = set()
+        self._digests: set[tuple[OtlpSignal, bytes]] = set()
         self._received = self._unsaved = 0
         self._writers_lock = threading.Lock()
-        self._writers: dict[Kind, FrameWriter] = {}
+        self._writers: dict[OtlpSignal, FrameWriter] = {}
         self._close_lock = threading.Lock()
         self._closed = False
         # Bind first: no file may be created if the host is invalid or the port in use.
@@ -93,8 +93,8 @@ class Receiver:
                 self._forwarder = Forwarder(forward)
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                for kind in get_args(Kind):
-                    self._writers[kind] = FrameWriter(folder / f"{kind}.otlp")
+                for signal in get_args(OtlpSignal):
+                    self._writers[signal] = FrameWriter(folder / f"{signal}.otlp")
         except BaseException:  # even after KeyboardInterrupt, leave no port, file or thread open
             self._server.server_close()
             self._close_files()
@@ -183,38 +183,38 @@ class Receiver:
     ) -> None:
         self.close()
 
-    def _accept(self, kind: Kind, body: bytes) -> int:
+    def _accept(self, signal: OtlpSignal, body: bytes) -> int:
         """Store the records of a request; return the number of rejected spans."""
-        records = decode(kind, body)
+        records = decode(signal, body)
         received_ns = time.time_ns()
         records.events = [replace(event, received_ns=received_ns) for event in records.events]
-        if body and self._is_repeated(kind, body):
+        if body and self._is_repeated(signal, body):
             return records.rejected_spans
         if body:
-            self._save(kind, body)
+            self._save(signal, body)
             if self._forwarder is not None:
-                self._forwarder.enqueue(kind, body)
+                self._forwarder.enqueue(signal, body)
         with self._records_added:
             self._received += 1
             self._records.add(records)
             self._records_added.notify_all()
         return records.rejected_spans
 
-    def _is_repeated(self, kind: Kind, body: bytes) -> bool:
+    def _is_repeated(self, signal: OtlpSignal, body: bytes) -> bool:
         """Return whether a request was received before; remember it if not.
 
         An exporter repeats a request if it gets no response.
         """
-        digest = kind, hashlib.blake2b(body, digest_size=16).digest()
+        digest = signal, hashlib.blake2b(body, digest_size=16).digest()
         with self._records_added:
             if digest in self._digests:
                 return True
             self._digests.add(digest)
         return False
 
-    def _save(self, kind: Kind, body: bytes) -> None:
+    def _save(self, signal: OtlpSignal, body: bytes) -> None:
         with self._writers_lock:
-            writer = self._writers.get(kind)
+            writer = self._writers.get(signal)
             if writer is None:
                 return
             try:

@@ -31,9 +31,9 @@ from observability.setup.ledger import Ledger, Signal
 from observability.setup.session import CollectorSession
 from observability.setup.settings import Otlp, redacted
 from observability.setup.troubles import Troubles
-from observability.wire import Kind
+from observability.wire import OtlpSignal
 
-_KIND: dict[Signal, Kind] = {
+_OTLP_SIGNALS: dict[Signal, OtlpSignal] = {
     "spans": "traces",
     "events": "logs",
     "metrics": "metrics",
@@ -61,7 +61,7 @@ class Delivery:
 
     def __init__(self, signal: Signal, otlp: Otlp, troubles: Troubles) -> None:
         self.ledger = Ledger(otlp.queue)
-        self.session = CollectorSession(_KIND[signal])
+        self.session = CollectorSession(_OTLP_SIGNALS[signal])
         self.otlp = otlp
         self.troubles = troubles
         self._signal = signal

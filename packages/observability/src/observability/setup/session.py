@@ -13,7 +13,7 @@ import requests
 import urllib3
 from google.protobuf.message import DecodeError
 
-from observability.wire import Kind, rejected_count
+from observability.wire import OtlpSignal, rejected_count
 
 _MAX_RESPONSE_BYTES = 1 << 16
 _MIN_TIMEOUT_S = 0.01
@@ -30,7 +30,7 @@ class CollectorSession(requests.Session):
     """A session that sends one request at a time and stores its outcome.
 
     Args:
-        kind: kind of telemetry in its requests.
+        signal: signal of its requests.
 
     Attributes:
         no_retry: whether to prevent the SDK from retrying a failed request.
@@ -42,9 +42,9 @@ class CollectorSession(requests.Session):
             a status that allows a retry.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, signal: OtlpSignal) -> None:
         super().__init__()
-        self._kind = kind
+        self._signal = signal
         self.no_retry = False
         self.deadline: float | None = None
         self.reset()
@@ -95,7 +95,7 @@ class CollectorSession(requests.Session):
                 raise NotDelivered(self.trouble[0])
             return response
         try:
-            self.rejected = rejected_count(self._kind, body)
+            self.rejected = rejected_count(self._signal, body)
         except DecodeError:
             self.rejected = 0  # a 2xx status means success, even if the body is malformed
         if self.rejected:

@@ -14,11 +14,12 @@ from observability.views.processes import ProcessTime, bucket_seconds, process_t
 from observability.views.steps import Staleness, Step, step_of_trace, steps_of
 from observability.views.terminal import lineage_view, print_view, step_view, steps_view, waits_view
 from observability.views.tree import Tree
-from observability.views.why import Lack, Wait, why
+from observability.views.why import MissingField, OpenWait, why
 
 __all__ = [
-    "Lack",
     "LineageEvent",
+    "MissingField",
+    "OpenWait",
     "ProcessTime",
     "SampleNotFound",
     "Segment",
@@ -26,7 +27,6 @@ __all__ = [
     "Staleness",
     "Step",
     "Tree",
-    "Wait",
     "Waste",
     "bucket_seconds",
     "bytes_by_stage",

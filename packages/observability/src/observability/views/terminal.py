@@ -25,7 +25,7 @@ from observability.views.quantities import duration, size
 from observability.views.steps import Step
 from observability.views.tables import Table, tables_of
 from observability.views.waterfall import WaterfallLine, legend, lines_of
-from observability.views.why import Wait
+from observability.views.why import OpenWait
 
 _MAX_CONSOLE_WIDTH = 10_000
 
@@ -92,7 +92,7 @@ def lineage_view(sample_id: str, lineage: Sequence[LineageEvent]) -> RenderableT
     return AsciiFallback(Group(*parts))
 
 
-def waits_view(waits: Sequence[Wait]) -> RenderableType:
+def waits_view(waits: Sequence[OpenWait]) -> RenderableType:
     """Return the view of waits: a numbered sentence each, those of silent processes last."""
     groups: list[RenderableType] = []
     numbered = list(enumerate(waits, 1))
@@ -104,7 +104,7 @@ def waits_view(waits: Sequence[Wait]) -> RenderableType:
     return AsciiFallback(Group(*groups))
 
 
-def _sentences(waits: Iterable[tuple[int, Wait]]) -> Grid:
+def _sentences(waits: Iterable[tuple[int, OpenWait]]) -> Grid:
     table = Grid.grid(padding=(0, 1))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")

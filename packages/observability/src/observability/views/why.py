@@ -31,7 +31,7 @@ The admin service has the same default.
 
 
 @dataclass(frozen=True)
-class Lack:
+class MissingField:
     """Samples that are missing one required field.
 
     Attributes:
@@ -44,7 +44,7 @@ class Lack:
 
 
 @dataclass(frozen=True)
-class Wait:
+class OpenWait:
     """One open wait: a claim or a call that has not returned.
 
     ``str(wait)`` is a printable sentence that explains it.
@@ -91,7 +91,7 @@ class Wait:
     partition_exists: bool = False
     present: int = 0
     ready: int = 0
-    lacks: Mapping[str, Lack] = field(default_factory=dict)
+    lacks: Mapping[str, MissingField] = field(default_factory=dict)
     not_put: int = 0
     claimed: int = 0
     assigned: int = 0
@@ -131,7 +131,7 @@ class Wait:
         if not self.partition_exists:
             return ": the partition does not exist"
         # Fields that the same samples lack share a part of the sentence.
-        names_by_lack: dict[Lack, list[str]] = {}
+        names_by_lack: dict[MissingField, list[str]] = {}
         for name, lack in self.lacks.items():
             names_by_lack.setdefault(lack, []).append(name)
         parts = [
@@ -179,7 +179,7 @@ def why(
     live: Iterable[PartitionSummary] | None = None,
     *,
     silent_after_s: float = _SILENT_AFTER_S,
-) -> list[Wait]:
+) -> list[OpenWait]:
     """Return the open waits, longest first, those of silent processes last.
 
     Args:
@@ -243,7 +243,7 @@ def why(
 
 
 def _silent_s(first: Event, last: Event, now_ns: int, after_s: float) -> float:
-    """Return `Wait.silent_s` of a wait from its first and last reports."""
+    """Return `OpenWait.silent_s` of a wait from its first and last reports."""
     # A process that reports a wait only once is never silent.
     repeats = "dataplane.report_every_s" in first.attributes or last.time_ns > first.time_ns
     seconds = (now_ns - (last.received_ns or last.time_ns)) / 1e9
@@ -314,7 +314,7 @@ class _Partition:
             for sample_id in sample_ids:
                 leased.pop(sample_id, None)
 
-    def with_counts(self, wait: Wait, only: Sequence[str]) -> Wait:
+    def with_counts(self, wait: OpenWait, only: Sequence[str]) -> OpenWait:
         """Return the wait with counts of samples.
 
         Args:
@@ -332,7 +332,7 @@ class _Partition:
         for name in wait.fields:
             ids = [sample_id for sample_id, fields in unclaimed.items() if name not in fields]
             if ids:
-                lacks[name] = Lack(len(ids), tuple(ids[:_MAX_EXAMPLES]))
+                lacks[name] = MissingField(len(ids), tuple(ids[:_MAX_EXAMPLES]))
         required = set(wait.fields)
         return replace(
             wait,
@@ -350,14 +350,14 @@ class _Partition:
         )
 
 
-def _wait_of(event: Event, now_ns: int) -> Wait:
+def _wait_of(event: Event, now_ns: int) -> OpenWait:
     """Return a wait without counts from its first report."""
     values = event.attributes
     since_ns = attributes.count(values, "dataplane.since_ns") or event.time_ns
     # ``now_ns`` is by the receiver's clock, ``since_ns`` by the sender's. `ahead_ns` estimates how
     # far the sender's clock is ahead; it is too small by the export delay.
     ahead_ns = event.time_ns - event.received_ns if event.received_ns else 0
-    return Wait(
+    return OpenWait(
         process=event.process,
         label=printable(event.process.label),
         task=attributes.text(values, "dataplane.task"),
@@ -372,7 +372,7 @@ def _wait_of(event: Event, now_ns: int) -> Wait:
     )
 
 
-def _with_live_counts(wait: Wait, summary: PartitionSummary) -> Wait:
+def _with_live_counts(wait: OpenWait, summary: PartitionSummary) -> OpenWait:
     """Return the wait with the counts of the live partition in place of those from events."""
     written = {field_summary.name: field_summary.written for field_summary in summary.fields}
     lacks = {}
@@ -380,7 +380,7 @@ def _with_live_counts(wait: Wait, summary: PartitionSummary) -> Wait:
         count = summary.present - written.get(name, 0)
         if count > 0:
             examples = wait.lacks[name].examples if name in wait.lacks else ()
-            lacks[name] = Lack(count, examples[:count])
+            lacks[name] = MissingField(count, examples[:count])
     unclaimed, assigned, claimed = summary.present, 0, 0
     holders: Mapping[str, int] = {}
     for task in summary.tasks:
@@ -411,7 +411,7 @@ def _run_id(event: Event) -> str:
     return attributes.text(event.attributes, "rl.run_id")
 
 
-def _examples(lack: Lack) -> str:
+def _examples(lack: MissingField) -> str:
     if not lack.examples:
         return ""
     examples = lack.examples[:_MAX_EXAMPLES_IN_SENTENCE]

@@ -15,7 +15,7 @@ from observability.wire import (
     INVALID_ARGUMENT,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
-    Kind,
+    OtlpSignal,
     export_response,
     status_response,
 )
@@ -26,7 +26,7 @@ _MAX_MESSAGE = 1000
 
 
 def success_response(
-    kind: Kind, refused: int, reasons: tuple[str, ...], media_type: str
+    kind: OtlpSignal, refused: int, reasons: tuple[str, ...], media_type: str
 ) -> Response:
     """Return 200, with the number of rejected records and the reasons."""
     answer = export_response(kind, refused, "; ".join(reasons)[:_MAX_MESSAGE])

@@ -37,11 +37,11 @@ from dataplane_admin.store import (
     WriteRefused,
 )
 from observability.rl_insight import join_steps
-from observability.wire import PROTOBUF, Kind, parse
+from observability.wire import PROTOBUF, OtlpSignal, parse
 
 _DECODERS = 2
 _COMMIT_S = 10.0
-_SUMMARY: dict[Kind, str] = {
+_SUMMARY: dict[OtlpSignal, str] = {
     "traces": "Receive spans",
     "logs": "Receive lifecycle events, facts and text of samples, and logs of traces",
     "metrics": "Receive metrics",
@@ -60,7 +60,7 @@ def router(store: Store, limits: Limits, *, redaction: Redaction | None = None) 
     routes = APIRouter(tags=["otlp"])
     receiver = _Receiver(store, limits, redaction=redaction)
 
-    def add(kind: Kind) -> None:
+    def add(kind: OtlpSignal) -> None:
         async def receive(request: Request) -> Response:
             return await receiver.receive(kind, request)
 
@@ -88,7 +88,7 @@ class _Receiver:
         self._intake = Intake(limits)
         self._pool = ThreadPoolExecutor(_DECODERS, thread_name_prefix="otlp-decode")
 
-    async def receive(self, kind: Kind, request: Request) -> Response:
+    async def receive(self, kind: OtlpSignal, request: Request) -> Response:
         content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         media_type = JSON if content == JSON else PROTOBUF
         try:
@@ -120,7 +120,7 @@ class _Receiver:
             return refusal_response(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message), media_type)
         return success_response(kind, len(batch.refused), batch.reasons, media_type)
 
-    def _decode(self, kind: Kind, body: bytes, encoding: str, media_type: str) -> Batch:
+    def _decode(self, kind: OtlpSignal, body: bytes, encoding: str, media_type: str) -> Batch:
         plain = inflate(body, encoding, self._limits)
         redaction = self._redaction
         try:

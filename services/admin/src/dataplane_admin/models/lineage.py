@@ -82,7 +82,7 @@ class SampleLife(Model):
     """Limits of the search, a sentence each."""
 
 
-class Lack(Model):
+class MissingField(Model):
     """Samples that lack a field."""
 
     count: int
@@ -114,7 +114,7 @@ class Wait(Model):
     """Samples requested; 0 if unknown."""
     ready: int
     present: int
-    lacks: dict[Text, Lack]
+    lacks: dict[Text, MissingField]
     """Field to the samples that lack it."""
     blocking: list[Text]
     """Ids of blocking samples."""

@@ -10,7 +10,7 @@ from dataplane_admin import models
 from dataplane_admin.live import Live, Stuck
 from dataplane_admin.store import Store
 from dataplane_admin.store.texts import storable
-from observability.views import Wait, printable, why
+from observability.views import OpenWait, printable, why
 from observability.views.quantities import duration
 
 _MAX_WAITS = 100
@@ -42,7 +42,7 @@ def waits(
     return sorted(blocked, key=lambda wait: (wait.silent_s is not None, -wait.seconds))[:_MAX_WAITS]
 
 
-def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
+def _wait(wait: OpenWait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
     examples = dict.fromkeys(
         sample_id for lack in wait.lacks.values() for sample_id in lack.examples
     )
@@ -57,7 +57,7 @@ def _wait(wait: Wait, silent: Mapping[tuple[str, str], int], now_ns: int) -> mod
         sentence=sentence,
         process=wait.label,
         silent_s=silent_s,
-        lacks={name: models.Lack.of(lack) for name, lack in wait.lacks.items()},
+        lacks={name: models.MissingField.of(lack) for name, lack in wait.lacks.items()},
         blocking=list(examples),
         claim="",
     )
@@ -78,7 +78,10 @@ def _idle(stuck: Stuck, now_ns: int) -> models.Wait:
         requested=0,
         ready=0,
         present=stuck.present,
-        lacks={name: models.Lack(count=count, examples=[]) for name, count in stuck.lacks.items()},
+        lacks={
+            name: models.MissingField(count=count, examples=[])
+            for name, count in stuck.lacks.items()
+        },
         blocking=list(stuck.examples),
         claim="" if stuck.claim is None else stuck.claim.claim,
     )

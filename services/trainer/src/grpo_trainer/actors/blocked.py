@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from opentelemetry import context as otel_context
 
-from observability import Wait, emit, waits
+from observability import PendingCall, emit, waits
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def report_while_blocked(
     began = time.monotonic()
     is_reported = False
 
-    def report(wait: Wait) -> None:
+    def report(wait: PendingCall) -> None:
         nonlocal is_reported
         if time.monotonic() < began + quiet_s:
             return
