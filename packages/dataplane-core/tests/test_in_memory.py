@@ -1,11 +1,9 @@
 """The in-memory client fulfils the complete contract."""
 
-import enum
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -118,39 +116,8 @@ def test_closing_an_attached_client_keeps_the_store_open():
         assert owner.check_consumption_status("train", ["train"]) is False
 
 
-class Stage(enum.IntEnum):
-    EASY = 4
-
-
-def test_numpy_and_torch_scalars_become_plain_tags():
-    given = {
-        "input_lengths": np.int32(3),
-        "reward": np.float32(0.5),
-        "mean": np.float64(0.25),
-        "kept": np.bool_(True),
-        "task": np.str_("math"),
-        "version": torch.tensor(7),
-        "stage": Stage.EASY,
-        "largest": 2**64 - 1,
-        "nothing": None,
-    }
-    expected = {
-        "input_lengths": 3,
-        "reward": 0.5,
-        "mean": 0.25,
-        "kept": True,
-        "task": "math",
-        "version": 7,
-        "stage": 4,
-        "largest": 2**64 - 1,
-        "nothing": None,
-    }
+def test_tags_hold_unsigned_integers_of_64_bits():
     with InMemoryDataPlaneClient() as client:
         client.register_partition("train", ["x"], 1, ["train"])
-        put = client.put_samples(["a"], "train", tags=[given])
-        claimed = client.claim_meta("train", "train", [], 1)
-        [state] = client.list_samples("train")
-    for tags in (put.tags[0], claimed.tags[0], state.tags):
-        assert tags == expected
-        assert all(type(tags[name]) is type(value) for name, value in expected.items())
-    assert claimed.sequence_lengths == [3]
+        client.put_samples(["a"], "train", tags=[{"largest": 2**64 - 1}])
+        assert client.claim_meta("train", "train", [], 1).tags == [{"largest": 2**64 - 1}]
