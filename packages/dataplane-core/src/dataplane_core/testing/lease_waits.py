@@ -36,6 +36,24 @@ def claim(client: DataPlaneClient, size: int = 2, **options: Any) -> KVBatchMeta
     return client.claim_meta("train", task_name, ["x"], size, **options)
 
 
+def filled(
+    client: DataPlaneClient,
+    ids: list[str],
+    declared: int | None = None,
+    *,
+    tasks: tuple[str, ...] = ("train",),
+    group_size: int | None = None,
+) -> DataPlaneClient:
+    """Return ``client`` after it registered the partition 'train' and put ``ids`` into it.
+
+    ``declared`` is the declared number of samples; None is the number of ``ids``.
+    """
+    count = len(ids) if declared is None else declared
+    client.register_partition("train", ["x"], count, list(tasks), group_size)
+    put(client, "train", ids)
+    return client
+
+
 class LeaseWaitContract:
     """Contract: a leased sample is neither ready nor consumed."""
 
@@ -48,10 +66,7 @@ class LeaseWaitContract:
     @pytest.fixture
     def leasing(self, make_client: MakeClient) -> DataPlaneClient:
         """Return a client with 1000 s leases, after it put the declared samples a and b."""
-        client = make_client(claim_lease_s=1000.0)
-        client.register_partition("train", ["x"], 2, ["train", "logprob"])
-        put(client, "train", ["a", "b"])
-        return client
+        return filled(make_client(claim_lease_s=1000.0), ["a", "b"], tasks=("train", "logprob"))
 
     def wakes(
         self,
@@ -71,9 +86,7 @@ class LeaseWaitContract:
         return answer
 
     def test_consumer_loop_processes_what_a_crashed_one_held(self, make_client: MakeClient) -> None:
-        client = make_client(claim_lease_s=1.0)
-        client.register_partition("train", ["x"], 2, ["train"])
-        put(client, "train", ["a", "b"])
+        client = filled(make_client(claim_lease_s=1.0), ["a", "b"])
         crashed = claim(client, 1)
         acknowledged: list[str] = []
         while (meta := claim(client, 1, timeout_s=self.max_wait_s)).size:
@@ -88,9 +101,7 @@ class LeaseWaitContract:
         assert client.check_consumption_status("train", ["train"])
 
     def test_claim_blocked_on_a_lease_wakes_when_it_expires(self, make_client: MakeClient) -> None:
-        client = make_client(claim_lease_s=0.5)
-        client.register_partition("train", ["x"], 2, ["train"])
-        put(client, "train", ["a", "b"])
+        client = filled(make_client(claim_lease_s=0.5), ["a", "b"])
         held = claim(client)
         again = self.wakes(client, held, lambda: None)
         assert sorted(again.sample_ids) == ["a", "b"]
@@ -101,9 +112,7 @@ class LeaseWaitContract:
     def test_claim_blocked_on_a_renewed_lease_wakes_when_it_expires(
         self, make_client: MakeClient
     ) -> None:
-        client = make_client(claim_lease_s=1.0)
-        client.register_partition("train", ["x"], 2, ["train"])
-        put(client, "train", ["a", "b"])
+        client = filled(make_client(claim_lease_s=1.0), ["a", "b"])
         held = claim(client)
 
         def renew() -> None:
@@ -187,23 +196,17 @@ class LeaseWaitContract:
         with pytest.raises(ClaimTimeoutError):
             claim(leasing, timeout_s=SOON_S)
 
-    def test_consumption_is_complete_when_acknowledged(self, leasing: DataPlaneClient) -> None:
-        held = claim(leasing)
-        assert not leasing.check_consumption_status("train", ["train"])
-        leasing.acknowledge(held.slice(0, 1))
-        assert not leasing.check_consumption_status("train", ["train"])
-        leasing.acknowledge(held.slice(1, 2))
-        assert leasing.check_consumption_status("train", ["train"])
-
     def test_cleared_lease_is_no_longer_waited_for(self, leasing: DataPlaneClient) -> None:
         held = claim(leasing)
         clear = partial(leasing.clear_samples, held.sample_ids, "train", force=True)
         assert self.wakes(leasing, held, clear).size == 0
 
     def test_released_group_is_claimed_completely(self, make_client: MakeClient) -> None:
-        client = make_client(claim_lease_s=1000.0)
-        client.register_partition("train", ["x"], 4, ["train"], grpo_group_size=2)
-        put(client, "train", ["p0_g0", "p0_g1", "p1_g0", "p1_g1"])
+        client = filled(
+            make_client(claim_lease_s=1000.0),
+            ["p0_g0", "p0_g1", "p1_g0", "p1_g1"],
+            group_size=2,
+        )
         held, other = claim(client), claim(client)
         with pytest.raises(ClaimTimeoutError) as caught:
             claim(client, timeout_s=SOON_S)
@@ -213,9 +216,9 @@ class LeaseWaitContract:
         assert sorted(again.sample_ids) == sorted(held.sample_ids)
 
     def test_group_larger_than_the_batch_is_named(self, make_client: MakeClient) -> None:
-        client = make_client(claim_lease_s=1000.0)
-        client.register_partition("train", ["x"], 3, ["train"], grpo_group_size=2)
-        put(client, "train", ["p0_g0", "p0_g1", "p0_g2"])
+        client = filled(
+            make_client(claim_lease_s=1000.0), ["p0_g0", "p0_g1", "p0_g2"], group_size=2
+        )
         for blocking in (True, False):
             with pytest.raises(InvalidRequestError, match=r"group 'p0' has 3 .* batch_size is 2"):
                 claim(client, blocking=blocking)
@@ -248,9 +251,7 @@ class LeaseWaitContract:
         assert claim(leasing, 1, **ranks[0], timeout_s=self.max_wait_s).size == 0
 
     def test_rank_gets_the_samples_of_a_dead_rank(self, make_client: MakeClient) -> None:
-        client = make_client(claim_lease_s=0.5)
-        client.register_partition("train", ["x"], 3, ["train"])
-        put(client, "train", ["a", "b", "c"])
+        client = filled(make_client(claim_lease_s=0.5), ["a", "b", "c"])
         acknowledged: list[str] = []
         options: dict[str, Any] = {"dp_rank": 1, "dp_world": 2, "timeout_s": self.max_wait_s}
         while (meta := claim(client, 1, **options)).size:

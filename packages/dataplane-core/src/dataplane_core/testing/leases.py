@@ -18,7 +18,7 @@ from dataplane_core import (
     SamplesLeasedError,
 )
 from dataplane_core.testing.claims import put
-from dataplane_core.testing.lease_waits import LeaseWaitContract, MakeClient
+from dataplane_core.testing.lease_waits import LeaseWaitContract, MakeClient, filled
 from dataplane_core.testing.storage import batch
 
 
@@ -29,50 +29,35 @@ class LeaseContract(LeaseWaitContract):
     new store.
     """
 
-    max_wait_s = 20.0
     short_lease_s = 0.05
 
-    @pytest.fixture
-    def make_client(self) -> MakeClient:
-        raise NotImplementedError("override the fixture 'make_client'")
-
-    @pytest.fixture
-    def held(self, make_client: MakeClient) -> DataPlaneClient:
-        """Return a client with 1000 s leases, after it put the samples a and b."""
-        client = make_client(claim_lease_s=1000.0)
-        client.register_partition("train", ["x"], 2, ["train"])
-        put(client, "train", ["a", "b"])
-        return client
-
     def test_put_that_acknowledges_ends_the_lease_of_its_samples(
-        self, held: DataPlaneClient
+        self, leasing: DataPlaneClient
     ) -> None:
-        claim = held.claim_meta("train", "train", ["x"], 2)
-        held.put_samples(["a"], "train", batch(1), claim=claim, acknowledge=True)
-        assert not held.check_consumption_status("train", ["train"])
-        held.clear_samples(["a"], "train")
+        claim = leasing.claim_meta("train", "train", ["x"], 2)
+        leasing.put_samples(["a"], "train", batch(1), claim=claim, acknowledge=True)
+        assert not leasing.check_consumption_status("train", ["train"])
+        leasing.clear_samples(["a"], "train")
         with pytest.raises(SamplesLeasedError, match="'b'"):
-            held.clear_samples(["b"], "train")
-        held.acknowledge(claim.subset([1]))
-        assert held.check_consumption_status("train", ["train"])
+            leasing.clear_samples(["b"], "train")
+        leasing.acknowledge(claim.subset([1]))
+        assert leasing.check_consumption_status("train", ["train"])
 
-    def test_refused_put_acknowledges_nothing(self, held: DataPlaneClient) -> None:
-        claim = held.claim_meta("train", "train", ["x"], 1)
-        held.release(claim)
+    def test_refused_put_acknowledges_nothing(self, leasing: DataPlaneClient) -> None:
+        claim = leasing.claim_meta("train", "train", ["x"], 1)
+        leasing.release(claim)
         with pytest.raises(LeaseLostError):
-            held.put_samples(["a"], "train", batch(1), claim=claim, acknowledge=True)
-        assert held.claim_meta("train", "train", ["x"], 2).size == 2
+            leasing.put_samples(["a"], "train", batch(1), claim=claim, acknowledge=True)
+        assert leasing.claim_meta("train", "train", ["x"], 2).size == 2
 
-    def test_put_that_acknowledges_needs_a_claim(self, held: DataPlaneClient) -> None:
+    def test_put_that_acknowledges_needs_a_claim(self, leasing: DataPlaneClient) -> None:
         with pytest.raises(InvalidRequestError, match="acknowledge=True"):
-            held.put_samples(["a"], "train", batch(1), acknowledge=True)
+            leasing.put_samples(["a"], "train", batch(1), acknowledge=True)
 
     def test_unclaimed_assignment_opens_when_its_lease_expires(
         self, make_client: MakeClient
     ) -> None:
-        client = make_client(claim_lease_s=self.short_lease_s)
-        client.register_partition("train", ["x"], 5, ["train"])
-        put(client, "train", ["a", "b", "c", "d"])
+        client = filled(make_client(claim_lease_s=self.short_lease_s), ["a", "b", "c", "d"], 5)
         drawn = client.claim_meta("train", "train", ["x"], 2, dp_rank=0, dp_world=2)
         assert drawn.size == 2
         both = client.claim_meta("train", "train", ["x"], 4, timeout_s=self.max_wait_s)
@@ -85,8 +70,7 @@ class LeaseContract(LeaseWaitContract):
         with ThreadPoolExecutor(1) as pool:
             for _ in range(3):  # in case the other rank was first
                 client.clear_samples(["a", "b"], "train")
-                client.register_partition("train", ["x"], 4, ["train"])
-                put(client, "train", ["a", "b"])
+                filled(client, ["a", "b"], 4)
                 started = time.monotonic()
                 blocked = pool.submit(
                     client.claim_meta,
@@ -107,9 +91,7 @@ class LeaseContract(LeaseWaitContract):
     def test_expired_assignment_opens_even_if_the_drawing_rank_got_nothing(
         self, make_client: MakeClient
     ) -> None:
-        client = make_client(claim_lease_s=0.5)
-        client.register_partition("train", ["x"], 4, ["train"])
-        put(client, "train", ["a"])
+        client = filled(make_client(claim_lease_s=0.5), ["a"], 4)
         drew = client.claim_meta("train", "train", ["x"], 2, dp_rank=1, dp_world=2, blocking=False)
         started = time.monotonic()
         got = client.claim_meta("train", "train", ["x"], 1, timeout_s=self.max_wait_s)
@@ -119,9 +101,7 @@ class LeaseContract(LeaseWaitContract):
     def test_claim_of_an_assignment_is_limited_to_its_batch_size(
         self, make_client: MakeClient
     ) -> None:
-        client = make_client()
-        client.register_partition("train", ["x"], 4, ["train"])
-        put(client, "train", ["a", "b", "c", "d"])
+        client = filled(make_client(), ["a", "b", "c", "d"])
         got = client.claim_meta("train", "train", ["x"], 2, dp_rank=0, dp_world=2).sample_ids
         for _ in range(2):
             more = client.claim_meta("train", "train", ["x"], 1, dp_rank=1, dp_world=2)
@@ -131,91 +111,91 @@ class LeaseContract(LeaseWaitContract):
 
     @pytest.mark.parametrize("acknowledged", [False, True])
     def test_put_under_a_claim_cannot_write_what_another_claim_has(
-        self, held: DataPlaneClient, acknowledged: bool
+        self, leasing: DataPlaneClient, acknowledged: bool
     ) -> None:
-        first = held.claim_meta("train", "train", ["x"], 2)
-        held.release(first.subset([first.sample_ids.index("b")]))
-        second = held.claim_meta("train", "train", ["x"], 1)
+        first = leasing.claim_meta("train", "train", ["x"], 2)
+        leasing.release(first.subset([first.sample_ids.index("b")]))
+        second = leasing.claim_meta("train", "train", ["x"], 1)
         assert second.sample_ids == ["b"]
-        held.put_samples(["b"], "train", batch(1, x=torch.full((1,), 2.0)), claim=second)
+        leasing.put_samples(["b"], "train", batch(1, x=torch.full((1,), 2.0)), claim=second)
         if acknowledged:
-            held.acknowledge(second)
+            leasing.acknowledge(second)
         late = batch(2, x=torch.zeros(2))
         with pytest.raises(LeaseLostError, match="'b'"):
-            held.put_samples(["a", "b"], "train", late, claim=first)
-        assert held.get_samples(["a", "b"], "train", ["x"])["x"].tolist() == [1.0, 2.0]
-        held.put_samples(["a"], "train", batch(1, x=torch.zeros(1)), claim=first)
+            leasing.put_samples(["a", "b"], "train", late, claim=first)
+        assert leasing.get_samples(["a", "b"], "train", ["x"])["x"].tolist() == [1.0, 2.0]
+        leasing.put_samples(["a"], "train", batch(1, x=torch.zeros(1)), claim=first)
 
-    def test_an_acknowledged_claim_never_returns(self, held: DataPlaneClient) -> None:
-        meta = held.claim_meta("train", "train", ["x"], 2)
-        held.acknowledge(meta)
-        assert held.claim_meta("train", "train", ["x"], 2, blocking=False).size == 0
+    def test_an_acknowledged_claim_never_returns(self, leasing: DataPlaneClient) -> None:
+        meta = leasing.claim_meta("train", "train", ["x"], 2)
+        leasing.acknowledge(meta)
+        assert leasing.claim_meta("train", "train", ["x"], 2, blocking=False).size == 0
         with pytest.raises(LeaseLostError):
-            held.acknowledge(meta)
+            leasing.acknowledge(meta)
 
     def test_acknowledging_a_claim_without_a_lease_is_refused(
         self, make_client: MakeClient
     ) -> None:
-        client = make_client()
-        client.register_partition("train", ["x"], 1, ["train"])
-        put(client, "train", ["a"])
+        client = filled(make_client(), ["a"])
         with pytest.raises(InvalidRequestError, match="claim_lease_s"):
             client.acknowledge(client.claim_meta("train", "train", ["x"], 1))
 
     def test_meta_that_names_another_task_than_its_lease_is_refused(
-        self, held: DataPlaneClient
+        self, leasing: DataPlaneClient
     ) -> None:
-        meta = held.claim_meta("train", "train", ["x"], 2)
+        meta = leasing.claim_meta("train", "train", ["x"], 2)
         other = replace(meta, task_name="other")
-        for method in (held.acknowledge, held.release, held.renew):
+        for method in (leasing.acknowledge, leasing.release, leasing.renew):
             with pytest.raises(InvalidRequestError, match=r"names task 'other'.* task 'train'"):
                 method(other)
-        assert held.count_samples("train", "train", ["x"]).leased == 2
-        held.acknowledge(meta)
+        assert leasing.count_samples("train", "train", ["x"]).leased == 2
+        leasing.acknowledge(meta)
 
-    def test_clearing_leased_samples_is_refused_unless_forced(self, held: DataPlaneClient) -> None:
-        meta = held.claim_meta("train", "train", ["x"], 1)
+    def test_clearing_leased_samples_is_refused_unless_forced(
+        self, leasing: DataPlaneClient
+    ) -> None:
+        meta = leasing.claim_meta("train", "train", ["x"], 1)
         for ids in (meta.sample_ids, ["a", "b"], None):
             with pytest.raises(SamplesLeasedError, match="leased by 'train'"):
-                held.clear_samples(ids, "train")
-        assert held.get_samples(["a", "b"], "train", ["x"]).batch_size == (2,)
-        held.clear_samples(["a", "b"], "train", force=True)
+                leasing.clear_samples(ids, "train")
+        assert leasing.get_samples(["a", "b"], "train", ["x"]).batch_size == (2,)
+        leasing.clear_samples(["a", "b"], "train", force=True)
         with pytest.raises(MissingDataError):
-            held.get_samples(["a"], "train", ["x"])
+            leasing.get_samples(["a"], "train", ["x"])
 
-    def test_withdrawn_sample_is_removed_from_its_lease(self, held: DataPlaneClient) -> None:
-        meta = held.claim_meta("train", "train", ["x"], 2)
-        held.withdraw_samples(["a"], "train")
+    def test_withdrawn_sample_is_removed_from_its_lease(self, leasing: DataPlaneClient) -> None:
+        meta = leasing.claim_meta("train", "train", ["x"], 2)
+        leasing.withdraw_samples(["a"], "train")
         with pytest.raises(MissingDataError, match="'a'"):
-            held.get_data(meta)
+            leasing.get_data(meta)
         with pytest.raises(LeaseLostError) as caught:
-            held.acknowledge(meta)
+            leasing.acknowledge(meta)
         assert caught.value.sample_ids == ["a"]
         with pytest.raises(LeaseLostError) as caught:
-            held.renew(meta)
+            leasing.renew(meta)
         assert caught.value.sample_ids == ["a"]
-        held.acknowledge(meta.subset([meta.sample_ids.index("b")]))
+        leasing.acknowledge(meta.subset([meta.sample_ids.index("b")]))
 
-    def test_every_sample_is_counted_in_exactly_one_state(self, held: DataPlaneClient) -> None:
-        held.register_partition("train", ["x"], 6, ["train"])
-        put(held, "train", ["c", "d", "e"])
-        put(held, "train", ["f"], "other")
-        held.acknowledge(held.claim_meta("train", "train", ["x"], 1))
-        held.claim_meta("train", "train", ["x"], 2)
-        held.clear_samples(["f"], "train")
-        counts = held.count_samples("train", "train", ["x"])
+    def test_every_sample_is_counted_in_exactly_one_state(self, leasing: DataPlaneClient) -> None:
+        leasing.register_partition("train", ["x"], 6, ["train"])
+        put(leasing, "train", ["c", "d", "e"])
+        put(leasing, "train", ["f"], "other")
+        leasing.acknowledge(leasing.claim_meta("train", "train", ["x"], 1))
+        leasing.claim_meta("train", "train", ["x"], 2)
+        leasing.clear_samples(["f"], "train")
+        counts = leasing.count_samples("train", "train", ["x"])
         assert (counts.acknowledged, counts.leased, counts.ready) == (1, 2, 2)
         assert (counts.not_ready, counts.cleared, counts.put) == (0, 1, 6)
 
-    def test_totals_count_each_operation(self, held: DataPlaneClient) -> None:
-        before = held.read_totals()
-        put(held, "train", ["c", "d", "e"])
-        put(held, "train", ["c"], "other")
-        meta = held.claim_meta("train", "train", ["x"], 3)
-        held.acknowledge(meta.slice(0, 1))
-        held.release(meta.slice(1, 3))
-        held.clear_samples(["c", "nothing"], "train", force=True)
-        after = held.read_totals()
+    def test_totals_count_each_operation(self, leasing: DataPlaneClient) -> None:
+        before = leasing.read_totals()
+        put(leasing, "train", ["c", "d", "e"])
+        put(leasing, "train", ["c"], "other")
+        meta = leasing.claim_meta("train", "train", ["x"], 3)
+        leasing.acknowledge(meta.slice(0, 1))
+        leasing.release(meta.slice(1, 3))
+        leasing.clear_samples(["c", "nothing"], "train", force=True)
+        after = leasing.read_totals()
         assert {name: after[name] - before[name] for name in after} == {
             "puts": 2,
             "puts_aborted": 0,
@@ -243,17 +223,14 @@ class BackpressureContract:
     def test_a_put_past_capacity_raises_at_its_deadline_and_stores_nothing(
         self, make_client: MakeClient
     ) -> None:
-        client = make_client(storage_capacity=2, ack_timeout_ms=50)
-        client.register_partition("train", ["x"], 4, ["train"])
-        put(client, "train", ["a"])
+        client = filled(make_client(storage_capacity=2, ack_timeout_ms=50), ["a"], 4)
         with pytest.raises(CapacityExceeded, match="2 new samples, 1 of 2 held"):
             put(client, "train", ["b", "c"])
         assert client.claim_meta("train", "train", ["x"], 4, blocking=False).sample_ids == ["a"]
 
     def test_blocked_put_continues_when_capacity_is_freed(self, make_client: MakeClient) -> None:
-        client = make_client(storage_capacity=2, ack_timeout_ms=int(self.max_wait_s * 1000))
-        client.register_partition("train", ["x"], 3, ["train"])
-        put(client, "train", ["a", "b"])
+        config = {"storage_capacity": 2, "ack_timeout_ms": int(self.max_wait_s * 1000)}
+        client = filled(make_client(**config), ["a", "b"], 3)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(put, client, "train", ["c"])
             client.clear_samples(["a"], "train")
@@ -261,8 +238,6 @@ class BackpressureContract:
         assert client.get_samples(["b", "c"], "train", ["x"]).batch_size == (2,)
 
     def test_overwriting_in_a_full_store_needs_no_capacity(self, make_client: MakeClient) -> None:
-        client = make_client(storage_capacity=1, ack_timeout_ms=50)
-        client.register_partition("train", ["x"], 1, ["train"])
-        put(client, "train", ["a"])
+        client = filled(make_client(storage_capacity=1, ack_timeout_ms=50), ["a"])
         client.put_samples(["a"], "train", batch(1, x=torch.zeros(1)))
         assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [0.0]
