@@ -341,6 +341,18 @@ class InspectionContract(StateMachineContract):
         empty = client.scan_states(partition)
         assert (empty.total, empty.written, empty.states) == (0, b"", b"")
 
+    def test_a_reset_of_leased_samples_is_refused_and_changes_nothing(
+        self, client: DataPlaneClient, leasing: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        client.claim_meta(partition, "train", ["x"], 1)
+        held = leasing.claim_meta(partition, "train", ["x"], 1)
+        with pytest.raises(SamplesLeasedError, match=r"1 samples are leased: 'b'"):
+            client.reset_consumption(partition, "train", ["a", "b"])
+        assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 0
+        leasing.acknowledge(held)
+        assert client.reset_consumption(partition, "train", ["a", "b"]) == 2
+
     def test_a_blocked_claim_wakes_at_a_reset(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
