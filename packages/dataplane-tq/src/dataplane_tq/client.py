@@ -126,7 +126,7 @@ class TQDataPlaneClient(DataPlaneClient):
                 self._owned.stop()
             raise
         self.capabilities = replace(  # type: ignore[misc]  # it depends on the backend
-            type(self).capabilities, survivable=connection.survivable
+            type(self).capabilities, survivable=BACKENDS[connection.backend].survivable
         )
         self._reporter = None if self._engine is None else Reporter(self._engine, self._link)
         self._node = ray.get_runtime_context().get_node_id()
@@ -138,11 +138,11 @@ class TQDataPlaneClient(DataPlaneClient):
         connection, timeout_s = running.connection, self._timeout_s
         if connection.controller is None:
             return None
-        storage = BACKENDS[connection.backend].bounded(connection.storage, timeout_s)
+        backend = BACKENDS[connection.backend]
         return Engine(
             connection.controller,
-            connection.manager,
-            storage,
+            backend.manager,
+            backend.bounded(connection.storage, timeout_s),
             running.actors,
             timeout_s=timeout_s,
         )
@@ -151,7 +151,8 @@ class TQDataPlaneClient(DataPlaneClient):
         if connection.backend == "packed":
             return PackedStore(connection.storage, self._timeout_s)
         assert self._engine is not None  # `topology.bootstrap` ensures it
-        return TransferQueueStore(self._engine, rows_as_bytes=connection.rows_as_bytes)
+        rows_as_bytes = BACKENDS[connection.backend].rows_as_bytes
+        return TransferQueueStore(self._engine, rows_as_bytes=rows_as_bytes)
 
     @property
     def store_key(self) -> Hashable:

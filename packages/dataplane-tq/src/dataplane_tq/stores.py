@@ -157,12 +157,8 @@ class TransferQueueStore(Store):
     def write(
         self, put: PutRequest, encoded: Encoded, answer: PutAnswer, check: Callable[[], None]
     ) -> None:
-        client, what, ids, partition_id = (
-            self._engine.client,
-            put.operation,
-            put.sample_ids,
-            put.partition_id,
-        )
+        client, what = self._engine.client, put.operation
+        ids, partition_id = put.sample_ids, put.partition_id
         rows = self._engine.run(
             what, rows_in.register, client, ids, partition_id, put.tags, answer.orphans
         )

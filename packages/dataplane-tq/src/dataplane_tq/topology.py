@@ -50,9 +50,6 @@ class ConnectionData:
 
     Attributes:
         backend: name of the storage backend, as in the configuration.
-        manager: name of TransferQueue's storage manager for it.
-        rows_as_bytes: whether the backend takes rows as bytes only.
-        survivable: whether the death of each part is detected within seconds.
         controller: TransferQueue's description of the controller's sockets; None if the mirror is
             off.
         storage: configuration of the storage manager.
@@ -60,9 +57,6 @@ class ConnectionData:
     """
 
     backend: str
-    manager: str
-    rows_as_bytes: bool
-    survivable: bool
     controller: Any
     storage: dict[str, Any]
     directory: Address
@@ -142,15 +136,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             ],
             timeout=START_S,
         )
-        connection = ConnectionData(
-            backend=backend,
-            manager=storage.manager,
-            rows_as_bytes=storage.rows_as_bytes,
-            survivable=storage.survivable,
-            controller=zmq_info,
-            storage=storage.connection,
-            directory=address,
-        )
+        connection = ConnectionData(backend, zmq_info, storage.connection, address)
         actors.update(storage.actors)
         # The directory connects to packed units; all other actors connect to the directory.
         watched = storage.watched if isinstance(storage, Packed) else ()
@@ -181,11 +167,12 @@ def _for_transfer_queue(connection: ConnectionData) -> Any:
     """Return the configuration with which ``transfer_queue.init`` itself attaches."""
     config = OmegaConf.create({}, flags={"allow_objects": True})
     shipped = {"controller": {"polling_mode": True, "zmq_info": connection.controller}}
-    backend = {"storage_backend": connection.manager, connection.manager: connection.storage}
-    if connection.manager == "SimpleStorage":
-        backend[connection.manager] = {**defaults(connection.manager), **connection.storage}
-    if connection.manager == BACKEND:
-        backend[BACKEND] = {**connection.storage, "registration": Registration()}
+    manager = BACKENDS[connection.backend].manager
+    backend = {"storage_backend": manager, manager: connection.storage}
+    if manager == "SimpleStorage":
+        backend[manager] = {**defaults(manager), **connection.storage}
+    if manager == BACKEND:
+        backend[manager] = {**connection.storage, "registration": Registration()}
     return OmegaConf.merge(config, {**shipped, "backend": backend})
 
 

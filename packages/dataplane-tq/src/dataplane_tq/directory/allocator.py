@@ -79,7 +79,7 @@ class Allocator:
         else:
             left = [(start, offset)] if start < offset else []
             right = [(end, stop)] if end < stop else []
-            self._replace(at, at + 1, left + right)
+            self._replace(at, left + right)
         self._free_bytes -= nbytes
         return offset
 
@@ -133,10 +133,10 @@ class Allocator:
         self._stops = np.concatenate((self._stops[:low], joined[1], self._stops[high:]))
         self._free_bytes += freed
 
-    def _replace(self, low: int, high: int, extents: Sequence[tuple[int, int]]) -> None:
+    def _replace(self, at: int, extents: Sequence[tuple[int, int]]) -> None:
         new = np.array(extents, np.int64).reshape(-1, 2)
-        self._starts = np.concatenate((self._starts[:low], new[:, 0], self._starts[high:]))
-        self._stops = np.concatenate((self._stops[:low], new[:, 1], self._stops[high:]))
+        self._starts = np.concatenate((self._starts[:at], new[:, 0], self._starts[at + 1 :]))
+        self._stops = np.concatenate((self._stops[:at], new[:, 1], self._stops[at + 1 :]))
 
 
 def _aligned(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
