@@ -39,6 +39,15 @@ def access(request):
         access.close()
 
 
+def write(access, columns, lengths):
+    """Write columns of which "tokens" is ragged; return their blocks."""
+    encoded = encode_columns(columns, lengths, ["tokens"])
+    catalogue = Catalogue([UnitSpec("unit", "node", CAPACITY)])
+    blocks = catalogue.place([field.layout for field in encoded], preferred_node=None)
+    access.write(blocks, encoded)
+    return blocks
+
+
 def parts_of(block, rows):
     complete = rows == list(range(block.layout.rows))
     return FieldParts([block], b"", b"" if complete else np.array(rows, np.int64).tobytes())
@@ -59,10 +68,7 @@ def test_columns_are_read_padded_for_any_rows(access, data):
         "dense": torch.rand(count, 3),
         "texts": texts,
     }
-    encoded = encode_columns(columns, lengths, ["tokens"])
-    catalogue = Catalogue([UnitSpec("unit", "node", CAPACITY)])
-    blocks = catalogue.place([field.layout for field in encoded], preferred_node=None)
-    access.write(blocks, encoded)
+    blocks = write(access, columns, lengths)
     first = data.draw(st.integers(0, count - 1))
     run = list(range(first, data.draw(st.integers(first + 1, count))))
     drawn = data.draw(st.lists(st.sampled_from(range(count)), min_size=1, max_size=8))
@@ -96,10 +102,7 @@ def test_reads_of_more_ranges_than_a_frame_holds_are_complete(access, monkeypatc
     monkeypatch.setattr(unit_wire, "MAX_RANGES", 7)
     lengths = [1 + row % 3 for row in range(60)]
     columns = {"tokens": torch.arange(180).reshape(60, 3)}
-    encoded = encode_columns(columns, lengths, ["tokens"])
-    catalogue = Catalogue([UnitSpec("unit", "node", CAPACITY)])
-    blocks = catalogue.place([field.layout for field in encoded], preferred_node=None)
-    access.write(blocks, encoded)
+    blocks = write(access, columns, lengths)
     rows = list(range(0, 60, 2))
     parts = [parts_of(blocks[0], rows)]
     tokens = access.read_columns(["tokens"], parts, {}, {"tokens": 0})["tokens"]

@@ -100,44 +100,21 @@ def bytes_held(client, backend, field):
     return sum(ask(name, held) for name in UNITS)
 
 
-@pytest.fixture
-def clear_with_a_stopped_unit(owner, hasty, backend, stop_process):
-    """Return a function that puts three samples, and clears two of them while a unit is stopped.
-
-    The clear fails, and the function returns the text of its error.
-    """
-
-    def clear(partition, field):
-        owner.put_samples(["a", "b", "c"], partition, batch(3, field=field))
-        pid = pid_of(UNITS[0])
-        stop_process(pid)
-        try:
-            with pytest.raises(DeadlineExceededError) as caught:
-                hasty.clear_samples(["a", "b"], partition)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        return str(caught.value)
-
-    return clear
-
-
 # A clear of packed rows needs no unit.
-only_simple = pytest.mark.parametrize("backend", ["simple"], indirect=True, scope="module")
-
-
-@only_simple
-def test_clear_with_a_stopped_unit_raises_an_error(owner, partition, clear_with_a_stopped_unit):
-    assert "clear_samples" in clear_with_a_stopped_unit(partition, "x")
+@pytest.mark.parametrize("backend", ["simple"], indirect=True, scope="module")
+def test_clear_with_a_stopped_unit_fails_and_a_later_one_frees_its_rows(
+    owner, hasty, partition, backend, stop_process
+):
+    owner.put_samples(["a", "b", "c"], partition, batch(3, field="stopped"))
+    pid = pid_of(UNITS[0])
+    stop_process(pid)
+    try:
+        with pytest.raises(DeadlineExceededError, match="clear_samples"):
+            hasty.clear_samples(["a", "b"], partition)
+    finally:
+        os.kill(pid, signal.SIGCONT)
     owner.clear_samples(["c"], partition)
     assert known_to_transfer_queue(owner, partition) == {}
-
-
-@only_simple
-def test_later_clear_frees_rows_left_in_a_stopped_unit(
-    owner, partition, backend, clear_with_a_stopped_unit
-):
-    clear_with_a_stopped_unit(partition, "stopped")
-    owner.clear_samples(["c"], partition)
     assert bytes_held(owner, backend, "stopped") == 0
 
 
@@ -207,7 +184,7 @@ def refuse_to_store(client, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["capacity", "store"])
-def test_failed_put_does_not_block_complete_consumption(
+def test_failed_put_blocks_no_consumption_and_keeps_no_memory(
     owner, hasty, partition, backend, monkeypatch, why
 ):
     if why == "capacity":
@@ -216,20 +193,11 @@ def test_failed_put_does_not_block_complete_consumption(
     else:
         refuse_to_store(hasty, backend, monkeypatch)
         with pytest.raises(UnavailableError, match="not now"):
-            hasty.put_samples(["s0", "s1"], partition, batch(2))
+            hasty.put_samples(["s0", "s1"], partition, batch(2, field="refused"))
     owner.put_samples(["s1", "s2"], partition, batch(2))
     assert owner.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 2
     assert owner.check_consumption_status(partition, ["train"])
     owner.clear_samples(["s1", "s2"], partition)
-    assert known_to_transfer_queue(owner, partition) == {}
-
-
-def test_failed_put_keeps_no_memory(owner, hasty, partition, backend, monkeypatch):
-    owner.put_samples(["a"], partition, batch(1))
-    refuse_to_store(hasty, backend, monkeypatch)
-    with pytest.raises(UnavailableError, match="not now"):
-        hasty.put_samples(["b", "c"], partition, batch(2, field="refused"))
-    owner.clear_samples(["a"], partition)
     assert known_to_transfer_queue(owner, partition) == {}
     assert bytes_held(owner, backend, "refused") == 0
 

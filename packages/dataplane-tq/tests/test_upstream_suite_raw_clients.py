@@ -183,16 +183,6 @@ def test_meta_from_before_the_put_is_refused(client, partition_id):
         client.get_data(before)
 
 
-def test_raw_clients_see_dtypes_and_shapes(client, partition_id):
-    ragged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    data = {"x": torch.ones(2, 4, dtype=torch.bfloat16), "ragged": ragged, "n": torch.arange(2)}
-    client.put(TensorDict(data, batch_size=[2]), partition_id=partition_id)
-    schema = fetched(client, partition_id, ["x", "ragged", "n"]).field_schema
-    assert (schema["x"]["dtype"], tuple(schema["x"]["shape"])) == (torch.bfloat16, (4,))
-    assert schema["ragged"]["is_nested"]
-    assert schema["n"]["dtype"] == torch.int64
-
-
 def test_one_call_reads_or_clears_rows_of_several_partitions(client, partition_id):
     data = TensorDict(
         {"x": torch.arange(4).view(2, 2), "text": NonTensorStack("a", "b")}, batch_size=[2]
