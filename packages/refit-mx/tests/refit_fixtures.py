@@ -20,11 +20,11 @@ from refit_mx import (
     Transport,
 )
 from refit_mx.memory.mapping import shared_memory_missing  # noqa: TID251
-from refit_mx.transports import nixl, shm, tcp  # noqa: TID251
+from refit_mx.transports import nixl, nixl_library, shm, tcp  # noqa: TID251
 from refit_mx.transports.base import ReadStats, SourceReads
 
 MODEL = "tiny"
-NIXL_MISSING = nixl.nixl_available()
+NIXL_MISSING = nixl_library.nixl_available()
 NO_SHARED_MEMORY = shared_memory_missing()
 needs_nixl = pytest.mark.skipif(
     NIXL_MISSING is not None, reason=f"needs the package nixl-cu12: {NIXL_MISSING}"

@@ -30,7 +30,9 @@ from refit_mx import (
 from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
 from refit_mx.transports import nixl  # noqa: TID251
 from refit_mx.transports.base import ReadTable, SourceReads
-from refit_mx.transports.nixl import NixlSource, NixlTransport, nixl_available  # noqa: TID251
+from refit_mx.transports.nixl import NixlTransport  # noqa: TID251
+from refit_mx.transports.nixl_library import nixl_available  # noqa: TID251
+from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
 
 pytestmark = [
     pytest.mark.slow,
@@ -309,7 +311,7 @@ def test_fetch_works_without_a_failed_second_lane(two_lanes, monkeypatch):
 
 def test_importing_nixl_does_not_change_logging():
     code = (
-        "import logging; from refit_mx.transports.nixl import nixl_available; "
+        "import logging; from refit_mx.transports.nixl_library import nixl_available; "
         "assert nixl_available() is None; assert logging.raiseExceptions"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

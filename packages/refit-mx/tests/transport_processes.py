@@ -209,7 +209,7 @@ def main(*arguments: str) -> None:
     nixl = None
     source = None
     if given.nixl:
-        from refit_mx.transports.nixl import NixlSource  # noqa: TID251
+        from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
 
         source = NixlSource()
         nixl = source.register(arena.memory)

@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from refit_mx.engine.loader_trace import trace_loaders, traced_target
 from refit_mx.errors import LayoutError
 from refit_mx.layout import TensorSpec
-from refit_mx.plan.targets import TargetTensor
+from refit_mx.plan.target_tensors import TargetTensor
 from refit_mx.receive.install import can_represent
 
 try:

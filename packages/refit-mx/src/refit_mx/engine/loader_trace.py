@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from refit_mx.errors import LayoutError
 from refit_mx.layout import Box, TensorSpec
-from refit_mx.plan.targets import TargetPart, TargetTensor
-
-_MAX_NAMED = 5
+from refit_mx.plan.target_tensors import TargetPart, TargetTensor
 
 
 @dataclass(frozen=True)

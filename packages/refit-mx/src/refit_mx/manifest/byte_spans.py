@@ -155,7 +155,7 @@ def boxes(reads: ReadTable, side: Side) -> Iterator[RunBox]:
 
 def chunks(reads: ReadTable, side: Side) -> Iterator[Chunk]:
     """Yield all chunks in stream order; each has the same bytes on both sides."""
-    sizes = reads.rows[:, 2] * reads.rows[:, 3] * reads.rows[:, 6]
+    sizes = reads.sizes
     done = 0
     for large in [*np.flatnonzero(sizes > CHUNK_BYTES).tolist(), len(reads)]:
         yield from _small_chunks(ReadTable(reads.rows[done:large]), sizes[done:large], side)

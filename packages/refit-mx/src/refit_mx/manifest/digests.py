@@ -101,7 +101,7 @@ def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> by
     """
     check_reads(reads, memory.numel(), side)
     spans = ByteSpans(memory)
-    sizes = (reads.rows[:, 2] * reads.rows[:, 3] * reads.rows[:, 6]).tolist()
+    sizes = reads.sizes.tolist()
     starts = reads.rows[:, 0 if side == "source" else 1].tolist()
     digests: list[bytes] = []
     for row, flat in enumerate(contiguous(reads, side).tolist()):

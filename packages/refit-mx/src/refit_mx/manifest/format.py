@@ -241,10 +241,7 @@ def decode_table(data: bytes) -> TensorTable:
     Raises:
         ProtocolError: the data is not a table.
     """
-    try:
-        table = _tables.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ProtocolError(f"manifest: its table: {error}") from None
+    table = _decoded(_tables, data, "manifest: its table")
     if not len(table.names) == len(table.dtypes) == len(table.shapes):
         raise ProtocolError(
             f"manifest: its table has {len(table.names)} names, {len(table.dtypes)} dtypes and "

@@ -49,9 +49,15 @@ class ReadTable:
             )
 
     @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes that each row moves, int64 (reads,)."""
+        sizes: npt.NDArray[np.int64] = self.rows[:, 2] * self.rows[:, 3] * self.rows[:, 6]
+        return sizes
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the table moves."""
-        return int((self.rows[:, 2] * self.rows[:, 3] * self.rows[:, 6]).sum())
+        return int(self.sizes.sum())
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_mx.errors import LayoutError
-from refit_mx.layout import ITEM_SIZES, MAX_AXES
+from refit_mx.layout import MAX_AXES
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.target_tensors import TargetPart, TargetTensor
-from refit_mx.plan.tensor_columns import DTYPES
+from refit_mx.plan.tensor_columns import DTYPE_CODES, ITEM_SIZE_OF_CODE
 
 ALIGNMENT = 256
 """Alignment of targets in scratch, in bytes: that of CUDA, sufficient for any dtype."""
-_CODES = {name: code for code, name in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +65,10 @@ class TargetColumns:
         tensor = np.array([rows.get(part.tensor, -1) for part in parts], dtype=np.int64)
         axes, start = _padded([part.box.start for part in parts], 0)
         _, shape = _padded([part.box.shape for part in parts], 1)
-        dtype = np.array([_CODES[t.dtype] for t in targets], dtype=np.int64)
+        dtype = np.array([DTYPE_CODES[t.dtype] for t in targets], dtype=np.int64)
         _check_published(targets, parts, target, dtype, tensor, axes, start + shape, shards)
 
-        item_size = np.array([ITEM_SIZES[name] for name in DTYPES], dtype=np.int64)[dtype]
+        item_size = ITEM_SIZE_OF_CODE[dtype]
         _, own_shape = _padded([t.shape for t in targets], 1, last=True)
         own_stride = np.empty_like(own_shape)
         own_stride[:, -1] = item_size

@@ -14,17 +14,6 @@ from refit_mx.errors import LayoutError
 from refit_mx.layout import Box, TargetTPLayout, TensorSpec
 from refit_mx.plan.target_tensors import TargetPart, TargetTensor
 
-__all__ = [
-    "TargetPart",
-    "TargetTensor",
-    "fused_gate_up_target",
-    "fused_qkv_target",
-    "mesh_target",
-    "replicated_target",
-    "stacked_experts_target",
-    "tp_target",
-]
-
 
 def replicated_target(spec: TensorSpec, *, name: str | None = None) -> TargetTensor:
     """Return the target of a complete tensor.

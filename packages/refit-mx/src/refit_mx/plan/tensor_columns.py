@@ -17,8 +17,8 @@ from refit_mx.layout import ITEM_SIZES, MAX_AXES, TensorSpec
 from refit_mx.manifest.format import TensorTable, decode_table
 
 DTYPES = tuple(ITEM_SIZES)
-_CODES = {name: code for code, name in enumerate(DTYPES)}
-_ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[name] for name in DTYPES], dtype=np.int64)
+DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
+ITEM_SIZE_OF_CODE = np.array([ITEM_SIZES[name] for name in DTYPES], dtype=np.int64)
 _MAX_BYTES = 1 << 60
 """Size limit of a tensor, empty axes counted as 1, so that no offset in it overflows an int64."""
 
@@ -60,7 +60,7 @@ class TensorColumns:
     @property
     def item_size(self) -> npt.NDArray[np.int64]:
         """Bytes of one element of each tensor."""
-        return _ITEM_SIZE_OF_CODE[self.dtype]
+        return ITEM_SIZE_OF_CODE[self.dtype]
 
     def spec(self, row: int) -> TensorSpec:
         """Return the spec of one row."""
@@ -118,12 +118,12 @@ def merge_tables(
 
 
 def _dtype_codes(table: TensorTable, label: str) -> npt.NDArray[np.int8]:
-    unknown = set(table.dtypes) - _CODES.keys()
+    unknown = set(table.dtypes) - DTYPE_CODES.keys()
     if unknown:
         raise ProtocolError(
             f"{label} names dtype {min(unknown)!r}; expected one of {', '.join(DTYPES)}"
         )
-    return np.array([_CODES[dtype] for dtype in table.dtypes], dtype=np.int8)
+    return np.array([DTYPE_CODES[dtype] for dtype in table.dtypes], dtype=np.int8)
 
 
 def _padded_shapes(
@@ -145,7 +145,7 @@ def _padded_shapes(
     shape = np.ones((len(axes), MAX_AXES), dtype=np.int64)
     shape[np.arange(MAX_AXES) < axes[:, None]] = flat
     # In floats, since a product of integers may overflow; rounding is harmless far below 2**63.
-    nbytes = np.maximum(shape, 1).astype(np.float64).prod(axis=1) * _ITEM_SIZE_OF_CODE[dtype]
+    nbytes = np.maximum(shape, 1).astype(np.float64).prod(axis=1) * ITEM_SIZE_OF_CODE[dtype]
     if nbytes.size and nbytes.max() > _MAX_BYTES:
         row = int(nbytes.argmax())
         raise ProtocolError(

@@ -31,7 +31,9 @@ from refit_mx.errors import (
 )
 from refit_mx.layout import TensorSpec
 from refit_mx.manifest.format import Scalar
-from refit_mx.plan.targets import TargetTensor
+from refit_mx.memory.arena import PAGE_BYTES
+from refit_mx.plan.target_columns import ALIGNMENT
+from refit_mx.plan.target_tensors import TargetTensor
 from refit_mx.receive.install import check_install, install_tensors
 from refit_mx.receive.received import OpenReceives, ReceivedWeights, RefitStats
 from refit_mx.receive.receiving import Receiving
@@ -41,8 +43,6 @@ from refit_mx.transports.base import Transport
 
 _RENEW_S = 2.0
 """Time limit of one lease renewal, short so that a failed one is soon repeated."""
-_ALIGNMENT = 256
-_PAGE = 4096
 Install = Callable[[Mapping[str, torch.Tensor]], None] | Mapping[str, torch.Tensor]
 
 
@@ -450,7 +450,7 @@ class MxV2RefitReceiver:
 
 def _scratch_bytes(targets: Sequence[TargetTensor]) -> int:
     """Return the bytes of one buffer for all targets, with the gaps between them."""
-    return sum(-(-target.nbytes // _ALIGNMENT) * _ALIGNMENT for target in targets) + _PAGE
+    return sum(-(-target.nbytes // ALIGNMENT) * ALIGNMENT for target in targets) + PAGE_BYTES
 
 
 def _nbytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -31,7 +31,7 @@ from refit_mx.manifest.reads import ReadTable
 from refit_mx.memory.cuda import synchronize
 from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
-from refit_mx.plan.targets import TargetTensor
+from refit_mx.plan.target_tensors import TargetTensor
 from refit_mx.receive.discovery import (
     MAX_CONCURRENT_CALLS,
     SourceSet,

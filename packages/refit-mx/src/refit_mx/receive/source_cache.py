@@ -35,7 +35,7 @@ from refit_mx.manifest.format import Manifest, Structure, manifest_digest
 from refit_mx.plan.block_splits import split_at_blocks
 from refit_mx.plan.planner import Plan, plan_reads
 from refit_mx.plan.shards import ShardTable
-from refit_mx.plan.targets import TargetTensor
+from refit_mx.plan.target_tensors import TargetTensor
 from refit_mx.receive.manifests import request_manifest
 from refit_mx.receive.verify import RowChecks, row_checks
 from refit_mx.settings import MAX_MANIFEST_BYTES

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from refit_mx.errors import DigestMismatchError, ProtocolError
-from refit_mx.manifest.byte_spans import host_buffer
+from refit_mx.manifest.byte_spans import contiguous, host_buffer
 from refit_mx.manifest.digests import digest_of_reads, host_block_digests
 from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES
 from refit_mx.manifest.reads import ReadTable
@@ -68,22 +68,22 @@ def _checks(
     shards: ShardTable, source: int, reads: ReadTable, shard_of_read: npt.NDArray[np.int32]
 ) -> RowChecks:
     shard = shard_of_read.astype(np.int64)
-    src, dst, run, n1, src1, _, n2, src2, _ = reads.rows.T
+    src, dst, run, n1, _, _, n2, _, _ = reads.rows.T
     size = shards.boxes(source).nbytes[shard]
     begin = src - shards.arena_offsets[source][shard]
-    length = run * n1 * n2
+    length = reads.sizes
     # Blocks ``first`` to ``stop`` - 1 of the shard are complete in the read; the shard's last block
     # may be short.
     blocks = -(-size // BLOCK_BYTES)
     first = -(-begin // BLOCK_BYTES)
     stop = np.where(begin + length == size, blocks, (begin + length) // BLOCK_BYTES)
     one_run = (n1 == 1) & (n2 == 1)
-    is_contiguous = ((n1 == 1) | (src1 == run)) & ((n2 == 1) | (src2 == run * n1))
     skip = first * BLOCK_BYTES - begin
     after = begin + length - np.minimum(stop * BLOCK_BYTES, size)
     # Reads of several runs are not cut at blocks: unless they consist of complete blocks, request
     # digests of all their bytes.
-    in_manifest = is_contiguous & (stop > first) & (one_run | ((skip == 0) & (after == 0)))
+    full_blocks = one_run | ((skip == 0) & (after == 0))
+    in_manifest = contiguous(reads, "source") & (stop > first) & full_blocks
     before = shards.boxes(source).blocks_before[shard]
     blocks_read = np.stack(
         [
@@ -110,13 +110,8 @@ def _checks(
         cut[:, 2] = count[index]
         parts.append(cut)
         rows.append(index)
-    return RowChecks(
-        source,
-        shard,
-        blocks_read,
-        ReadTable(np.concatenate(parts)),
-        np.concatenate(rows),
-    )
+    rest = ReadTable(np.concatenate(parts))
+    return RowChecks(source, shard, blocks_read, rest, np.concatenate(rows))
 
 
 class Verifier:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -45,21 +46,15 @@ _CONNECTIONS_SHARE = 0.5
 """Fraction of this process's file descriptors that connections may use."""
 
 
+@dataclass(eq=False)
 class _Held:
     """Memory of a version, with a flag set when it is dropped, to check after each use."""
 
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        blocks: PublishedBlocks | None,
-        structure: bytes,
-        manifest: bytes,
-    ) -> None:
-        self.memory = memory
-        self.blocks = blocks
-        self.structure = structure
-        self.manifest = manifest
-        self.dropped = False
+    memory: torch.Tensor
+    blocks: PublishedBlocks | None
+    structure: bytes
+    manifest: bytes
+    dropped: bool = False
 
 
 def _stored(held: _Held, request: Ping | GetStructure | GetManifest) -> bytes:
@@ -209,8 +204,7 @@ class SourceServer:
             yield data
 
     def _greet(self, connection: Connection) -> bool:
-        sock = connection.sock
-        hello = decode_request(receive_frame(sock, MAX_HELLO_FRAME, self._deadline()))
+        hello = decode_request(receive_frame(connection.sock, MAX_HELLO_FRAME, self._deadline()))
         connection.mark_greeted()
         if not isinstance(hello, Hello):
             raise ProtocolError("a connection must begin with HELLO")
@@ -218,7 +212,7 @@ class SourceServer:
             answer = Answer("incarnation", "this is another process than the one expected")
         else:
             answer = Answer("ok")
-        self._send(sock, answer)
+        self._send(connection.sock, answer)
         return answer.status == "ok"
 
     def _answer(self, sock: socket.socket, data: bytearray) -> None:

@@ -34,7 +34,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield batches of consecutive rows within all limits; a larger row gets its own batch."""
     # As lists: searching an array costs more than everything else here.
-    ends = np.cumsum(_sizes(reads)).tolist()
+    ends = np.cumsum(reads.sizes).tolist()
     run_ends = np.cumsum(reads.rows[:, 3] * reads.rows[:, 6]).tolist()
     first, before, runs_before = 0, 0, 0
     while first < len(ends):
@@ -56,7 +56,7 @@ def split_reads(
     """
     max_runs = max_runs or np.iinfo(np.int64).max
     large = np.flatnonzero(
-        (_sizes(reads) > max_bytes) | (reads.rows[:, 3] * reads.rows[:, 6] > max_runs)
+        (reads.sizes > max_bytes) | (reads.rows[:, 3] * reads.rows[:, 6] > max_runs)
     )
     origin = np.arange(len(reads), dtype=np.int64)
     if not len(large):
@@ -112,11 +112,6 @@ class RowsDone:
 
     def _rows(self, batch: Batch) -> tuple[int, int]:
         return int(self._origins[batch.first]), int(self._origins[batch.stop - 1]) + 1
-
-
-def _sizes(reads: ReadTable) -> Rows:
-    sizes: Rows = reads.rows[:, 2] * reads.rows[:, 3] * reads.rows[:, 6]
-    return sizes
 
 
 def _parts(row: list[int], max_bytes: int, max_runs: int) -> Iterator[tuple[int, ...]]:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,12 +22,9 @@ from refit_mx.manifest.format import Manifest
 from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
 from refit_mx.transports.batches import BatchQueue, OnDone
 from refit_mx.transports.nixl_lane import DRAIN_S, IN_FLIGHT, Lane, agent_of
-from refit_mx.transports.nixl_library import has_rdma, nixl_available, prepare_environment
-from refit_mx.transports.nixl_source import NixlSource
+from refit_mx.transports.nixl_library import has_rdma
 from refit_mx.transports.source_client import SourceClient
 from refit_mx.transports.tcp import check_source_reads
-
-__all__ = ["NixlSource", "NixlTransport", "nixl_available", "prepare_environment"]
 
 BATCH_BYTES = 16 << 20
 """Size of one transfer if the receiver's CPU does the copying: a read of maximum length, verified
@@ -66,12 +64,12 @@ def batch_bytes(readers: int, *, copies: bool, local: bool) -> int:
     return min(maximum, max(minimum, in_flight // (readers * IN_FLIGHT)))
 
 
+@dataclass(eq=False)
 class _Source:
     """A connected source."""
 
-    def __init__(self, client: SourceClient) -> None:
-        self.client = client
-        self.unused = 0
+    client: SourceClient
+    unused: int = 0
 
 
 class NixlTransport:
@@ -88,7 +86,7 @@ class NixlTransport:
             may use, up to `MAX_LANES`.
 
     Raises:
-        RefitConfigError: NIXL cannot be used; `nixl_available` returns the reason.
+        RefitConfigError: NIXL cannot be used.
     """
 
     name = "nixl"

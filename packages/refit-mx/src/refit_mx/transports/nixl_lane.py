@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any  # NIXL's agents and handles have no types
 
@@ -57,33 +58,33 @@ def abandoned_connects() -> set[str]:
         return set(_abandoned_connects)
 
 
+@dataclass(eq=False)
 class _Remote:
     """A connected remote agent."""
 
-    def __init__(self, source: Manifest) -> None:
-        self.source = source
-        self.pending: list[_Read] = []
-        self.lost = False
+    source: Manifest
+    pending: list[_Read] = field(default_factory=list)
+    lost: bool = False
 
 
+@dataclass(eq=False)
 class _Read:
     """A posted transfer."""
 
-    def __init__(self, remote: _Remote, handle: Any, buffer: int) -> None:
-        self.remote = remote
-        self.handle = handle
-        self.buffer = buffer
-        self.failed = False
-        self.ended = False
+    remote: _Remote
+    handle: Any
+    buffer: int
+    failed: bool = False
+    ended: bool = False
 
 
+@dataclass(eq=False)
 class _Flight:
     """Reads from one source that are in progress in a lane."""
 
-    def __init__(self, queue: BatchQueue) -> None:
-        self.queue = queue
-        self.more = True
-        self.reads: deque[tuple[_Read, Batch]] = deque()
+    queue: BatchQueue
+    more: bool = True
+    reads: deque[tuple[_Read, Batch]] = field(default_factory=deque)
 
 
 class Lane:

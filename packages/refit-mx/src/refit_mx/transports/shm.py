@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -53,13 +54,13 @@ class _Key(NamedTuple):
     incarnation: str
 
 
+@dataclass(eq=False)
 class _Source:
     """A source with mapped memory."""
 
-    def __init__(self, memory: _Bytes, client: SourceClient) -> None:
-        self.memory = memory
-        self.client = client
-        self.unused = 0
+    memory: _Bytes
+    client: SourceClient
+    unused: int = 0
 
 
 class ShmTransport:

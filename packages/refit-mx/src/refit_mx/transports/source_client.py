@@ -167,12 +167,12 @@ class SourceClient:
         digests = bytearray()
         for batch in batches(reads, max_bytes=MAX_READ_BYTES, max_reads=MAX_READS):
             part = batch.rows_of(reads)
-            self.connect(deadline)
-            with self._errors(deadline, "asking for digests"):
-                data = self._ok(self._answer(Digest(version_id, encode_reads(part)), deadline)).data
-                if len(data) != len(part) * DIGEST_BYTES:
-                    raise ProtocolError(f"{len(data)} bytes of digests for {len(part)} reads")
-                digests += data
+            request = Digest(version_id, encode_reads(part))
+            data = self._request(request, deadline, "asking for digests")
+            if len(data) != len(part) * DIGEST_BYTES:
+                self._drop()
+                raise ProtocolError(f"{len(data)} bytes of digests for {len(part)} reads")
+            digests += data
         return bytes(digests)
 
     def structure(self, *, version_id: str, max_bytes: int, deadline: Deadline) -> bytes:
@@ -183,24 +183,17 @@ class SourceClient:
             max_bytes: size limit; more raises a `ProtocolError`.
             deadline: time limit.
         """
-        self.connect(deadline)
-        with self._errors(deadline, "asking for the structure"):
-            request = GetStructure(version_id)
-            return self._ok(self._answer(request, deadline, max_bytes + MAX_FRAME)).data
+        request = GetStructure(version_id)
+        return self._request(request, deadline, "asking for the structure", max_bytes + MAX_FRAME)
 
     def manifest(self, *, version_id: str, max_bytes: int, deadline: Deadline) -> bytes:
         """Request the encoded manifest of a version. Arguments as for `structure`."""
-        self.connect(deadline)
-        with self._errors(deadline, "asking for the manifest"):
-            return self._ok(
-                self._answer(GetManifest(version_id), deadline, max_bytes + MAX_FRAME)
-            ).data
+        request = GetManifest(version_id)
+        return self._request(request, deadline, "asking for the manifest", max_bytes + MAX_FRAME)
 
     def check_held(self, *, version_id: str, deadline: Deadline) -> None:
         """Raise `SourceLostError` unless the source holds the version."""
-        self.connect(deadline)
-        with self._errors(deadline, "asking for the version"):
-            self._ok(self._answer(Ping(version_id), deadline))
+        self._request(Ping(version_id), deadline, "asking for the version")
 
     def abort(self) -> None:
         """End a call in another thread at once; it raises `SourceLostError`."""
@@ -242,6 +235,13 @@ class SourceClient:
             if self._aborted:
                 raise ConnectionError("aborted")
             self._sock = sock
+
+    def _request(
+        self, request: Request, deadline: Deadline, doing: str, max_bytes: int = MAX_FRAME
+    ) -> bytes:
+        self.connect(deadline)
+        with self._errors(deadline, doing):
+            return self._ok(self._answer(request, deadline, max_bytes)).data
 
     def _send(self, request: Request, deadline: Deadline) -> socket.socket:
         assert self._sock is not None
