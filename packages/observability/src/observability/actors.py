@@ -39,10 +39,11 @@ def traced(
     """Decorate an actor's method so that each call is a child span of the caller's span.
 
     The method gains the keyword-only argument ``carrier``, to which the caller passes the result of
-    `dataplane_core.telemetry.inject`. The rest of the signature does not change, so Ray checks
-    calls as before. A coroutine function remains one, and so does a generator function. A generator
-    runs in a copy of the context of its first step, so its span is not the parent of its consumer's
-    spans.
+    `dataplane_core.telemetry.inject`. Its other parameters do not change, so Ray checks calls as
+    before. Coroutine functions and generator functions are supported.
+
+    A generator runs in its own context, a copy of its consumer's at the first item. So spans that
+    the consumer starts between two items are not children of the generator's span.
 
     Args:
         method: the method to decorate.
@@ -138,7 +139,7 @@ def _in_own_context_async(function: Callable[..., AsyncGenerator[Any, Any]]) -> 
 
 
 def _steps(context: Context, generator: Any) -> Generator[Any, Any, Any]:
-    """Yield what a generator yields, and run each of its steps in a context."""
+    """Run each step of a generator in a context; otherwise the same as ``yield from generator``."""
     step: Callable[[], Any] = functools.partial(next, generator)
     while True:
         try:

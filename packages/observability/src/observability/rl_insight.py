@@ -1,8 +1,9 @@
-"""Steps of RL-Insight. It sends each span as a separate trace; `join_steps` makes a trace per step.
+"""Assignment of RL-Insight's spans to steps.
 
-RL-Insight 0.3.0 adds ``project`` and ``experiment_name`` of its `init` to each span. It adds the
-step to agent sessions only, as ``global_steps``. A program may add ``global_steps`` or
-``global_step`` to other spans.
+RL-Insight 0.3.0 sends each span as a separate trace. `join_steps` joins the spans of a step in one
+trace. Each span has ``project`` and ``experiment_name``, the arguments of RL-Insight's `init`.
+RL-Insight adds the step only to spans of agent sessions, as ``global_steps``. A program may add
+``global_steps`` or ``global_step`` to other spans.
 """
 
 from __future__ import annotations

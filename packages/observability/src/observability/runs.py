@@ -26,7 +26,7 @@ _MAX_REASON_LENGTH = 500
 
 
 class RunRecord:
-    """The run inside a `record_run` block: finished at the end of the block, unless stopped."""
+    """The run of a `record_run` block, recorded as finished at its end unless `stop` is called."""
 
     def __init__(self) -> None:
         self.end: EventName = "run_finished"
@@ -83,7 +83,7 @@ def _leaves(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 
 
 def _as_text(value: object) -> str:
-    """Return a string unchanged and other values as JSON; without JSON, return the type's name."""
+    """Return a string unchanged, another value as JSON, or its type's name if that fails."""
     if isinstance(value, str):
         return value
     try:

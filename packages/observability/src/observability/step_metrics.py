@@ -36,7 +36,7 @@ UNITS: Mapping[str, str] = {
     "rl.time": "s",
     "rl.tokens_per_s": "{token}/s",
 }
-"""Units of the documented metrics; all others have the unit 1."""
+"""Units by metric; all other metrics have the unit 1."""
 
 _SCOPE = "rl-dataplane"
 _MAX_NAME_LENGTH = 255
@@ -55,15 +55,15 @@ def record_step_metrics(
 ) -> None:
     """Record the metrics of a training step; without an SDK in this process, do nothing.
 
-    The time of this call is recorded as a further metric, ``rl.time``. If a step is recorded again,
-    for example after a resume, the admin service replaces the step's earlier values.
+    The metric ``rl.time`` is added: the time of this call, in seconds since 1970. If a step is
+    recorded again, for example after a resume, the admin service replaces its earlier values.
 
     Args:
         step: number of the step, from 0; equals ``rl.step`` of its spans.
-        metrics: numbers by name. Values that are not numbers are skipped. A character that is
-            invalid in the name of a metric becomes ``_``.
+        metrics: values by name. Values that are not numbers are skipped. Characters that the name
+            of a metric must not contain are replaced by ``_``.
         components: mean reward by component, for example by reward function.
-        names: documented names by name in ``metrics``, where the two differ.
+        names: documented names by name in ``metrics``. Other metrics keep their names.
         run_id: id of the run. None takes the id in the process's resource.
     """
     if not has_sdk(get_meter_provider()):
@@ -103,7 +103,7 @@ def record_trainer_metrics(
     Args:
         completed: number of completed steps.
         metrics: values by the trainer's name.
-        names: documented names by the trainer's name. A metric that is not in it keeps its name.
+        names: documented names by the trainer's name. Other metrics keep their names.
         run_id: id of the run.
         components: mean reward by component.
     """

@@ -23,13 +23,13 @@ _ORIGINAL = "_without_spans"
 class TransferQueueInstrumentor(BaseInstrumentor):
     """Instrumentor of TransferQueue's clients, synchronous and asynchronous.
 
-    It imports TransferQueue and torch only after the program imports TransferQueue. Ray's helper
-    processes do not import it, and they inherit the instrumentation and must start quickly.
+    It imports torch only when the program imports TransferQueue. Ray's helper processes inherit the
+    instrumentation and must start quickly; they do not import TransferQueue.
     """
 
     _is_enabled = False
     _has_hook = False
-    """True while a registered import hook has not run. It cannot be removed, only reused."""
+    """True from the registration of the import hook until it runs. A hook cannot be removed."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
         """Return the supported versions of TransferQueue."""

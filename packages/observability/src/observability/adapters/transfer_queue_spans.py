@@ -133,7 +133,10 @@ def _partition_of(meta: Any) -> str:
 
 
 async def _describe(client: Any, call: Operation, meta: Any) -> None:
-    """Fill in the operation's samples of the first partition, if its span is recorded."""
+    """Set fields, tags and samples of an operation from the metadata, if its span is recorded.
+
+    The sample ids are those of the first partition.
+    """
     if not trace.get_current_span().is_recording():
         return
     call.partition_id, call.n_keys = _partition_of(meta), len(meta.global_indexes)

@@ -117,15 +117,14 @@ def emit(
 
 
 def logger_of(provider: LoggerProvider) -> Logger:
-    """Return the provider's logger of this package."""
+    """Return the logger with which this package emits its log records."""
     global _cached
     if provider is not _cached[0]:
         _cached = provider, provider.get_logger(_SCOPE)
     return _cached[1]
 
 
-# The last provider and its logger. They are cached, because creating a logger takes as long as the
-# rest of `emit`.
+# The last provider and its logger. Creating a logger takes as long as the rest of `emit`.
 _cached: tuple[LoggerProvider | None, Logger] = None, NoOpLogger(_SCOPE)
 
 
@@ -195,7 +194,7 @@ class Lifecycle(Observer):
 
     @staticmethod
     def _emit_claim(call: Operation, wait: PendingCall | None) -> None:
-        # The name of the wait lets a reader end it. A wait that was not reported needs no end.
+        # The event that names a reported wait ends it. A wait without reports needs no end.
         wait_name = wait.name if wait is not None and wait.reported else None
         if call.error is not None:
             emit(

@@ -1,7 +1,7 @@
 """OpenTelemetry metrics of a client's operations; docs/telemetry.md lists them.
 
-Metrics are labeled with the class of a partition: its name with ``#`` in place of numbers and
-hexadecimal ids. Names would create a time series per step in a run with a partition per step.
+Metrics are labeled with the pattern of a partition's name: the name with ``#`` in place of numbers
+and hexadecimal ids. With names, a run with a partition per step would have time series per step.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from observability.middleware.tracing import origins_of
 
 logger = structlog.get_logger("observability")
 
-MAX_CLASSES = 32
-"""Maximum number of partition classes of one client; further classes share the label `OTHER`."""
+MAX_PATTERNS = 32
+"""Maximum number of patterns of one client; all further ones are replaced by `OTHER`."""
 OTHER = "other"
 
 _SCOPE = "rl-dataplane"
 _MAX_WATCHED = 64
 """Maximum number of pairs of partition and task whose counts one client queries."""
-# Observations of two instruments within this time belong to one collection. A query takes less.
+# Callbacks of two instruments within this time belong to one collection.
 _ONE_COLLECTION_S = 1.0
-# Maximum number of values of staleness recorded per step. A histogram records one value per call,
-# and a hundred thousand calls would take a second.
+# Maximum number of values of staleness recorded per step: 100,000 calls of a histogram would take a
+# second.
 _MAX_STALENESS_VALUES = 32
 _BOUNDARIES_S = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
 _OPERATION_NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}
 _TaskKey = tuple[Hashable, str, str]
 """A task in a store: the store's identity, the partition and the name of the task."""
 _CountsByLabels = dict[tuple[str, str], list[TaskCounts]]
-"""Counts by name of the task and class of partitions."""
+"""Counts by name of the task and pattern of the partition."""
 _NUMBER_HASH_OR_UUID = re.compile(
     r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-f]{8,}|\d+"
 )
@@ -86,22 +86,22 @@ class CollectionState:
     unreachable_stores: set[Hashable] = field(default_factory=set)
 
 
-class PartitionClasses:
-    """A thread-safe mapping of partition names to a bounded number of labels."""
+class NamePatterns:
+    """A thread-safe mapping of partition names to at most `MAX_PATTERNS` patterns and `OTHER`."""
 
     def __init__(self) -> None:
-        self._labels: set[str] = set()
+        self._patterns: set[str] = set()
         self._lock = threading.Lock()
 
-    def label_of(self, partition_id: str) -> str:
-        """Return the class: the name with numbers, hashes and UUIDs replaced by ``#``."""
-        label = _NUMBER_HASH_OR_UUID.sub("#", partition_id)[:64]
-        if label not in self._labels:
+    def pattern_of(self, partition_id: str) -> str:
+        """Return the name with numbers, hashes and UUIDs replaced by ``#``."""
+        pattern = _NUMBER_HASH_OR_UUID.sub("#", partition_id)[:64]
+        if pattern not in self._patterns:
             with self._lock:
-                if len(self._labels) >= MAX_CLASSES and label not in self._labels:
+                if len(self._patterns) >= MAX_PATTERNS and pattern not in self._patterns:
                     return OTHER
-                self._labels.add(label)
-        return label
+                self._patterns.add(pattern)
+        return pattern
 
 
 class MeterDataPlaneClient(ObservedClient):
@@ -118,11 +118,12 @@ class MeterDataPlaneClient(ObservedClient):
 class Meters(Observer):
     """An observer that records metrics.
 
-    At each export of metrics, the store is queried for outstanding bytes, and for the ready and
-    acknowledged samples of the tasks that claim through this client. If the store does not report
-    its bytes, the bytes that this client put and did not clear are reported instead. The values of
-    all open clients of a process are summed; the bytes of a store and the samples of a task count
-    once, whatever the number of clients.
+    At each export of metrics, the store is queried for its bytes, and for the ready and
+    acknowledged samples of each task that claims through this client. If the store does not report
+    its bytes, the bytes that this client put and did not clear are reported instead.
+
+    The values of all open clients of a process are summed. But the bytes of a store and the samples
+    of a task are not summed: they count once, even if several clients report them.
 
     Args:
         client: the client to query.
@@ -138,7 +139,7 @@ class Meters(Observer):
         self._store = as_client(_innermost(client))
         self.store_key = self._store.store_key
         self._is_failure_logged = False
-        self._classes = PartitionClasses()
+        self._patterns = NamePatterns()
         self._totals = None if _reports_bytes(client) else Totals()
         self._watched: OrderedDict[tuple[str, str], list[str]] = OrderedDict()
         self._lock = threading.Lock()
@@ -178,7 +179,7 @@ class Meters(Observer):
             self._record_claim(call)
 
     def _record(self, call: Operation) -> None:
-        partition = self._classes.label_of(call.partition_id)
+        partition = self._patterns.pattern_of(call.partition_id)
         attributes = {
             "messaging.operation.name": _OPERATION_NAMES.get(call.op, call.op),
             "messaging.destination.name": partition,
@@ -206,20 +207,20 @@ class Meters(Observer):
             self._age.record(max(0, now - origin.time_ns) / 1e9, {"dataplane.task": task})
 
     def outstanding(self) -> Iterator[tuple[str, str, int]]:
-        """Yield the name of a label, its value, and the bytes put and not cleared.
+        """Yield the bytes put and not cleared, each with the name and value of its label.
 
         The label is ``dataplane.unit`` if the store reports its bytes. Otherwise it is
-        ``messaging.destination.name``, and its value is a class of partitions.
+        ``messaging.destination.name``, and its value is the pattern of a partition.
         """
         if self._totals is None:
             for unit in self._storage():
                 yield "dataplane.unit", unit.name, unit.used
             return
         for partition_id, n_bytes in self._totals.by_partition().items():
-            yield "messaging.destination.name", self._classes.label_of(partition_id), n_bytes
+            yield "messaging.destination.name", self._patterns.pattern_of(partition_id), n_bytes
 
     def counts(self, collection: CollectionState) -> Iterator[tuple[str, str, TaskCounts]]:
-        """Yield partition class, task and counts for each task that claims through this client.
+        """Yield partition pattern, task and counts for each task that claims through this client.
 
         Tasks that were counted earlier in this collection are skipped.
         """
@@ -245,7 +246,7 @@ class Meters(Observer):
                 self._log_first_failure()
             else:
                 collection.counted_tasks.add(key)
-                yield self._classes.label_of(partition_id), task, counts
+                yield self._patterns.pattern_of(partition_id), task, counts
 
     def _storage(self) -> list[StorageSummary]:
         try:
@@ -272,9 +273,9 @@ _open_meters: WeakValueDictionary[int, Meters] = WeakValueDictionary()
 
 
 def _create_observable_instruments(meter: Meter) -> None:
-    """Create the observable instruments, whose callbacks cover all open clients.
+    """Create the observable instruments. Their callbacks report all open clients.
 
-    Later calls have no effect: an SDK keeps the first instrument of a name, and its callbacks.
+    Only the first call has an effect: an SDK keeps the first instrument of a name.
     """
     meter.create_observable_up_down_counter(
         "dataplane.outstanding",
@@ -312,7 +313,7 @@ def _meters_of_same_sdk(meter: Meter) -> list[Meters]:
 
 
 def _sdk_meter(meter: Meter) -> object:
-    """Return the SDK's meter of a proxy that was created before the SDK was set up."""
+    """Return the SDK's meter behind a meter, which is a proxy if created before the SDK's setup."""
     return getattr(meter, "_real_meter", None) or meter
 
 
@@ -339,29 +340,29 @@ class _CountCallbacks:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # Time and result of the last query, by the state whose callback has not used it yet.
+        # Time and result of the last query, by the state whose callback is still to report it.
         self._unused: dict[str, tuple[float, _CountsByLabels]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:
-        """Yield the number of samples in a state, per task and class of partitions."""
+        """Yield the number of samples in a state, per task and pattern of partitions."""
         queried_s, counts_by_labels = self._unused.pop(state, (-math.inf, {}))
         if time.monotonic() - queried_s > _ONE_COLLECTION_S:
             counts_by_labels = self._query()
             other_state = "acknowledged" if state == "ready" else "ready"
             self._unused[other_state] = time.monotonic(), counts_by_labels
-        for (task, partition_class), counts in counts_by_labels.items():
+        for (task, pattern), counts in counts_by_labels.items():
             samples = sum(getattr(each, state) for each in counts)
-            labels = {"dataplane.task": task, "messaging.destination.name": partition_class}
+            labels = {"dataplane.task": task, "messaging.destination.name": pattern}
             yield Observation(samples, labels)
 
     def _query(self) -> _CountsByLabels:
-        """Return the counts of all open clients; a task that has several clients counts once."""
+        """Return the counts of the tasks of all open clients, each task once."""
         collection = CollectionState()
         counts_by_labels: _CountsByLabels = {}
         # The newest client is queried first, because its required fields are the most recent.
         for meters in reversed(_meters_of_same_sdk(self._meter)):
-            for partition_class, task, counts in meters.counts(collection):
-                counts_by_labels.setdefault((task, partition_class), []).append(counts)
+            for pattern, task, counts in meters.counts(collection):
+                counts_by_labels.setdefault((task, pattern), []).append(counts)
         return counts_by_labels
 
 
@@ -392,7 +393,7 @@ def record_trained(
     Args:
         client: client of the store that holds the samples.
         meta: the samples.
-        field: a field that generation put, whose origin has the weight version.
+        field: a field that the generation put. Its origin has the samples' weight version.
         task: name of the task that trains.
     """
     emit("trained", meta.partition_id, meta.sample_ids, task=task)
@@ -430,7 +431,10 @@ def record_trained(
 
 
 def _scaled_down(counts: Mapping[int, int], max_sum: int) -> dict[int, int]:
-    """Return counts in proportion with a sum of about ``max_sum`` at most; none becomes 0."""
+    """Scale counts down in proportion if their sum exceeds ``max_sum``; none becomes 0.
+
+    The new sum is about ``max_sum``.
+    """
     total = sum(counts.values())
     if total <= max_sum:
         return dict(counts)

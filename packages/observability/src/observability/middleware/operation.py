@@ -70,7 +70,7 @@ class Operation:
     _origins: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
-        """Replace arguments of a wrong type, so that observers get text and lists of text."""
+        """Replace values of wrong types, so that observers can rely on the declared types."""
         self.partition_id = _text(self.partition_id)
         self.fields, self.tasks = _texts(self.fields), _texts(self.tasks)
         if self.sample_ids is not None and type(self.sample_ids) is not list:
@@ -89,16 +89,16 @@ class Operation:
         return "timeout" if isinstance(self.error, TimeoutError) else "error"
 
     def request_origins(self) -> None:
-        """Make the read return its origins with the data, so that `origins` needs no query."""
+        """Request the origins with the data of a read, so that `origins` needs no query."""
         if self._inner is not None and self._inner.capabilities.origins:
             if self.extra.get("origins") is None:
                 self.extra["origins"] = {}
             self._origins = self.extra["origins"]
 
     def origins(self) -> Mapping[str, int]:
-        """Return the number of samples by origin, after a successful claim or read.
+        """Return the number of samples by origin (``str`` of an `Origin`).
 
-        An origin is the text of an `Origin`. The store is queried at most once.
+        It is available after a successful claim or read. The store is queried at most once.
         """
         if self._origins is None:
             self._origins = {}

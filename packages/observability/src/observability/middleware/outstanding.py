@@ -105,7 +105,7 @@ class Outstanding:
         for put, count in divide(bytes_by_field, len(sample_ids)):
             ids = sample_ids[start : start + count]
             start += count
-            # The loop has a pass per distinct previous size. A pass per sample would be slow.
+            # Samples with the same previous bytes share the new ones. A pass per sample is slow.
             previous = list(map(rows.get, ids))
             new_by_previous: dict[SampleBytes | None, SampleBytes] = {}
             for old, samples in Counter(previous).items():
@@ -143,16 +143,13 @@ class Outstanding:
 
 
 def divide(bytes_by_field: Mapping[str, int], count: int) -> list[tuple[SampleBytes, int]]:
-    """Divide the bytes of each field among ``count`` samples.
+    """Divide the bytes of each field among ``count`` samples, as equally as possible.
 
-    Each sample gets an equal part of a field. The remaining bytes of the field go to consecutive
-    samples, one byte each, after the last sample that got a remaining byte of the previous field.
-    So the totals of two samples differ by at most one byte, and the first samples have the larger
-    totals.
+    The remainder of each division is distributed byte by byte, in turn over all samples. The next
+    field continues after the last sample that got a byte. So totals differ by at most one byte.
 
     Returns:
-        Runs of samples with equal bytes, in order. Each is the bytes of a sample and the length of
-        the run.
+        Runs of samples with equal bytes, in order: the bytes of each, and the number of samples.
     """
     if not count:
         return []

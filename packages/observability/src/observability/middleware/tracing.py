@@ -140,19 +140,19 @@ def _without_traceparent(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _attach_origin(call: Operation) -> None:
-    """Add the origin to a put: as an extra keyword, or to its tags if the store has none."""
+    """Add the origin to a put: as the keyword ``origin`` if the store accepts it, else as a tag."""
     origin = Origin.current()
     if origin is None:
         return
     if call.inner is not None and call.inner.capabilities.origins:
         call.extra.setdefault("origin", str(origin))
     elif call.tags is not None:
-        # Without tags the put leaves the samples' tags unchanged; with tags it would replace them.
+        # A put without tags gets none, because the tags of a put replace those of its samples.
         call.tags = [{**tag, TRACEPARENT_TAG: str(origin)} for tag in call.tags]
 
 
 def origins_of(call: Operation) -> list[tuple[Origin, int]]:
-    """Return the origins of a claim's or read's samples, each with its number of samples."""
+    """Return the origins of the samples that a call claimed or read, each with its frequency."""
     counts: dict[str, int] = dict(call.origins())
     if not counts and call.tags:
         for tag in call.tags:

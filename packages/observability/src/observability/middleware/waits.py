@@ -33,10 +33,10 @@ _FLUSH_MS = 5_000
 
 
 class PendingCall:
-    """One blocked call.
+    """One call that is reported while it is blocked.
 
     Attributes:
-        name: a name that no other wait of any process has, even if container restarts repeat pids.
+        name: unique name of the wait, also across processes and restarts of containers.
         since_ns: start of the wait, in nanoseconds since 1970.
         report_every_s: seconds between its reports.
         reported: whether it was reported at least once.

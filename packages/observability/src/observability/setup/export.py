@@ -1,8 +1,9 @@
-"""Export of one signal with the SDK's processor and exporter, which count every item.
+"""Export of spans, log records and metrics by the SDK, with a count of every item.
 
-The processor admits an item to the ledger or drops it. The SDK queues and batches admitted items.
-The exporter passes a batch to `Delivery`, which makes the SDK encode and send it, and counts the
-outcome.
+processor, drops items that the ledger does not admit
+  --> queue of the SDK
+    --> exporter, passes each batch to its `Delivery`
+      --> export method of the SDK, encodes and sends the batch
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class Delivery:
         if not self.ledger.begin_export(len(batch)):
             return False
         with self._lock:
-            # In this context the SDK disables tracing of the export. A retry needs it as well.
+            # The SDK has turned off tracing in this context, so that exports are not traced. A
+            # retry must run in the same context.
             context = copy_context()
             self._batches.append((batch, lambda part: context.run(export, part)))
             return self._send_all()

@@ -1,7 +1,7 @@
 """Counts of the items of one signal, by outcome.
 
-An item is admitted before it is queued, and leaves the queue when its export begins. So the SDK's
-queue never overflows, and every item is counted:
+An item is admitted before the SDK queues it. No more items are admitted than the SDK's queue holds,
+so the SDK never drops one, and every item is counted:
 
     recorded --admit--> queued --begin_export--> in flight --end_export--> exported
       |                                             |
@@ -16,11 +16,12 @@ import threading
 from typing import Literal, TypedDict
 
 Signal = Literal["spans", "events", "metrics", "steps"]
-"""Kind of telemetry, with its items.
+"""A kind of telemetry whose items are counted.
 
-``spans``: an item is a span. ``events``: an item is a log record. ``metrics``: an item is one
-export of all metrics except those of steps. ``steps``: an item is one export of the step metrics
-that were recorded since the previous export.
+- ``spans``: an item is a span.
+- ``events``: an item is a log record.
+- ``metrics``: an item is one export of all metrics, except metrics of steps.
+- ``steps``: an item is one export of the step metrics recorded since the previous export.
 """
 
 

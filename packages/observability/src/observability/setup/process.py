@@ -34,11 +34,10 @@ def setup(
 ) -> Telemetry:
     """Set up tracing, lifecycle events and metrics of this process, once.
 
-    An omitted argument is taken from the standard ``OTEL_*`` variables. The variables
-    ``OTEL_SDK_DISABLED=true`` and ``OTEL_{TRACES,LOGS,METRICS}_EXPORTER=none`` disable export
-    despite arguments. Separate threads export batches by OTLP over HTTP with protobuf. A signal
-    without an endpoint has no exporter and no provider: its API calls do nothing. Without arguments
-    and variables, no signal has an endpoint.
+    Separate threads export batches by OTLP over HTTP with protobuf. An omitted argument is taken
+    from the standard ``OTEL_*`` variables. If neither gives an endpoint for traces, logs or
+    metrics, these are not recorded. The variables ``OTEL_SDK_DISABLED=true`` and
+    ``OTEL_{TRACES,LOGS,METRICS}_EXPORTER=none`` disable export despite arguments.
 
     Telemetry never makes the program fail or block. If the collector is down, is slow or rejects
     requests, or if the endpoint is not a URL, items may be dropped. `Telemetry.counts` counts

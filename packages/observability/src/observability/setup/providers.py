@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _CurrentInstance(Generic[T]):
-    """The tracer or logger of a proxy's current provider; call it to get the instance.
+    """A function that returns the tracer or logger of the provider that a proxy has now.
 
     Args:
         provider: function that returns the current provider.

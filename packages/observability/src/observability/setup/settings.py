@@ -88,7 +88,7 @@ class Otlp:
     timeout_s: float
 
     def for_steps(self, interval_s: float | None) -> Otlp:
-        """Return the settings for metrics of steps, if these are the settings for metrics.
+        """Return the settings for metrics of steps, derived from these settings for metrics.
 
         Metrics of steps are exported at least as often as other metrics, by default every 5 s.
 
@@ -213,7 +213,7 @@ def _otlp(signal: Signal, endpoint: str, interval_s: float | None, troubles: Tro
 
 
 def _timeout_s(signal: Signal, troubles: Troubles) -> float:
-    """Return the timeout in the environment, in seconds as the SDK reads it, or the default."""
+    """Return the timeout from the environment, or the default. Its unit there is the second."""
     for variable in (
         f"OTEL_EXPORTER_OTLP_{_NAMES_IN_VARIABLES[signal]}_TIMEOUT",
         "OTEL_EXPORTER_OTLP_TIMEOUT",

@@ -1,8 +1,9 @@
 """`Telemetry`: the providers of one process, from setup to the last export.
 
-The SDK's flush and shutdown block as long as the network does. So they run in daemon threads, and
-callers wait for the threads with a deadline. The threads also keep the SIGTERM handler safe: it
-interrupts the main thread, so it must not acquire a lock that the main thread may hold.
+A flush or shutdown of the SDK blocks until its request succeeds or times out. So it runs in a
+daemon thread, and the caller waits for it until a deadline. The SIGTERM handler uses such a thread
+for another reason: it interrupts the main thread, and a lock that the main thread holds would block
+the handler forever.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ DROPPED = "dataplane.telemetry.dropped"
 logger = structlog.get_logger("observability")
 
 _SIGTERM_MARGIN_S = 0.5
-"""Time beyond the shutdown timeout that the SIGTERM handler waits for the shutdown to return."""
+"""Seconds that the SIGTERM handler waits for a shutdown, in addition to the shutdown timeout."""
 
 
 class _Pipeline:
@@ -66,8 +67,8 @@ class _Pipeline:
         delivery: sender of the signal's batches.
         flush: function that exports the queued items.
         shutdown: function that exports the queued items and stops the SDK's part of the export.
-        flushes_at_intervals: whether the thread also flushes at each export interval, because the
-            SDK does not. If False, it only retries the retained batches.
+        flushes_at_intervals: whether the thread flushes at each export interval. If False, the SDK
+            does, and the thread only retries the retained batches.
     """
 
     def __init__(
@@ -379,11 +380,11 @@ class Telemetry:
         if os.getpid() == self._pid and self._signal_thread is not None:
             deadline = time.monotonic() + self._timeout_s + _SIGTERM_MARGIN_S
             if self._shutdown_began:
-                # The interrupted thread may be the one that runs `shutdown`. It continues only
-                # after this handler, so waiting for `_shutdown_finished` would block.
+                # The main thread may be in `shutdown`, which continues only after this handler. So
+                # `_shutdown_finished` may not be set before the handler returns.
                 wait_all(self._shutdowns, deadline)
             else:
-                # A previous handler may keep the process alive; then telemetry is not shut down.
+                # A previous handler may keep the process alive, so only flush before it.
                 action = self.flush if callable(previous) else self.shutdown
                 wait_all([self._signal_thread.start(action)], deadline)
         if callable(previous):
