@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any  # Any: values of options
 
@@ -22,7 +21,7 @@ from grpo_trainer.checkpoint.folder import latest_checkpoint
 from grpo_trainer.config.json_schema import configuration_schema
 from grpo_trainer.config.loading import DEMO_CONFIG, load_config
 from grpo_trainer.errors import ConfigurationError
-from grpo_trainer.options import OptionsCommand
+from grpo_trainer.options import OptionsCommand, Overrides, version_option
 from grpo_trainer.report.terminal import TerminalDisplay, exit_on_user_error, print_summary
 from grpo_trainer.run.folder import CHECKPOINTS, PICTURE
 from grpo_trainer.run.runs import RunResult, resume, train
@@ -36,21 +35,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"grpo-trainer {version('grpo-trainer')}")
-        raise typer.Exit
-
-
 @app.callback()
-def _options(
-    show_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
+def _options(show_version: Annotated[bool, version_option("grpo-trainer")] = False) -> None:
     pass
 
 
@@ -78,14 +64,7 @@ def train_command(
         Path | None, typer.Option(path_type=Path, help="Folder for runs; overrides run.output.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Overrides run.seed.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a configuration key, for example grpo.num_steps=10. Can be repeated.",
-        ),
-    ] = None,
+    set_: Overrides = None,
 ) -> None:
     """Start a run; without options, the demo."""
     given = {"set_": set_, "dataset": dataset, "output": output, "seed": seed}

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any  # Any: values of options, and typer's context and commands
+from importlib.metadata import version
+from typing import Annotated, Any  # Any: values of options, and typer's context and commands
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a configuration key, for example grpo.num_steps=10. Can be repeated.",
+    ),
+]
+
+
+def version_option(command: str) -> Any:
+    """Return the option that prints the version of ``command``."""
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"{command} {version('grpo-trainer')}")
+            raise typer.Exit
+
+    return typer.Option(
+        "--version", callback=show, is_eager=True, help="Print the version and exit."
+    )
 
 
 class _Checked:

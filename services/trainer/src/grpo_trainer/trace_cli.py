@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any  # Any: values of options
 
@@ -27,7 +26,7 @@ from rich.text import Text
 from dataplane_core import DataPlaneError
 from grpo_trainer.config.loading import DEMO_CONFIG, TrainerConfig, load_config
 from grpo_trainer.errors import ConfigurationError, TrainerError
-from grpo_trainer.options import OptionsCommand, OptionsGroup
+from grpo_trainer.options import OptionsCommand, OptionsGroup, Overrides, version_option
 from grpo_trainer.report.terminal import TerminalDisplay, exit_on_user_error
 from grpo_trainer.run.signals import GracefulStop
 from observability import cli as views
@@ -76,12 +75,6 @@ Folder = Annotated[
 ]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"grpo-trace {version('grpo-trainer')}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def trace_command(
     context: typer.Context,
@@ -89,14 +82,7 @@ def trace_command(
     config: Annotated[
         Path, typer.Option(path_type=Path, help="YAML configuration.", show_default="the demo's")
     ] = DEMO_CONFIG,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a configuration key, for example grpo.num_steps=10. Can be repeated.",
-        ),
-    ] = None,
+    set_: Overrides = None,
     verbose: Annotated[
         bool, typer.Option(help="Record more spans: micro-batches, storage, phases of a refit.")
     ] = False,
@@ -113,12 +99,7 @@ def trace_command(
             help="Folder to store the trace in; a new one below runs/traces by default.",
         ),
     ] = None,
-    show_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    show_version: Annotated[bool, version_option("grpo-trace")] = False,
 ) -> None:
     """Run traced steps and show where their time went."""
     if context.invoked_subcommand is not None:
