@@ -86,7 +86,6 @@ def main() -> None:
         journal = Journal(Path(folder))
         order = random.Random(SEED).sample(LENGTHS, len(LENGTHS))
         rows = {length: measure(client, journal, length) for length in order}
-        journal.close()
     table = markdown_table("Journal", HEADINGS, [rows[length] for length in LENGTHS])
     Console(soft_wrap=True, highlight=False, markup=False).print(table)
 

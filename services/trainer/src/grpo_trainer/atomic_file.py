@@ -1,8 +1,9 @@
-"""Atomic replacement of a file: readers see the old or the new content, never a part."""
+"""Writes of a file after which readers see the old or the new content, never a part."""
 
 from __future__ import annotations
 
 import os
+from io import FileIO
 from pathlib import Path
 
 
@@ -21,3 +22,19 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def append_completely(file: FileIO, content: bytes) -> None:
+    """Append ``content`` to an unbuffered file.
+
+    Raises:
+        OSError: the write failed; the file has its previous content.
+    """
+    before = file.seek(0, os.SEEK_END)
+    remaining = memoryview(content)
+    try:
+        while remaining:  # a raw file may write a part
+            remaining = remaining[file.write(remaining) :]
+    except OSError:
+        file.truncate(before)
+        raise

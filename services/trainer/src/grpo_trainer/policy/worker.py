@@ -250,7 +250,8 @@ class PolicyWorker(RunActor):
     def _train(self, meta: KVBatchMeta, batch: BatchedDataDict[Any], rows_per_step: int) -> None:
         used: list[int] = []
         for step in range(meta.size // rows_per_step):
-            done = self._optimizer_step(batch.get_batch(step, rows_per_step))
+            with span("optimizer_step", "productive"):
+                done = self._optimize(batch.get_batch(step, rows_per_step))
             self._steps.append(done)
             if not math.isfinite(done["grad_norm"]):
                 break
@@ -258,10 +259,6 @@ class PolicyWorker(RunActor):
                 used += range(step * rows_per_step, (step + 1) * rows_per_step)
         if used:  # if this fails, `PolicyRanks.acknowledge_trained` records what was trained
             record_trained(self._client, meta.subset(used), field=_GENERATED)
-
-    def _optimizer_step(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
-        with span("optimizer_step", "productive"):
-            return self._optimize(chunk)
 
     def _optimize(self, chunk: BatchedDataDict[Any]) -> dict[str, float]:
         mask = chunk["token_mask"].float() * chunk["sample_mask"].float()[:, None]

@@ -48,11 +48,6 @@ class Journal:
         self._places = {place.position: place for place in places(folder, KIND)}
         self._file = JournalFile(folder, KIND)
 
-    @property
-    def path(self) -> Path:
-        """Path of the file to which this object appends."""
-        return self._file.path
-
     def append(self, group: FinishedGroup) -> int:
         """Append a finished group; return the bytes written."""
         facts = {"weight_version": group.weight_version, "rewards": group.rewards}
@@ -72,7 +67,3 @@ class Journal:
     def rotate(self) -> str:
         """Append to a new file from now on; return its name."""
         return self._file.rotate()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()

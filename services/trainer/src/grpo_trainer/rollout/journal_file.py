@@ -23,13 +23,16 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO  # Any: facts are plain JSON
+from typing import Any  # Any: facts are plain JSON
 
 import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+
+from grpo_trainer.atomic_file import append_completely
 
 _HEAD = struct.Struct("<4sQQ")
 """Head of a record: the magic, the XXH3-64 of its payload, and the payload's size in bytes."""
@@ -85,7 +88,7 @@ class JournalFile:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = self._open()
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> FileIO:
         self.path = self._folder / f"{uuid.uuid4().hex}.{self._kind}{_SUFFIX}"
         return self.path.open("xb", buffering=0)
 
@@ -94,14 +97,8 @@ class JournalFile:
         facts = json.dumps({_POSITION: record.position, _FACTS: record.facts})
         payload = save(dict(record.columns), metadata={self._kind: facts})
         head = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(payload), len(payload))
-        remaining = memoryview(head + payload)
-        before = self._file.seek(0, os.SEEK_END)
-        try:
-            while remaining:  # a raw file may write a part
-                remaining = remaining[self._file.write(remaining) :]
-        except OSError:
-            self._file.truncate(before)  # a part of a record would hide those after it
-            raise
+        # A part of a record would hide those after it.
+        append_completely(self._file, head + payload)
         return len(head) + len(payload)
 
     def rotate(self) -> str:
@@ -109,10 +106,6 @@ class JournalFile:
         self._file.close()
         self._file = self._open()
         return self.path.name
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def places(folder: Path, kind: str) -> Iterator[Place]:

@@ -179,11 +179,6 @@ class ResponseJournal:
         with self._lock:
             return self._file.rotate()
 
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._file.close()
-
 
 class CallRecorder:
     """Recorder of one call's responses, used by the call's thread.

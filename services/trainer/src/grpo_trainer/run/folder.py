@@ -8,14 +8,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
 
-from grpo_trainer.atomic_file import write_atomically
+from grpo_trainer.atomic_file import append_completely, write_atomically
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.errors import ConfigurationError, OutputError
 
@@ -98,14 +97,7 @@ def append_record(folder: Path, record: Mapping[str, Any]) -> None:
     path = folder / METRICS
     # Unbuffered: closing must not retry a write that did not fit.
     with output_errors(path), path.open("ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
-        rest = _line(record)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            os.truncate(path, before)
-            raise
+        append_completely(file, _line(record))
 
 
 @contextmanager
