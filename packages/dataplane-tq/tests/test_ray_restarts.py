@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import threading
 import time
@@ -87,6 +88,19 @@ def assert_unavailable(client):
     assert time.monotonic() - started < SOON_S
 
 
+def shut_ray_down(client):
+    """Shut Ray down, and wait until the processes of the data plane have exited.
+
+    Ray does not wait for them, and on a loaded machine they exit seconds later.
+    """
+    parts = client._engine._actors.values()
+    pids = ray.get([part.__ray_call__.remote(lambda _: os.getpid()) for part in parts])
+    processes = [psutil.Process(pid) for pid in pids]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+
 @pytest.fixture
 def start_ray():
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
@@ -103,7 +117,7 @@ def test_new_client_works_after_a_ray_restart_and_old_one_fails(start_ray, monke
     before = TQDataPlaneClient(CONFIG)
     first_put(before)
     put_with_a_stuck_report(before, monkeypatch)
-    ray.shutdown()
+    shut_ray_down(before)
     assert_unavailable(before)
     assert not ray.is_initialized()
     start_ray()
