@@ -7,9 +7,11 @@ import functools
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient
+from dataplane_core import InMemoryDataPlaneClient, StreamingDataLoader, StreamingDataset
 
 SETUP = {"enabled": True, "impl": "in_memory"}
+TIMEOUT_S = 20.0
+ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
 
 
 def store(count=10, **config):
@@ -31,6 +33,29 @@ def leased(lease_s=1000.0):
     return functools.partial(
         InMemoryDataPlaneClient, {**SETUP, "claim_lease_s": lease_s}, bootstrap=False
     )
+
+
+def dataset(make_client=ATTACH, size=4, *, kind=StreamingDataset, timeout_s=TIMEOUT_S, **options):
+    return kind(
+        make_client,
+        "p",
+        "a",
+        required_fields=["x"],
+        batch_size=size,
+        timeout_s=timeout_s,
+        **options,
+    )
+
+
+def committing(data, **options):
+    """Return a loader that acknowledges samples at its commits alone."""
+    return StreamingDataLoader(data, acknowledge_on="commit", **options)
+
+
+def commit_all(loader):
+    """Save a state, as a caller does with a model, and commit the samples done in it."""
+    loader.state_dict()
+    loader.commit()
 
 
 def ids(batches):

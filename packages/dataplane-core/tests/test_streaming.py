@@ -14,7 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streaming_parts import SETUP, counts, ids, leased, put, store
+from streaming_parts import (
+    ATTACH,
+    SETUP,
+    TIMEOUT_S,
+    commit_all,
+    committing,
+    counts,
+    dataset,
+    ids,
+    leased,
+    put,
+    store,
+)
 
 from dataplane_core import (
     ClaimTimeoutError,
@@ -22,19 +34,10 @@ from dataplane_core import (
     InvalidRequestError,
     LeaseLostError,
     StreamingDataLoader,
-    StreamingDataset,
     TagFilter,
     UnavailableError,
     UnsupportedError,
 )
-
-TIMEOUT_S = 20.0
-ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
-
-
-def dataset(make_client=ATTACH, **changes) -> StreamingDataset:
-    arguments = {"required_fields": ["x"], "batch_size": 4, "timeout_s": TIMEOUT_S, **changes}
-    return StreamingDataset(make_client, "p", "a", **arguments)
 
 
 @pytest.mark.parametrize("make_client", [ATTACH, leased()])
@@ -172,14 +175,14 @@ def test_state_of_another_task_is_refused():
 
 def test_done_samples_are_acknowledged_but_not_delivered_again():
     client = store(8)
-    with StreamingDataLoader(dataset(leased()), acknowledge_on="commit") as loader:
+    with committing(dataset(leased())) as loader:
         batches = iter(loader)
         next(batches)
         next(batches)  # the first is done now
         state = json.loads(json.dumps(loader.state_dict()))
         assert counts(client) == (0, 8, 0)
     assert counts(client) == (8, 0, 0)  # closed without a commit: all are claimable again
-    with StreamingDataLoader(dataset(leased()), acknowledge_on="commit") as loader:
+    with committing(dataset(leased())) as loader:
         loader.load_state_dict(state)
         got = ids(loader)
         assert got == ["s04", "s05", "s06", "s07"]
@@ -200,16 +203,12 @@ def test_ranks_that_commit_after_their_loops_all_end():
                 claimed.wait(TIMEOUT_S)
                 first = False
         ended.wait(TIMEOUT_S)  # they save together: none commits before all loops are finished
-        loader.state_dict()
-        loader.commit()
+        commit_all(loader)
         return trained
 
     with contextlib.ExitStack() as stack:
         loaders = [
-            stack.enter_context(
-                StreamingDataLoader(dataset(leased()), acknowledge_on="commit", renew_every_s=0.05)
-            )
-            for _ in range(3)
+            stack.enter_context(committing(dataset(leased()), renew_every_s=0.05)) for _ in range(3)
         ]
         threads = stack.enter_context(ThreadPoolExecutor(3))
         ranks = [threads.submit(train, loader, True) for loader in loaders]
@@ -223,10 +222,8 @@ def test_ranks_that_commit_after_their_loops_all_end():
 def test_rank_without_samples_ends_before_others_commit():
     client = store(4)
     with (
-        StreamingDataLoader(dataset(leased()), acknowledge_on="commit", renew_every_s=0.05) as live,
-        StreamingDataLoader(
-            dataset(leased()), acknowledge_on="commit", renew_every_s=0.05
-        ) as other,
+        committing(dataset(leased()), renew_every_s=0.05) as live,
+        committing(dataset(leased()), renew_every_s=0.05) as other,
     ):
         assert [meta.size for _, meta in live] == [4]
         assert list(other) == []
@@ -236,23 +233,17 @@ def test_rank_without_samples_ends_before_others_commit():
 def test_samples_of_a_dead_rank_reach_live_ranks():
     client = store(12)
     with (
-        StreamingDataLoader(
-            dataset(leased()), acknowledge_on="commit", renew_every_s=0.05
-        ) as alive,
-        StreamingDataLoader(
-            dataset(leased()), acknowledge_on="commit", renew_every_s=0.05
-        ) as loader,
+        committing(dataset(leased()), renew_every_s=0.05) as alive,
+        committing(dataset(leased()), renew_every_s=0.05) as loader,
     ):
         batches = iter(alive)
         _, held = next(batches)
         dead = leased(1.0)().claim_meta("p", "a", ["x"], 4)
         got = ids(loader)
         assert sorted(got) == sorted(["s08", "s09", "s10", "s11", *dead.sample_ids])
-        loader.state_dict()
-        loader.commit()
+        commit_all(loader)
         alive.ack(held)
-        alive.state_dict()
-        alive.commit()
+        commit_all(alive)
         assert list(batches) == []
     assert counts(client) == (0, 0, 12)
 
@@ -273,23 +264,17 @@ def test_samples_of_a_dead_rank_reach_a_second_iteration():
     config = {**SETUP, "claim_lease_s": 1.0}
     killable = KillableClient(config, bootstrap=False)
     with (
-        StreamingDataLoader(
-            dataset(lambda: killable), acknowledge_on="commit", renew_every_s=0.05
-        ) as dying,
-        StreamingDataLoader(
-            dataset(leased()), acknowledge_on="commit", renew_every_s=0.05
-        ) as loader,
+        committing(dataset(lambda: killable), renew_every_s=0.05) as dying,
+        committing(dataset(leased()), renew_every_s=0.05) as loader,
     ):
         batches = iter(dying)
         _, held = next(batches)
         dying.ack(held)
         assert [meta.size for _, meta in loader] == [4]
-        loader.state_dict()
-        loader.commit()
+        commit_all(loader)
         killable.dead = True
         assert [meta.sample_ids for _, meta in loader] == [held.sample_ids]
-        loader.state_dict()
-        loader.commit()
+        commit_all(loader)
     assert counts(client) == (0, 0, 8)
 
 
@@ -310,8 +295,8 @@ def test_without_inspection_every_lease_is_waited_for():
         bootstrap=False,
     )
     with (
-        StreamingDataLoader(dataset(attach), acknowledge_on="commit") as holder,
-        StreamingDataLoader(dataset(attach, timeout_s=0.2), acknowledge_on="commit") as other,
+        committing(dataset(attach)) as holder,
+        committing(dataset(attach, timeout_s=0.2)) as other,
     ):
         held_batches, batches = iter(holder), iter(other)
         _, held = next(held_batches)
@@ -319,18 +304,16 @@ def test_without_inspection_every_lease_is_waited_for():
         with pytest.raises(ClaimTimeoutError, match="4 samples are still leased by other"):
             next(batches)
         holder.ack(held)
-        holder.state_dict()
-        holder.commit()
+        commit_all(holder)
         assert list(other) == []
-        other.state_dict()
-        other.commit()
+        commit_all(other)
     assert counts(client) == (0, 0, 8)
 
 
 @given(lost=st.sets(st.integers(0, 4)))
 def test_commit_names_lost_samples_and_acknowledges_the_others(lost):
     client = store(20)
-    with StreamingDataLoader(dataset(leased()), acknowledge_on="commit") as loader:
+    with committing(dataset(leased())) as loader:
         metas = [meta for _, meta in loader]
         loader.state_dict()
         for place in lost:
@@ -342,17 +325,14 @@ def test_commit_names_lost_samples_and_acknowledges_the_others(lost):
             assert all(repr(each) in str(caught.value) for each in gone[:10])
         loader.commit()
         assert counts(client) == (len(gone), 0, 20 - len(gone))
-        loader.state_dict()
-        loader.commit()  # lost samples are not retried
+        commit_all(loader)  # lost samples are not retried
         loader.next_partition("p")
     client.close()
 
 
 def test_failed_commit_can_be_retried(monkeypatch):
     client = store(12)
-    with StreamingDataLoader(
-        dataset(leased(0.5)), acknowledge_on="commit", renew_every_s=0.05
-    ) as loader:
+    with committing(dataset(leased(0.5)), renew_every_s=0.05) as loader:
         metas = [meta for _, meta in loader]
         loader.state_dict()
         client.release(metas[0])
@@ -377,13 +357,10 @@ def test_failed_commit_can_be_retried(monkeypatch):
 
 def test_acknowledged_claims_are_neither_kept_nor_renewed(monkeypatch):
     store(40)
-    with StreamingDataLoader(
-        dataset(leased()), acknowledge_on="commit", renew_every_s=1000.0
-    ) as loader:
+    with committing(dataset(leased()), renew_every_s=1000.0) as loader:
         claims = [weakref.ref(meta) for _, meta in loader]
         assert all(claim() is not None for claim in claims)
-        loader.state_dict()
-        loader.commit()
+        commit_all(loader)
         renewed = []
         monkeypatch.setattr(
             InMemoryDataPlaneClient, "renew", lambda client, meta: renewed.append(meta)

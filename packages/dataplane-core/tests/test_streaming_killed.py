@@ -12,11 +12,7 @@ from pathlib import Path
 
 import pytest
 from remote_store import serving
-from streaming_parts import counts, leased, store
-
-from dataplane_core import InMemoryDataPlaneClient, StreamingDataLoader, StreamingDataset
-
-ATTACH = functools.partial(InMemoryDataPlaneClient, bootstrap=False)
+from streaming_parts import commit_all, committing, counts, dataset, leased, store
 
 CONSUMER = """
 import functools, json, os, signal, sys
@@ -56,12 +52,6 @@ if __name__ == "__main__":
 """
 
 
-def dataset(make_client) -> StreamingDataset:
-    return StreamingDataset(
-        make_client, "p", "a", required_fields=["x"], batch_size=3, timeout_s=20.0
-    )
-
-
 @pytest.fixture
 def served(tmp_path: Path):
     client = store(30, claim_lease_s=1.0)
@@ -91,7 +81,7 @@ def test_killed_consumer_leaves_every_sample_committed_once(served, die, workers
     trained = saved["trained"]
     assert len(trained) in (6, 12)
     # This process resumes from the file alone, as a new one would.
-    with StreamingDataLoader(dataset(ATTACH), acknowledge_on="commit") as loader:
+    with committing(dataset(size=3)) as loader:
         loader.load_state_dict(saved["loader"])
         for batch, meta in loader:
             assert batch["x"].tolist() == [float(i[1:]) for i in meta.sample_ids]
@@ -106,9 +96,7 @@ def test_samples_of_a_killed_rank_reach_an_iterating_one(served):
     client, run = served
     with (
         ThreadPoolExecutor(1) as threads,
-        StreamingDataLoader(
-            dataset(leased(1.0)), acknowledge_on="commit", renew_every_s=0.1
-        ) as loader,
+        committing(dataset(leased(1.0), 3), renew_every_s=0.1) as loader,
     ):
         killed = threads.submit(run, workers=0, die="between")
         while counts(client)[2] < 6:  # it commits two steps and dies in the third
@@ -117,8 +105,7 @@ def test_samples_of_a_killed_rank_reach_an_iterating_one(served):
         for _, meta in loader:
             trained += meta.sample_ids
             code, saved = killed.result()
-        loader.state_dict()
-        loader.commit()
+        commit_all(loader)
     assert code == -signal.SIGKILL
     assert sorted(trained + saved["trained"]) == [f"s{i:02d}" for i in range(30)]
     assert counts(client) == (0, 0, 30)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from streaming_parts import SETUP, counts, ids, leased, store
+from streaming_parts import SETUP, commit_all, counts, dataset, ids, leased, store
 from tensordict import TensorDict
 
 from dataplane_core import (
@@ -21,24 +21,14 @@ from dataplane_core import (
 )
 
 
-def loader(
-    make_client=None,
-    *,
-    size=2,
-    acknowledge_on="commit",
-    kind=StreamingDataset,
-    timeout_s=20.0,
-    **more,
-):
-    dataset = kind(
-        make_client or leased(),
-        "p",
-        "a",
-        required_fields=["x"],
-        batch_size=size,
-        timeout_s=timeout_s,
+def loader(make_client=None, *, size=2, acknowledge_on="commit", **options):
+    own = {name: options.pop(name) for name in ("kind", "timeout_s") if name in options}
+    return StreamingDataLoader(
+        dataset(make_client or leased(), size, **own),
+        acknowledge_on=acknowledge_on,
+        renew_every_s=1000.0,
+        **options,
     )
-    return StreamingDataLoader(dataset, acknowledge_on=acknowledge_on, renew_every_s=1000.0, **more)
 
 
 def lose(client, place=0):
@@ -93,8 +83,7 @@ def test_commit_acknowledges_only_samples_of_its_state():
         assert counts(client) == (0, 2, 2)
         [claim] = client.list_claims("p")
         assert claim.samples == 2
-        trained.state_dict()
-        trained.commit()
+        commit_all(trained)
         assert counts(client) == (0, 0, 4)
 
 
@@ -105,8 +94,7 @@ def test_commit_acknowledges_nothing_in_the_next_partition():
     client.put_samples(["s00", "s01"], "q", fields)
     with loader() as trained:
         ids(trained)
-        trained.state_dict()
-        trained.commit()
+        commit_all(trained)
         trained.next_partition("q")
         assert len(ids(trained)) == 2
         trained.commit()  # no saved state has them
@@ -169,8 +157,7 @@ def test_older_state_delivers_later_samples_again():
         batches.close()
         trained.load_state_dict(state)
         assert ids(trained) == second.sample_ids
-        trained.state_dict()
-        trained.commit()
+        commit_all(trained)
     assert counts(client) == (0, 0, 4)
 
 
@@ -236,8 +223,7 @@ def test_batch_lost_before_its_turn_is_claimed_again(acknowledge_on):
     client = store(4)
     with loader(kind=Interrupted, acknowledge_on=acknowledge_on, size=4) as trained:
         assert ids(trained) == ["s00", "s01", "s02", "s03"]
-        trained.state_dict()
-        trained.commit()
+        commit_all(trained)
     assert counts(client) == (0, 0, 4)
 
 
@@ -274,8 +260,7 @@ def test_batch_with_a_cleared_sample_delivers_the_rest():
     with loader(kind=Clearing) as trained:
         delivered = [(batch["x"].tolist(), meta.sample_ids) for batch, meta in trained]
         assert delivered == [([1.0], ["s01"]), ([3.0], ["s03"])]
-        trained.state_dict()
-        trained.commit()
+        commit_all(trained)
     assert counts(client) == (0, 0, 2)
 
 
@@ -354,8 +339,7 @@ def test_lease_taken_by_another_is_not_counted():
         assert dead.sample_ids == first.sample_ids
         assert len(ids(batches)) == 2
         assert counts(client) == (0, 4, 0)
-        trained.state_dict()
-        trained.commit()  # also samples of the dead consumer
+        commit_all(trained)  # also samples of the dead consumer
     assert counts(client) == (0, 0, 4)
 
 
@@ -399,8 +383,7 @@ def test_saved_steps_saw_every_sample_once_despite_losses(steps):
         second.load_state_dict(saved[1])
         resumed = saved[0] + ids(second)
         assert sorted(resumed) == [f"s{i:02d}" for i in range(12)]
-        second.state_dict()
-        second.commit()
+        commit_all(second)
     assert counts(client) == (0, 0, 12)
     batches.close()
     first.close()

@@ -12,13 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
-from streaming_parts import SETUP, counts, ids, leased, store
+from streaming_parts import SETUP, TIMEOUT_S, commit_all, counts, dataset, ids, leased, store
 
 from dataplane_core import (
     ClaimTimeoutError,
     InMemoryDataPlaneClient,
     StreamingDataLoader,
-    StreamingDataset,
 )
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest, Ledger
@@ -26,16 +25,10 @@ from dataplane_core.ledger.inspect import assignments
 from dataplane_core.streaming.lease_watch import LeaseWatch  # noqa: TID251
 from dataplane_core.testing.claims import put
 
-TIMEOUT_S = 20.0
 
-
-def loader(
-    make_client, *, size=2, timeout_s=TIMEOUT_S, renew_every_s=0.05, acknowledge_on="commit", **of
-):
+def loader(make_client, *, size=2, renew_every_s=0.05, acknowledge_on="commit", **options):
     return StreamingDataLoader(
-        StreamingDataset(
-            make_client, "p", "a", required_fields=["x"], batch_size=size, timeout_s=timeout_s, **of
-        ),
+        dataset(make_client, size, **options),
         acknowledge_on=acknowledge_on,
         renew_every_s=renew_every_s,
     )
@@ -53,8 +46,7 @@ def test_samples_assigned_to_a_dead_rank_reach_live_ranks(count):
         trained = sorted(chain(*(rank.result(TIMEOUT_S) for rank in running)))
         assert trained == [f"s{i:02d}" for i in range(count)]
         for rank in (first, second):
-            rank.state_dict()
-            rank.commit()
+            commit_all(rank)
     assert counts(client) == (0, 0, count)
 
 

@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 from remote_store import Remote, serving
-from streaming_parts import counts, ids, leased, store
+from streaming_parts import commit_all, counts, dataset, ids, leased, store
 from tensordict import TensorDict
 from worker_parts import Failing, stuck, summed, unpicklable
 
@@ -37,8 +37,8 @@ def served():
 
 
 def loader(make_client, *, timeout_s=30.0, kind=StreamingDataset, **more):
-    dataset = kind(make_client, "p", "a", required_fields=["x"], batch_size=4, timeout_s=timeout_s)
-    return StreamingDataLoader(dataset, num_workers=1, **more)
+    data = dataset(make_client, timeout_s=timeout_s, kind=kind)
+    return StreamingDataLoader(data, num_workers=1, **more)
 
 
 def test_batch_that_cannot_be_pickled_raises_and_is_released(served):
@@ -67,8 +67,8 @@ def test_a_batch_of_a_worker_keeps_the_forms_of_its_fields(served):
     client.put_samples(names, "p", TensorDict({"tokens": nested}, [8]))
     client.register_partition("p", ["x", "tokens"], 8, ["b"])
     fields = ["x", "tokens"]
-    dataset = StreamingDataset(make_client, "p", "b", required_fields=fields, batch_size=4)
-    with StreamingDataLoader(dataset, num_workers=1) as batches:
+    data = StreamingDataset(make_client, "p", "b", required_fields=fields, batch_size=4)
+    with StreamingDataLoader(data, num_workers=1) as batches:
         for delivered, meta in batches:
             assert {name: form_of(delivered[name]) for name in fields} == {
                 "x": None,
@@ -89,10 +89,8 @@ def test_stuck_worker_ends_the_loop_at_its_deadline(served):
 
 def test_tensors_of_all_workers_arrive_in_any_order(served):
     client, make_client = served
-    dataset = StreamingDataset(
-        make_client, "p", "a", required_fields=["x"], batch_size=1, timeout_s=30.0
-    )
-    with StreamingDataLoader(dataset, num_workers=2, collate=summed) as batches:
+    data = dataset(make_client, 1, timeout_s=30.0)
+    with StreamingDataLoader(data, num_workers=2, collate=summed) as batches:
         got = [(float(value), *ids) for value, ids in batches]
     assert sorted(got) == [(float(i), f"s{i:02d}") for i in range(8)]
     assert counts(client) == (0, 0, 8)
@@ -102,15 +100,12 @@ def test_tensors_of_all_workers_arrive_in_any_order(served):
 def test_prefetching_loader_delivers_what_a_crashed_consumer_held(served, acknowledge_on):
     client, make_client = served
     leased(2.0)().claim_meta("p", "a", ["x"], 3)
-    dataset = StreamingDataset(
-        make_client, "p", "a", required_fields=["x"], batch_size=1, timeout_s=30.0
-    )
-    with StreamingDataLoader(dataset, num_workers=1, acknowledge_on=acknowledge_on) as batches:
+    data = dataset(make_client, 1, timeout_s=30.0)
+    with StreamingDataLoader(data, num_workers=1, acknowledge_on=acknowledge_on) as batches:
         got = ids(batches)
         if acknowledge_on == "commit":
             assert not client.check_consumption_status("p", ["a"])
-            batches.state_dict()
-            batches.commit()
+            commit_all(batches)
     assert sorted(got) == [f"s{i:02d}" for i in range(8)]
     assert client.check_consumption_status("p", ["a"])
 
