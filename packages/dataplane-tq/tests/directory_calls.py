@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 from dataplane_core import StorageSummary, TaskCounts
 from dataplane_core.declaration import PartitionDeclaration
@@ -75,6 +76,11 @@ def until(condition, timeout_s=TIMEOUT_S):
 
 
 def stop(pid):
-    """Stop a child of this process, and wait until it has stopped."""
+    """Stop a process, and wait until all its threads have stopped."""
+
+    def is_stopped():
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
     os.kill(pid, signal.SIGSTOP)
-    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    until(is_stopped)

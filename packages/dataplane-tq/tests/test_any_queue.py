@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import ray
-from directory_calls import until
+from directory_calls import stop, until
 
 from dataplane_core import (
     DataPlaneInspector,
@@ -288,10 +288,10 @@ def test_queue_is_only_read(queue):
         inspector.read_totals()
 
 
-def test_stopped_reader_is_an_error_at_the_deadline(queue, address, stop_process):
+def test_stopped_reader_is_an_error_at_the_deadline(queue, address):
     inspector = QueueInspector(address, timeout_s=1.0)
     try:
-        stop_process(inspector._process.pid)
+        stop(inspector._process.pid)
         with pytest.raises(UnavailableError, match="no answer within"):
             inspector.list_storage()
         with pytest.raises(UnavailableError, match="was lost"):

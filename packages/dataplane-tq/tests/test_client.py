@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
-from directory_calls import until
+from directory_calls import stop, until
 from queue_setup import batch, pid_of
 
 from dataplane_core import (
@@ -93,12 +93,12 @@ def test_all_parts_of_a_local_ray_listen_on_loopback_only(owner, partition):
     assert set().union(*listening.values()) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
-def test_stopped_controller_fails_puts_but_not_reads(owner, partition, config, stop_process):
+def test_stopped_controller_fails_puts_but_not_reads(owner, partition, config):
     config["ack_timeout_ms"] = 1500
     pid = pid_of("TransferQueueController")
     ids = []
     with TQDataPlaneClient(config, bootstrap=False) as client:
-        stop_process(pid)
+        stop(pid)
         try:
             started = time.monotonic()
 
@@ -117,15 +117,13 @@ def test_stopped_controller_fails_puts_but_not_reads(owner, partition, config, s
     assert owner.get_samples(ids, partition, ["x"]).batch_size == (len(ids),)
 
 
-def test_stopped_controller_fails_clears_but_not_gets_and_claims(
-    owner, partition, config, stop_process
-):
+def test_stopped_controller_fails_clears_but_not_gets_and_claims(owner, partition, config):
     config["ack_timeout_ms"] = 500
     pid = pid_of("TransferQueueController")
     # Else the owner would still be reporting the fixture's put.
     futures.wait(owner._reporter._pending, timeout=20)
     with TQDataPlaneClient(config, bootstrap=False) as client:
-        stop_process(pid)
+        stop(pid)
         try:
             started = time.monotonic()
             assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 1

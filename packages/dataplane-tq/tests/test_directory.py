@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,9 +16,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from directory_calls import TIMEOUT_S, Calls, stop, until
+from directory_calls import TIMEOUT_S, Calls, until
 from hypothesis import example, given
 from hypothesis import strategies as st
+from stepped_store import CLIENT, SERVERS, Child
 
 from dataplane_core import (
     CapacityExceeded,
@@ -38,62 +36,29 @@ from dataplane_tq.directory.server import Directory
 from dataplane_tq.directory.wire import HEADER, Address, Link
 from dataplane_tq.packed.layout import FieldLayout
 
-SERVER = """
-import sys, threading
-from dataplane_tq.directory.server import Directory
-from dataplane_tq.packed.unit_wire import UnitSpec
-units = [UnitSpec(f"u{i}", "node", int(size)) for i, size in enumerate(sys.argv[2:])]
-address = Directory(int(sys.argv[1]), units, "127.0.0.1").start()
-assert "torch" not in sys.modules and "transfer_queue" not in sys.modules
-print(address.port, address.token.hex(), flush=True)
-threading.Event().wait()
-"""
-
-CLIENT = """
-import sys, threading
-from dataplane_core.ledger import ClaimRequest
-from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.wire import Address, Link
-link = Link(Address("127.0.0.1", int(sys.argv[1]), bytes.fromhex(sys.argv[2])), timeout_s=20)
-with link.session("child") as session:
-    {action}
-    print("done", flush=True)
-    threading.Event().wait()
-"""
-
-
-def started(code, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True
-    )
-
-
-def end(process):
-    process.send_signal(signal.SIGCONT)
-    process.kill()
-    process.communicate(timeout=TIMEOUT_S)
-
 
 class Served(Calls):
     """Directory in a separate process, and a link to it."""
 
-    def __init__(self, capacity=100, unit_bytes=()):
-        self.process = started(SERVER, capacity, *unit_bytes)
-        self.port, self.token = self.process.stdout.readline().split()
-        self.address = Address("127.0.0.1", int(self.port), bytes.fromhex(self.token))
+    def __init__(self, capacity=100, unit_bytes=(), code=SERVERS):
+        self.process = Child(code, "directory", capacity, *unit_bytes)
+        self.encoded_address = self.process.read_line()
+        self.address = msgspec.json.decode(self.encoded_address, type=Address)
         super().__init__(Link(self.address, timeout_s=TIMEOUT_S))
         self.children = []
 
-    def child(self, action):
-        """Start a process that runs ``action`` in a session and keeps the session open."""
-        child = started(CLIENT.replace("{action}", action), self.port, self.token)
+    def child(self, request):
+        """Start a process that sends a request in a session; return it after the answer."""
+        action = f"with link.session('child') as s: s.ask({request}, object); step('answered')"
+        child = Child(CLIENT.replace("{action}", action), self.encoded_address, "null", "tcp")
         self.children.append(child)
+        assert child.read_line() == "answered"
         return child
 
     def close(self):
         self.link.close()
         for process in [*self.children, self.process]:
-            end(process)
+            process.close()
 
 
 @pytest.fixture
@@ -115,34 +80,21 @@ def served(serve):
     return serve()
 
 
-READ = "session.ask(p.Read('p', ['a', 'b'], ['x']), p.ReadAnswer)"
-
-
-def wait_for(child, word="done"):
-    assert child.stdout.readline().strip() == word
-
-
 def test_later_clear_drops_rows_that_a_stopped_reader_held(served):
     served.put(["a", "b", "c"])
-    child = served.child(READ)
-    wait_for(child)
-    stop(child.pid)
+    child = served.child("p.Read('p', ['a', 'b'], ['x'])")
+    child.stop()
     assert served.clear(["a", "c"], timeout_s=0.1) == ["c"]
     with pytest.raises(DataPlaneError, match="still being cleared or read"):
         served.put(["a"], timeout_s=0.1)
     child.kill()
-    child.send_signal(signal.SIGCONT)
-    child.wait(TIMEOUT_S)
     assert served.clear(["b"]) == ["a", "b"]
     served.put(["a"])
 
 
 def test_next_put_drops_rows_of_a_killed_clear(served):
     served.put(["a", "b"])
-    child = served.child("session.ask(p.Clear('p', ['a'], False, 5.0), p.ClearAnswer)")
-    wait_for(child)
-    child.kill()
-    child.wait(TIMEOUT_S)
+    served.child("p.Clear('p', ['a'], False, 5.0)").kill()
     answer = served.put(["a"])
     assert [group.sample_ids for group in answer.orphans] == [["a"]]
 
@@ -316,12 +268,10 @@ def test_clear_of_a_dead_client_frees_the_remaining_pages(serve):
     ids = [f"s{i}" for i in range(rows)]
     layout = FieldLayout("x", "torch.uint8", False, (1,), b"", 1, rows)
     served.put(ids, kind="torch.uint8", layouts=[layout])
-    child = served.child("session.ask(p.Clear('p', None, False, 5.0), p.ClearAnswer)")
-    wait_for(child)
+    child = served.child("p.Clear('p', None, False, 5.0)")
     with pytest.raises(PartitionNotFoundError):
         served.counts()
     child.kill()
-    child.wait(TIMEOUT_S)
     served.register()
     layout = FieldLayout("x", "torch.uint8", False, (1,), b"", 1, 1)
     served.put(["again"], kind="torch.uint8", layouts=[layout])
@@ -337,7 +287,7 @@ def test_malformed_requests_are_refused_and_logged_without_ids(served):
         answer = exchange(served, served.address.token + HEADER.pack(len(body)) + body)
         assert b"InvalidRequestError" in answer
     assert served.counts().put == 0
-    served.process.terminate()
+    served.process.process.terminate()
     logged = served.process.stdout.read()
     assert logged.count("\n") == 1, logged
     assert "request_refused" in logged
@@ -348,21 +298,15 @@ def test_malformed_requests_are_refused_and_logged_without_ids(served):
 def test_silent_connections_do_not_exhaust_the_limit():
     # A small limit of descriptors, so that a few connections exceed it.
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))"
-    process = started(few + SERVER, 100)
-    port, token = process.stdout.readline().split()
-    address = Address("127.0.0.1", int(port), bytes.fromhex(token))
-    silent = []
-    try:
-        silent += [socket.create_connection((address.host, address.port)) for _ in range(300)]
+    served = Served(code=few + SERVERS)
+    address = served.address.host, served.address.port
+    with ExitStack() as silent:
+        silent.callback(served.close)
+        for _ in range(300):
+            silent.enter_context(socket.create_connection(address))
         began = time.monotonic()
-        link = Link(address, timeout_s=TIMEOUT_S)
-        assert link.ask("list", p.ListPartitions(), list) == []
+        assert served.ask(p.ListPartitions(), list) == []
         assert time.monotonic() - began < 4.0  # before the time-out of the silent connections
-        link.close()
-    finally:
-        for sock in silent:
-            sock.close()
-        end(process)
 
 
 def test_incomplete_request_closes_its_connection(monkeypatch):

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from directory_calls import stop
+from directory_calls import TIMEOUT_S, stop
+from stepped_store import SERVERS, Child
 
 from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError
 from dataplane_tq.packed import unit_wire as wire
@@ -28,35 +29,20 @@ from dataplane_tq.packed.unit_client import UnitClient
 
 CAPACITY = 1 << 20
 TOKEN = b"secret"
-TIMEOUT_S = 20.0
-
-CHILD = """
-import sys, msgspec
-from dataplane_tq.packed.arena import Arena
-from dataplane_tq.packed.unit import UnitServer
-server = UnitServer(Arena.create("unit", int(sys.argv[1])), sys.argv[2].encode(), "127.0.0.1")
-sys.stdout.buffer.write(msgspec.json.encode(server.address) + b"\\n")
-sys.stdout.flush()
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
 def unit():
-    with Arena.create("unit", CAPACITY) as arena, UnitServer(arena, TOKEN, "127.0.0.1") as server:
+    with Arena.create("u0", CAPACITY) as arena, UnitServer(arena, TOKEN, "127.0.0.1") as server:
         yield server
 
 
 @pytest.fixture
 def child():
     """Yield the address of a unit in another process."""
-    command = [sys.executable, "-c", CHILD, str(CAPACITY), TOKEN.decode()]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        yield msgspec.json.decode(process.stdout.readline(), type=wire.UnitAddress)
-    finally:
-        process.kill()
-        process.communicate()
+    process = Child(SERVERS, "unit", CAPACITY)
+    yield msgspec.json.decode(process.read_line(), type=wire.UnitAddress)
+    process.close()
 
 
 @contextmanager
@@ -107,7 +93,7 @@ def test_auto_uses_shared_memory_on_the_units_node_only(unit):
         with client_of(address) as client:
             client.connect(10)
             assert client.zero_copy == zero_copy
-    with client_of(elsewhere, "shm") as client, pytest.raises(UnavailableError, match="'unit'"):
+    with client_of(elsewhere, "shm") as client, pytest.raises(UnavailableError, match="'u0'"):
         client.connect(10)
 
 
@@ -124,9 +110,9 @@ def test_views_cannot_be_written_and_outlive_the_client(unit):
 @pytest.mark.parametrize("start", [-1, CAPACITY - 3])
 def test_ranges_outside_the_memory_are_refused_before_sending(unit, transport, start):
     with client_of(unit.address, transport) as client:
-        with pytest.raises(InvalidRequestError, match="'unit'"):
+        with pytest.raises(InvalidRequestError, match="'u0'"):
             client.write([(0, slices(b"1234")), (start, slices(b"1234"))], 10)
-        with pytest.raises(InvalidRequestError, match="'unit'"):
+        with pytest.raises(InvalidRequestError, match="'u0'"):
             client.read([(start, start + 4)], 10)
         assert client.read([(0, 4)], 10).tolist() == [0] * 4
 
@@ -296,10 +282,10 @@ def test_dead_unit_is_detected_and_leaves_no_file(child, transport):
         client.write([(0, slices(pattern(1)))], 10)
         assert "/dev/shm" not in Path(f"/proc/{child.pid}/maps").read_text()
         os.kill(child.pid, signal.SIGKILL)
-        assert "'unit'" in str(until_unavailable(client))
-        with pytest.raises(UnavailableError, match="'unit'"):
+        assert "'u0'" in str(until_unavailable(client))
+        with pytest.raises(UnavailableError, match="'u0'"):
             client.read([(0, 1)], 1)
-    with client_of(child, transport) as client, pytest.raises(UnavailableError, match="'unit'"):
+    with client_of(child, transport) as client, pytest.raises(UnavailableError, match="'u0'"):
         client.connect(1)
 
 
@@ -308,9 +294,9 @@ def test_calls_to_a_stopped_unit_end_at_the_deadline(unit, child, transport):
     with client_of(child, "tcp") as connected, client_of(child, transport) as fresh:
         connected.write([(0, slices(pattern(1)))], 10)
         stop(child.pid)
-        with pytest.raises(DeadlineExceededError, match="'unit'"):
+        with pytest.raises(DeadlineExceededError, match="'u0'"):
             connected.write([(0, slices(pattern(2, CAPACITY)))], 0.2)
-        with pytest.raises(DeadlineExceededError, match="'unit'"):
+        with pytest.raises(DeadlineExceededError, match="'u0'"):
             fresh.read([(0, 1000)], 0.2)
         with client_of(unit.address) as other:
             other.write([(0, slices(pattern(3)))], 10)
@@ -321,7 +307,7 @@ def test_calls_to_a_stopped_unit_end_at_the_deadline(unit, child, transport):
 
 def test_closing_ends_every_connection_and_thread():
     before = threading.active_count()
-    with Arena.create("unit", CAPACITY) as arena:
+    with Arena.create("u0", CAPACITY) as arena:
         server = UnitServer(arena, TOKEN, "127.0.0.1")
         with client_of(server.address, "shm") as shm, client_of(server.address, "tcp") as tcp:
             shm.connect(10)
@@ -330,7 +316,7 @@ def test_closing_ends_every_connection_and_thread():
             server.close()
             assert threading.active_count() == before
             for client in (shm, tcp):
-                with pytest.raises(UnavailableError, match="'unit'"):
+                with pytest.raises(UnavailableError, match="'u0'"):
                     client.read([(0, 1)], 1)
 
 

@@ -14,7 +14,7 @@ from threading import Event
 
 import pytest
 import torch
-from directory_calls import TIMEOUT_S, until
+from directory_calls import TIMEOUT_S, stop, until
 from queue_setup import CONFIG, ask, batch, pid_of
 from tensordict import TensorDict
 
@@ -103,11 +103,11 @@ def bytes_held(client, backend, field):
 # A clear of packed rows needs no unit.
 @pytest.mark.parametrize("backend", ["simple"], indirect=True, scope="module")
 def test_clear_with_a_stopped_unit_fails_and_a_later_one_frees_its_rows(
-    owner, hasty, partition, backend, stop_process
+    owner, hasty, partition, backend
 ):
     owner.put_samples(["a", "b", "c"], partition, batch(3, field="stopped"))
     pid = pid_of(UNITS[0])
-    stop_process(pid)
+    stop(pid)
     try:
         with pytest.raises(DeadlineExceededError, match="clear_samples"):
             hasty.clear_samples(["a", "b"], partition)

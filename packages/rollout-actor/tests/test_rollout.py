@@ -89,7 +89,7 @@ def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(rollout,
     assert metrics["max_turns_reached_rate"] == 0.0
 
 
-def test_an_observation_that_leaves_space_for_one_token_does_not_end_the_row(rollout):
+def test_an_observation_that_leaves_space_keeps_the_row_active(rollout):
     length = len("1+2=3. So it is. 4+4=")
     _, metrics = rollout(
         batch_of(["1+2="], more=["4+4="]), max_seq_len=length + 1, max_rollout_turns=1
