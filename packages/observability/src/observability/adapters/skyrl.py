@@ -1,8 +1,7 @@
 """Adapter for SkyRL: one trace per training step, with SkyRL's timers as spans.
 
-SkyRL times the stages of a step with `Timer`, in the process that runs its trainer. `trace_steps`
-records each timer inside a step as a span. Workers are not traced: their work is idle
-time of the trainer. What the trainer logs with `Tracking` is recorded as metrics of the step.
+SkyRL times stages of a step with `Timer` in its trainer's process. `trace_steps` records timers
+inside a step as spans, and what `Tracking` logs as metrics of the step. Workers are not traced.
 """
 
 from __future__ import annotations
@@ -18,23 +17,18 @@ from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
 
-_STEP_TIMER = "step"
-# Span names of docs/telemetry.md by SkyRL's timer. Other timers keep their names.
-_SPAN_NAMES = {
-    "generate": "rollout",
-    "fwd_logprobs_values_reward": "logprobs",
-    "compute_advantages_and_returns": "advantages",
-    "train_critic_and_policy": "train",
-    "sync_weights": "refit",
-}
-# All other stages are idle: the trainer is blocked on its workers.
-_BUCKETS: dict[str, Bucket] = {
-    "postprocess_generator_output": "overhead",
-    "convert_to_training_input": "overhead",
-    "compute_advantages_and_returns": "productive",
-    "save_checkpoints": "overhead",
-    "save_hf_model": "overhead",
-    "sync_weights": "overhead",
+# Span name of docs/telemetry.md, and bucket, by SkyRL's timer. Other timers keep their names and are
+# idle: the trainer is blocked on its workers.
+_SPANS: dict[str, tuple[str, Bucket]] = {
+    "generate": ("rollout", "idle"),
+    "postprocess_generator_output": ("postprocess_generator_output", "overhead"),
+    "convert_to_training_input": ("convert_to_training_input", "overhead"),
+    "fwd_logprobs_values_reward": ("logprobs", "idle"),
+    "compute_advantages_and_returns": ("advantages", "productive"),
+    "train_critic_and_policy": ("train", "idle"),
+    "save_checkpoints": ("save_checkpoints", "overhead"),
+    "save_hf_model": ("save_hf_model", "overhead"),
+    "sync_weights": ("refit", "overhead"),
 }
 # Metric names of docs/telemetry.md by SkyRL's metric.
 _METRIC_NAMES = {
@@ -49,16 +43,14 @@ _METRIC_NAMES = {
     "eval/all/avg_score": "rl.validation.reward",
     "eval/all/pass_at_1": "rl.validation.pass_rate",
 }
-_ENDPOINT_VARIABLE, _RUN_ID_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT", "RUN_ID"
-_OVERRIDE_PREFIX = "trainer.override_entrypoint="
 
 
 class _Steps:
-    """The steps of this process's trainer; at most one is open."""
+    """The steps of this process's trainer; `step` has the contexts of the open one."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._open_step = ExitStack()
+        self.step = ExitStack()
         self._number: int | None = None  # of the open step
         self.trainer: Any = None  # until a trainer is created
 
@@ -66,28 +58,16 @@ class _Steps:
         """Open the trainer's current step, unless it is already open."""
         number = self.trainer.global_step - 1  # SkyRL counts steps from 1
         if number != self._number:
-            self.end()
-            self._open_step.enter_context(step_context(self._run_id, number, weight_version=number))
-            self._open_step.enter_context(span("grpo.step"))
+            self.step.close()
+            self.step.enter_context(step_context(self._run_id, number, weight_version=number))
+            self.step.enter_context(span("grpo.step"))
             self._number = number
 
     def end_unless_sampling(self, *error: Any) -> None:
-        """End the open step, unless dynamic sampling continues it with further prompts.
-
-        Args:
-            error: type, value and traceback of the error that ended the timer, or three None.
-        """
+        """End the open step, unless dynamic sampling continues it with further prompts."""
         if error[0] is not None or self.trainer.dynamic_sampling_state is None:
-            self.end(*error)
-
-    def end(self, *error: Any) -> None:
-        """End the open step, if there is one.
-
-        Args:
-            error: type, value and traceback of the error that ended it; nothing without an error.
-        """
-        self._number = None
-        self._open_step.__exit__(*(error or (None, None, None)))
+            self._number = None
+            self.step.__exit__(*error)
 
 
 @contextmanager
@@ -107,9 +87,7 @@ def trace_steps(run_id: str) -> Iterator[None]:
         from skyrl.train.utils import Timer
         from skyrl.train.utils.tracking import Tracking
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"observability.adapters.skyrl needs SkyRL ({error.name} is missing)"
-        ) from error
+        raise ImportError(f"{__name__} needs SkyRL ({error.name} is missing)") from error
     steps = _Steps(run_id)
     original_init, original_log = RayPPOTrainer.__init__, Tracking.log
     original_enter, original_exit = Timer.__enter__, Timer.__exit__
@@ -119,13 +97,11 @@ def trace_steps(run_id: str) -> Iterator[None]:
         original_init(trainer, *args, **kwargs)
 
     def traced_enter(timer: Any) -> Any:
-        name = timer.message
         timer.rl_span = ExitStack()
-        if name == _STEP_TIMER and steps.trainer is not None:
+        if timer.message == "step" and steps.trainer is not None:
             steps.begin()
         elif STEP in step_facts():  # timers outside of steps, as in evaluations, have no span
-            span_name, bucket = _SPAN_NAMES.get(name, name), _BUCKETS.get(name, "idle")
-            timer.rl_span.enter_context(span(span_name, bucket))
+            timer.rl_span.enter_context(span(*_SPANS.get(timer.message, (timer.message, "idle"))))
         return original_enter(timer)
 
     def traced_exit(timer: Any, *error: Any) -> Any:
@@ -133,7 +109,7 @@ def trace_steps(run_id: str) -> Iterator[None]:
             return original_exit(timer, *error)
         finally:
             timer.rl_span.__exit__(*error)
-            if timer.message == _STEP_TIMER and steps.trainer is not None:
+            if timer.message == "step" and steps.trainer is not None:
                 steps.end_unless_sampling(*error)
 
     def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
@@ -143,9 +119,7 @@ def trace_steps(run_id: str) -> Iterator[None]:
     RayPPOTrainer.__init__, Tracking.log = traced_init, traced_log
     Timer.__enter__, Timer.__exit__ = traced_enter, traced_exit
     try:
-        with ExitStack() as stack:
-            stack.enter_context(record_run(run_id=run_id))
-            stack.push(steps.end)
+        with record_run(run_id=run_id), steps.step:
             yield
     finally:
         RayPPOTrainer.__init__, Tracking.log = original_init, original_log
@@ -163,7 +137,7 @@ def main() -> None:
     import ray
     from skyrl.train.entrypoints import main_base
 
-    run_id, endpoint = os.environ.get(_RUN_ID_VARIABLE), os.environ.get(_ENDPOINT_VARIABLE)
+    run_id, endpoint = os.environ.get("RUN_ID"), os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
 
     @ray.remote(num_cpus=1)
     def traced_entrypoint(config: Any) -> None:
@@ -171,6 +145,6 @@ def main() -> None:
         with setup("grpo.driver", run_id=chosen_id, endpoint=endpoint), trace_steps(chosen_id):
             main_base.BasePPOExp(config).run()
 
-    sys.argv = [argument for argument in sys.argv if not argument.startswith(_OVERRIDE_PREFIX)]
+    sys.argv = [each for each in sys.argv if not each.startswith("trainer.override_entrypoint=")]
     main_base.skyrl_entrypoint = traced_entrypoint
     main_base.main()

@@ -1,8 +1,8 @@
 """Adapter for verl: one trace per training step, with verl's timers as spans.
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
-records each timer inside a step as a span. Workers are not traced: their work is idle
-time of the trainer. What the trainer logs with `Tracking` is recorded as metrics of the step. Its
+records each timer inside a step as a span. Workers are not traced: their work is idle time of the
+trainer. What the trainer logs with `Tracking` is recorded as metrics of the step. Its
 configuration, without ``ray_kwargs``, is recorded as the run's.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
 from typing import Any  # Any: verl has no types
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
@@ -20,21 +19,16 @@ from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
 
-_STEP_TIMER = "step"
-# Span names of docs/telemetry.md by verl's timer. Other timers keep their names.
-_SPAN_NAMES = {
-    "gen": "rollout",
-    "old_log_prob": "logprobs",
-    "ref": "reference",
-    "adv": "advantages",
-    "update_weights": "refit",
-    "update_actor": "train",
-}
-# All other stages are idle: the trainer is blocked on its workers.
-_BUCKETS: dict[str, Bucket] = {
-    "adv": "productive",
-    "update_weights": "overhead",
-    "save_checkpoint": "overhead",
+# Span name of docs/telemetry.md, and bucket, by verl's timer. Other timers keep their names and are
+# idle: the trainer is blocked on its workers.
+_SPANS: dict[str, tuple[str, Bucket]] = {
+    "gen": ("rollout", "idle"),
+    "old_log_prob": ("logprobs", "idle"),
+    "ref": ("reference", "idle"),
+    "adv": ("advantages", "productive"),
+    "update_weights": ("refit", "overhead"),
+    "update_actor": ("train", "idle"),
+    "save_checkpoint": ("save_checkpoint", "overhead"),
 }
 # Metric names of docs/telemetry.md by verl's metric.
 _METRIC_NAMES = {
@@ -48,7 +42,6 @@ _METRIC_NAMES = {
     "response_length/mean": "rl.response.length",
     "response_length/clip_ratio": "rl.response.truncated",
 }
-_RUN_ID_VARIABLE = "RUN_ID"
 _installed = False
 
 
@@ -70,106 +63,87 @@ def install() -> None:
         import verl.utils.profiler as profiler
         from verl.utils.tracking import Tracking
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"observability.adapters.verl needs verl ({error.name} is missing)"
-        ) from error
+        raise ImportError(f"{__name__} needs verl ({error.name} is missing)") from error
     run = _Run()
-    debug.marked_timer = profiler.marked_timer = run.with_span(profiler.marked_timer)
-    Tracking.__init__ = run.with_setup(Tracking.__init__)
-    Tracking.log = run.with_metrics(Tracking.log)
-    Tracking.finish = run.with_end(Tracking.finish)
+    original_init, original_log, original_finish = Tracking.__init__, Tracking.log, Tracking.finish
+    original_timer = profiler.marked_timer
+
+    def traced_init(
+        tracking: Any, project_name: str, experiment_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        run.start(experiment_name, kwargs.get("config"))  # verl's trainers pass it by keyword
+        original_init(tracking, project_name, experiment_name, *args, **kwargs)
+
+    def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        original_log(tracking, data, step, *args, **kwargs)
+        record_trainer_metrics(step, data, _METRIC_NAMES, run_id=run.run_id)
+
+    def traced_finish(tracking: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original_finish(tracking, *args, **kwargs)
+        finally:
+            # verl's task runner passes an exit code. `Tracking.__del__` passes none, so its call
+            # does not show how the run ended.
+            run.finish(has_ended=bool(args or kwargs))
+
+    @contextmanager
+    def traced_timer(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(original_timer(name, *args, **kwargs))
+            if STEP in step_facts():
+                stack.enter_context(span(*_SPANS.get(name, (name, "idle"))))
+            elif name == "step":
+                step = run.next_step()
+                stack.enter_context(step_context(run.run_id, step, weight_version=step))
+                stack.enter_context(span("grpo.step"))
+            yield  # a timer outside of steps, as in a validation, has no span
+
+    debug.marked_timer = profiler.marked_timer = traced_timer
+    Tracking.__init__, Tracking.log, Tracking.finish = traced_init, traced_log, traced_finish
     _installed = True
 
 
 class _Run:
-    """The run of this process, and the wrappers that record it."""
+    """The run of this process."""
 
     def __init__(self) -> None:
         self.run_id = ""  # until the first `Tracking`
-        self.steps = 0  # number of the next step, if verl does not count its steps
-        self.telemetry: Any = None  # from the first `Tracking` until it finishes
-        self.record = ExitStack()
+        self._steps = 0  # number of the next step, if verl does not count its steps
+        self._telemetry: Any = None  # from the first `Tracking` until it finishes
+        self._record = ExitStack()
 
-    def with_setup(self, initialize: Callable[..., None]) -> Callable[..., None]:
-        """Return a wrapper of `Tracking.__init__` that sets up telemetry and starts the run."""
+    def start(self, experiment_name: str, config: Any) -> None:
+        """Set up telemetry and record the start of the run, once."""
+        if self.run_id:
+            return
+        self.run_id = os.environ.get("RUN_ID") or str(experiment_name)
+        # `setup` raises if the program has called it: then that telemetry is used.
+        with suppress(RuntimeError):
+            self._telemetry = setup("grpo.driver", run_id=self.run_id)
+        config = dict(config or {})
+        config.pop("ray_kwargs", None)  # its environment variables may have tokens
+        self._record.enter_context(record_run(config, run_id=self.run_id))
 
-        @wraps(initialize)
-        def traced_init(
-            tracking: Any, project_name: str, experiment_name: str, *args: Any, **kwargs: Any
-        ) -> None:
-            if not self.run_id:  # a process has one run
-                self.run_id = os.environ.get(_RUN_ID_VARIABLE) or str(experiment_name)
-                # `setup` raises if the program has called it: then that telemetry is used.
-                with suppress(RuntimeError):
-                    self.telemetry = setup("grpo.driver", run_id=self.run_id)
-                config = dict(kwargs.get("config") or {})  # verl's trainers pass it by keyword
-                config.pop("ray_kwargs", None)  # its environment variables may have tokens
-                self.record.enter_context(record_run(config, run_id=self.run_id))
-            initialize(tracking, project_name, experiment_name, *args, **kwargs)
+    def finish(self, *, has_ended: bool) -> None:
+        """Export telemetry now, since Ray may kill the process next; record the end of the run.
 
-        return traced_init
-
-    def with_metrics(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Return a wrapper of `Tracking.log` that records the metrics."""
-
-        @wraps(log)
-        def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
-            log(tracking, data, step, *args, **kwargs)
-            record_trainer_metrics(step, data, _METRIC_NAMES, run_id=self.run_id)
-
-        return traced_log
-
-    def with_end(self, finish: Callable[..., None]) -> Callable[..., None]:
-        """Return a wrapper of `Tracking.finish` that records the end of the run and exports it.
-
-        The export is immediate, because Ray may kill the process right after `finish`. verl's task
-        runner passes an exit code to `finish`. If an error ended the run, it calls `finish` while
-        it handles the error. `Tracking.__del__` passes no exit code, so its call does not show how
-        the run ended.
+        If an error ended the run, verl calls this while it handles the error.
         """
+        telemetry = self._telemetry
+        if has_ended:
+            self._telemetry = None  # `__del__` will call this again
+            self._record.__exit__(*sys.exc_info())
+        if telemetry is not None:
+            telemetry.flush()
 
-        @wraps(finish)
-        def traced_finish(tracking: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                finish(tracking, *args, **kwargs)
-            finally:
-                telemetry = self.telemetry
-                if args or kwargs:
-                    self.telemetry = None  # `__del__` will call `finish` again
-                    self.record.__exit__(*sys.exc_info())
-                if telemetry is not None:
-                    telemetry.flush()
-
-        return traced_finish
-
-    def with_span(self, timer: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of `marked_timer` that records a span."""
-
-        @contextmanager
-        @wraps(timer)
-        def traced_timer(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.enter_context(timer(name, *args, **kwargs))
-                if STEP in step_facts():
-                    span_name, bucket = _SPAN_NAMES.get(name, name), _BUCKETS.get(name, "idle")
-                    stack.enter_context(span(span_name, bucket))
-                elif name == _STEP_TIMER:
-                    step = self._next_step()
-                    stack.enter_context(step_context(self.run_id, step, weight_version=step))
-                    stack.enter_context(span("grpo.step"))
-                yield  # a timer outside of steps, as in a validation, has no span
-
-        return traced_timer
-
-    def _next_step(self) -> int:
+    def next_step(self) -> int:
         """Return the number of the step that begins, from 0.
 
-        verl's trainers store the number of the current step in `SkipManager.step`. It starts at 1
-        and continues after a resume. For trainers that do not set it, the steps of this process are
-        counted.
+        Trainers store the number of the current step in `SkipManager.step`. It starts at 1 and
+        continues after a resume. For trainers that do not, the steps of this process are counted.
         """
         from verl.utils.skip.skip_manager import SkipManager
 
-        number = SkipManager.step - 1 if SkipManager.step > 0 else self.steps
-        self.steps = number + 1
+        number = SkipManager.step - 1 if SkipManager.step > 0 else self._steps
+        self._steps = number + 1
         return number
