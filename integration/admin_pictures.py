@@ -126,14 +126,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(store_url=f"sqlite:///{folder}/admin.sqlite", poll_s=0.2)
-        serve(
-            create_app(settings, inspector=client),
-            port=0,
-            shutdown_timeout_s=2,
-            announce=lambda url: threading.Thread(
-                target=feed, args=[client, url], daemon=True
-            ).start(),
-        )
+        app = create_app(settings, inspector=client)
+        serve(app, port=0, shutdown_timeout_s=2, announce=start)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> It
                 point = gauge.data_points.add(
                     as_double=rng.gauss(step / steps, 0.1), time_unix_nano=start_ns + step
                 )
-                _add(point.attributes, {"rl.step": step})
+                add_attributes(point.attributes, {"rl.step": step})
             yield data.SerializeToString()
 
 
@@ -128,7 +128,7 @@ def _step(number: int, samples: int, start_ns: int, rng: random.Random) -> Step:
             facts["rl.bucket"] = bucket
         if name.startswith(("get", "send")):
             facts |= {"db.system.name": "dataplane", "dataplane.bytes": rng.randrange(1 << 24)}
-        _add(record.attributes, facts)
+        add_attributes(record.attributes, facts)
         return key
 
     root = span("grpo.driver", "grpo.step", "", 0.0, 1.9, "")
@@ -193,7 +193,7 @@ def _events(
             }
             if task:
                 facts["dataplane.task"] = task
-            _add(record.attributes, facts)
+            add_attributes(record.attributes, facts)
             if fields:
                 attribute = record.attributes.add(key="dataplane.fields")
                 attribute.value.array_value.values.add(string_value=fields)
@@ -210,10 +210,11 @@ def _describe(resource: Resource, process: str) -> None:
     }
     if instance:
         facts["service.instance.id"] = instance
-    _add(resource.attributes, facts)
+    add_attributes(resource.attributes, facts)
 
 
-def _add(attributes: object, facts: dict[str, str | int]) -> None:
+def add_attributes(attributes: object, facts: dict[str, str | int]) -> None:
+    """Add facts to the attributes of a record."""
     for key, value in facts.items():
         pair = KeyValue(key=key)
         if isinstance(value, int):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import itertools
 import os
 import random
 import tempfile
@@ -22,10 +21,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from integration.benchmarks.admin_history import add_attributes
+from integration.benchmarks.admin_service import run_app
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.spawned import Spawned, spawned
 from integration.benchmarks.summary import Summary
-from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 
 SPANS = 100
@@ -77,14 +77,11 @@ class IngestResult:
         service, plain = (self.rates[server] for server in _SERVERS)
         rate, other = Summary.of(service), Summary.of(plain)
         ratio = Summary.of([a / b for a, b in zip(service, plain, strict=True)])
-        baseline = "receiver writing to a file"
         return [
-            Entry("admin.ingest_spans_per_s", rate.value, "1/s", None, rate.spread, rate.count),
+            Entry.of("admin.ingest_spans_per_s", rate, "1/s"),
             Entry("admin.ingest_lost", self.lost[_SERVERS[0]], "1", None, 0.0, rate.count),
-            Entry(
-                "admin.ingest_file_spans_per_s", other.value, "1/s", None, other.spread, other.count
-            ),
-            Entry("admin.ingest_of_file", ratio.value, "x", baseline, ratio.spread, ratio.count),
+            Entry.of("admin.ingest_file_spans_per_s", other, "1/s"),
+            Entry.of("admin.ingest_of_file", ratio, "x", baseline="receiver writing to a file"),
         ]
 
 
@@ -155,15 +152,15 @@ def make_requests(count: int, rng: random.Random) -> list[bytes]:
         data = TracesData()
         resource = data.resource_spans.add()
         rank = number % _REQUESTS_A_TRACE
-        for key, value in (
-            ("service.name", "grpo.policy"),
-            ("service.instance.id", str(rank)),
-            ("host.name", "node-17.cluster.local"),
-            ("process.pid", 40_000 + rank),
-            ("rl.run_id", "qwen-3b-grpo-2026-11-21"),
-            ("telemetry.sdk.language", "python"),
-        ):
-            _add(resource.resource.attributes.add(), key, value)
+        facts: dict[str, str | int] = {
+            "service.name": "grpo.policy",
+            "service.instance.id": str(rank),
+            "host.name": "node-17.cluster.local",
+            "process.pid": 40_000 + rank,
+            "rl.run_id": "qwen-3b-grpo-2026-11-21",
+            "telemetry.sdk.language": "python",
+        }
+        add_attributes(resource.resource.attributes, facts)
         scope = resource.scope_spans.add()
         scope.scope.name = "rl-dataplane"
         start_ns = time.time_ns()
@@ -179,29 +176,21 @@ def make_requests(count: int, rng: random.Random) -> list[bytes]:
                 start_time_unix_nano=start_ns,
                 end_time_unix_nano=start_ns + rng.randrange(50_000_000),
             )
-            for key, value in (
-                ("rl.run_id", "qwen-3b-grpo-2026-11-21"),
-                ("rl.step", number // _REQUESTS_A_TRACE),
-                ("rl.weight_version", number // _REQUESTS_A_TRACE),
-                ("rl.bucket", "overhead"),
-                ("db.system.name", "dataplane"),
-                ("db.operation.name", "get"),
-                ("db.collection.name", "train"),
-                ("db.operation.batch.size", 512),
-                ("dataplane.fields", "input_ids,generation_logprobs,advantages,mask"),
-                ("dataplane.bytes", rng.randrange(1 << 24)),
-            ):
-                _add(span.attributes.add(), key, value)
+            facts = {
+                "rl.run_id": "qwen-3b-grpo-2026-11-21",
+                "rl.step": number // _REQUESTS_A_TRACE,
+                "rl.weight_version": number // _REQUESTS_A_TRACE,
+                "rl.bucket": "overhead",
+                "db.system.name": "dataplane",
+                "db.operation.name": "get",
+                "db.collection.name": "train",
+                "db.operation.batch.size": 512,
+                "dataplane.fields": "input_ids,generation_logprobs,advantages,mask",
+                "dataplane.bytes": rng.randrange(1 << 24),
+            }
+            add_attributes(span.attributes, facts)
         bodies.append(data.SerializeToString())
     return bodies
-
-
-def _add(pair: KeyValue, key: str, value: str | int) -> None:
-    pair.key = key
-    if isinstance(value, int):
-        pair.value.int_value = value
-    else:
-        pair.value.string_value = value
 
 
 def _cores(usable: set[int]) -> tuple[int, int]:
@@ -248,7 +237,6 @@ def _send(port: int, bodies: Sequence[bytes]) -> float:
 
 
 def _admin(pipe: Connection, folder: Path, core: int) -> None:
-    import uvicorn
     from fastapi import FastAPI
 
     from dataplane_admin import Limits
@@ -259,16 +247,7 @@ def _admin(pipe: Connection, folder: Path, core: int) -> None:
     with Store.open(f"sqlite:///{folder}/admin.sqlite") as store:
         app = FastAPI(openapi_url=None)
         app.include_router(router(store, Limits()))
-        config = uvicorn.Config(app, port=0, log_level="warning", access_log=False)
-        service = uvicorn.Server(config)
-        thread = threading.Thread(target=service.run, daemon=True)
-        thread.start()
-        for _ in itertools.takewhile(lambda _: not service.started, itertools.repeat(None)):
-            time.sleep(0.01)
-        pipe.send(service.servers[0].sockets[0].getsockname()[1])
-        pipe.recv()
-        service.should_exit = True
-        thread.join()
+        run_app(pipe, app)
 
 
 def _receiver(pipe: Connection, folder: Path, core: int) -> None:

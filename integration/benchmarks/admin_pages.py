@@ -93,16 +93,9 @@ class PagesResult:
     def entries(self) -> list[Entry]:
         """Return entries for the file of results."""
         slowest = max(self.seconds, key=self.p95)
-        summary = Summary.of([second * 1e3 for second in self.seconds[slowest]])
+        summary, p95 = Summary.of(self.seconds[slowest]), self.p95(slowest)
         entries = [
-            Entry(
-                "admin.page_p95_ms",
-                self.p95(slowest) * 1e3,
-                "ms",
-                None,
-                summary.spread,
-                summary.count,
-            ),
+            Entry.of("admin.page_p95_ms", summary, "ms", factor=1e3, value=p95),
             Entry("admin.history_traces", self.traces, "1", None, 0.0, 1),
             Entry("admin.history_events", self.events, "1", None, 0.0, 1),
             Entry("admin.events_per_s", self.events / self.filling_s, "1/s", None, 0.0, 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import tempfile
 import threading
 import time
@@ -18,6 +17,8 @@ from integration.benchmarks.garbage import freeze_garbage
 from integration.benchmarks.spawned import Spawned, spawned
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from dataplane_core import InMemoryDataPlaneClient
 
 PARTITION = "live"
@@ -74,8 +75,6 @@ def serving(*, live_samples: int, max_bytes: int | None = None) -> Iterator[Serv
 
 
 def _serve(pipe: Connection, folder: Path, live_samples: int, max_bytes: int | None) -> None:
-    import uvicorn
-
     from dataplane_admin import Retention, Settings, create_app
 
     settings = Settings(
@@ -83,16 +82,22 @@ def _serve(pipe: Connection, folder: Path, live_samples: int, max_bytes: int | N
         retention=Retention(max_age_s=None, max_bytes=max_bytes),
     )
     with _live(live_samples) if live_samples else contextlib.nullcontext() as client:
-        app = create_app(settings, inspector=client)
-        service = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
-        thread = threading.Thread(target=service.run, daemon=True)
-        thread.start()
-        for _ in itertools.takewhile(lambda _: not service.started, itertools.repeat(None)):
-            time.sleep(0.01)
-        pipe.send(service.servers[0].sockets[0].getsockname()[1])
-        pipe.recv()
-        service.should_exit = True
-        thread.join()
+        run_app(pipe, create_app(settings, inspector=client))
+
+
+def run_app(pipe: Connection, app: FastAPI) -> None:
+    """Serve an app on a free port, which is sent to the pipe, until a message comes back."""
+    import uvicorn
+
+    service = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    while not service.started:
+        time.sleep(0.01)
+    pipe.send(service.servers[0].sockets[0].getsockname()[1])
+    pipe.recv()
+    service.should_exit = True
+    thread.join()
 
 
 @contextlib.contextmanager

@@ -253,18 +253,10 @@ class AsyncResult:
         for variant in self.load.variants:
             name = f"async.{self.load.name}_{variant.name}"
             rate = Summary.of([pace.samples_per_s for pace in self.paces[variant.name]])
-            entries.append(
-                Entry(
-                    f"{name}.samples_per_s", rate.value, "samples/s", None, rate.spread, rate.count
-                )
-            )
+            entries.append(Entry.of(f"{name}.samples_per_s", rate, "samples/s"))
             if variant != SYNC:
                 ratio = self.ratio(variant)
-                entries.append(
-                    Entry(
-                        f"{name}.ratio_vs_sync", ratio.value, "x", "sync", ratio.spread, ratio.count
-                    )
-                )
+                entries.append(Entry.of(f"{name}.ratio_vs_sync", ratio, "x", baseline="sync"))
         return entries
 
     def rows(self) -> list[list[str]]:

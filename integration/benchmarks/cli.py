@@ -89,6 +89,8 @@ def benchmarks(
         on,
         *tables(sessions, costs, async_results, refits, planning, (ingest, pages, soak), growth),
     ):
+        if not rows:
+            continue
         console.print(report.terminal_table(title, headings, rows))
         if full:
             markdown.print(report.markdown_table(title, headings, rows))

@@ -21,12 +21,7 @@ from integration.benchmarks.growth_clients import (
     measure_clients,
     measure_units,
 )
-from integration.benchmarks.growth_nodes import (
-    NODES_HEADINGS,
-    MachinesError,
-    NodesResult,
-    measure_nodes,
-)
+from integration.benchmarks.growth_nodes import NODES_HEADINGS, NodesResult, measure_nodes
 from integration.benchmarks.growth_rows import (
     MEMORY_HEADINGS,
     ROWS_HEADINGS,
@@ -35,6 +30,7 @@ from integration.benchmarks.growth_rows import (
 )
 from integration.benchmarks.parts import PARTS_HEADINGS, Parts
 from integration.benchmarks.results_file import Entry, merge_entries
+from integration.cluster.machines import MachinesError
 
 Table = tuple[str, list[str], list[list[str]]]
 """Title, headings, rows."""

@@ -155,23 +155,13 @@ class ClientsResult:
         for clients, rounds in self.rounds.items():
             name = f"growth.clients_{clients}"
             rate, ratio = Summary.of([each.rate for each in rounds]), self.ratio(clients)
-            cycle = _cycle(rounds)
-            entries += [
-                Entry(f"{name}.ops_per_s", rate.value, "1/s", None, rate.spread, rate.count),
-                Entry(f"{name}.ratio_vs_8", ratio.value, "x", "8", ratio.spread, ratio.count),
-                Entry(
-                    f"{name}.cycle_p99_ms",
-                    cycle.p99 * 1e3,
-                    "ms",
-                    None,
-                    cycle.spread * 1e3,
-                    cycle.count,
-                ),
-            ]
             used = Summary.of([each.cores["directory"] for each in rounds])
-            entries.append(
-                Entry(f"{name}.directory_cores", used.value, "cores", None, used.spread, used.count)
-            )
+            entries += [
+                Entry.of(f"{name}.ops_per_s", rate, "1/s"),
+                Entry.of(f"{name}.ratio_vs_8", ratio, "x", baseline="8"),
+                Entry.p99_ms(f"{name}.cycle_p99_ms", _cycle(rounds)),
+                Entry.of(f"{name}.directory_cores", used, "cores"),
+            ]
         return entries
 
 
@@ -201,10 +191,7 @@ class UnitsResult:
         for (units, transport), rates in sorted(self.rates.items()):
             for operation, values in rates.items():
                 name = f"growth.units_{units}_{transport}.{operation}_gb_per_s"
-                rate = Summary.of(values)
-                entries.append(
-                    Entry(name, rate.value / 1e9, "GB/s", None, rate.spread / 1e9, rate.count)
-                )
+                entries.append(Entry.of(name, Summary.of(values), "GB/s", factor=1e-9))
         return entries
 
 

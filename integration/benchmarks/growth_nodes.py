@@ -32,7 +32,7 @@ from integration.benchmarks.growth_sample import (
 from integration.benchmarks.growth_store import growing_config, small_columns
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
-from integration.cluster.machines import Machines, MachinesError
+from integration.cluster.machines import Machines
 from integration.cluster.ray_nodes import RayNodes
 
 from dataplane_tq import TQDataPlaneClient
@@ -95,17 +95,10 @@ class NodesResult:
             name = f"growth.nodes_{operation}"
             for node in (_SAME, _OTHER):
                 each = Summary.of(self.seconds[node][operation])
-                spread, count = each.spread * 1e3, each.count
-                entries += [
-                    Entry(f"{name}.{node}_p50_ms", each.value * 1e3, "ms", None, spread, count),
-                    Entry(f"{name}.{node}_p99_ms", each.p99 * 1e3, "ms", None, spread, count),
-                ]
+                entries.append(Entry.ms(f"{name}.{node}_p50_ms", each))
+                entries.append(Entry.p99_ms(f"{name}.{node}_p99_ms", each))
             ratio = self._ratio(operation)
-            entries.append(
-                Entry(
-                    f"{name}.ratio_vs_same_node", ratio.value, "x", _SAME, ratio.spread, ratio.count
-                )
-            )
+            entries.append(Entry.of(f"{name}.ratio_vs_same_node", ratio, "x", baseline=_SAME))
         return entries
 
 
@@ -197,8 +190,6 @@ def main(address: str) -> None:
     ray.shutdown()
     print(json.dumps(seconds))
 
-
-__all__ = ["NODES_HEADINGS", "SEED", "MachinesError", "NodesResult", "measure_nodes"]
 
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -148,11 +148,10 @@ class RowsResult:
             for operation, seconds in operations.items():
                 name = f"growth.{operation}32_{partition.label}"
                 summary, ratio = Summary.of(seconds), self.ratio(partition, operation)
-                spread, count = summary.spread * 1e3, summary.count
                 entries += [
-                    Entry(f"{name}.p50_ms", summary.value * 1e3, "ms", None, spread, count),
-                    Entry(f"{name}.p99_ms", summary.p99 * 1e3, "ms", None, spread, count),
-                    Entry(f"{name}.ratio_vs_1k", ratio.value, "x", "1k", ratio.spread, count),
+                    Entry.ms(f"{name}.p50_ms", summary),
+                    Entry.p99_ms(f"{name}.p99_ms", summary),
+                    Entry.of(f"{name}.ratio_vs_1k", ratio, "x", baseline="1k"),
                 ]
         for partition, first_s in self.first_claim_s.items():
             name = f"growth.first_claim_{partition.label}.ms"

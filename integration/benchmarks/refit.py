@@ -153,9 +153,7 @@ class RefitResult:
                     ratio = self.ratio(way, transport=transport, both_steps=both_steps)
                     if way != transport and ratio is not None:
                         name = f"refit.{transport}_{self.case.name}{size}.ratio_vs_{way}{suffix}"
-                        entries.append(
-                            Entry(name, ratio.value, "x", way, ratio.spread, ratio.count)
-                        )
+                        entries.append(Entry.of(name, ratio, "x", baseline=way))
         return entries
 
 

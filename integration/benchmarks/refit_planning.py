@@ -71,9 +71,7 @@ class PlanningResult:
 
     def entries(self) -> list[Entry]:
         """Return entries for the file of results."""
-        summary = Summary.of(self.seconds[_TOTAL])
-        name = "refit.plan_100k_64to128.s"
-        return [Entry(name, summary.value, "s", None, summary.spread, summary.count)]
+        return [Entry.of("refit.plan_100k_64to128.s", Summary.of(self.seconds[_TOTAL]), "s")]
 
 
 _DECODE, _PLAN, _CHECKS, _TOTAL, _NEXT = (

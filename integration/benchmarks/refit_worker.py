@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any  # Any: references and tensors of one way, and NIXL's handles
@@ -268,17 +269,11 @@ class RefitWorker:
             dist.destroy_process_group()
 
 
-def _timed() -> Any:
-    return _Timed()
-
-
-class _Timed:
-    def __enter__(self) -> Timing:
-        self._timing = Timing(time.monotonic(), 0.0)
-        return self._timing
-
-    def __exit__(self, *_: object) -> None:
-        self._timing.end = time.monotonic()
+@contextmanager
+def _timed() -> Iterator[Timing]:
+    timing = Timing(time.monotonic(), 0.0)
+    yield timing
+    timing.end = time.monotonic()
 
 
 def total_seconds(timings: list[Timing]) -> float:

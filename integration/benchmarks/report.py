@@ -67,21 +67,19 @@ class Session:
                 label = "" if system == DATA_PLANE else f"{system}_"
                 for regime, summary in claims.regimes.items():
                     point = f"{name}.{label}{'warm_' if regime == 'warm' else ''}"
-                    entries.append(_ms(f"{point}p50_ms", summary.value, summary))
-                    entries.append(_ms(f"{point}p99_ms", summary.p99, summary))
+                    entries.append(Entry.ms(f"{point}p50_ms", summary))
+                    entries.append(Entry.p99_ms(f"{point}p99_ms", summary))
                     tail = summary.p99 / summary.value
                     entries.append(
                         Entry(f"{point}p99_over_p50", tail, "x", "p50", 0, summary.count)
                     )
             if {DATA_PLANE, RAW} <= set(times):
                 ratio = cold_ratio(times[RAW], times[DATA_PLANE])
-                entries.append(
-                    Entry(f"{name}.ratio_vs_raw", ratio.value, "x", RAW, ratio.spread, ratio.count)
-                )
+                entries.append(Entry.of(f"{name}.ratio_vs_raw", ratio, "x", baseline=RAW))
         for operation, summary in self.inspecting.items():
             name = f"{self.prefix}.inspector_{operation}_100k{self.suffix}"
-            entries.append(_ms(f"{name}.p50_ms", summary.value, summary))
-            entries.append(_ms(f"{name}.p99_ms", summary.p99, summary))
+            entries.append(Entry.ms(f"{name}.p50_ms", summary))
+            entries.append(Entry.p99_ms(f"{name}.p99_ms", summary))
         return entries
 
     def _case_entries(self, case: Case) -> list[Entry]:
@@ -91,7 +89,7 @@ class Session:
             for system in self.systems:
                 if self.samples.has(case.name, system, operation):
                     summary = self.samples.summary(case.name, system, operation)
-                    entries.append(_ms(f"{name}.{system}_ms", summary.value, summary))
+                    entries.append(Entry.ms(f"{name}.{system}_ms", summary))
             if not self.samples.has(case.name, DATA_PLANE, operation):
                 continue
             for system in (*_SLOWER, *_FASTER):
@@ -102,14 +100,7 @@ class Session:
                         else self.samples.ratio(case.name, operation, over=DATA_PLANE, under=system)
                     )
                     entries.append(
-                        Entry(
-                            f"{name}.ratio_vs_{system}",
-                            ratio.value,
-                            "x",
-                            system,
-                            ratio.spread,
-                            ratio.count,
-                        )
+                        Entry.of(f"{name}.ratio_vs_{system}", ratio, "x", baseline=system)
                     )
         return entries
 
@@ -217,10 +208,6 @@ def _bounds(
     copy_ms = "" if copy_rate is None else _short(moved / copy_rate * 1e3)
     factor = "" if copy_rate is None else _short(seconds * copy_rate / moved)
     return [_short(moved / 1e6), copy_ms, _short(moved / seconds / 1e9), factor]
-
-
-def _ms(name: str, seconds: float, summary: Summary) -> Entry:
-    return Entry(name, seconds * 1e3, "ms", None, summary.spread * 1e3, summary.count)
 
 
 def _short(value: float) -> str:

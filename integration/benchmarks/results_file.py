@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from integration.benchmarks.summary import Summary
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -27,6 +29,41 @@ class Entry:
     baseline: str | None
     spread: float
     n: int
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        summary: Summary,
+        unit: str,
+        *,
+        baseline: str | None = None,
+        factor: float = 1.0,
+        value: float | None = None,
+    ) -> Entry:
+        """Return the entry of a summary.
+
+        Args:
+            name: name of the entry.
+            summary: samples.
+            unit: unit of the entry.
+            baseline: the baseline of a ratio or difference.
+            factor: units of the entry in one unit of the samples.
+            value: value to report in place of the median, in the unit of the samples.
+        """
+        value = summary.value if value is None else value
+        spread = summary.spread * factor
+        return cls(name, value * factor, unit, baseline, spread, summary.count)
+
+    @classmethod
+    def ms(cls, name: str, seconds: Summary) -> Entry:
+        """Return the entry of a duration's median, in milliseconds."""
+        return cls.of(name, seconds, "ms", factor=1e3)
+
+    @classmethod
+    def p99_ms(cls, name: str, seconds: Summary) -> Entry:
+        """Return the entry of a duration's 99th percentile, in milliseconds."""
+        return cls.of(name, seconds, "ms", factor=1e3, value=seconds.p99)
 
 
 def merge_entries(path: Path, entries: Sequence[Entry]) -> None:

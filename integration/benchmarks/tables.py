@@ -8,7 +8,7 @@ from integration.benchmarks.admin_ingest import INGEST_HEADINGS, IngestResult
 from integration.benchmarks.admin_pages import PAGES_HEADINGS, PAINT_HEADINGS, PagesResult
 from integration.benchmarks.admin_soak import SOAK_HEADINGS, SoakResult
 from integration.benchmarks.async_grpo import ASYNC_HEADINGS, WHAT_IF_HEADINGS, AsyncResult
-from integration.benchmarks.growth import GrowthResult
+from integration.benchmarks.growth import GrowthResult, Table
 from integration.benchmarks.refit import REFIT_HEADINGS, STAGE_HEADINGS, RefitResult
 from integration.benchmarks.refit_planning import PLANNING_HEADINGS, PlanningResult
 from integration.benchmarks.report import (
@@ -18,9 +18,6 @@ from integration.benchmarks.report import (
     Session,
 )
 from integration.benchmarks.tracing import INSIDE_HEADINGS, TRACING_HEADINGS, TracingCost
-
-Table = tuple[str, list[str], list[list[str]]]
-"""Title, headings, rows."""
 
 
 def tables(
@@ -32,21 +29,7 @@ def tables(
     admin: tuple[IngestResult, PagesResult, SoakResult | None],
     growth: GrowthResult | None,
 ) -> Iterator[Table]:
-    """Yield the tables in the order of the docs; leave out those without rows."""
-    for table in _all(sessions, costs, async_results, refits, planning, admin, growth):
-        if table[2]:
-            yield table
-
-
-def _all(
-    sessions: Sequence[Session],
-    costs: Sequence[TracingCost],
-    async_results: Sequence[AsyncResult],
-    refits: Sequence[RefitResult],
-    planning: PlanningResult | None,
-    admin: tuple[IngestResult, PagesResult, SoakResult | None],
-    growth: GrowthResult | None,
-) -> Iterator[Table]:
+    """Yield the tables in the order of the docs; one without rows was not measured."""
     for session in sessions:
         for case in session.cases:
             yield f"{case.title}{session.note}", CASE_HEADINGS, session.case_rows(case)

@@ -245,11 +245,9 @@ class TracingCost:
             if mode in self.seconds:
                 for what, cost in (("", self.overhead(mode)), ("_cpu", self.cpu_overhead(mode))):
                     summary = Summary.of(cost)
-                    entries.append(_entry(f"{own}{name}{what}_overhead_pct", summary, "%"))
-        step = Summary.of(self.seconds["off"])
-        entries.append(
-            Entry(f"{own}_off_ms", step.value * 1e3, "ms", None, step.spread * 1e3, step.count)
-        )
+                    name_of_cost = f"{own}{name}{what}_overhead_pct"
+                    entries.append(Entry.of(name_of_cost, summary, "%", baseline="off"))
+        entries.append(Entry.ms(f"{own}_off_ms", Summary.of(self.seconds["off"])))
         for mode in self.inside:
             if mode == "off":
                 continue
@@ -261,9 +259,9 @@ class TracingCost:
                 ("pct", 100 / BUDGET_STEP_S, "%"),
                 ("us_per_span", per_span, "us"),
             ):
-                name = f"{own}{suffix}_inside_{what}"
-                spread = longer.spread * factor
-                entries.append(Entry(name, longer.value * factor, unit, None, spread, longer.count))
+                entries.append(
+                    Entry.of(f"{own}{suffix}_inside_{what}", longer, unit, factor=factor)
+                )
         if self.load is not DEMO:
             return entries
         for mode in self.spans:
@@ -273,16 +271,7 @@ class TracingCost:
                     Entry(f"trace.{name}_per_step{suffix}", counted[mode], "1", None, 0.0, 1)
                 )
         for name, summary in self.micros.items():
-            entries.append(
-                Entry(
-                    f"trace.{name}_us",
-                    summary.value * 1e6,
-                    "us",
-                    None,
-                    summary.spread * 1e6,
-                    summary.count,
-                )
-            )
+            entries.append(Entry.of(f"trace.{name}_us", summary, "us", factor=1e6))
         return entries
 
 
@@ -467,7 +456,3 @@ def _interval(samples: Sequence[float]) -> tuple[float, float]:
     drawn = np.random.default_rng(SEED).choice(samples, (_RESAMPLES, len(samples)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
     return float(low), float(high)
-
-
-def _entry(name: str, summary: Summary, unit: str) -> Entry:
-    return Entry(name, summary.value, unit, "off", summary.spread, summary.count)

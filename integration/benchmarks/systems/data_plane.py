@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from integration.benchmarks.cases import FIELDS, WRITTEN_BACK, Batch
-from integration.benchmarks.systems import STORE_OPERATIONS, TASKS, Operation
+from integration.benchmarks.systems import STORE_OPERATIONS, TASKS, Operation, System
 from tensordict import TensorDict
 
 from column_io import read_columns, write_columns
@@ -37,7 +37,7 @@ def config(backend: str, **extra: Any) -> dict[str, Any]:
     }
 
 
-class DataPlane:
+class DataPlane(System):
     """System attached to the data plane that the benchmark's driver started."""
 
     operations: ClassVar[frozenset[Operation]] = STORE_OPERATIONS

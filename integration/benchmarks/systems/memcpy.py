@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from integration.benchmarks.cases import Batch
-from integration.benchmarks.systems import Operation, Stateless
+from integration.benchmarks.systems import Operation, System
 
 
-class Memcpy(Stateless):
+class Memcpy(System):
     """System that copies the flat buffers into existing memory."""
 
     operations: ClassVar[frozenset[Operation]] = frozenset({Operation.PUT})
@@ -25,9 +24,3 @@ class Memcpy(Stateless):
             if copy is None or copy.size != buffer.size:
                 copy = self._copies[name] = np.empty_like(buffer)
             np.copyto(copy, buffer)
-
-    def get(
-        self, batch: Batch, partition: str, names: Sequence[str], rows: slice, handle: Any
-    ) -> Any:
-        """Not offered."""
-        raise NotImplementedError

@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 
 import transfer_queue
 from integration.benchmarks.cases import Batch
-from integration.benchmarks.systems import STORE_OPERATIONS, Operation, plain_queue
+from integration.benchmarks.systems import STORE_OPERATIONS, Operation, System, plain_queue
 from tensordict import TensorDict
 
 
-class Raw:
-    """System of `transfer_queue.kv_batch_put` and `kv_batch_get`; a claim is one ``get_meta``."""
+class Raw(System):
+    """System of `transfer_queue.kv_batch_put` and `kv_batch_get`; a claim is one ``get_meta``.
+
+    The first put creates a partition, and the connection closes with the process.
+    """
 
     operations: ClassVar[frozenset[Operation]] = STORE_OPERATIONS
 
     def __init__(self, config: Any) -> None:
         self._client = plain_queue.connect(config)
-
-    def begin(self, partition: str, rows: int) -> None:
-        """Do nothing: the first put creates the partition."""
 
     def put(self, batch: Batch, partition: str) -> None:
         """Put columns that were packed before."""
@@ -63,9 +63,6 @@ class Raw:
                 partition, meta.global_indexes, {field: schema}
             )
         )
-
-    def close(self) -> None:
-        """Do nothing: the connection closes with the process."""
 
     def _put(self, ids: list[str], partition: str, fields: TensorDict) -> None:
         transfer_queue.kv_batch_put(ids, partition, fields)

@@ -9,10 +9,10 @@ import numpy as np
 import ray
 import torch
 from integration.benchmarks.cases import OBJECTS, PER_SAMPLE, PER_TOKEN, Batch
-from integration.benchmarks.systems import Operation, Stateless
+from integration.benchmarks.systems import Operation, System
 
 
-class RayFlat(Stateless):
+class RayFlat(System):
     """System that puts and gets flat buffers without packing or padding.
 
     The reader maps the writer's memory and copies nothing. There are no samples, fields or claims,
