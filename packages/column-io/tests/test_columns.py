@@ -140,11 +140,6 @@ def test_first_write_names_the_column_that_it_needs(client: DataPlaneClient, mis
         first_write(client, batch)
 
 
-def test_read_returns_the_selected_fields_only(client: DataPlaneClient) -> None:
-    meta = first_write(client)
-    assert set(read_columns(client, meta, ["sample_mask"])) == {"sample_mask"}
-
-
 def test_a_read_follows_the_order_of_the_meta(client: DataPlaneClient) -> None:
     meta = first_write(client).subset([2, 0])
     batch = read_columns(client, meta, ["input_ids", "input_lengths"])

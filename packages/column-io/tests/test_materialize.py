@@ -23,12 +23,6 @@ def jagged() -> torch.Tensor:
     return to_nested_by_length(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])
 
 
-def test_jagged_leaves_are_padded_to_the_longest_row() -> None:
-    batch = materialize(TensorDict({"input_ids": jagged()}, [2]))
-    assert isinstance(batch, BatchedDataDict)
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
-
-
 def test_each_field_is_padded_with_its_value() -> None:
     fields = TensorDict({"input_ids": jagged(), "token_mask": jagged()}, [2])
     batch = materialize(fields, pad_value_dict={"input_ids": 9})

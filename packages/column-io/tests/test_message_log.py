@@ -129,10 +129,6 @@ def test_generation_logprobs_are_on_assistant_turns_only() -> None:
     assert log[2]["generation_logprobs"].tolist() == [-3, -4, -5]
 
 
-def test_zero_length_turns_carry_no_token_ids() -> None:
-    assert "token_ids" not in reconstruct_message_log(columns_of_one())[0][1]
-
-
 def test_turn_lengths_may_be_padded_beyond_the_turns() -> None:
     columns = columns_of_one()
     columns["turn_lengths"] = torch.nn.functional.pad(columns["turn_lengths"], (0, 11))
@@ -178,11 +174,7 @@ def test_attaching_does_nothing_without_all_columns(missing: str) -> None:
 
 
 def test_separate_arguments_equal_a_mapping() -> None:
-    columns = {
-        **decompose_message_log([LOG]),
-        "input_ids": torch.tensor([[1, 2, 3, 0]]),
-        "generation_logprobs": torch.tensor([[0.0, 0.0, -0.5, 0.0]]),
-    }
+    columns = columns_of_one()
     expected = plain(reconstruct_message_log(columns))
     order = ["input_ids", "turn_lengths", "turn_roles", "turn_contents", "generation_logprobs"]
     in_place = [columns[name] for name in order]
@@ -207,9 +199,3 @@ def test_columns_that_are_no_message_logs_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         reconstruct_message_log(*arguments)
-
-
-LOG: list[dict[str, Any]] = [
-    {"role": "user", "content": "q", "token_ids": torch.tensor([1, 2])},
-    {"role": "assistant", "content": "a", "token_ids": torch.tensor([3])},
-]
