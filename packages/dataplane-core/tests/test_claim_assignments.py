@@ -71,17 +71,6 @@ def test_ranks_get_disjoint_parts_of_even_size_and_length():
     assert max(loads) - min(loads) < max(lengths.values())
 
 
-def test_assigned_sample_counts_as_oldest_unclaimed():
-    ledger = new_ledger(num_samples=4)
-    put(ledger, ["a", "b", "c", "d"])
-    first = claim(ledger, 1, dp_rank=1, dp_world=2)
-    waiting = sorted({"a", "b"} - set(first))
-    assert (
-        ledger.partition("p").tasks["a"].oldest_unclaimed(ledger.partition("p").rows).sample_id
-        == waiting[0]
-    )
-
-
 @given(
     world=st.integers(1, 4),
     lengths=st.lists(st.integers(0, 50), min_size=24, max_size=24),
@@ -243,16 +232,6 @@ def test_timed_out_claim_by_id_reports_its_assigned_samples_only():
             with pytest.raises(ClaimTimeoutError, match=message) as raised:
                 client.claim_meta("p", "a", ["x"], 1, timeout_s=0.01, sample_ids=ids)
             assert (raised.value.first_expiry_s is not None) is expires
-
-
-def test_claimed_assignments_leave_no_rank_groups():
-    ledger = new_ledger()
-    for seed in range(50):
-        ids = [f"{seed}-{i}" for i in range(4)]
-        put(ledger, ids)
-        for rank in range(2):
-            claim(ledger, 2, dp_rank=rank, dp_world=2, seed=seed)
-    assert ledger.partition("p").tasks["a"].assignments.by_group == {}
 
 
 TERMS = [{}] + [

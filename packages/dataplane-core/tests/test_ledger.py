@@ -19,8 +19,8 @@ from dataplane_core import (
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest, Ledger, TagFilter, balance
 from dataplane_core.ledger.actions import end_claim, reset_consumption
-from dataplane_core.ledger.inspect import MAX_PAGE_ROWS, claims, page, summarize
-from dataplane_core.ledger.scan import SEARCH_WINDOW, scan, search
+from dataplane_core.ledger.inspect import claims, summarize
+from dataplane_core.ledger.scan import SEARCH_WINDOW, search
 
 IDS = [f"p{prompt}_g{place}" for prompt in range(3) for place in range(2)]
 FIELDS = ("x", "y")
@@ -305,26 +305,6 @@ def test_concurrent_puts_cannot_give_a_field_two_kinds():
     assert ledger.partition("p").samples.kinds == {"x": "torch.float32"}
 
 
-def test_count_without_a_queue_equals_count_with_one():
-    ledger = new_ledger(num_samples=9)
-    put(ledger, ["a", "b", "c"])
-    put(ledger, ["b"], ["y"])
-    partition = ledger.partition("p")
-    selections = [["x"], ["y"], ["x", "y"], ["y", "z"], []]
-    counts = [partition.counts("a", fields) for fields in selections]
-    assert [(each.ready, each.not_ready) for each in counts] == [
-        (3, 0),
-        (1, 2),
-        (1, 2),
-        (0, 3),
-        (3, 0),
-    ]
-    assert not partition.tasks["a"].queues
-    for fields in selections:
-        partition.claim(ClaimRequest("a", tuple(fields), 9, blocking=True), 0.0)
-    assert [partition.counts("a", fields) for fields in selections] == counts
-
-
 def test_used_queue_is_kept_when_others_are_built():
     ledger = new_ledger(num_samples=9)
     put(ledger, ["a"])
@@ -394,15 +374,6 @@ def test_partly_reset_group_is_not_claimed_until_complete():
     assert claim(ledger, 2) == ["p0_g0", "p0_g1"]
 
 
-def test_registering_again_never_repeats_a_revision():
-    ledger = new_ledger(num_samples=1)
-    put(ledger, ["a"])
-    before = summarize(ledger.partition("p"), 0.0).revision
-    ledger.clear("p", None, force=False)
-    ledger.register(PartitionDeclaration.checked("p", FIELDS, 1, ["a"]))
-    assert summarize(ledger.partition("p"), 0.0).revision > before
-
-
 def test_store_without_byte_counts_reports_none():
     ledger = new_ledger(num_samples=1)
     put(ledger, ["a"])
@@ -430,13 +401,6 @@ def test_search_continues_where_its_last_step_ended():
         matches, start = search(partition, "last", True, start, 5, 0.0)
         steps.append([state.sample_id for state in matches])
     assert steps == [[], [], [f"s{count - 1}"]]
-
-
-def test_a_page_that_is_too_large_is_refused():
-    ledger = new_ledger()
-    for look in (scan, lambda partition, start, limit: page(partition, start, limit, 0.0)):
-        with pytest.raises(InvalidRequestError, match=rf"expected an int of 0 to {MAX_PAGE_ROWS}"):
-            look(ledger.partition("p"), 0, MAX_PAGE_ROWS + 1)
 
 
 KINDS = ["put", "write", "clear", "claim", "claim y", "release"]

@@ -132,11 +132,6 @@ def test_drop_is_the_complement_of_subset(case):
         assert left is None
 
 
-def test_drop_outside_the_batch_is_an_error():
-    with pytest.raises(IndexError, match="3"):
-        KVBatchMeta("p", None, ["a"]).drop([3])
-
-
 @given(metas(), st.lists(st.sampled_from("abcd")))
 def test_with_fields_appends_each_name_once(meta, names):
     extended = meta.with_fields(names)
