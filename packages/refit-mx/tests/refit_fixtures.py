@@ -87,6 +87,20 @@ class World:
             publisher.publish(version_id, fsdp_shards(tensors, len(publishers), rank))
         return tensors
 
+    def publish_replicas(
+        self, version_id: str, state: Any, count: int, **settings: Any
+    ) -> list[MxV2TrainingPublisher]:
+        """Create a version of one slot, and publish all of it from new publishers."""
+        self.version(version_id)
+        publishers = [self.publisher(**settings) for _ in range(count)]
+        for publisher in publishers:
+            publisher.publish(version_id, state)
+        return publishers
+
+    def publish_state(self, version_id: str, state: Any, **settings: Any) -> MxV2TrainingPublisher:
+        """Create a version of one slot, and publish all of it from a new publisher."""
+        return self.publish_replicas(version_id, state, 1, **settings)[0]
+
     def state(self, version_id: str) -> str:
         return self.control.get_version(version_id).state.name
 

@@ -33,10 +33,6 @@ def assert_accepted(access, server):
         client.get_version("x")
 
 
-def test_token_comes_from_a_file(server, token_file):
-    assert_accepted(ControlAccess(token_file=token_file), server)
-
-
 def test_token_comes_from_an_environment_variable(server, monkeypatch):
     monkeypatch.setenv("OF_A_TEST", TOKEN)
     assert_accepted(ControlAccess(token_env="OF_A_TEST"), server)

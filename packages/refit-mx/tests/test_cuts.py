@@ -75,8 +75,7 @@ def test_receiver_of_cut_parts_requests_no_digests():
     requested_bytes = {}
     for name, cuts in (("cut", CUTS), ("as it is", None)):
         with a_world() as world:
-            world.version("v1")
-            world.publisher(cuts=cuts).publish("v1", whole)
+            world.publish_state("v1", whole, cuts=cuts)
             receiver = world.receiver(wanted)
             with receiver.receive_weights_scratch("v1") as got:
                 requested_bytes[name] = got.stats.source_verified_bytes

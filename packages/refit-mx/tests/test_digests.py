@@ -53,11 +53,6 @@ def test_reads_outside_the_memory_are_refused(row):
         check_reads(table((0, 0, 100, 1, 0, 0, 1, 0, 0), row), 100, "source")
 
 
-def test_reads_that_just_fit_are_accepted():
-    check_reads(table((0, 0, 10, 5, 20, 0, 1, 0, 0), (90, 0, 10, 1, 0, 0, 1, 0, 0)), 100, "source")
-    check_reads(table(), 0, "source")
-
-
 @settings(max_examples=50)
 @given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([1 << 12, 3 << 20]))
 def test_chunks_copy_every_byte_to_its_place(seed, count, nbytes):

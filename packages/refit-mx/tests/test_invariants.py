@@ -349,9 +349,7 @@ def test_invariant_6_all_attempts_share_one_deadline(world):
 def test_invariant_7_changed_or_moved_bytes_are_noticed(world, transport, kind):
     """ModelExpress's digest did not notice two rows swapped within 4 KiB."""
     shapes = {"w": ("float32", (16, 16))}
-    publisher = world.publisher(transports=[transport])
-    world.version("v1")
-    publisher.publish("v1", weights(1, shapes))
+    world.publish_state("v1", weights(1, shapes), transports=[transport])
 
     def meddle(scratch, source_reads):
         rows = scratch[: 16 * 64].view(16, 64)
@@ -415,9 +413,7 @@ def test_invariant_7_a_bit_changed_in_an_arena_is_noticed(world, transport, axis
     ],
 )
 def test_invariant_8_a_wrong_compile_target_moves_no_byte(world, registry, settings):
-    publisher = world.publisher(registry=registry)
-    world.version("v1")
-    publisher.publish("v1", weights(1))
+    world.publish_state("v1", weights(1), registry=registry)
     transport = Meddling(new_transport("tcp"))
     live = zeros()
     with pytest.raises(CompileTargetError, match="no source has"):

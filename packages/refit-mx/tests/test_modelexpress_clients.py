@@ -13,17 +13,9 @@ import grpc
 import pytest
 from ports import held_port
 
-from refit_mx import EmbeddedControlServer
-
 mx = pytest.importorskip("modelexpress_rl", reason="needs the package modelexpress")
 TIMEOUT_S = 90.0
 TRAINER = Path(__file__).with_name("modelexpress_trainer.py")
-
-
-@pytest.fixture
-def server():
-    with EmbeddedControlServer(retention=0) as running:
-        yield running
 
 
 @pytest.fixture

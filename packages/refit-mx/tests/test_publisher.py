@@ -87,9 +87,7 @@ def test_growing_model_gets_larger_arenas(world):
 
 
 def test_empty_shard_is_published_too(world):
-    publisher = world.publisher()
-    world.version("v1")
-    publisher.publish("v1", [LocalShard("w", (4, 2), Box((4, 0), (0, 2)), torch.zeros(0, 2))])
+    world.publish_state("v1", [LocalShard("w", (4, 2), Box((4, 0), (0, 2)), torch.zeros(0, 2))])
     assert world.state("v1") == "READY"
 
 
@@ -150,9 +148,7 @@ def test_publishing_the_same_weights_again_changes_nothing(world):
 
 
 def test_other_weights_under_a_published_version_are_refused(world):
-    publisher = world.publisher()
-    world.version("v1")
-    publisher.publish("v1", weights(1))
+    publisher = world.publish_state("v1", weights(1))
     with pytest.raises(RefitConfigError, match="published with other weights"):
         publisher.publish("v1", weights(2))
     assert same(received(world, "v1"), weights(1))

@@ -34,11 +34,6 @@ def fetch(endpoint, digest, *, timeout_s=5.0, max_bytes=1 << 20):
     )
 
 
-def test_fetched_manifest_equals_the_stored_one(service):
-    digest = service.put("v1", "fsdp-0", DATA)
-    assert fetch(service.endpoint, digest) == DATA
-
-
 def test_modelexpress_stub_fetches_the_manifest(service):
     digest = service.put("v1", "fsdp-0", DATA)
     with grpc.insecure_channel(service.endpoint) as channel:

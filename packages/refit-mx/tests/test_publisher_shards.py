@@ -21,12 +21,6 @@ def test_plain_tensor_is_a_complete_shard():
     assert shard.tensor.data_ptr() == tensor.data_ptr()
 
 
-def test_tied_weights_become_one_shard_under_each_name():
-    tied = torch.nn.Parameter(torch.randn(4, 4))
-    shards = local_shards({"embed.weight": tied, "lm_head.weight": tied})
-    assert [shard.name for shard in shards] == ["embed.weight", "lm_head.weight"]
-
-
 def test_described_shards_are_used_unchanged():
     shards = [
         LocalShard("w", (4, 2), Box((0, 0), (1, 2)), torch.ones(1, 2)),

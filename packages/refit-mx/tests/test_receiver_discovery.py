@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
-from refit_fixtures import MODEL, World, a_world, zeros
+from refit_fixtures import MODEL, World, zeros
 from refit_processes import fsdp_shards, same, weights
 
 from refit_mx import (
     CompileTargetError,
     Deadline,
     LayoutError,
-    Manifest,
     RefitConfigError,
     Registry,
     SourceLostError,
@@ -31,12 +32,6 @@ from refit_mx.receive.source_cache import SourceCache  # noqa: TID251
 from refit_mx.source.manifest_service import ManifestService  # noqa: TID251
 
 SLOTS = [f"fsdp-{rank}" for rank in range(4)]
-
-
-@pytest.fixture
-def world():
-    with a_world() as fresh:
-        yield fresh
 
 
 def discover(world: World, version: str = "v1", **settings) -> SourceSet:
@@ -154,18 +149,18 @@ def test_version_without_sources_is_lost(world):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change",
     [
-        ({"worker_id": "other"}, "the control plane lists"),
-        ({"version_id": "v0"}, "the control plane lists"),
-        ({"model_name": "another"}, "the control plane lists"),
-        ({"source_slot_id": "fsdp-9"}, "the control plane lists"),
+        {"worker_id": "other"},
+        {"version_id": "v0"},
+        {"model_name": "another"},
+        {"source_slot_id": "fsdp-9"},
     ],
 )
-def test_manifest_with_another_identity_is_left_out(world, ranks, change, says):
+def test_manifest_with_another_identity_is_left_out(world, ranks, change):
     true = discover(world).manifests[0]
-    fields = {name: getattr(true, name) for name in Manifest.__struct_fields__}
-    leave_out(world, Manifest(**fields | {"worker_id": "liar"} | change).encode(), says)
+    lie = msgspec.structs.replace(true, **{"worker_id": "liar", **change})
+    leave_out(world, lie.encode(), "the control plane lists")
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", bytes(1000)])
@@ -175,13 +170,9 @@ def test_garbage_is_left_out(world, ranks, data):
 
 def test_contradictory_manifest_loses_only_its_worker(world, ranks):
     true = discover(world).manifests[0]
-    fields = {name: getattr(true, name) for name in Manifest.__struct_fields__}
-    with contextlib.closing(ManifestService()) as service:
-        world.control.register_worker("liar", WorkerRole.TRAINER, MODEL, ttl_s=600)
-        # Half a digest is missing, so a shard has too few.
-        lie = Manifest(**fields | {"worker_id": "liar", "digests": true.digests[:-8]})
-        digest = service.put("v1", "fsdp-0", lie.encode())
-        world.control.create_shard(Shard("v1", "fsdp-0", "liar", 1, 1, digest, service.endpoint))
+    # Half a digest is missing, so a shard has too few.
+    lie = msgspec.structs.replace(true, worker_id="liar", digests=true.digests[:-8])
+    with served_by_a_liar(world, lie.encode()):
         assert "liar" in workers(discover(world))
         receiver = world.receiver()
         with pytest.raises(SourceLostError, match="1 of 5 manifests cannot be used") as lost:
@@ -193,19 +184,22 @@ def test_contradictory_manifest_loses_only_its_worker(world, ranks):
         assert stats.attempts == 2
 
 
-def leave_out(world: World, data: bytes, says: str) -> None:
-    service = ManifestService()
-    try:
-        world.control.register_worker("liar", WorkerRole.TRAINER, MODEL, ttl_s=60)
+@contextlib.contextmanager
+def served_by_a_liar(world: World, data: bytes) -> Iterator[None]:
+    """Register a further worker of the first slot, which serves ``data`` as its manifest."""
+    with contextlib.closing(ManifestService()) as service:
+        world.control.register_worker("liar", WorkerRole.TRAINER, MODEL, ttl_s=600)
         digest = service.put("v1", "fsdp-0", data)
-        shard = Shard("v1", "fsdp-0", "liar", 1, 1, digest, service.endpoint)
-        world.control.create_shard(shard)
+        world.control.create_shard(Shard("v1", "fsdp-0", "liar", 1, 1, digest, service.endpoint))
+        yield
+
+
+def leave_out(world: World, data: bytes, says: str) -> None:
+    with served_by_a_liar(world, data):
         sources = discover(world)
         assert "liar" not in workers(sources)
         assert says in sources.excluded["liar"]
         assert len(sources.manifests) == 4
-    finally:
-        service.close()
 
 
 def test_restarted_publisher_is_not_the_old_one(world, ranks):
@@ -213,14 +207,11 @@ def test_restarted_publisher_is_not_the_old_one(world, ranks):
     old = next(each for each in world.control.list_shards("v1") if each.source_slot_id == "fsdp-0")
     port = int(old.manifest_endpoint.rpartition(":")[2])
     ranks[0]._manifests.close()
-    service = ManifestService(port=port)
-    try:
+    with contextlib.closing(ManifestService(port=port)) as service:
         service.put("v1", "fsdp-0", b"of the next life")
         sources = discover(world)
         assert "its manifest of v1 has the digest" in sources.excluded[old.worker_id]
         assert sources.missing_slots == ("fsdp-0",)
-    finally:
-        service.close()
 
 
 # Compile targets

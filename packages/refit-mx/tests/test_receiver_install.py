@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refit_fixtures import (
-    Meddling,
-    new_transport,
-    zeros,
-)
+from refit_fixtures import Meddling, new_transport, zeros
 from refit_processes import SHAPES, same, targets_of, weights
 
 from refit_mx import (
     CompileError,
+    CompilePass,
     CompileTargetError,
     LayoutError,
     Registry,
@@ -36,9 +33,7 @@ def test_install_function_gets_the_tensors(world, published):
 
 
 def test_wider_live_dtype_holds_the_values_exactly(world):
-    publisher = world.publisher(wire_dtype="bfloat16")
-    world.version("v1")
-    publisher.publish("v1", weights(1))
+    world.publish_state("v1", weights(1), wire_dtype="bfloat16")
     live = zeros()
     shapes = {name: ("bfloat16", shape) for name, (_, shape) in SHAPES.items()}
     world.receiver(targets_of(shapes)).refit("v1", live)
@@ -81,25 +76,18 @@ def test_failure_before_the_install_does_not_fence(world, published):
 LINEAR = {"layers.0.mlp.weight": ("float32", (256, 128)), "norm": ("float32", (256,))}
 
 
-@pytest.fixture
-def linear(world):
-    publisher = world.publisher()
-    world.version("v1")
-    publisher.publish("v1", weights(3, LINEAR))
-    return weights(3, LINEAR)
+def compiled_zeros(compiler: CompilePass) -> dict[str, torch.Tensor]:
+    """Return live weights before the first refit, as a pass would make them."""
+    specs = [TensorSpec(name, dtype, shape) for name, (dtype, shape) in LINEAR.items()]
+    return zeros({spec.name: (spec.dtype, spec.shape) for spec in compiler.output_specs(specs)})
 
 
-def test_compile_pass_runs_before_anything_live_changes(world, linear):
+def test_compile_pass_runs_before_anything_live_changes(world):
+    world.publish_state("v1", weights(3, LINEAR))
     compiler = compile_pass("deep_gemm_fp8")
-    targets = targets_of(LINEAR)
-    specs = [TensorSpec(target.name, target.dtype, target.shape) for target in targets]
-    live = {
-        spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-        for spec in compiler.output_specs(specs)
-    }
-    stats = world.receiver(targets).refit("v1", live, compiler)
-    expected = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
-    compiler.run(linear, expected)
+    live, expected = compiled_zeros(compiler), compiled_zeros(compiler)
+    stats = world.receiver(targets_of(LINEAR)).refit("v1", live, compiler)
+    compiler.run(weights(3, LINEAR), expected)
     assert same(live, expected)
     assert stats.seconds["compile"] > 0
 
@@ -107,17 +95,10 @@ def test_compile_pass_runs_before_anything_live_changes(world, linear):
 def test_failed_compile_leaves_the_old_weights(world):
     state = weights(3, LINEAR)
     state["layers.0.mlp.weight"][5, 5] = float("nan")
-    publisher = world.publisher()
-    world.version("v1")
-    publisher.publish("v1", state)
+    world.publish_state("v1", state)
     compiler = compile_pass("deep_gemm_fp8")
-    targets = targets_of(LINEAR)
-    specs = [TensorSpec(target.name, target.dtype, target.shape) for target in targets]
-    live = {
-        spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-        for spec in compiler.output_specs(specs)
-    }
-    receiver = world.receiver(targets)
+    live = compiled_zeros(compiler)
+    receiver = world.receiver(targets_of(LINEAR))
     with pytest.raises(CompileError):
         receiver.refit("v1", live, compiler)
     assert not receiver.fenced
@@ -125,9 +106,7 @@ def test_failed_compile_leaves_the_old_weights(world):
 
 
 def test_pass_refuses_sources_that_it_does_not_accept(world):
-    publisher = world.publisher(registry=Registry("cutlass_fp8"))
-    world.version("v1")
-    publisher.publish("v1", weights(3, LINEAR))
+    world.publish_state("v1", weights(3, LINEAR), registry=Registry("cutlass_fp8"))
     transport = Meddling(new_transport("tcp"))
     receiver = world.receiver(targets_of(LINEAR), transport=transport)
     with pytest.raises(

@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from refit_fixtures import World, a_world, needs_nixl, zeros
+from refit_fixtures import World, needs_nixl, zeros
 from refit_processes import same, weights
 
 from refit_mx import SourceLostError
@@ -58,18 +58,8 @@ def failing(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # a read must not complete within its call
 
 
-@pytest.fixture
-def world():
-    with a_world() as fresh:
-        yield fresh
-
-
 def published(world: World, count: int = 1):
-    publishers = [world.publisher(transports=["nixl", "tcp"]) for _ in range(count)]
-    world.version("v1")
-    for publisher in publishers:
-        publisher.publish("v1", weights(1))
-    return publishers
+    return world.publish_replicas("v1", weights(1), count, transports=["nixl", "tcp"])
 
 
 def quarantined(receiver) -> ScratchCounts:
@@ -118,8 +108,7 @@ def test_restarted_publisher_is_read_over_nixl(world):
     Failing.times = 1
     receiver.refit("v1", zeros(), timeout_s=20)
     publisher.close()
-    world.version("v2")
-    world.publisher(transports=["nixl", "tcp"]).publish("v2", weights(2))
+    world.publish_state("v2", weights(2), transports=["nixl", "tcp"])
     assert receiver.refit("v2", zeros(), timeout_s=20).transport == "nixl"
 
 

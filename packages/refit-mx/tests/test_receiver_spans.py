@@ -63,9 +63,7 @@ def test_verbose_refit_has_a_span_of_every_phase(world, published):
 
 def test_compile_span_has_the_bytes_of_the_outputs(world):
     shapes = {"layers.0.mlp.weight": ("float32", (256, 128)), "norm": ("float32", (256,))}
-    publisher = world.publisher()
-    world.version("v1")
-    publisher.publish("v1", weights(3, shapes))
+    world.publish_state("v1", weights(3, shapes))
     compiler = compile_pass("deep_gemm_fp8")
     output_bytes: list[int] = []
 

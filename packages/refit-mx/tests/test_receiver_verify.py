@@ -148,9 +148,7 @@ def swap(view: torch.Tensor, first: int, second: int) -> None:
 
 def test_swapped_tensors_are_noticed(world):
     shapes = {"a": ("float32", (8, 4)), "b": ("float32", (8, 4))}
-    publisher = world.publisher()
-    world.version("twins")
-    publisher.publish("twins", weights(1, shapes))
+    world.publish_state("twins", weights(1, shapes))
 
     def exchange(scratch, source_reads):
         halves = scratch[:512].view(2, 256)
@@ -178,11 +176,7 @@ def test_wrong_bytes_are_read_again(world):
 
 def test_source_that_is_wrong_twice_is_replaced_by_a_replica():
     with a_world() as world:
-        publishers = [world.publisher() for _ in range(2)]
-        world.version("v1")
-        for publisher in publishers:
-            publisher.publish("v1", weights(1))
-        bad = publishers[0].worker_id
+        bad = world.publish_replicas("v1", weights(1), 2)[0].worker_id
 
         def change(scratch, source_reads):
             for each in source_reads:
@@ -200,10 +194,7 @@ def test_source_that_is_wrong_twice_is_replaced_by_a_replica():
 def test_wrong_bytes_are_reported_despite_a_lost_source():
     # A dead source stays listed for a while, but it is not the reason for this failure.
     with a_world() as world:
-        dead, bad = (world.publisher() for _ in range(2))
-        world.version("v1")
-        for publisher in (dead, bad):
-            publisher.publish("v1", weights(1))
+        dead, bad = world.publish_replicas("v1", weights(1), 2)
         dead._manifests.close()
         bad._arenas.arena_of("v1").memory[100] ^= 1
         with pytest.raises(DigestMismatchError) as wrong:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from fault_cases import (
@@ -23,9 +22,9 @@ from fault_cases import (
     matrix,
     zeros,
 )
-from ports import held_port
 from refit_fixtures import MODEL, Hook, a_world
 from refit_processes import Process, same, weights
+from soak_processes import Control
 
 from refit_mx import (
     ControlClient,
@@ -153,9 +152,7 @@ def a_paused_receiver(stack: ExitStack, address: str, transport: str, phase: str
 )
 def test_killed_receiver_blocks_a_version_only_for_its_lease(stack, transport, phase):
     world = stack.enter_context(a_world())
-    publisher = world.publisher(transports=[transport])
-    world.version("v1")
-    publisher.publish("v1", weights(1, SHAPES))
+    publisher = world.publish_state("v1", weights(1, SHAPES), transports=[transport])
     a_paused_receiver(stack, world.server.address, transport, phase).signal(signal.SIGKILL)
     if phase != "lease":
         with pytest.raises(RefitTimeoutError, match="leased by"):
@@ -175,9 +172,7 @@ def test_killed_receiver_blocks_a_version_only_for_its_lease(stack, transport, p
 )
 def test_stopped_receiver_installs_its_version_or_nothing(stack, transport, phase):
     world = stack.enter_context(a_world())
-    publisher = world.publisher(transports=[transport])
-    world.version("v1")
-    publisher.publish("v1", weights(1, SHAPES))
+    publisher = world.publish_state("v1", weights(1, SHAPES), transports=[transport])
     stopped = a_paused_receiver(stack, world.server.address, transport, phase)
     stopped.signal(signal.SIGSTOP)
     for number in (2, 3):  # into both arenas
@@ -198,30 +193,9 @@ def test_stopped_receiver_installs_its_version_or_nothing(stack, transport, phas
 # The control plane
 
 
-class Server:
-    """A control plane in a process; it keeps its port and its state over a restart."""
-
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self._stack = stack
-        self._state = str(folder / "state")
-        self._port = stack.enter_context(held_port())
-        self.start()
-        self.address = self.process.ready["address"]
-
-    def start(self) -> None:
-        self.process = Process("control", port=self._port, state=self._state)
-        self._stack.callback(self.process.close)
-
-    def recover(self, number: signal.Signals) -> None:
-        if number == signal.SIGSTOP:
-            self.process.signal(signal.SIGCONT)
-        else:
-            self.start()
-
-
 @pytest.fixture
 def server(stack, tmp_path):
-    return Server(stack, tmp_path)
+    return Control(stack, tmp_path, retention=2)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -238,7 +212,7 @@ def test_refit_installs_or_raises_if_the_control_plane_fails(
     )
     stack.enter_context(publisher).publish("v1", weights(1, SHAPES))
     receiver, hook = a_receiver(stack, server.address, transport, lease_ttl_s=30)
-    hook.at(phase, lambda: server.process.signal(number))
+    hook.at(phase, lambda: server.signal(number))
     live = zeros(phase)
     error = attempt(receiver, "v1", live, phase)
     if phase in ("lease", "discover"):
@@ -270,7 +244,7 @@ def test_publish_can_be_retried_after_a_control_plane_failure(
         on_phase=hook,
     )
     stack.enter_context(publisher)
-    hook.at(phase, lambda: server.process.signal(number))
+    hook.at(phase, lambda: server.signal(number))
     started = time.monotonic()
     with pytest.raises((ControlUnavailableError, RefitTimeoutError)):
         publisher.publish("v1", weights(1, SHAPES), timeout_s=2)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from refit_fixtures import TRANSPORTS, zeros
 from refit_processes import same, weights
+from transport_processes import soon
 
 from refit_mx import (
-    Deadline,
     ProtocolError,
     ReceiverSettings,
     SourceLostError,
@@ -67,10 +67,6 @@ def refit(world, receiver, number, *publishers, state=None):
         publishers[0].publish(version, state)
     receiver.refit(version, live)
     assert same(live, {name: state[name] for name in live})
-
-
-def soon():
-    return Deadline(30, "test")
 
 
 def test_only_the_first_manifest_is_fetched_over_grpc(world, calls):
@@ -166,9 +162,7 @@ def test_structure_outlives_its_source(structures, world):
 
 
 def test_structure_with_another_digest_leaves_its_source_out(structures, world):
-    publisher = world.publisher()
-    world.version("v1")
-    publisher.publish("v1", weights(1))
+    publisher = world.publish_state("v1", weights(1))
     held = publisher._server._held["v1"]
     true, held.structure = held.structure, b"another"
     with pytest.raises(SourceLostError, match="structure of version 'v1' does not match"):

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from control_clients import until
+from refit_fixtures import needs_nixl
 from transport_processes import SourceProcess, one_read, pattern, soon
 
 from refit_mx import (
@@ -34,12 +35,7 @@ from refit_mx.transports.nixl import NixlTransport  # noqa: TID251
 from refit_mx.transports.nixl_library import nixl_available  # noqa: TID251
 from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        nixl_available() is not None, reason=f"needs the package nixl-cu12: {nixl_available()}"
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_nixl]
 MIB = 1 << 20
 NBYTES = 32 * MIB
 
@@ -48,16 +44,6 @@ NBYTES = 32 * MIB
 def over_tcp(monkeypatch) -> None:
     """Use UCX as between two hosts; with shm a receiver reads a stopped process's memory itself."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    """Wait for a condition; return whether it held in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -258,7 +244,7 @@ def test_failed_second_lane_leaves_the_transport_usable(two_lanes):
 
     with pytest.raises(ZeroDivisionError):
         transport.read([wanted], scratch, deadline=soon(), on_done=fail)
-    assert until(lambda: not transport.busy(scratch))
+    until(lambda: not transport.busy(scratch))
     scratch.zero_()
     transport.read([wanted], scratch, deadline=soon())
     assert torch.equal(scratch, pattern(NBYTES, 1))
@@ -293,7 +279,7 @@ def test_interrupt_is_raised_after_the_second_lane(two_lanes):
         assert ended == [1]
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert until(lambda: not transport.busy(scratch))
+    until(lambda: not transport.busy(scratch))
     transport.read([wanted], scratch, deadline=soon())
     assert torch.equal(scratch, pattern(NBYTES, 1))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from refit_fixtures import World, a_world, needs_nixl, needs_shm, zeros
+from refit_fixtures import World, needs_nixl, needs_shm, zeros
 from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 from transport_processes import SourceProcess, one_read, pattern
 
@@ -52,12 +52,6 @@ def maps_of(source: Manifest) -> int:
 def mapped(source: Manifest) -> bool:
     """Return whether this process maps a source's memory."""
     return maps_of(source) > 0
-
-
-@pytest.fixture
-def world():
-    with a_world() as fresh:
-        yield fresh
 
 
 # The memory
@@ -161,9 +155,7 @@ def test_memory_of_a_device_is_not_shared(world: World):
 @pytest.mark.parametrize("can_map", [True, False])
 def test_auto_receiver_falls_back_from_shm_to_tcp(world: World, monkeypatch, can_map):
     # In a container or on another machine, the PID is unknown or belongs to another process.
-    publisher = world.publisher(transports=["shm", "tcp"])
-    world.version("v1")
-    publisher.publish("v1", weights(1, SHAPES))
+    world.publish_state("v1", weights(1, SHAPES), transports=["shm", "tcp"])
     if not can_map:
         monkeypatch.setattr(shm_module, "attach", lambda *_: (_ for _ in ()).throw(OSError("no")))
     receiver = world.receiver(targets_of(SHAPES), transport="auto")
