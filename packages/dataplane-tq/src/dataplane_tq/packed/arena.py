@@ -34,8 +34,6 @@ class Arena:
     @classmethod
     def create(cls, name: str, nbytes: int) -> Arena:
         """Create memory of ``nbytes`` zeros, listed as ``name`` in /proc."""
-        if nbytes <= 0:
-            raise ValueError(f"arena {name!r}: {nbytes} bytes; expected at least 1")
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)

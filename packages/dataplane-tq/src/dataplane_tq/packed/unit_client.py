@@ -302,15 +302,14 @@ class UnitClient:
         self._return(sock)
 
     def _send(self, pieces: Sequence[Piece], deadline: float) -> None:
-        for at in range(0, len(pieces), wire.MAX_RANGES):
-            self._send_frame(pieces[at : at + wire.MAX_RANGES], deadline)
-
-    def _send_frame(self, pieces: Sequence[Piece], deadline: float) -> None:
-        header = _frame(wire.WRITE, [(offset, piece.nbytes) for offset, piece in pieces], deadline)
-        with self._exchange(deadline) as sock:
-            views = [view for _, piece in pieces for view in piece.views()]
-            wire.send(sock, [memoryview(header), *views], deadline)
-            wire.receive(sock, 1, deadline)
+        for first in range(0, len(pieces), wire.MAX_RANGES):
+            batch = pieces[first : first + wire.MAX_RANGES]
+            ranges = [(offset, piece.nbytes) for offset, piece in batch]
+            header = _frame(wire.WRITE, ranges, deadline)
+            with self._exchange(deadline) as sock:
+                views = [view for _, piece in batch for view in piece.views()]
+                wire.send(sock, [memoryview(header), *views], deadline)
+                wire.receive(sock, 1, deadline)
 
     def _read_frame(
         self, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview], deadline: float
