@@ -99,7 +99,6 @@ async def step_environments_async(
 def _start(
     rows: Sequence[Conversation], task_to_env: Mapping[str, EnvironmentInterface]
 ) -> list[_Step]:
-    check_tasks([row.task for row in rows], task_to_env)
     members_of: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         members_of.setdefault(row.task, []).append(index)

@@ -184,7 +184,7 @@ def carry_columns(
         INPUT_LENGTHS: input_lengths,
         **flattened,
         **_reported_versions(final_batch),
-        **{name: final_batch[name] for name in _reward_components(final_batch)},
+        **{name: final_batch[name] for name in final_batch if name.startswith(REWARD_PREFIX)},
     }
     if carry_keys is None:
         return {name: value for name, value in available.items() if name not in OPT_IN_CARRY_KEYS}
@@ -243,10 +243,6 @@ def _row_count(column: Any) -> int | None:
         return column.size(0)  # nested tensors of strided layout have neither shape nor length
     per_row = hasattr(column, "__len__") and not isinstance(column, str | bytes | Mapping)
     return len(column) if per_row else None
-
-
-def _reward_components(final_batch: Mapping[str, Any]) -> list[str]:
-    return [name for name in final_batch if name.startswith(REWARD_PREFIX)]
 
 
 def _as_column(values: Any) -> torch.Tensor | np.ndarray:
