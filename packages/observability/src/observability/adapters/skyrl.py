@@ -17,8 +17,8 @@ from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
 
-# Span name of docs/telemetry.md, and bucket, by SkyRL's timer. Other timers keep their names and are
-# idle: the trainer is blocked on its workers.
+# By SkyRL's timer: span name of docs/telemetry.md, and bucket. Other timers keep their names, and
+# are idle: the trainer is blocked on its workers.
 _SPANS: dict[str, tuple[str, Bucket]] = {
     "generate": ("rollout", "idle"),
     "postprocess_generator_output": ("postprocess_generator_output", "overhead"),
