@@ -9,44 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from ledger_parts import FIELDS, claim, claimed, declared, new_ledger, put
 
 from dataplane_core import (
     ClaimTimeoutError,
     InMemoryDataPlaneClient,
     LeaseLostError,
 )
-from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest, Ledger, TagFilter
+from dataplane_core.ledger import TagFilter
 from dataplane_core.ledger.actions import reset_consumption
 from dataplane_core.ledger.inspect import state_of
 from dataplane_core.testing.claims import put as put_ones
 
 IN_MEMORY = {"enabled": True, "impl": "in_memory"}
 IDS = [f"p{prompt}_g{number}" for prompt in range(6) for number in range(2)]
-
-
-def declared(num_samples, group_size=None):
-    return PartitionDeclaration.checked("p", ["x", "y"], num_samples, ["a"], group_size)
-
-
-def new_ledger(num_samples=0, group_size=None):
-    ledger = Ledger(None)
-    ledger.register(declared(num_samples, group_size))
-    return ledger
-
-
-def put(ledger, ids, tags=None, fields=("x", "y")):
-    ticket = ledger.begin_put("p", ids, dict.fromkeys(fields, "torch.int64"))
-    ledger.commit_put(ticket, {name: list(ids) for name in fields}, tags)
-
-
-def claimed(ledger, size, *, required=("x",), now=0.0, **more):
-    return ledger.partition("p").claim(ClaimRequest("a", tuple(required), size, **more), now)
-
-
-def claim(ledger, size, **more):
-    result = claimed(ledger, size, **more)
-    return None if result is None else [row.sample_id for row in result.rows]
 
 
 def assigned_ids(ledger):
@@ -82,7 +58,7 @@ def test_parts_do_not_depend_on_which_rank_claims_first(world, lengths, data):
     parts = []
     for order in (sorted(asking), asking):
         ledger = new_ledger(num_samples=24)
-        put(ledger, [f"s{i}" for i in range(24)], [{"input_lengths": n} for n in lengths])
+        put(ledger, [f"s{i}" for i in range(24)], tags=[{"input_lengths": n} for n in lengths])
         got = [[] for _ in range(world)]
         for rank in order:
             got[rank].append(claim(ledger, 2, dp_rank=rank, dp_world=world))
@@ -92,7 +68,7 @@ def test_parts_do_not_depend_on_which_rank_claims_first(world, lengths, data):
 
 def test_assignment_ignores_the_order_of_fields_and_conditions():
     ledger = new_ledger(num_samples=4)
-    put(ledger, list("abcd"), [{"v": 1, "w": 1}] * 4)
+    put(ledger, list("abcd"), FIELDS, [{"v": 1, "w": 1}] * 4)
     conditions = [TagFilter("v", "in", {1, 2}), TagFilter("w", ">", 0)]
     first = claim(ledger, 2, required=["x", "y"], where=tuple(conditions), dp_rank=0, dp_world=2)
     late = claim(ledger, 2, required=["y", "x"], where=(*conditions[::-1],), dp_rank=1, dp_world=2)
@@ -134,7 +110,7 @@ def test_assignment_is_kept_while_its_rank_is_active(sign):
 @pytest.mark.parametrize("blocking", [True, False])
 def test_untimed_assignment_opens_if_nothing_else_is_ready(terms, blocking):
     ledger = new_ledger(num_samples=4)
-    put(ledger, list("abcd"), [{"v": 1}] * 4)
+    put(ledger, list("abcd"), tags=[{"v": 1}] * 4)
     first = claim(ledger, 2, dp_rank=0, dp_world=2)
     assert claim(ledger, 2, dp_rank=0, dp_world=2, blocking=blocking) == []
     rest = claim(ledger, 2, blocking=blocking, **terms)
@@ -171,7 +147,7 @@ def test_drawn_part_is_limited_with_incomplete_groups():
     ledger = new_ledger(num_samples=4, group_size=2)
     # The split by length puts the complete group and an incomplete one in the same part.
     lengths = {"p0_g0": 1, "p0_g1": 1, "p1_g0": 100, "p2_g0": 100}
-    put(ledger, list(lengths), [{"input_lengths": n} for n in lengths.values()])
+    put(ledger, list(lengths), tags=[{"input_lengths": n} for n in lengths.values()])
     got = [claim(ledger, 2, dp_rank=rank, dp_world=2) for rank in (0, 1, 0, 1)]
     assert [len(batch) for batch in got] == [2, 1, 1, 0]
     assert sorted(chain(*got)) == sorted(lengths)
@@ -264,7 +240,7 @@ class AssignmentMachine(RuleBasedStateMachine):
         fields=st.sampled_from([("x", "y"), ("x",), ("y",), ()]),
     )
     def put(self, ids, value, fields):
-        put(self.ledger, sorted(ids), [{"v": value, "input_lengths": 3}] * len(ids), fields)
+        put(self.ledger, sorted(ids), fields, [{"v": value, "input_lengths": 3}] * len(ids))
 
     @rule(
         terms=st.sampled_from(TERMS),

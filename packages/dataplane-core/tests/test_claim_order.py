@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ledger_parts
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ledger_parts import claim, claimed
 
 from dataplane_core import ConfigError, InMemoryDataPlaneClient, InvalidRequestError
-from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest, Ledger, load_order
+from dataplane_core.ledger import load_order
 
 
 def by_priority(sample_id, tags):
@@ -16,27 +17,19 @@ def by_priority(sample_id, tags):
 
 
 def new_ledger(group_size=None):
-    ledger = Ledger(None, order=by_priority)
-    ledger.register(PartitionDeclaration.checked("p", ["x"], 1000, ["a"], group_size))
-    return ledger
+    return ledger_parts.new_ledger(1000, group_size, order=by_priority)
 
 
 def put(ledger, priorities):
     """Put samples, or change the priority of present ones."""
-    ids = list(priorities)
-    ticket = ledger.begin_put("p", ids, {"x": "torch.int64"})
-    tags = [{"priority": priorities[sample_id]} for sample_id in ids]
-    ledger.commit_put(ticket, {"x": list(range(len(ids)))}, tags)
+    tags = [{"priority": priority} for priority in priorities.values()]
+    ledger_parts.put(ledger, list(priorities), tags=tags)
 
 
-def lease(ledger, size, required=("x",), **more):
+def lease(ledger, size, **options):
     """Claim; return the token and the sample ids."""
-    claimed = ledger.partition("p").claim(ClaimRequest("a", required, size, **more), 0.0)
-    return claimed.token, [row.sample_id for row in claimed.rows]
-
-
-def claim(ledger, size, **more):
-    return lease(ledger, size, **more)[1]
+    result = claimed(ledger, size, **options)
+    return result.token, [row.sample_id for row in result.rows]
 
 
 some_priorities = st.dictionaries(
@@ -66,7 +59,7 @@ def test_claim_takes_the_smallest_also_after_tags_changed(steps):
         else:
             size, required = step
             taken = {sample_id for _, ids in held for sample_id in ids}
-            token, ids = lease(ledger, size, required, lease_s=9.0)
+            token, ids = lease(ledger, size, required=required, lease_s=9.0)
             free = sorted(now[i] for i in now if i not in taken)
             assert [now[i] for i in ids] == free[:size]
             held += [(token, ids)] if ids else []

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ledger_parts import claim, claimed, declared, nbytes, new_ledger, put
 
 from dataplane_core import (
     InvalidRequestError,
@@ -16,39 +17,12 @@ from dataplane_core import (
     SamplesLeasedError,
     SchemaMismatchError,
 )
-from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest, Ledger, TagFilter, balance
+from dataplane_core.ledger import ClaimRequest, TagFilter, balance
 from dataplane_core.ledger.actions import end_claim, reset_consumption
 from dataplane_core.ledger.inspect import claims, summarize
 from dataplane_core.ledger.scan import SEARCH_WINDOW, search
 
 IDS = [f"p{prompt}_g{place}" for prompt in range(3) for place in range(2)]
-FIELDS = ("x", "y")
-
-
-def nbytes(cells):
-    """Return the bytes of cells (field, sample, bytes)."""
-    return sum(cell[2] for cell in cells)
-
-
-def new_ledger(
-    num_samples=0, group_size=None, capacity=None, discard=lambda cells: None, measure=None
-):
-    ledger = Ledger(capacity, discard, measure=measure)
-    ledger.register(PartitionDeclaration.checked("p", FIELDS, num_samples, ["a", "b"], group_size))
-    return ledger
-
-
-def put(ledger, ids, fields=("x",), tags=None, token=None):
-    ticket = ledger.begin_put("p", ids, dict.fromkeys(fields, "torch.int64"), token)
-    cells = {name: [(name, sample_id) for sample_id in ids] for name in fields}
-    ledger.commit_put(ticket, cells, tags)
-
-
-def claim(ledger, size, *, task="a", required=("x",), blocking=False, now=0.0, **more):
-    request = ClaimRequest(task, tuple(required), size, blocking=blocking, **more)
-    claimed = ledger.partition("p").claim(request, now)
-    return claimed if claimed is None else [row.sample_id for row in claimed.rows]
 
 
 @pytest.fixture
@@ -182,10 +156,10 @@ def test_lease_numbers_grow_across_registrations():
     numbers = []
     for _ in range(3):
         put(ledger, ["a"])
-        claimed = ledger.partition("p").claim(ClaimRequest("a", ("x",), 1, lease_s=1.0), 0.0)
-        numbers.append(int(claimed.token.split(".")[0]))
+        held = claimed(ledger, 1, lease_s=1.0)
+        numbers.append(int(held.token.split(".")[0]))
         ledger.clear("p", None, force=True)
-        ledger.register(PartitionDeclaration.checked("p", FIELDS, 1, ["a"]))
+        ledger.register(declared(1))
     assert numbers == sorted(set(numbers))
 
 
@@ -212,7 +186,7 @@ def test_put_under_a_claim_cannot_write_released_samples():
     ledger = new_ledger(num_samples=4)
     put(ledger, list("abcd"))
     partition = ledger.partition("p")
-    held = partition.claim(ClaimRequest("a", ("x",), 3, lease_s=9.0), 0.0)
+    held = claimed(ledger, 3, lease_s=9.0)
     partition.release(held.token, ["a"])
     ledger.clear("p", ["b"], force=True)
     put(ledger, ["b"])
@@ -228,7 +202,7 @@ def test_put_under_a_claim_cannot_write_released_samples():
 def test_put_under_a_claim_cannot_write_consumed_samples():
     ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
-    held = ledger.partition("p").claim(ClaimRequest("a", ("x",), 1, lease_s=9.0), 0.0)
+    held = claimed(ledger, 1, lease_s=9.0)
     assert claim(ledger, 1) == ["b"]
     with pytest.raises(LeaseLostError, match="'b'"):
         put(ledger, ["a", "b"], ["y"], token=held.token)
@@ -238,7 +212,7 @@ def test_put_can_be_retried_under_a_partly_acknowledged_claim():
     ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
     partition = ledger.partition("p")
-    held = partition.claim(ClaimRequest("a", ("x",), 2, lease_s=9.0), 0.0)
+    held = claimed(ledger, 2, lease_s=9.0)
     partition.acknowledge(held.token, ["a"])
     put(ledger, ["a", "b"], ["y"], token=held.token)
     # After an operator's reset the next claim gets it.
@@ -252,7 +226,7 @@ def test_put_never_enters_a_partition_registered_later():
     stale = ledger.begin_put("p", ["a", "b"], {"x": "torch.int64"})
     given_up = ledger.begin_put("p", ["a"], {"x": "torch.int64"})
     ledger.clear("p", None, force=False)
-    ledger.register(PartitionDeclaration.checked("p", FIELDS, 2, ["a"]))
+    ledger.register(declared(2))
     new = ledger.begin_put("p", ["a", "c"], {"x": "torch.float32"})
     ledger.abort_put(given_up)
     with pytest.raises(PartitionNotFoundError, match=r"'p'.*cleared"):
@@ -266,12 +240,12 @@ def test_a_put_under_a_lost_lease_is_refused_and_changes_nothing():
     ledger = new_ledger(num_samples=1)
     put(ledger, ["a"])
     partition = ledger.partition("p")
-    claimed = partition.claim(ClaimRequest("a", ("x",), 1, lease_s=1.0), 0.0)
-    put(ledger, ["a"], ["y"], token=claimed.token)
-    ticket = ledger.begin_put("p", ["a"], {"y": "torch.int64"}, claimed.token)
+    held = claimed(ledger, 1, lease_s=1.0)
+    put(ledger, ["a"], ["y"], token=held.token)
+    ticket = ledger.begin_put("p", ["a"], {"y": "torch.int64"}, held.token)
     ledger.expire(1.0)
     with pytest.raises(LeaseLostError):
-        ledger.begin_put("p", ["a"], {"y": "torch.int64"}, claimed.token)
+        ledger.begin_put("p", ["a"], {"y": "torch.int64"}, held.token)
     with pytest.raises(LeaseLostError):
         ledger.commit_put(ticket, {"y": ["late"]}, None)
     assert partition.rows["a"].cells["y"] == ("y", "a")

@@ -6,27 +6,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from ledger_parts import FIELDS, nbytes, new_ledger
 
 from dataplane_core import LeaseLostError, SamplesLeasedError, TagFilter
-from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest, Ledger
+from dataplane_core.ledger import ClaimRequest
 from dataplane_core.ledger.actions import end_claim, reset_consumption
 from dataplane_core.ledger.inspect import claims
 from dataplane_core.ledger.scan import scan
 
 IDS = [f"p{prompt}_g{place}" for prompt in range(3) for place in range(2)]
-FIELDS = ("x", "y")
-
-
-def nbytes(cells):
-    """Return the bytes of cells (field, sample, bytes)."""
-    return sum(cell[2] for cell in cells)
-
-
-def new_ledger(discard, measure):
-    ledger = Ledger(None, discard, measure=measure)
-    ledger.register(PartitionDeclaration.checked("p", FIELDS, 0, ["a", "b"]))
-    return ledger
 
 
 class LedgerMachine(RuleBasedStateMachine):

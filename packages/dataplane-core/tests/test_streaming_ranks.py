@@ -12,6 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
+from ledger_parts import claim as ledger_claim
+from ledger_parts import claimed, new_ledger
+from ledger_parts import put as ledger_put
 from streaming_parts import SETUP, TIMEOUT_S, commit_all, counts, dataset, ids, leased, store
 
 from dataplane_core import (
@@ -19,8 +22,6 @@ from dataplane_core import (
     InMemoryDataPlaneClient,
     StreamingDataLoader,
 )
-from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest, Ledger
 from dataplane_core.ledger.inspect import assignments
 from dataplane_core.streaming.lease_watch import LeaseWatch  # noqa: TID251
 from dataplane_core.testing.claims import put
@@ -240,40 +241,30 @@ def test_timeout_counts_leased_and_assigned_apart():
 
 
 def test_claiming_rank_gets_part_of_few_reopened_samples():
-    ledger = Ledger(None)
-    ledger.register(PartitionDeclaration.checked("p", ["x"], 0, ["a"]))
+    ledger = new_ledger()
     partition = ledger.partition("p")
 
-    def put_more(*ids):
-        ticket = ledger.begin_put("p", list(ids), {"x": "torch.int64"})
-        ledger.commit_put(ticket, {"x": list(ids)}, None)
-
     def claim(rank, now):
-        request = ClaimRequest("a", ("x",), 1, dp_rank=rank, dp_world=3, lease_s=10.0)
-        return [row.sample_id for row in partition.claim(request, now).rows]
+        return ledger_claim(ledger, 1, now=now, dp_rank=rank, dp_world=3, lease_s=10.0)
 
-    put_more("a", "b")
+    ledger_put(ledger, ["a", "b"])
     assert claim(2, 0.0) == []  # they are assigned to ranks 0 and 1
     ledger.expire(10.0)
     assert claim(2, 10.0) == ["a"]
     assert [each.rank for each in assignments(partition, 10.0)] == [1]
-    put_more("c")
+    ledger_put(ledger, ["c"])
     assert claim(2, 10.0) == []
     ledger.clear("p", ["a", "b", "c"], force=True)
     assert partition.tasks["a"].assignments.missed == set()
 
 
 def test_assignment_summary_has_rank_and_activity():
-    ledger = Ledger(None)
-    ledger.register(PartitionDeclaration.checked("p", ["x"], 9, ["a"]))
-    ticket = ledger.begin_put("p", [f"s{i:02d}" for i in range(9)], {"x": "torch.int64"})
-    ledger.commit_put(ticket, {"x": list(range(9))}, None)
+    ledger = new_ledger(9)
+    ledger_put(ledger, [f"s{i:02d}" for i in range(9)])
     partition = ledger.partition("p")
 
     def claim(rank, now):
-        return partition.claim(
-            ClaimRequest("a", ("x",), 1, dp_rank=rank, dp_world=3, lease_s=10.0), now
-        )
+        return claimed(ledger, 1, now=now, dp_rank=rank, dp_world=3, lease_s=10.0)
 
     def summaries(now):
         current = assignments(partition, now)
