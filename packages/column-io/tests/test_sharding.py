@@ -32,8 +32,6 @@ def packing(**changes: Any) -> Any:
         "max_tokens_per_microbatch": CAPACITY,
         "algorithm": "modified_first_fit_decreasing",
         "sequence_length_pad_multiple": 4,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
         **changes,
     }
 
@@ -42,8 +40,6 @@ def dynamic(**changes: Any) -> Any:
     return {
         "max_tokens_per_microbatch": CAPACITY,
         "sequence_length_round": 4,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
         **changes,
     }
 
