@@ -4,14 +4,9 @@ import contextlib
 import time
 
 from refit_mx import ControlUnavailableError, RefitTimeoutError
-from refit_mx.control import (
-    Shard,
-    WorkerRole,
-)
+from refit_mx.control import Shard, WorkerRole
 
 TIMEOUT_S = 60.0
-
-
 TRAINER = WorkerRole.TRAINER
 
 

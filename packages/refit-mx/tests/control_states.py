@@ -9,8 +9,6 @@ from refit_mx.control.records import Refusal, VersionBody  # noqa: TID251
 from refit_mx.control.state import ControlState  # noqa: TID251
 
 STAGING, READY, RELEASING = VersionState.STAGING, VersionState.READY, VersionState.RELEASING
-
-
 TRAINER = WorkerRole.TRAINER
 
 

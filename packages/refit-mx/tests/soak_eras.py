@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from control_clients import until
 from plan_reference import picked
 from refit_fixtures import Halfway, Hook, new_transport
 from refit_processes import Process
@@ -321,10 +322,7 @@ class Era:
 
     def wait_for_leases(self) -> None:
         """Wait until no leases are held."""
-        deadline = time.monotonic() + PLENTY_S
-        while self.server.leases:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not self.server.leases)
 
     def close(self) -> None:
         for receiving in self.receivers:

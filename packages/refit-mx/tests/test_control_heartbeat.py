@@ -3,6 +3,7 @@
 ModelExpress's protobuf modules are imported as the package does, without NIXL.
 """
 
+import contextlib
 import select
 import signal
 import subprocess
@@ -16,12 +17,7 @@ import grpc
 import pytest
 from control_clients import TIMEOUT_S, TRAINER, publish, shard, until
 
-from refit_mx import (
-    ControlClient,
-    ControlError,
-    ControlUnavailableError,
-    RefitConfigError,
-)
+from refit_mx import ControlClient, ControlError, ControlUnavailableError, RefitConfigError
 from refit_mx.control import Heartbeat, VersionState
 from refit_mx.control.protocol import (  # noqa: TID251
     p2p_pb2,
@@ -81,6 +77,21 @@ def test_heartbeat_without_a_control_plane_reports_its_error(client, server):
         assert isinstance(heartbeat.error, ControlUnavailableError)
 
 
+@contextlib.contextmanager
+def serving(servicer, *adders):
+    """Run a gRPC server with a test's servicer; yield a client of it."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    port = server.add_insecure_port("127.0.0.1:0")
+    for add in adders:
+        add(servicer, server)
+    server.start()
+    try:
+        with ControlClient(f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        server.stop(None).wait(TIMEOUT_S)
+
+
 def test_hanging_renewal_is_retried_before_the_worker_expires():
     limits_s, release = [], threading.Event()
 
@@ -93,21 +104,14 @@ def test_hanging_renewal_is_retried_before_the_worker_expires():
                 release.wait(TIMEOUT_S)
             return refit_pb2.RegisterWorkerResponse(worker=request.worker)
 
-    server = grpc.server(ThreadPoolExecutor(2))
-    port = server.add_insecure_port("127.0.0.1:0")
-    refit_pb2_grpc.add_RefitServiceServicer_to_server(Hanging(), server)
-    server.start()
     ttl_s = 3
-    try:
-        with (
-            ControlClient(f"127.0.0.1:{port}") as client,
-            Heartbeat(client, "w", TRAINER, "m", ttl_s=ttl_s, on_sigterm=False),
-        ):
-            until(lambda: len(limits_s) == 3)
-        assert limits_s[1] < ttl_s / 2
-    finally:
-        release.set()
-        server.stop(None).wait(TIMEOUT_S)
+    with serving(Hanging(), refit_pb2_grpc.add_RefitServiceServicer_to_server) as client:
+        try:
+            with Heartbeat(client, "w", TRAINER, "m", ttl_s=ttl_s, on_sigterm=False):
+                until(lambda: len(limits_s) == 3)
+        finally:
+            release.set()
+    assert limits_s[1] < ttl_s / 2
 
 
 @pytest.mark.parametrize("has_p2p", [True, False])
@@ -124,18 +128,12 @@ def test_mark_stale_works_on_servers_without_the_source(has_p2p):
         def UpdateStatus(self, request, context):  # noqa: N802
             return p2p_pb2.UpdateStatusResponse(success=False, message="unknown")
 
-    server = grpc.server(ThreadPoolExecutor(2))
-    port = server.add_insecure_port("127.0.0.1:0")
-    refit_pb2_grpc.add_RefitServiceServicer_to_server(Old(), server)
+    adders = [refit_pb2_grpc.add_RefitServiceServicer_to_server]
     if has_p2p:
-        p2p_pb2_grpc.add_P2pServiceServicer_to_server(Old(), server)
-    server.start()
-    try:
-        with ControlClient(f"127.0.0.1:{port}") as client:
-            client.mark_stale("w", TRAINER, "m")
-        assert registered == [("w", 1)]
-    finally:
-        server.stop(None).wait(TIMEOUT_S)
+        adders.append(p2p_pb2_grpc.add_P2pServiceServicer_to_server)
+    with serving(Old(), *adders) as client:
+        client.mark_stale("w", TRAINER, "m")
+    assert registered == [("w", 1)]
 
 
 def test_stale_is_accepted_only_for_the_workers_model(server, client):
@@ -184,8 +182,7 @@ def start(server):
 
 
 def is_stale(server):
-    worker = server.plane._state.ledger.workers["w"]
-    return worker.stale
+    return server.plane._state.ledger.workers["w"].stale
 
 
 @pytest.mark.slow

@@ -64,14 +64,8 @@ def test_stale_worker_gets_no_grace(state):
 # A random walk
 
 UIDS = ["v0", "v1", "v2", "v3"]
-
-
 SLOTS = ["a", "b"]
-
-
 WORKERS = ["w0", "w1", "w2"]
-
-
 RECEIVERS = ["g0", "g1"]
 
 
@@ -280,6 +274,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-
-
 TestWalk.settings = settings(max_examples=200, stateful_step_count=50)

@@ -4,16 +4,7 @@ These tests use internals: the rules to the millisecond, under a clock that the 
 """
 
 import pytest
-from control_states import (
-    READY,
-    RELEASING,
-    STAGING,
-    TRAINER,
-    body,
-    publish,
-    refused,
-    shard,
-)
+from control_states import READY, RELEASING, STAGING, TRAINER, body, publish, refused, shard
 
 from refit_mx import RefitConfigError
 from refit_mx.control import Limits, WorkerRole

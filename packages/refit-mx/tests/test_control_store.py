@@ -16,13 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from refit_mx import EmbeddedControlServer, RefitConfigError
-from refit_mx.control import (
-    PayloadFormat,
-    Shard,
-    SqliteStore,
-    VersionState,
-    WorkerRole,
-)
+from refit_mx.control import PayloadFormat, Shard, SqliteStore, VersionState, WorkerRole
 from refit_mx.control import plane as plane_module  # noqa: TID251
 from refit_mx.control.ledger import identity  # noqa: TID251
 from refit_mx.control.plane import ControlPlane  # noqa: TID251
@@ -60,6 +54,11 @@ def keep(store, *records):
     store.write({identity(record): record for record in records}).result(TIMEOUT_S)
 
 
+def stored(path):
+    with contextlib.closing(SqliteStore(path)) as store:
+        return store.load()
+
+
 def by_kind(records):
     return sorted(records, key=lambda record: type(record).__name__)
 
@@ -74,9 +73,7 @@ def test_every_field_of_every_record_is_stored(path):
     assert store.load() == []
     keep(store, *RECORDS)
     store.close()
-    again = SqliteStore(path)
-    assert by_kind(again.load()) == by_kind(RECORDS)
-    again.close()
+    assert by_kind(stored(path)) == by_kind(RECORDS)
 
 
 def test_changes_of_all_threads_are_stored(path):
@@ -92,9 +89,7 @@ def test_changes_of_all_threads_are_stored(path):
     for thread in threads:
         thread.join(TIMEOUT_S)
     store.close()
-    again = SqliteStore(path)
-    assert len(again.load()) == 400
-    again.close()
+    assert len(stored(path)) == 400
 
 
 def test_file_is_used_by_one_server_at_a_time(path):
@@ -127,10 +122,8 @@ def test_unreadable_record_is_refused(path):
     with contextlib.closing(sqlite3.connect(path)) as changed, changed:
         digest = _digest("lease", "x", b"\xc1")
         changed.execute("INSERT INTO records VALUES ('lease', 'x', x'c1', ?)", [digest])
-    store = SqliteStore(path)
     with pytest.raises(RefitConfigError, match="a record of kind 'lease'"):
-        store.load()
-    store.close()
+        stored(path)
 
 
 def many_records():
@@ -160,8 +153,7 @@ def test_damaged_file_is_refused_or_read_correctly(pages, path, data):
     path.write_bytes(pages[:at] + damage + pages[at + len(damage) :])
     refusal = None
     try:
-        with contextlib.closing(SqliteStore(path)) as store:
-            records = store.load()
+        records = stored(path)
     except RefitConfigError as error:
         refusal = str(error)
     if refusal is not None:
@@ -193,9 +185,7 @@ def test_call_is_answered_after_its_change_is_stored(path, tmp_path):
     copy.mkdir()
     for file in (path, path.with_name("state.db-wal")):
         shutil.copy(file, copy)
-    again = SqliteStore(copy / "state.db")
-    assert [each.worker_id for each in again.load()] == ["w"]
-    again.close()
+    assert [each.worker_id for each in stored(copy / "state.db")] == ["w"]
     plane.close()
 
 
@@ -224,9 +214,7 @@ def test_expiry_is_stored_without_a_call(path):
     clock.run(plane, 10_000)
     until(lambda: plane._state.ledger.workers["w"].expired)
     plane.close()
-    again = SqliteStore(path)
-    assert [each.expired for each in again.load()] == [True]
-    again.close()
+    assert [each.expired for each in stored(path)] == [True]
 
 
 def test_expiry_before_a_refused_call_is_stored(path):
@@ -237,9 +225,7 @@ def test_expiry_before_a_refused_call_is_stored(path):
     with pytest.raises(Refusal):
         plane.call(lambda state, now_ms: state.get_version("x", now_ms=now_ms))
     plane.close()
-    again = SqliteStore(path)
-    assert [each.expired for each in again.load()] == [True]
-    again.close()
+    assert [each.expired for each in stored(path)] == [True]
 
 
 def test_store_failure_during_a_refused_call_is_reported(path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -45,20 +46,13 @@ QUEUED_CYCLES = 8_000_000_000
 """Clock cycles of a kernel that runs for seconds."""
 
 
-def a_publisher(stack, world, **settings):
-    process = Process(
-        "publisher", model=MODEL, control=world.server.address, shapes=SHAPES, **settings
-    )
+def a_process(kind, stack, world, **settings):
+    process = Process(kind, model=MODEL, control=world.server.address, shapes=SHAPES, **settings)
     stack.callback(process.close)
     return process
 
 
-def a_receiver(stack, world, **settings):
-    process = Process(
-        "receiver", model=MODEL, control=world.server.address, shapes=SHAPES, **settings
-    )
-    stack.callback(process.close)
-    return process
+a_publisher, a_receiver = partial(a_process, "publisher"), partial(a_process, "receiver")
 
 
 @pytest.mark.parametrize("layout", [{}, COLUMNS], ids=["complete", "columns"])

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import msgspec
 import pytest
+from control_clients import until
 from fault_cases import RECOVERY_S, a_publisher, a_receiver, attempt, live_after
 from fault_cases import zeros as sliced_zeros
 from own_network import drop, drop_name_service, in_own_network, listening_ports, restore
@@ -88,10 +89,7 @@ def test_nixl_avoids_a_peer_until_its_connect_returns():
             assert time.monotonic() - started < (6 if not attempt else 2)
             assert len(abandoned_connects()) == 1
         restore()
-        until = time.monotonic() + 60
-        while abandoned_connects():  # the kernel resends with growing pauses
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: not abandoned_connects())  # the kernel resends with growing pauses
         live = zeros()
         assert receiver.refit("v1", live, timeout_s=30).transport == "nixl"
         assert same(live, weights(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-import psutil
 import pytest
 import torch.distributed
 
@@ -142,10 +142,7 @@ def remote_store():
 
 def stop(process):
     process.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + TIMEOUT_S
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 @pytest.mark.parametrize("call", ["meet", "arrive", "fail", "follow"])

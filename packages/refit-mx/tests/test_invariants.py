@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from control_clients import until
 from refit_fixtures import (
     TRANSPORTS,
     Halfway,
@@ -46,14 +47,6 @@ from refit_mx import (
 )
 
 
-def publish(world: World, transport: str, state, ranks: int) -> None:
-    """Publish v1 like the ranks of an FSDP trainer."""
-    world.version("v1", [f"fsdp-{rank}" for rank in range(ranks)])
-    for rank in range(ranks):
-        publisher = world.publisher(f"fsdp-{rank}", transports=[transport])
-        publisher.publish("v1", fsdp_shards(state, ranks, rank))
-
-
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
@@ -74,7 +67,10 @@ def test_invariant_1_every_layout_is_byte_exact(world, transport):
         "experts": torch.randn(6, 5, 3).to(torch.float8_e4m3fn),
         "scalar": torch.tensor(3, dtype=torch.int64),
     }
-    publish(world, transport, state, 3)
+    world.version("v1", [f"fsdp-{rank}" for rank in range(3)])
+    for rank in range(3):
+        publisher = world.publisher(f"fsdp-{rank}", transports=[transport])
+        publisher.publish("v1", fsdp_shards(state, 3, rank))
     specs = {name: spec_of(name, tensor) for name, tensor in state.items()}
     rows = {name: tensor.chunk(tp) for name, tensor in state.items() if name in ("q", "gate", "up")}
     kv = {name: state[name].chunk(kv_heads) for name in ("k", "v")}
@@ -268,10 +264,8 @@ def test_invariant_4_late_bytes_never_reach_a_reused_buffer(monkeypatch, transpo
 
 def let_late_bytes_in(transport: Transport) -> None:
     """Wait until all abandoned reads are complete; NIXL makes progress only when polled."""
-    deadline = time.monotonic() + 20
     for lane in getattr(transport, "_lanes", []):
-        while not lane.is_drained():
-            assert time.monotonic() < deadline
+        until(lane.is_drained)
 
 
 # 5. A publisher that stopped, died or restarted is never read from as if it were alive
@@ -312,9 +306,7 @@ def test_invariant_5_version_of_a_dead_publisher_leaves_ready():
             assert "done" in process.ask(do="publish", version="v1", seed=1)
             assert world.state("v1") == "READY"
             process.signal(signal.SIGKILL)
-            until = time.monotonic() + 20
-            while world.state("v1") != "RELEASING":
-                assert time.monotonic() < until
+            until(lambda: world.state("v1") == "RELEASING")
             with pytest.raises(VersionNotReadyError):
                 world.receiver().refit("v1", zeros())
         finally:
