@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataplane_core.telemetry import attached, extract, inject, span, step_context
 from observability.actors import TracedHandle, traced
-from observability.middleware.events import log_event
 from observability.middleware.instruments import InstrumentedDataPlaneClient
 from observability.middleware.lifecycle import LifecycleDataPlaneClient, emit
 from observability.middleware.meters import MeterDataPlaneClient, record_trained
-from observability.middleware.metrics import MetricsDataPlaneClient
+from observability.middleware.metrics import MetricsDataPlaneClient, log_event
 from observability.middleware.observed_client import ObservedClient
 from observability.middleware.operation import Observer, Operation
 from observability.middleware.tracing import TracingDataPlaneClient

@@ -150,7 +150,6 @@ class Lifecycle(Observer):
     """An observer that emits lifecycle events of operations."""
 
     def begin(self, call: Operation) -> PendingCall | None:
-        """See `Observer.begin`."""
         if call.op != "claim_meta" or not call.options.get("blocking"):
             return None
         context = otel_context.get_current()
@@ -171,7 +170,6 @@ class Lifecycle(Observer):
         return waits.begin(report)
 
     def end(self, call: Operation, state: PendingCall | None) -> None:
-        """See `Observer.end`."""
         if state is not None:
             waits.end(state)
         if call.op == "claim_meta":

@@ -164,11 +164,9 @@ class Meters(Observer):
         _create_observable_instruments(meter)
 
     def begin(self, call: Operation) -> object:
-        """See `Observer.begin`."""
         return None if self._totals is None else self._totals.begin(call)
 
     def end(self, call: Operation, state: object) -> None:
-        """See `Observer.end`."""
         if self._totals is not None:
             self._totals.end(call, state)  # type: ignore[arg-type]  # from its own `begin`
         if call.op == "close":

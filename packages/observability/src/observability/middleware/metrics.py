@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, TypeAlias  # Any: ObservabilityConfig.callback takes an open dict
+
+import structlog
 
 from dataplane_core import DataPlaneClient, ObservabilityConfig
-from observability.middleware.events import Event, log_event
 from observability.middleware.observed_client import ObservedClient
 from observability.middleware.operation import Observer, Operation
 from observability.middleware.outstanding import Outstanding, PendingPut
 
+Event: TypeAlias = dict[str, Any]
+"""The event of one operation, with the keys ``op``, ``partition_id``, ``n_keys``, ``n_bytes``,
+``wall_ms`` and ``status``."""
+
 _WITHOUT_EVENT = ("acknowledge", "release", "renew")
 """Operations that move no data and have no event."""
+
+
+def log_event(event: Event) -> None:
+    """Log one operation as one line through the application's structlog configuration."""
+    structlog.get_logger("observability").info("data_plane_op", **event)
 
 
 class MetricsDataPlaneClient(ObservedClient):
@@ -102,7 +113,6 @@ class Totals(Observer):
             return dict(self._outstanding.by_partition)
 
     def begin(self, call: Operation) -> PendingPut | None:
-        """See `Observer.begin`."""
         if call.op != "put":
             return None
         pending = PendingPut(call.partition_id)
@@ -111,7 +121,6 @@ class Totals(Observer):
         return pending
 
     def end(self, call: Operation, state: PendingPut | None) -> None:
-        """See `Observer.end`."""
         with self._lock:
             if call.error is None and call.op not in _WITHOUT_EVENT:
                 self._add(call, state)
@@ -137,7 +146,6 @@ class _Listener(Observer):
         self._on_event = on_event
 
     def end(self, call: Operation, state: None) -> None:
-        """See `Observer.end`."""
         if call.op not in _WITHOUT_EVENT:
             self._on_event(
                 {

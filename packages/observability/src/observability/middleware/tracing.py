@@ -89,7 +89,6 @@ class Tracing(Observer):
     """An observer that records spans."""
 
     def begin(self, call: Operation) -> _OpenSpan | None:
-        """See `Observer.begin`."""
         template = _TEMPLATES.get(call.op)
         if template is None:
             return None
@@ -114,7 +113,6 @@ class Tracing(Observer):
         return _OpenSpan(template, span, token)
 
     def end(self, call: Operation, state: _OpenSpan | None) -> None:
-        """See `Observer.end`."""
         if state is None:
             return
         context.detach(state.token)

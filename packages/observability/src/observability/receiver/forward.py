@@ -29,6 +29,10 @@ class Forwarder:
     Args:
         base_url: URL of an OTLP/HTTP collector, for example ``http://127.0.0.1:4318``.
 
+    Attributes:
+        sent: number of requests that the collector accepted.
+        dropped: number of requests that were dropped.
+
     Raises:
         ValueError: ``base_url`` is not such a URL.
     """
@@ -47,22 +51,10 @@ class Forwarder:
         self._queue: deque[tuple[OtlpSignal, bytes]] = deque()
         self._pending_bytes = 0  # bytes of requests that are queued or in flight
         self._closing = False
-        self._sent = self._dropped = 0
+        self.sent = self.dropped = 0
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="otlp-forward", daemon=True)
         self._thread.start()
-
-    @property
-    def sent(self) -> int:
-        """Number of requests that the collector accepted."""
-        with self._changed:
-            return self._sent
-
-    @property
-    def dropped(self) -> int:
-        """Number of requests that were dropped."""
-        with self._changed:
-            return self._dropped
 
     def enqueue(self, signal: OtlpSignal, body: bytes) -> None:
         """Queue a request without blocking.
@@ -76,7 +68,7 @@ class Forwarder:
                 self._pending_bytes > 0 and self._pending_bytes + len(body) > _MAX_QUEUED_BYTES
             )
             if is_full or self._closing:
-                self._dropped += 1
+                self.dropped += 1
             else:
                 self._pending_bytes += len(body)
                 self._queue.append((signal, body))
@@ -92,7 +84,7 @@ class Forwarder:
             self._changed.notify_all()
         self._thread.join(max(deadline - time.monotonic(), 0))
         with self._changed:
-            self._dropped += len(self._queue)
+            self.dropped += len(self._queue)
             self._queue.clear()
 
     def _run(self) -> None:
@@ -106,9 +98,9 @@ class Forwarder:
             with self._changed:
                 self._pending_bytes -= len(body)
                 if failure is None:
-                    self._sent += 1
+                    self.sent += 1
                     continue
-                self._dropped += 1
+                self.dropped += 1
             self._warn(failure)
 
     def _post(self, signal: OtlpSignal, body: bytes) -> str | None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TypedDict, get_args
 
 import structlog
@@ -175,12 +174,7 @@ class Receiver:
     def __enter__(self) -> Receiver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _accept(self, signal: OtlpSignal, body: bytes) -> int:

@@ -96,11 +96,10 @@ def setup(
             current_arguments, telemetry = _current
             if current_arguments == arguments:
                 return telemetry
-            names = [each.name for each in fields(Arguments)]
             changed = [
-                name
-                for name in names
-                if getattr(current_arguments, name) != getattr(arguments, name)
+                each.name
+                for each in fields(Arguments)
+                if getattr(current_arguments, each.name) != getattr(arguments, each.name)
             ]
             raise RuntimeError(
                 f"observability.setup was called before with another {', '.join(changed)}; "

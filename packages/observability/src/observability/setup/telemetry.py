@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 import structlog
 from opentelemetry._logs import LoggerProvider as AnyLoggerProvider
@@ -211,12 +211,7 @@ class Telemetry:
     def __enter__(self) -> Telemetry:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def reset_after_fork(self) -> None:

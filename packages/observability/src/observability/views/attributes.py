@@ -42,6 +42,11 @@ def names(attributes: Attributes, name: str) -> tuple[str, ...]:
     return tuple(item for item in value if isinstance(item, str))
 
 
+def run_and_partition(attributes: Attributes) -> tuple[str, str]:
+    """Return run id and partition. Another run may use the same partitions and sample ids."""
+    return text(attributes, "rl.run_id"), text(attributes, "dataplane.partition")
+
+
 def bucket(span: Span) -> str | None:
     """Return ``rl.bucket`` of a span; None if it has none, because it only groups others."""
     return text(span.attributes, "rl.bucket") or None

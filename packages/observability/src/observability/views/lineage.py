@@ -154,8 +154,7 @@ def _without_other_clears(events: Iterable[Event]) -> Iterator[Event]:
     holding: set[tuple[str, str]] = set()
     seen: set[tuple[str, str]] = set()
     for event in events:
-        values = event.attributes
-        key = attributes.text(values, "rl.run_id"), attributes.text(values, "dataplane.partition")
+        key = attributes.run_and_partition(event.attributes)
         if _clears_partition(event):
             if key not in holding:
                 continue

@@ -215,7 +215,8 @@ def steps_of(records: Records) -> list[Step]:
     # Events without a trace belong to the trace of their run and step; without such a trace, to "".
     events: dict[str, list[Event]] = defaultdict(list)
     for event in events_by_time:
-        run_and_step = _event_run_id(event), attributes.integer(event.attributes, "rl.step")
+        run_id = attributes.text(event.attributes, "rl.run_id")
+        run_and_step = run_id, attributes.integer(event.attributes, "rl.step")
         events[event.trace_id or trace_of_step.get(run_and_step, "")].append(event)
     by_trace = {
         trace_id: step_of_trace(
@@ -310,10 +311,6 @@ def _run_id(spans: Iterable[Span]) -> str:
     return max(counts, key=lambda run_id: counts[run_id], default="")
 
 
-def _event_run_id(event: Event) -> str:
-    return attributes.text(event.attributes, "rl.run_id")
-
-
 def generation_version(*put_versions: int | None) -> int | None:
     """Return the weight version that generated a sample; None if unknown.
 
@@ -327,7 +324,7 @@ def generation_version(*put_versions: int | None) -> int | None:
 
 
 _PartitionKey = tuple[str, str]
-"""Run id and partition. Another run may use the same partitions and sample ids."""
+"""Run id and partition."""
 
 _EVENT_ORDER = {"put": 0, "trained": 1, "cleared": 2}
 """Order of events with the same time; the staleness depends on these events only."""
@@ -361,7 +358,7 @@ def _staleness(reported: Iterable[tuple[str, Event]]) -> dict[str, Staleness]:
     # Every worker of a sharded model may report the same sample. It counts once per version.
     counted: set[tuple[str, _PartitionKey, str, int | None]] = set()
     for trace_id, event in events:
-        partition = _event_run_id(event), attributes.text(event.attributes, "dataplane.partition")
+        partition = attributes.run_and_partition(event.attributes)
         version = attributes.integer(event.attributes, "rl.weight_version")
         present, versions = present_by_partition[partition], versions_by_partition[partition]
         if event.name == "put":

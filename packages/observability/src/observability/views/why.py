@@ -215,10 +215,7 @@ def why(
             last_reports[key] = event
         elif wait_id and event.name in _END_EVENTS:
             ended.add((event.process, wait_id))
-        run_and_partition = (
-            _run_id(event),
-            attributes.text(event.attributes, "dataplane.partition"),
-        )
+        run_and_partition = attributes.run_and_partition(event.attributes)
         if event.name == "cleared" and not event.sample_ids:
             # The store removes the partition together with its samples.
             partitions.pop(run_and_partition, None)
