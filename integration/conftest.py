@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
 from integration.admin_service import admin, browser
 from integration.lean_ray import lean_ray
+from integration.temporary_ray import temporary_ray
 
-from dataplane_tq import start_local_ray
 from grpo_trainer import DEMO_CONFIG, TrainerConfig, check_config
 
 # `make test-vllm` and `make test-verl` run them in separate environments.
@@ -27,17 +25,8 @@ __all__ = ["admin", "browser", "lean_ray"]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="it-") as folder:
-        start_local_ray(
-            num_cpus=8,
-            include_dashboard=False,
-            _temp_dir=folder,
-            namespace="integration",
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
+    with temporary_ray(num_cpus=8, namespace="integration"):
         yield
-        ray.shutdown()
 
 
 def configured(folder: Path, changes: Mapping[str, Any]) -> TrainerConfig:

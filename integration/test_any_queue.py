@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from integration.admin_service import ADMIN, serving
+from integration.waiting import wait_until
 
-ADMIN = shutil.which("dataplane-admin", path=Path(sys.executable).parent) or ""
 TIMEOUT_S = 120.0
 JOB = """
 import sys, time
@@ -51,37 +50,16 @@ while True:
 def ask(tmp_path: Path, cluster: None) -> Iterator[Callable[..., Any]]:
     """Run the service; return a function that calls the command and returns its JSON."""
     address = ray.get_runtime_context().gcs_address
-    serve = [ADMIN, "serve", "--port", "0", "--ray-address", address, "--poll-s", "0.2"]
-    with (tmp_path / "log").open("wb") as log:
-        service = subprocess.Popen(
-            [*serve, "--stuck-after-s", "1"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log
-        )
-        assert service.stdout is not None
-        try:
-            url = service.stdout.readline().decode().strip()
-            assert url, (tmp_path / "log").read_text()
+    options = ["--ray-address", address, "--poll-s", "0.2", "--stuck-after-s", "1"]
+    with serving(tmp_path, *options) as admin:
 
-            def ask(*command: str) -> Any:
-                answer = subprocess.run(
-                    [ADMIN, *command, "--url", url, "--json"], capture_output=True, check=True
-                )
-                return json.loads(answer.stdout)
+        def ask(*command: str) -> Any:
+            answer = subprocess.run(
+                [ADMIN, *command, "--url", admin.url, "--json"], capture_output=True, check=True
+            )
+            return json.loads(answer.stdout)
 
-            yield ask
-            service.terminate()
-            assert service.wait(30) == 0, (tmp_path / "log").read_text()
-        finally:
-            service.kill()
-            service.wait()
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until ``condition`` returns a true value and return it."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (result := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return result
+        yield ask
 
 
 def test_blocked_job_on_any_transfer_queue_is_explained(ask: Callable[..., Any]) -> None:
@@ -92,7 +70,9 @@ def test_blocked_job_on_any_transfer_queue_is_explained(ask: Callable[..., Any])
         assert job.stdout.readline() == "waiting\n"
         # Before the service has seen a poll of the claim, it knows only that nothing is claimed.
         reason = "blocked claim"
-        (wait,) = until(lambda: [each for each in ask("why") if reason in each["sentence"]])
+        (wait,) = wait_until(
+            lambda: [each for each in ask("why") if reason in each["sentence"]], TIMEOUT_S
+        )
         assert wait["task"] == "update_actor"
         assert "its blocked claim requires input_ids, advantages" in wait["sentence"]
         assert "8 of 16 samples of partition 'train' are unclaimed" in wait["sentence"]
@@ -107,4 +87,4 @@ def test_blocked_job_on_any_transfer_queue_is_explained(ask: Callable[..., Any])
     finally:
         job.kill()
         job.wait()
-    until(lambda: not ask("partitions")["live"]["attached"])
+    wait_until(lambda: not ask("partitions")["live"]["attached"], TIMEOUT_S)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any  # Any: Ray handles have no static types
 
 import ray
@@ -12,8 +11,9 @@ from integration.benchmarks.garbage import freeze_garbage
 from integration.benchmarks.harness import Pair
 from integration.benchmarks.systems import System, plain_queue
 from integration.benchmarks.worker import Worker
+from integration.temporary_ray import temporary_ray
 
-from dataplane_tq import TQDataPlaneClient, start_local_ray
+from dataplane_tq import TQDataPlaneClient
 
 _LOGICAL_CPUS = 4
 _ACTOR_CPUS = 0.1
@@ -26,26 +26,16 @@ Workers = tuple[Any, Any]
 """Handles of the producer and of the consumer."""
 
 
-@contextmanager
-def ray_cluster(*, full: bool) -> Iterator[None]:
-    """Run a Ray on this machine only, with its files in a temporary folder.
+def ray_cluster(*, full: bool) -> AbstractContextManager[None]:
+    """Return the context of a Ray on this machine only.
 
     The data plane's sessions and the traced steps share it, since its start takes seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        start_local_ray(
-            num_cpus=_LOGICAL_CPUS,
-            object_store_memory=_object_store_bytes(full),
-            include_dashboard=False,
-            _temp_dir=folder,
-            namespace="benchmarks",
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    return temporary_ray(
+        num_cpus=_LOGICAL_CPUS,
+        object_store_memory=_object_store_bytes(full),
+        namespace="benchmarks",
+    )
 
 
 @contextmanager

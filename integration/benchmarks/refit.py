@@ -21,8 +21,8 @@ from integration.benchmarks.harness import Summary
 from integration.benchmarks.refit_cases import RefitCase
 from integration.benchmarks.refit_worker import MODEL, RefitWorker, Timing, total_seconds
 from integration.benchmarks.results_file import Entry
+from integration.temporary_ray import temporary_ray
 
-from dataplane_tq import start_local_ray
 from refit_mx import ControlClient, EmbeddedControlServer
 
 REFIT_HEADINGS = [
@@ -229,29 +229,18 @@ class _Actors:
 
 @contextmanager
 def _processes(case: RefitCase, with_store: bool) -> Iterator[_Actors]:
-    with tempfile.TemporaryDirectory(prefix="bench-refit-") as folder:
-        start_local_ray(
-            num_cpus=8,
-            object_store_memory=_OBJECT_STORE_BYTES if with_store else 100 << 20,
-            include_dashboard=False,
-            _temp_dir=folder,
-            namespace="benchmarks",
-            logging_level="ERROR",
-            log_to_driver=False,
+    store_bytes = _OBJECT_STORE_BYTES if with_store else 100 << 20
+    with temporary_ray(num_cpus=8, object_store_memory=store_bytes, namespace="benchmarks"):
+        worker: Any = ray.remote(RefitWorker).options(num_cpus=0.1)
+        actors = _Actors(
+            case,
+            [worker.remote(case, rank, source=True) for rank in range(case.sources)],
+            [worker.remote(case, rank, source=False) for rank in range(case.targets_count)],
         )
-        try:
-            worker: Any = ray.remote(RefitWorker).options(num_cpus=0.1)
-            actors = _Actors(
-                case,
-                [worker.remote(case, rank, source=True) for rank in range(case.sources)],
-                [worker.remote(case, rank, source=False) for rank in range(case.targets_count)],
-            )
-            all_actors = [*actors.sources, *actors.targets]
-            ray.get([actor.ready.remote() for actor in all_actors], timeout=_START_S)
-            yield actors
-            ray.get([actor.close.remote() for actor in all_actors], timeout=180)
-        finally:
-            ray.shutdown()
+        all_actors = [*actors.sources, *actors.targets]
+        ray.get([actor.ready.remote() for actor in all_actors], timeout=_START_S)
+        yield actors
+        ray.get([actor.close.remote() for actor in all_actors], timeout=180)
 
 
 class _Ways:

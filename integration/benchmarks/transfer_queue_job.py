@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from multiprocessing.connection import Connection
 from typing import Any  # Any: Ray handles have no static types
@@ -10,10 +9,10 @@ from typing import Any  # Any: Ray handles have no static types
 import ray
 import transfer_queue as tq
 from integration.benchmarks.cases import FIELDS, QUICK_CASES, Batch, check_answer
+from integration.temporary_ray import temporary_ray
 from omegaconf import OmegaConf
 
 import dataplane_tq.storage.packed_bootstrap  # noqa: F401, TID251  # registers the backend
-from dataplane_tq import start_local_ray
 
 WORKERS = 4
 UNITS = 2
@@ -54,14 +53,7 @@ def serve(pipe: Connection, backend: str) -> None:
     A request is the round's number and how many workers take part. The answer is their seconds of
     the put and of the get.
     """
-    with tempfile.TemporaryDirectory(prefix="bq-") as folder:
-        start_local_ray(
-            num_cpus=16,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=folder,
-        )
+    with temporary_ray(num_cpus=16):
         storage = {"storage_backend": backend, backend: CONFIGURATIONS[backend]}
         tq.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": storage}))
         actor: Any = ray.remote(Worker)
@@ -79,4 +71,3 @@ def serve(pipe: Connection, backend: str) -> None:
                 }
             )
         tq.close()
-        ray.shutdown()

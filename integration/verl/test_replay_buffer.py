@@ -9,7 +9,6 @@ an agent loop, the replay buffer, and what the trainer does with the queue on a 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ import verl
 from hydra import compose, initialize_config_module
 from integration.admin_service import Admin, admin
 from integration.lean_ray import lean_ray
+from integration.temporary_ray import temporary_ray
 from PIL import Image
 from tensordict import TensorDict
 from transfer_queue.storage.managers.base import StorageManagerFactory
@@ -31,8 +31,6 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import get_tensordict
-
-from dataplane_tq import start_local_ray
 
 __all__ = ["admin", "lean_ray"]
 
@@ -49,17 +47,8 @@ BACKENDS = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="verl-") as folder:
-        start_local_ray(
-            num_cpus=8,
-            include_dashboard=False,
-            _temp_dir=folder,
-            namespace="verl",
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
+    with temporary_ray(num_cpus=8, namespace="verl"):
         yield
-        ray.shutdown()
 
 
 @pytest.fixture(params=[pytest.param("SimpleStorage", marks=pytest.mark.long), "PackedStorage"])

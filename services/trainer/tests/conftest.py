@@ -5,21 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-import ray
 import yaml
 from hypothesis import settings
 from integration.lean_ray import lean_ray
+from integration.temporary_ray import temporary_ray
 
-from dataplane_tq import start_local_ray
 from grpo_trainer import DEMO_CONFIG, RunDisplay, check_config
 
 __all__ = ["lean_ray"]
@@ -156,18 +153,8 @@ def configure_async(configure, model_folder, questions_file, tmp_path_factory):
 @pytest.fixture(scope="module")
 def local_ray():
     """Ray cluster that the runs of this process join."""
-    folder = tempfile.mkdtemp(prefix="gt-")  # a short path: Ray's sockets are below it
-    start_local_ray(
-        num_cpus=8,
-        include_dashboard=False,
-        _temp_dir=folder,
-        namespace="grpo-trainer",
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
-    shutil.rmtree(folder)
+    with temporary_ray(num_cpus=8, namespace="grpo-trainer"):
+        yield
 
 
 class Interrupting(RunDisplay):

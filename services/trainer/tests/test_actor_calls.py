@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import time
 
 import psutil
 import pytest
 import ray
+from integration.temporary_ray import temporary_ray
 
-from dataplane_tq import start_local_ray
 from grpo_trainer.actors.calls import ActorCalls  # noqa: TID251  # a deadline of 2 s
 from grpo_trainer.errors import WorkerError
 
@@ -29,22 +27,12 @@ class Echo:
 
 @pytest.fixture
 def calls():
-    folder = tempfile.mkdtemp(prefix="gr-")
-    start_local_ray(
-        num_cpus=1,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        _temp_dir=folder,
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
-    calls = ActorCalls(timeout_s=2.0)
-    calls.add("echo", ray.remote(Echo).options(num_cpus=0.1).remote())
-    ray.get(calls.handle("echo").echo.remote(b""), timeout=180)
-    yield calls
-    calls.stop()
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with temporary_ray(num_cpus=1, object_store_memory=80 << 20):
+        calls = ActorCalls(timeout_s=2.0)
+        calls.add("echo", ray.remote(Echo).options(num_cpus=0.1).remote())
+        ray.get(calls.handle("echo").echo.remote(b""), timeout=180)
+        yield calls
+        calls.stop()
 
 
 @pytest.mark.parametrize("part", ["raylet", "gcs_server"])
