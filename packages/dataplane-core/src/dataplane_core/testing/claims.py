@@ -134,6 +134,42 @@ class ClaimContract(StoreFixtures):
         client.put_samples(["a"], partition, tags=[{"v": 1}])
         assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
 
+    def test_tasks_have_separate_cursors(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        assert client.claim_meta(partition, "train", ["x"], 2).size == 2
+        assert peer.claim_meta(partition, "logprob", ["x"], 2).size == 2
+
+    def test_only_samples_with_every_required_field_are_claimed(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b", "c"])
+        put(peer, partition, ["b"], "y")
+        claimed = client.claim_meta(partition, "train", ["x", "y"], 8, blocking=False)
+        assert claimed.sample_ids == ["b"]
+
+    def test_claimed_samples_stay_readable(self, client: DataPlaneClient, partition: str) -> None:
+        put(client, partition, ["a"])
+        meta = client.claim_meta(partition, "train", ["x"], 1)
+        assert client.get_data(meta)["x"].tolist() == [1.0]
+
+    def test_cleared_samples_are_not_claimed(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a", "b"])
+        peer.clear_samples(["a"], partition)
+        claimed = client.claim_meta(partition, "train", ["x"], 8, blocking=False)
+        assert claimed.sample_ids == ["b"]
+
+    def test_put_does_not_make_a_claimed_sample_claimable(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"])
+        client.claim_meta(partition, "train", ["x"], 1)
+        put(client, partition, ["a"])
+        assert client.claim_meta(partition, "train", ["x"], 1, blocking=False).size == 0
+
     def test_unknown_task_error_names_the_registered_ones(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
@@ -198,6 +234,17 @@ class ClaimContract(StoreFixtures):
             assert expected_text in str(error)
         assert client.claim_meta(partition, "train", ["x", "y"], 8, blocking=False).size == 2
 
+    def test_a_blocked_claim_wakes_when_another_client_completes_the_batch(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, ["a"])
+        with ThreadPoolExecutor(1) as pool:
+            claim = pool.submit(
+                client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.max_wait_s
+            )
+            put(peer, partition, ["b"])
+            assert sorted(claim.result(self.max_wait_s).sample_ids) == ["a", "b"]
+
     def test_a_blocked_claim_wakes_when_the_last_missing_field_arrives(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
@@ -254,6 +301,21 @@ class ClaimContract(StoreFixtures):
             for consumer in consumers:
                 consumer.result(self.max_wait_s)
         assert sorted(claimed) == sorted(ids)
+
+    def test_consumption_is_complete_once_all_tasks_claimed_all(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        both = ["logprob", "train"]
+        assert not client.check_consumption_status(partition, both)
+        put(client, partition, ["a", "b"])
+        assert not client.check_consumption_status(partition, both)
+        client.claim_meta(partition, "train", ["x"], 2)
+        assert client.check_consumption_status(partition, ["train"])
+        assert not peer.check_consumption_status(partition, both)
+        peer.claim_meta(partition, "logprob", ["x"], 2)
+        assert client.check_consumption_status(partition, both)
+        put(client, partition, ["c"])
+        assert not client.check_consumption_status(partition, ["train"])
 
     def test_consumption_of_unknown_tasks_is_incomplete(
         self, client: DataPlaneClient, partition: str

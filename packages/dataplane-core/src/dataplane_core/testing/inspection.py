@@ -341,6 +341,23 @@ class InspectionContract(StateMachineContract):
         empty = client.scan_states(partition)
         assert (empty.total, empty.written, empty.states) == (0, b"", b"")
 
+    def test_consumed_samples_can_be_made_claimable_again(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        put(client, partition, list("abcd"))
+        client.claim_meta(partition, "train", ["x"], 3)
+        client.claim_meta(partition, "logprob", ["x"], 4)
+        ids = ["a", "b", "a", "d", "unknown"]
+        assert peer.reset_consumption(partition, "train", ids) == 2
+        counts = client.count_samples(partition, "train", ["x"])
+        assert (counts.put, counts.ready, counts.acknowledged) == (4, 3, 1)
+        assert not client.check_consumption_status(partition, ["train"])
+        assert client.check_consumption_status(partition, ["logprob"])
+        again = client.claim_meta(partition, "train", ["x"], 8, blocking=False)
+        assert sorted(again.sample_ids) == ["a", "b", "d"]
+        assert client.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 0
+        assert client.check_consumption_status(partition, ["train"])
+
     def test_a_reset_of_leased_samples_is_refused_and_changes_nothing(
         self, client: DataPlaneClient, leasing: DataPlaneClient, partition: str
     ) -> None:

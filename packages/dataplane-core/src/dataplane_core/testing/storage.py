@@ -110,6 +110,13 @@ class StorageContract(StoreFixtures):
         assert answer.is_nested
         assert all(same_bits(got, row) for got, row in zip(answer.unbind(), rows, strict=True))
 
+    def test_jagged_rows_of_one_length_come_back_dense(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a", "b"], partition, batch(2, x=jagged(torch.ones(2), torch.zeros(2))))
+        answer = peer.get_samples(["b", "a"], partition, ["x"])["x"]
+        assert same_bits(answer, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+
     def test_batch_of_only_empty_rows_is_read_back(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
@@ -162,6 +169,22 @@ class StorageContract(StoreFixtures):
         assert first["image"].tolist() == [[1.0] * 3] * 2
         assert same_bits(second["ids"], torch.tensor([1, 2]))
 
+    def test_a_later_put_adds_fields_and_overwrites(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a", "b"], partition, batch(2, x=torch.tensor([1, 2])))
+        peer.put_samples(["b", "a"], partition, batch(2, y=torch.tensor([20.0, 10.0])))
+        client.put_samples(["b"], partition, batch(1, x=torch.tensor([3])))
+        answer = peer.get_samples(["a", "b"], partition, ["x", "y"])
+        assert answer["x"].tolist() == [1, 3]
+        assert answer["y"].tolist() == [10.0, 20.0]
+
+    def test_undeclared_fields_may_be_written(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a"], partition, batch(1, surprise=torch.tensor([1])))
+        assert peer.get_samples(["a"], partition, ["surprise"])["surprise"].tolist() == [1]
+
     def test_an_overwrite_may_change_a_rows_length(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
@@ -169,6 +192,14 @@ class StorageContract(StoreFixtures):
         client.put_samples(["a"], partition, batch(1, x=torch.ones(1, 5)))
         rows = peer.get_samples(["a", "b"], partition, ["x"])["x"].unbind()
         assert [row.tolist() for row in rows] == [[1.0] * 5, [0.0] * 3]
+
+    def test_the_same_put_twice_leaves_the_same_state(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        for _ in range(2):
+            client.put_samples(["a", "b"], partition, batch(2, x=torch.tensor([1, 2])))
+        assert peer.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 2
+        assert peer.get_samples(["a", "b"], partition, ["x"])["x"].tolist() == [1, 2]
 
     def test_the_store_keeps_its_own_copy(self, client: DataPlaneClient, partition: str) -> None:
         value, nested = torch.tensor([1, 2]), {"a": [1]}
@@ -309,6 +340,25 @@ class StorageContract(StoreFixtures):
         with pytest.raises(InvalidRequestError, match="'narrator'"):
             client.put_samples(["b"], partition, batch(1, role=objects("narrator"), z=objects(1)))
         client.put_samples(["b"], partition, batch(1, z=torch.ones(1)))
+
+    def test_clearing_ids_leaves_other_samples(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a", "b", "c"], partition, batch(3, x=torch.tensor([1, 2, 3])))
+        peer.clear_samples(["b", "never-put"], partition)
+        assert client.get_samples(["c", "a"], partition, ["x"])["x"].tolist() == [3, 1]
+        with pytest.raises(MissingDataError, match="'b'"):
+            client.get_samples(["b"], partition, ["x"])
+
+    def test_a_cleared_id_can_be_put_again_and_holds_only_the_new_fields(
+        self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_samples(["a"], partition, batch(1, x=torch.ones(1), y=torch.ones(1)))
+        client.clear_samples(["a"], partition)
+        peer.put_samples(["a"], partition, batch(1, x=torch.zeros(1)))
+        assert client.get_samples(["a"], partition, ["x"])["x"].tolist() == [0.0]
+        with pytest.raises(MissingDataError):
+            client.get_samples(["a"], partition, ["y"])
 
     def test_clearing_everything_forgets_the_partition(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
