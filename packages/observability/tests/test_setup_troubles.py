@@ -86,11 +86,8 @@ def test_a_collector_that_hangs_costs_one_warning_and_bounded_time() -> None:
     [
         "http://user:secret@127.0.0.1:9",  # no listener
         "not a url",
-        "http://[::1",
         "http://127.0.0.1:99999",
-        "http://127.0.0.1:0",
         "ftp://127.0.0.1:4318",
-        "http://",
         "http://user:secret@[bad",
         "http://user:secret/secret@bad",
         "http://" + "a" * 300 + ":4318",

@@ -5,6 +5,7 @@ import itertools
 from hypothesis import strategies as st
 
 from observability.records import Event, Link, Process, Records, Span
+from observability.views import steps_of
 
 BEGIN = 1_790_000_000_000_000_000
 """Start of the steps, in nanoseconds since 1970."""
@@ -33,6 +34,12 @@ def ns(seconds):
     return BEGIN + round(seconds * 1e9)
 
 
+def step_of(records):
+    """Return the only step of the records."""
+    (step,) = steps_of(records)
+    return step
+
+
 class TraceMaker:
     """Factory of spans and events of one trace; times are seconds after `BEGIN`."""
 
@@ -43,14 +50,21 @@ class TraceMaker:
         self.trace_id = trace_id or f"{step + 1:032x}"
         self._ids = itertools.count(1)
 
-    def span(self, name, process, start, end, parent=None, bucket=None, **options):
-        links = options.pop("links", ())
-        outcome, message = options.pop("outcome", "unset"), options.pop("message", "")
-        attributes = {"rl.run_id": self.run_id, "rl.step": self.step}
+    def span(
+        self,
+        name,
+        process,
+        start,
+        end,
+        parent=None,
+        bucket=None,
+        links=(),
+        attributes=(),
+        **outcome,
+    ):
+        attributes = {"rl.run_id": self.run_id, "rl.step": self.step, **dict(attributes)}
         if bucket:
             attributes["rl.bucket"] = bucket
-        attributes |= options.pop("attributes", {})
-        assert not options
         span = Span(
             trace_id=self.trace_id,
             span_id=f"{next(self._ids):08x}{self.step:08x}",
@@ -62,8 +76,7 @@ class TraceMaker:
             attributes=attributes,
             process=process,
             links=tuple(Link(linked.trace_id, linked.span_id) for linked in links),
-            outcome=outcome,
-            message=message,
+            **outcome,
         )
         self.records.spans.append(span)
         return span
@@ -97,15 +110,7 @@ class TraceMaker:
             end,
             parent,
             "overhead",
-            attributes={
-                "messaging.system": "dataplane",
-                "messaging.operation.name": "put",
-                "messaging.operation.type": "send",
-                "messaging.destination.name": "train",
-                "messaging.batch.message_count": len(ids),
-                "dataplane.fields": fields,
-                "dataplane.bytes": n_bytes,
-            },
+            attributes={"messaging.operation.name": "put", "dataplane.bytes": n_bytes},
         )
         self.event("put", process, end, ids, span, fields=fields, bytes=n_bytes, version=version)
         return span
@@ -120,10 +125,7 @@ class TraceMaker:
             "overhead",
             links=links,
             attributes={
-                "db.system.name": "dataplane",
                 "db.operation.name": "get",
-                "db.collection.name": "train",
-                "db.operation.batch.size": len(ids),
                 "dataplane.fields": fields,
                 "dataplane.bytes": n_bytes,
             },

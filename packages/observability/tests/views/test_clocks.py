@@ -6,11 +6,21 @@ from io import StringIO
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_runs import BEGIN, DRIVER, GENERATION, POLICIES, ROLLOUT, TraceMaker, grpo_step, ns
+from made_up_runs import (
+    BEGIN,
+    DRIVER,
+    GENERATION,
+    POLICIES,
+    ROLLOUT,
+    TraceMaker,
+    grpo_step,
+    ns,
+    step_of,
+)
 from rich.console import Console
 
 from observability.records import Records
-from observability.views import critical_path, lineage_of, page_of, step_view, steps_of
+from observability.views import critical_path, lineage_of, page_of, step_view
 
 HOSTS = ("node-b", "node-c")
 MIN_NS = 1_000_000
@@ -30,11 +40,6 @@ def skewed(records, ahead_ns):
         spans=[shift(span, "start_ns", "end_ns") for span in records.spans],
         events=[shift(event, "time_ns") for event in records.events],
     )
-
-
-def step_of(records):
-    (step,) = steps_of(records)
-    return step
 
 
 def clocks_of(*spans):

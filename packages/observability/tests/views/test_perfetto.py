@@ -108,16 +108,14 @@ def arrows(records, kind):
             if (entry["pid"], entry["tid"], entry["ts"]) == position
         )
 
-    begins = {
-        record["id"]: slice_name_at(record)
-        for record in entries(records, "s")
-        if record["cat"] == kind
-    }
-    ends = {
-        record["id"]: slice_name_at(record)
-        for record in entries(records, "f")
-        if record["cat"] == kind
-    }
+    begins, ends = (
+        {
+            record["id"]: slice_name_at(record)
+            for record in entries(records, phase)
+            if record["cat"] == kind
+        }
+        for phase in "sf"
+    )
     assert begins.keys() == ends.keys()
     assert all(record["bp"] == "e" for record in entries(records, "f"))
     return [(begins[arrow_id], ends[arrow_id]) for arrow_id in begins]

@@ -2,18 +2,27 @@
 
 import pytest
 from hypothesis import given
-from made_up_runs import BEGIN, DRIVER, GENERATION, POLICIES, ROLLOUT, TraceMaker, grpo_step, trees
+from made_up_runs import (
+    BEGIN,
+    DRIVER,
+    GENERATION,
+    POLICIES,
+    ROLLOUT,
+    TraceMaker,
+    grpo_step,
+    step_of,
+    trees,
+)
 from rich.console import Console
 
-from observability.views import bucket_seconds, process_times, step_view, steps_of
+from observability.views import bucket_seconds, process_times, step_view
 
 BUCKETS = ("productive", "overhead", "wasted", "idle")
 """Buckets in the order in which overlapping spans of a process count."""
 
 
 def times_of(records):
-    (step,) = steps_of(records)
-    return {item.process: item for item in process_times(step)}
+    return {item.process: item for item in process_times(step_of(records))}
 
 
 def bucket_of(span):
@@ -38,7 +47,7 @@ def bucket_at(step, process, second):
 
 @given(trees())
 def test_each_second_counts_for_innermost_bucket_or_bubble(records):
-    (step,) = steps_of(records)
+    step = step_of(records)
     sums = dict.fromkeys(BUCKETS, 0.0)
     for item in process_times(step):
         seconds = [bucket_at(step, item.process, at) for at in range(round(step.seconds))]
@@ -64,7 +73,7 @@ def test_idle_time_is_not_busy_time():
 
 
 def test_the_process_of_the_root_comes_first():
-    (step,) = steps_of(grpo_step())
+    step = step_of(grpo_step())
     labels = [item.label for item in process_times(step)]
     assert labels[0] == "grpo.driver"
     assert labels[1:] == sorted(labels[1:])
@@ -74,7 +83,7 @@ def test_busy_time_is_unknown_without_buckets():
     maker = TraceMaker()
     root = maker.span("grpo.step", DRIVER, 0, 4)
     maker.span("generate", GENERATION, 1, 2, root)
-    (step,) = steps_of(maker.records)
+    step = step_of(maker.records)
     assert bucket_seconds(step) == {}
     console = Console(width=100)
     with console.capture() as captured:

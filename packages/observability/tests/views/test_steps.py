@@ -15,6 +15,7 @@ from made_up_runs import (
     ns,
     run_of,
     sample_ids,
+    step_of,
     trees,
 )
 
@@ -27,11 +28,6 @@ from observability.views import (
     steps_of,
     waste,
 )
-
-
-def step_of(records):
-    (step,) = steps_of(records)
-    return step
 
 
 def test_steps_are_in_order_whatever_the_order_of_arrival():

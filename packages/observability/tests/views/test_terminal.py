@@ -17,6 +17,7 @@ from made_up_runs import (
     ns,
     run_of,
     sample_ids,
+    step_of,
     trees,
 )
 from rich.console import Console
@@ -42,11 +43,6 @@ def text_of(view, width=100, color_system=None, encoding="utf-8"):
     console.print(view)
     file.flush()
     return file.buffer.getvalue().decode(encoding)
-
-
-def step_of(records):
-    (step,) = steps_of(records)
-    return step
 
 
 def test_each_span_has_a_line_with_process_start_and_duration():

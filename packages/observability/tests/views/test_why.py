@@ -119,20 +119,6 @@ def test_a_wait_of_an_earlier_run_is_reported_with_its_age():
     assert wait.lacks["advantages"].count == 512
 
 
-def test_a_wait_reported_twice_is_one():
-    records = blocked_claim().records
-    records.add(blocked_claim().records)
-    (wait,) = why(records, ns(9))
-    assert wait.present == 512
-
-
-def test_waits_come_longest_first():
-    maker = blocked_claim()
-    options = {"task": "ref_lp", "fields": ["input_ids"]}
-    maker.event("waiting", POLICIES[0], 6, [], wait="9", since_ns=ns(2), **options)
-    assert [wait.task for wait in why(maker.records, ns(9))] == ["ref_lp", "train"]
-
-
 def report_wait(maker, process, at, *, since=5, wait="77-1", **details):
     maker.event("waiting", process, at, [], wait=wait, since_ns=ns(since), task="train", **details)
 
