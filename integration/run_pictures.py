@@ -8,19 +8,18 @@ of a third run at three widths. `integration.admin_pictures` takes those of a bl
 from __future__ import annotations
 
 import io
-import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
-from typing import Any, Literal  # Any: answers of the API
+from typing import Literal
 from urllib.parse import urlencode
 
 from integration.admin_demo import LOG, SCRIPTS, Process, served_run
 from integration.admin_pictures import FOLDER, HEIGHT, TIMEOUT_S, WIDTH
+from integration.admin_service import Admin
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -42,22 +41,16 @@ _VIEWPORTS = ((390, 844), (1280, 900), (2560, 1440))
 _SHOWN_HEIGHT, _GAP, _COLORS = 420, 12, 128
 
 
-def ask(url: str, path: str, **query: object) -> Any:
-    """Return the answer of an API path."""
-    with urllib.request.urlopen(f"{url}/api/v1/{path}?{urlencode(query)}", timeout=30) as answer:
-        return json.load(answer)
-
-
 def steps_of(url: str, **chosen: object) -> list[str]:
     """Return the ids of the traces of steps, of a ``run`` for example, the newest first."""
-    listed = ask(url, "traces", name="grpo.step", limit=200, **chosen)["traces"]
+    listed = Admin(url).ask("traces", name="grpo.step", limit=200, **chosen)["traces"]
     return [each["trace_id"] for each in listed]
 
 
 def trained_sample(url: str) -> str:
     """Return the id of a sample that was trained on."""
-    for hit in ask(url, "samples", limit=1000)["samples"]:
-        hops = ask(url, "sample", id=hit["sample_id"])["hops"]
+    for hit in Admin(url).ask("samples", limit=1000)["samples"]:
+        hops = Admin(url).ask("sample", id=hit["sample_id"])["hops"]
         if any(hop["name"] == "trained" for hop in hops):
             return str(hit["sample_id"])
     raise AssertionError("no sample was trained on")
@@ -124,7 +117,7 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     page.goto(f"/trace?id={steps_of(url)[1]}")
     take(page, "async-trace")
-    runs = [each["run_id"] for each in ask(url, "runs")["runs"]]
+    runs = [each["run_id"] for each in Admin(url).ask("runs")["runs"]]
     if len(runs) > 1:  # the synchronous run was before
         page.goto(f"/runs/compare?{urlencode({'run': runs, 'smooth': 0.6}, doseq=True)}")
         take(page, "runs")
@@ -144,9 +137,9 @@ def _take_pages(browser: Browser, url: str) -> None:
     page = opened(browser, url)
     page.goto("/")
     wait_for_step(page, 20)
-    run_id = ask(url, "runs")["runs"][0]["run_id"]  # the newest; others may have run before
+    run_id = Admin(url).ask("runs")["runs"][0]["run_id"]  # the newest; others may have run before
     newest, *_, oldest = steps_of(url, run=run_id)
-    sample = ask(url, "samples/facts", run=run_id, text=True)["samples"][0]
+    sample = Admin(url).ask("samples/facts", run=run_id, text=True)["samples"][0]
     of_run = urlencode({"run": run_id})
     paths = {
         "overview": "/",

@@ -8,23 +8,20 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import ray
 import yaml
+from integration.test_deploy_images import ADMIN_PORT, METRICS_PORT, REFIT_PORT, ROOT
 
 from dataplane_admin.cli import serve as serve_admin
 from grpo_trainer import load_config
 from refit_server.cli import serve as serve_refit
 
-ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy" / "kubernetes"
 NAMESPACE = "rl-dataplane"
-ADMIN_PORT = int(inspect.signature(serve_admin).parameters["port"].default)
-REFIT_PORT = int(inspect.signature(serve_refit).parameters["address"].default.rpartition(":")[2])
 RAY_PORT = 6379
 IN_CLUSTER = {"rl-dataplane/network": "cluster"}
 VERSIONS = ["1.30", "1.33"]
@@ -242,7 +239,7 @@ def test_services_are_reachable_only_at_their_ports() -> None:
     assert reachable("refit-server", "admin") == reachable("admin", "refit-server") == set()
     assert {name: _ports_of_services()[name] for name in ("admin", "refit-server")} == {
         "admin": {ADMIN_PORT},
-        "refit-server": {REFIT_PORT, 9464},
+        "refit-server": {REFIT_PORT, METRICS_PORT},
     }
 
 
@@ -265,7 +262,7 @@ def test_labeled_namespaces_reach_only_these_ports() -> None:
     assert from_outside == {
         ("admin", (("rl-dataplane/ingress", "true"),), ADMIN_PORT),
         ("admin", monitoring, ADMIN_PORT),
-        ("refit-server", monitoring, 9464),
+        ("refit-server", monitoring, METRICS_PORT),
     }
     out = [
         (peer["namespaceSelector"], rule["ports"])

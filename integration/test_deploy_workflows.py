@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from integration.git_commands import git
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -125,25 +126,13 @@ class Repository:
     def __init__(self, folder: Path) -> None:
         self.origin, self.clone, self.bin = (folder / name for name in ("origin", "clone", "bin"))
         self.bin.mkdir()
-        self.git(folder, "init", "--quiet", "--initial-branch=main", str(self.origin))
+        git(folder, "init", "--quiet", "--initial-branch=main", str(self.origin))
         self.commit(self.origin)
-        self.git(folder, "clone", "--quiet", str(self.origin), str(self.clone))
-
-    def git(self, at: Path, *arguments: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-        return subprocess.run(
-            ["git", *who, *arguments],
-            cwd=at,
-            env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout.strip()
+        git(folder, "clone", "--quiet", str(self.origin), str(self.clone))
 
     def commit(self, at: Path) -> str:
-        self.git(at, "commit", "--quiet", "--allow-empty", "--message", "one")
-        return self.git(at, "rev-parse", "HEAD")
+        git(at, "commit", "--quiet", "--allow-empty", "--message", "one")
+        return git(at, "rev-parse", "HEAD")
 
     def answer(self, runs: list[dict[str, str]]) -> None:
         """Write a `gh` that answers `gh run list --json` with ``runs``; jq evaluates its --jq."""
@@ -178,13 +167,13 @@ PASSED = {"status": "completed", "conclusion": "success"}
 @pytest.mark.debian("jq")
 def test_commit_of_main_whose_tests_passed_is_released(repository: Repository) -> None:
     repository.answer([PASSED])
-    commit = repository.git(repository.clone, "rev-parse", "HEAD")
+    commit = git(repository.clone, "rev-parse", "HEAD")
     assert repository.tested("HEAD").returncode == 0
     arguments = (repository.bin / "arguments").read_text()
     assert f"--workflow ci.yml --branch main --event push --commit {commit} " in arguments
     # An older commit is released too: main advances while a release is reviewed.
     repository.commit(repository.origin)
-    repository.git(repository.clone, "fetch", "--quiet")
+    git(repository.clone, "fetch", "--quiet")
     assert repository.tested(commit).returncode == 0
 
 

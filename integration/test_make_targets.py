@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from integration.changed import changed_files, members_of
+from integration.git_commands import git
 from integration.system_packages import NEEDS, packages_of
 from integration.waiting import wait_until
 
@@ -162,20 +163,16 @@ def test_make_demo_installs_only_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_changed_files_differ_from_main_committed_or_not(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
-        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
-
     for name in ("packages/a/x.py", "packages/b/x.py", "services/c/x.py", "docs/x.md"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("")
-    git("init", "--initial-branch=main")
-    git("add", ".")
-    git("commit", "-m", "one")
+    git(tmp_path, "init", "--initial-branch=main")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "one")
     assert changed_files(tmp_path) == []
-    git("switch", "-c", "branch")
+    git(tmp_path, "switch", "-c", "branch")
     (tmp_path / "packages/a/x.py").write_text("1")
-    git("commit", "-a", "-m", "two")
+    git(tmp_path, "commit", "-a", "-m", "two")
     (tmp_path / "docs/x.md").write_text("1")
     (tmp_path / "services/c/new.py").write_text("")
     files = changed_files(tmp_path)

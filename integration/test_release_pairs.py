@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from integration.git_commands import git
 from integration.releases import Pair, find, packages, pairs
 
 CORE, CODEC, ACTOR = "the-core", "a-codec", "an-actor"
@@ -20,14 +20,10 @@ class Repository:
         self.write(CORE, "0.1.0")
         self.write(CODEC, "0.1.0", f"{CORE}>=0.1.0")
         self.write(ACTOR, "0.1.0", f"{CODEC}>=0.1.0", f"{CORE}[extra]>=0.1.0", "numpy>=1.26")
-        self.git("init", "--quiet")
-        self.git("add", ".")
+        git(self.root, "init", "--quiet")
+        git(self.root, "add", ".")
         for name in (CORE, CODEC, ACTOR):
             self.release(name, "0.1.0")
-
-    def git(self, *arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
-        subprocess.run(["git", *identity, *arguments], cwd=self.root, check=True, timeout=60)
 
     def write(self, name: str, version: str, *needs: str) -> None:
         folder = self.root / "packages" / name
@@ -37,8 +33,8 @@ class Repository:
         (folder / "pyproject.toml").write_text(f"[project]\n{project}")
 
     def release(self, name: str, version: str) -> None:
-        self.git("commit", "--quiet", "--allow-empty", "-a", "-m", "one")
-        self.git("tag", f"{name}=={version}")
+        git(self.root, "commit", "--quiet", "--allow-empty", "-a", "-m", "one")
+        git(self.root, "tag", f"{name}=={version}")
 
     def pairs(self) -> set[Pair]:
         return set(pairs(find(CORE, packages(self.root))))
@@ -60,9 +56,9 @@ def test_last_releases_are_tested_in_both_directions(repository: Repository) -> 
 
 def test_unreleased_package_is_in_no_pair(tmp_path: Path) -> None:
     repository = Repository(tmp_path)
-    repository.git("tag", "--delete", f"{CODEC}==0.1.0")
+    git(repository.root, "tag", "--delete", f"{CODEC}==0.1.0")
     assert {pair.tag for pair in repository.pairs()} == {f"{CORE}==0.1.0", f"{ACTOR}==0.1.0"}
-    repository.git("tag", "--delete", f"{CORE}==0.1.0")
+    git(repository.root, "tag", "--delete", f"{CORE}==0.1.0")
     assert not repository.pairs()
 
 

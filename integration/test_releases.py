@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from integration.git_commands import git
 from integration.releases import (
     ROOT,
     Package,
@@ -64,11 +64,6 @@ CHANGES = """# Changelog
 """
 
 
-def git(folder: Path, *arguments: str) -> None:
-    identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, timeout=60)
-
-
 class Repository:
     """A repository with the package ``first-thing`` and its tag 0.1.0."""
 
@@ -81,13 +76,10 @@ class Repository:
         self.inner.with_name("__init__.py").write_text(FACE)
         self.inner.write_text(INNER)
         self.become("0.1.0")
-        self.git("init", "--quiet")
-        self.git("add", ".")
-        self.git("commit", "--quiet", "-m", "first")
-        self.git("tag", "first-thing==0.1.0")
-
-    def git(self, *arguments: str) -> None:
-        git(self.root, *arguments)
+        git(self.root, "init", "--quiet")
+        git(self.root, "add", ".")
+        git(self.root, "commit", "--quiet", "-m", "first")
+        git(self.root, "tag", "first-thing==0.1.0")
 
     def become(self, version: str) -> None:
         project = f'[project]\nname = "first-thing"\nversion = "{version}"\ndependencies = []\n'
@@ -230,8 +222,8 @@ def test_break_after_a_release_is_reported_before_the_next(
 def test_tag_is_compared_with_the_release_before_it(repository: Repository) -> None:
     repository.become("0.1.1")
     repository.change("def get(", "def fetch(")
-    repository.git("commit", "--quiet", "-a", "-m", "second")
-    repository.git("tag", "first-thing==0.1.1")
+    git(repository.root, "commit", "--quiet", "-a", "-m", "second")
+    git(repository.root, "tag", "first-thing==0.1.1")
     assert check_api(repository.package)[1]
     report, allowed = check_api(repository.package, tagged=True)
     assert not allowed
@@ -240,7 +232,7 @@ def test_tag_is_compared_with_the_release_before_it(repository: Repository) -> N
 
 def test_last_release_is_the_highest_up_to_this_version(repository: Repository) -> None:
     for version in ("0.9.0", "0.10.0", "0.11.0", "0.10.1rc1"):
-        repository.git("tag", f"first-thing=={version}")
+        git(repository.root, "tag", f"first-thing=={version}")
     repository.become("0.11.0")
     assert repository.package.last_release() == "first-thing==0.10.0"
     assert repository.package.last_release(inclusive=True) == "first-thing==0.11.0"

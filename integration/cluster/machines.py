@@ -242,18 +242,6 @@ class Machines:
         """Reconnect a machine to the switch."""
         self._switch.run(["ip", "link", "set", f"to-{name}", "master", "switch"])
 
-    def sent_bytes(self, name: str) -> int:
-        """Return the bytes that a machine sent so far, with packet headers."""
-        return self._count(name, "rx_bytes")  # the switch received them
-
-    def received_bytes(self, name: str) -> int:
-        """Return the bytes that a machine received so far, with packet headers."""
-        return self._count(name, "tx_bytes")
-
-    def _count(self, name: str, counter: str) -> int:
-        fields = self._switch.run(["cat", "/proc/net/dev"]).split(f"to-{name}:")[1].split()
-        return int(fields[0 if counter == "rx_bytes" else 8])
-
     def close(self) -> None:
         """Close all machines."""
         self._stack.close()
