@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,9 +13,10 @@ from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.pages.links import Link, to
 from dataplane_admin.pages.params import Params
-from dataplane_admin.service import AdminService, Refused, ServiceError
+from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
 from observability.views.printable import printable
 
+_Function = TypeVar("_Function")
 _Request = TypeVar("_Request", bound=models.Model)
 
 
@@ -46,17 +47,18 @@ def confirmation(service: AdminService, name: str, params: Params) -> Confirmati
     """Return the confirmation page of an action.
 
     Raises:
-        ServiceError: a required parameter is missing.
+        ServiceError: there is no such action, or a required parameter is missing.
     """
-    return _CONFIRMATIONS[name](service, params, params.required("partition"))
+    return _known(_CONFIRMATIONS, name)(service, params, params.required("partition"))
 
 
 def perform(service: AdminService, name: str, params: Params, actor: str) -> models.ActionResult:
     """Run a confirmed action.
 
     Raises:
-        ServiceError: the action was refused or failed.
+        ServiceError: there is no such action, or it was refused or failed.
     """
+    act = _known(_ACTIONS, name)
     partition = params.required("partition")
     confirm = params.text("confirm")
     # Characters that cannot be typed are confirmed in their escaped form.
@@ -67,7 +69,13 @@ def perform(service: AdminService, name: str, params: Params, actor: str) -> mod
             f"the confirmation is '{printable(confirm[:80])}'; expected the partition name "
             f"'{printable(partition)}'. Nothing was changed"
         )
-    return _ACTIONS[name](service, params, partition, actor)
+    return act(service, params, partition, actor)
+
+
+def _known(functions: Mapping[str, _Function], name: str) -> _Function:
+    if name not in functions:
+        raise NotFound(f"action '{name}' does not exist")
+    return functions[name]
 
 
 def _confirm_clear(service: AdminService, params: Params, partition: str) -> Confirmation:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, Request
@@ -33,7 +35,6 @@ from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
 from observability.views.drawing import MAX_BARS
 
-_ACTIONS = ("clear", "reset-consumption", "end-claim")
 _STEPS = 20
 _LOGIN_PROBLEMS = {
     "1": "Wrong token. Enter the token of this service.",
@@ -42,6 +43,8 @@ _LOGIN_PROBLEMS = {
 _MAX_STEPS = 10_000
 _LOAD_S = 3_600
 _MAX_SMOOTHING = 0.99
+
+_Answer = TypeVar("_Answer")
 
 
 def router(service: AdminService, settings: Settings) -> APIRouter:
@@ -85,53 +88,41 @@ def _add_state(
     buckets = Buckets(service)
 
     @routes.get("/")
+    @shell.with_error_page
     def first(request: Request) -> Response:
         run = Params(request.query_params).maybe("run")
-        return shell.answer(
-            request,
-            lambda: shell.page(
-                request,
-                "overview.html.j2",
-                view=overview(service, buckets, run, stuck_after_s=stuck_after_s),
-            ),
-        )
+        view = overview(service, buckets, run, stuck_after_s=stuck_after_s)
+        return shell.page(request, "overview.html.j2", view=view)
 
     @routes.get("/partition")
+    @shell.with_error_page
     def partition(request: Request) -> Response:
-        def make() -> Response:
-            params = Params(request.query_params)
-            view = partition_page(
-                service,
-                params.required("id"),
-                start=params.integer("start"),
-                count=params.integer("count"),
-                stuck_after_s=stuck_after_s,
-            )
-            return shell.page(request, "partition.html.j2", view=view, now_ns=time.time_ns())
-
-        return shell.answer(request, make)
+        params = Params(request.query_params)
+        view = partition_page(
+            service,
+            params.required("id"),
+            start=params.integer("start"),
+            count=params.integer("count"),
+            stuck_after_s=stuck_after_s,
+        )
+        return shell.page(request, "partition.html.j2", view=view)
 
     @routes.get("/alerts")
     def alerts(request: Request) -> Response:
-        return shell.page(
-            request, "alerts.html.j2", view=alerts_page(service), now_ns=time.time_ns()
-        )
+        return shell.page(request, "alerts.html.j2", view=alerts_page(service))
 
     @routes.get("/audit")
+    @shell.with_error_page
     def audit(request: Request) -> Response:
-        def make() -> Response:
-            cursor = Params(request.query_params).maybe("cursor")
-            log = service.audit(cursor=cursor)
-            return shell.page(
-                request,
-                "audit.html.j2",
-                log=log,
-                now_ns=time.time_ns(),
-                next_url=next_page("/audit", {}, log.next),
-                first_url=to("/audit") if cursor else None,
-            )
-
-        return shell.answer(request, make)
+        cursor = Params(request.query_params).maybe("cursor")
+        log = service.audit(cursor=cursor)
+        return shell.page(
+            request,
+            "audit.html.j2",
+            log=log,
+            next_url=next_page("/audit", {}, log.next),
+            first_url=to("/audit") if cursor else None,
+        )
 
 
 def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None:
@@ -140,20 +131,19 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
         params = Params(request.query_params)
         query = {name: params.text(name) for name in ("q", "tag", "value", "partition")}
         searched = bool(query["q"] or query["tag"])
-        hits, listed, problem, status = None, None, "", 200
-        try:
-            if not searched:
-                listed = sample_list(service, params)
-            else:
-                hits = service.samples(
+        hits, listed = None, None
+        if searched:
+            hits, problem, status = _attempt(
+                lambda: service.samples(
                     query["q"],
                     tag=query["tag"] or None,
                     value=query["value"] if query["tag"] else None,
                     partition=query["partition"] or None,
                     cursor=params.maybe("cursor"),
                 )
-        except ServiceError as error:
-            problem, status = str(error), error.status
+            )
+        else:
+            listed, problem, status = _attempt(lambda: sample_list(service, params))
         return shell.page(
             request,
             "samples.html.j2",
@@ -165,49 +155,44 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
             problem=problem,
             partition_ids=_partition_ids(service),
             run_ids=[known.run_id for known in service.runs().runs if known.run_id],
-            now_ns=time.time_ns(),
             next_url=next_page("/samples", query, hits.next if hits else None),
             first_url=to("/samples", **query) if params.text("cursor") else None,
         )
 
     @routes.get("/sample")
+    @shell.with_error_page
     def sample(request: Request) -> Response:
-        def make() -> Response:
-            params = Params(request.query_params)
-            sample_id, text = params.required("id"), None
-            try:
-                content = service.sample_content(sample_id, run=params.maybe("run"))
-                text = content_page(content, params.text("color"), params.maybe("partition"))
-            except NotFound:
-                pass  # it has no facts; its lifecycle may be stored
-            life = service.sample(sample_id, partition=params.maybe("partition"))
-            generated_by = None if text is None else text.content.facts.first_version
-            view = life_page(life, time.time_ns(), service.status().live, generated_by)
-            return shell.page(request, "sample.html.j2", view=view, text=text)
-
-        return shell.answer(request, make)
+        params = Params(request.query_params)
+        sample_id, text = params.required("id"), None
+        try:
+            content = service.sample_content(sample_id, run=params.maybe("run"))
+            text = content_page(content, params.text("color"), params.maybe("partition"))
+        except NotFound:
+            pass  # it has no facts; its lifecycle may be stored
+        life = service.sample(sample_id, partition=params.maybe("partition"))
+        generated_by = None if text is None else text.content.facts.first_version
+        view = life_page(life, time.time_ns(), service.status().live, generated_by)
+        return shell.page(request, "sample.html.j2", view=view, text=text)
 
     @routes.get("/group")
+    @shell.with_error_page
     def group(request: Request) -> Response:
-        def make() -> Response:
-            params = Params(request.query_params)
-            shown = service.group(params.required("run"), params.required("group"))
-            return shell.page(request, "group.html.j2", group=shown, members=members(shown))
-
-        return shell.answer(request, make)
+        params = Params(request.query_params)
+        shown = service.group(params.required("run"), params.required("group"))
+        return shell.page(request, "group.html.j2", group=shown, members=members(shown))
 
     @routes.get("/staleness")
     def staleness(request: Request) -> Response:
         params = Params(request.query_params)
-        counted, problem, status = None, "", 200
-        try:
+
+        def count() -> models.Staleness:
             steps = params.integer("steps")
-            counted = service.staleness(
+            return service.staleness(
                 run=params.maybe("run"),
                 steps=min(max(1, _STEPS if steps is None else steps), _MAX_STEPS),
             )
-        except ServiceError as error:
-            problem, status = str(error), error.status
+
+        counted, problem, status = _attempt(count)
         return shell.page(
             request,
             "staleness.html.j2",
@@ -227,9 +212,8 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
         params = Params(request.query_params)
         names = ("run", "step", "name", "service", "min_s", "max_s", "error")
         query = {name: params.text(name) for name in names}
-        page, problem, status = None, "", 200
-        try:
-            page = service.traces(
+        page, problem, status = _attempt(
+            lambda: service.traces(
                 run=params.maybe("run"),
                 step=params.integer("step"),
                 min_s=params.number("min_s"),
@@ -239,8 +223,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
                 service=params.maybe("service"),
                 cursor=params.maybe("cursor"),
             )
-        except ServiceError as error:
-            problem, status = str(error), error.status
+        )
         listed = page.traces if page else []
         longest = max((item.seconds for item in listed), default=0.0)
         return shell.page(
@@ -253,18 +236,14 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
             runs=service.runs().runs,
             filters=query,
             filtered=any(query.values()),
-            now_ns=time.time_ns(),
             next_url=next_page("/traces", query, page.next if page else None),
             first_url=to("/traces", **query) if params.text("cursor") else None,
         )
 
     @routes.get("/runs")
     def runs(request: Request) -> Response:
-        view, problem, status = None, "", 200
-        try:
-            view = run_list(service, Params(request.query_params))
-        except ServiceError as error:
-            problem, status = str(error), error.status
+        params = Params(request.query_params)
+        view, problem, status = _attempt(lambda: run_list(service, params))
         return shell.page(
             request,
             "runs.html.j2",
@@ -272,102 +251,86 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
             view=view,
             problem=problem,
             seen_ago=seen_ago,
-            now_ns=time.time_ns(),
         )
 
     @routes.get("/runs/compare")
+    @shell.with_error_page
     def compare_runs(request: Request) -> Response:
-        def make() -> Response:
-            params = Params(request.query_params)
-            return shell.page(
-                request,
-                "compare_runs.html.j2",
-                view=compared_runs(service, params),
-                smooth=min(params.number("smooth") or 0.0, _MAX_SMOOTHING),
-                max_smooth=_MAX_SMOOTHING,
-                now_ns=time.time_ns(),
-            )
-
-        return shell.answer(request, make)
+        params = Params(request.query_params)
+        return shell.page(
+            request,
+            "compare_runs.html.j2",
+            view=compared_runs(service, params),
+            smooth=min(params.number("smooth") or 0.0, _MAX_SMOOTHING),
+            max_smooth=_MAX_SMOOTHING,
+        )
 
     @routes.get("/run")
+    @shell.with_error_page
     def run(request: Request) -> Response:
-        def make() -> Response:
-            params = Params(request.query_params)
-            run_id = params.maybe("run")
-            view = run_page(service, run_id)
-            shown = run_id or (view.steps.run_id if view else service.run_with_curves())
-            return shell.page(
-                request,
-                "run.html.j2",
-                view=view,
-                facts=service.find_run(shown),
-                seen_ago=seen_ago,
-                shown=shown,
-                learning=learning(service, shown),
-                smooth=min(params.number("smooth") or 0.0, _MAX_SMOOTHING),
-                max_smooth=_MAX_SMOOTHING,
-                runs=service.runs().runs,
-                run=run_id or "",
-                now_ns=time.time_ns(),
-            )
-
-        return shell.answer(request, make)
+        params = Params(request.query_params)
+        run_id = params.maybe("run")
+        view = run_page(service, run_id)
+        shown = run_id or (view.steps.run_id if view else service.run_with_curves())
+        return shell.page(
+            request,
+            "run.html.j2",
+            view=view,
+            facts=service.find_run(shown),
+            seen_ago=seen_ago,
+            shown=shown,
+            learning=learning(service, shown),
+            smooth=min(params.number("smooth") or 0.0, _MAX_SMOOTHING),
+            max_smooth=_MAX_SMOOTHING,
+            runs=service.runs().runs,
+            run=run_id or "",
+        )
 
     @routes.get("/trace")
+    @shell.with_error_page
     def trace(request: Request) -> Response:
-        def make() -> Response:
-            params = Params(request.query_params)
-            query = {name: params.text(name) for name in QUERY}
-            chosen = Selection(
-                max_rows=MAX_BARS,
-                span_id=params.maybe("span"),
-                prefer=marks_of(query),
-                events_of=query["span"],
-            )
-            facts = service.trace(params.required("id"), chosen)
-            return shell.page(
-                request,
-                "trace.html.j2",
-                view=trace_page(facts, _load(service, facts), query),
-                keeps_text=settings.keep_sample_text,
-                previous=_step(service, facts, -1),
-                following=_step(service, facts, 1),
-                now_ns=time.time_ns(),
-                percent_of=_percent_of,
-            )
-
-        return shell.answer(request, make)
+        params = Params(request.query_params)
+        query = {name: params.text(name) for name in QUERY}
+        chosen = Selection(
+            max_rows=MAX_BARS,
+            span_id=params.maybe("span"),
+            prefer=marks_of(query),
+            events_of=query["span"],
+        )
+        facts = service.trace(params.required("id"), chosen)
+        return shell.page(
+            request,
+            "trace.html.j2",
+            view=trace_page(facts, _load(service, facts), query),
+            keeps_text=settings.keep_sample_text,
+            previous=_step(service, facts, -1),
+            following=_step(service, facts, 1),
+            percent_of=_percent_of,
+        )
 
     @routes.get("/engines")
     def engines(request: Request) -> Response:
         now_ns = time.time_ns()
         load = service.load(now_ns - _LOAD_S * 10**9, now_ns, max_points=LOAD_POINTS)
-        return shell.page(request, "engines.html.j2", view=engines_page(load), now_ns=now_ns)
+        return shell.page(request, "engines.html.j2", view=engines_page(load))
 
     @routes.get("/compare")
+    @shell.with_error_page
     def compare(request: Request) -> Response:
-        def make() -> Response:
-            params = Params(request.query_params)
-            a, b = params.text("a"), params.text("b")
-            view = None
-            if a and b:
-                view = comparison_page(service.trace_compare(a, b))
-            return shell.page(request, "compare.html.j2", view=view, a=a, b=b)
-
-        return shell.answer(request, make)
+        params = Params(request.query_params)
+        a, b = params.text("a"), params.text("b")
+        view = None
+        if a and b:
+            view = comparison_page(service.trace_compare(a, b))
+        return shell.page(request, "compare.html.j2", view=view, a=a, b=b)
 
 
 def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_path: str) -> None:
     @routes.get("/actions/{name}")
+    @shell.with_error_page
     def confirm(request: Request, name: str) -> Response:
-        def make() -> Response:
-            if name not in _ACTIONS:
-                return shell.problem(request, 404, f"action '{name}' does not exist")
-            shown = confirmation(service, name, Params(request.query_params))
-            return shell.page(request, "confirm.html.j2", confirmation=shown, problem="")
-
-        return shell.answer(request, make)
+        shown = confirmation(service, name, Params(request.query_params))
+        return shell.page(request, "confirm.html.j2", confirmation=shown, problem="")
 
     @routes.post("/actions/tag-run")
     async def tag_run(request: Request) -> Response:
@@ -387,12 +350,18 @@ def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_pa
         params = Params(await request.form(max_files=0, max_fields=20))
 
         def make() -> Response:
-            if name not in _ACTIONS:
-                return shell.problem(request, 404, f"action '{name}' does not exist")
             result = perform(service, name, params, caller_of(request).name)
             return shell.page(request, "done.html.j2", result=result)
 
         return await run_in_threadpool(shell.answer, request, make)
+
+
+def _attempt(read: Callable[[], _Answer]) -> tuple[_Answer | None, str, int]:
+    """Return an answer, or the problem that the page shows with its form; and the status."""
+    try:
+        return read(), "", 200
+    except ServiceError as error:
+        return None, str(error), error.status
 
 
 def _partition_ids(service: AdminService) -> list[str]:

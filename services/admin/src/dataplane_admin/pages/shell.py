@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from functools import wraps
 from http import HTTPStatus
 from typing import Any  # Any: what a template is given
 
@@ -79,6 +81,7 @@ class Shell:
             endpoint=self._endpoint(request),
             needs_token=self._settings.token is not None,
             actions=self._settings.allow_actions,
+            now_ns=time.time_ns(),
             **shown,
         )
         # Characters that UTF-8 cannot encode are written as escapes.
@@ -119,6 +122,15 @@ class Shell:
             return make()
         except ServiceError as error:
             return self.problem(request, error.status, str(error))
+
+    def with_error_page(self, route: Callable[..., Response]) -> Callable[..., Response]:
+        """Return a route that answers a `ServiceError` with its page."""
+
+        @wraps(route)
+        def answered(request: Request, **given: str) -> Response:
+            return self.answer(request, lambda: route(request, **given))
+
+        return answered
 
     def _raised(self) -> list[models.Alert]:
         """Return the raised alerts; none if the store is unavailable, which the page reports."""
