@@ -51,6 +51,7 @@ Seconds = Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)]
 _HOUR_NS = 3_600 * 10**9
 
 _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "Not modified"}}
+_ITEM_RESPONSES = {**_NOT_MODIFIED, **problems(404)}
 _COMMON_PROBLEMS = problems(400, 401, 403, 422, 503)
 _LIVE_PROBLEMS = problems(404, 504)
 
@@ -107,22 +108,14 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
     @routes.get("/partitions", response_model=models.Partitions, responses=_NOT_MODIFIED)
     def list_partitions(request: Request) -> Response:
         """List partitions and storage units, from one snapshot."""
-        return conditional_reply(request, service.revisions, service.partitions, ages=True)
+        return conditional_reply(request, service, service.partitions, ages=True)
 
-    @routes.get(
-        "/partition", response_model=models.Partition, responses={**_NOT_MODIFIED, **problems(404)}
-    )
+    @routes.get("/partition", response_model=models.Partition, responses=_ITEM_RESPONSES)
     def get_partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
         """Return one partition, from the newest snapshot."""
-        return conditional_reply(
-            request, service.revisions, lambda: service.partition(id), ages=True
-        )
+        return conditional_reply(request, service, lambda: service.partition(id), ages=True)
 
-    @routes.get(
-        "/partition/matrix",
-        response_model=models.Matrix,
-        responses={**_NOT_MODIFIED, **problems(404)},
-    )
+    @routes.get("/partition/matrix", response_model=models.Matrix, responses=_ITEM_RESPONSES)
     def get_partition_matrix(
         request: Request,
         id: Id,  # noqa: A002
@@ -130,17 +123,15 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
     ) -> Response:
         """Return the samples of a partition by field and task, in windows."""
         return conditional_reply(
-            request, service.revisions, lambda: service.partition_matrix(id, windows=windows)
+            request, service, lambda: service.partition_matrix(id, windows=windows)
         )
 
     @routes.get(
-        "/partition/history",
-        response_model=models.PartitionHistory,
-        responses={**_NOT_MODIFIED, **problems(404)},
+        "/partition/history", response_model=models.PartitionHistory, responses=_ITEM_RESPONSES
     )
     def get_partition_history(request: Request, id: Id) -> Response:  # noqa: A002
         """Return the numbers of a partition over the last hour."""
-        return conditional_reply(request, service.revisions, lambda: service.partition_history(id))
+        return conditional_reply(request, service, lambda: service.partition_history(id))
 
     @routes.get("/partition/samples", response_model=models.SamplePage, responses=_LIVE_PROBLEMS)
     def list_partition_samples(
@@ -229,7 +220,7 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request,
-            service.revisions,
+            service,
             lambda: service.sample_facts(
                 run=run,
                 step=step,
@@ -249,20 +240,12 @@ def _history(service: AdminService) -> APIRouter:
             ),
         )
 
-    @routes.get(
-        "/samples/group",
-        response_model=models.SampleGroup,
-        responses={**_NOT_MODIFIED, **problems(404)},
-    )
+    @routes.get("/samples/group", response_model=models.SampleGroup, responses=_ITEM_RESPONSES)
     def get_sample_group(request: Request, run: Id, group: Id) -> Response:
         """Return the samples of one prompt."""
-        return conditional_reply(request, service.revisions, lambda: service.group(run, group))
+        return conditional_reply(request, service, lambda: service.group(run, group))
 
-    @routes.get(
-        "/sample/content",
-        response_model=models.SampleContent,
-        responses={**_NOT_MODIFIED, **problems(404)},
-    )
+    @routes.get("/sample/content", response_model=models.SampleContent, responses=_ITEM_RESPONSES)
     def get_sample_content(
         request: Request,
         id: Id,  # noqa: A002
@@ -275,7 +258,7 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request,
-            service.revisions,
+            service,
             lambda: service.sample_content(id, run=run, threshold=threshold),
         )
 
@@ -288,16 +271,12 @@ def _history(service: AdminService) -> APIRouter:
 
         `run` filters by the run of the process; idle tasks of the data plane belong to no run.
         """
-        return conditional_reply(
-            request, service.revisions, lambda: service.why(run=run), ages=True
-        )
+        return conditional_reply(request, service, lambda: service.why(run=run), ages=True)
 
     @routes.get("/alerts", response_model=models.Alerts, responses=_NOT_MODIFIED)
     def list_alerts(request: Request, limit: Limit = MAX_CLEARED) -> Response:
         """List raised alerts, most severe first, and the latest `limit` cleared ones."""
-        return conditional_reply(
-            request, service.revisions, lambda: service.alerts(limit=limit), ages=True
-        )
+        return conditional_reply(request, service, lambda: service.alerts(limit=limit), ages=True)
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_NOT_MODIFIED)
     def get_staleness(
@@ -306,9 +285,7 @@ def _history(service: AdminService) -> APIRouter:
         steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
     ) -> Response:
         """Return the staleness of trained samples, in weight versions."""
-        return conditional_reply(
-            request, service.revisions, lambda: service.staleness(run=run, steps=steps)
-        )
+        return conditional_reply(request, service, lambda: service.staleness(run=run, steps=steps))
 
     @routes.get("/runs", response_model=models.Runs, responses=_NOT_MODIFIED)
     def list_runs(
@@ -326,36 +303,24 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request,
-            service.revisions,
+            service,
             lambda: service.runs(
                 q=q, state=state, tag=tag, sort=sort, ascending=ascending, limit=limit
             ),
             ages=True,
         )
 
-    @routes.get(
-        "/run", response_model=models.RunDetail, responses={**_NOT_MODIFIED, **problems(404)}
-    )
+    @routes.get("/run", response_model=models.RunDetail, responses=_ITEM_RESPONSES)
     def get_run(request: Request, run: Id) -> Response:
         """Return one run with its configuration."""
-        return conditional_reply(request, service.revisions, lambda: service.run(run), ages=True)
+        return conditional_reply(request, service, lambda: service.run(run), ages=True)
 
-    @routes.get(
-        "/runs/compare",
-        response_model=models.RunComparison,
-        responses={**_NOT_MODIFIED, **problems(404)},
-    )
+    @routes.get("/runs/compare", response_model=models.RunComparison, responses=_ITEM_RESPONSES)
     def compare_runs(request: Request, run: Runs) -> Response:
         """Compare the configurations of runs."""
-        return conditional_reply(
-            request, service.revisions, lambda: service.compare_runs(run), ages=True
-        )
+        return conditional_reply(request, service, lambda: service.compare_runs(run), ages=True)
 
-    @routes.get(
-        "/runs/curves",
-        response_model=models.ComparedCurves,
-        responses={**_NOT_MODIFIED, **problems(404)},
-    )
+    @routes.get("/runs/curves", response_model=models.ComparedCurves, responses=_ITEM_RESPONSES)
     def compare_run_curves(
         request: Request,
         run: Runs,
@@ -376,7 +341,7 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request,
-            service.revisions,
+            service,
             lambda: service.compare_run_curves(
                 run, axis=axis, names=name, first=first, last=last, max_points=max_points
             ),
@@ -390,7 +355,7 @@ def _history(service: AdminService) -> APIRouter:
     ) -> Response:
         """Return step durations of a run, by default the newest with a finished step."""
         return conditional_reply(
-            request, service.revisions, lambda: service.run_steps(run=run, ranges=ranges)
+            request, service, lambda: service.run_steps(run=run, ranges=ranges)
         )
 
     @routes.get("/traces", response_model=models.Traces, responses=_NOT_MODIFIED)
@@ -409,7 +374,7 @@ def _history(service: AdminService) -> APIRouter:
         """List traces, newest first."""
         return conditional_reply(
             request,
-            service.revisions,
+            service,
             lambda: service.traces(
                 run=run,
                 step=step,
@@ -423,19 +388,15 @@ def _history(service: AdminService) -> APIRouter:
             ),
         )
 
-    @routes.get("/trace", response_model=models.Trace, responses={**_NOT_MODIFIED, **problems(404)})
+    @routes.get("/trace", response_model=models.Trace, responses=_ITEM_RESPONSES)
     def get_trace(request: Request, id: TraceId) -> Response:  # noqa: A002
         """Return one trace across all its processes."""
-        return conditional_reply(request, service.revisions, lambda: service.trace(id))
+        return conditional_reply(request, service, lambda: service.trace(id))
 
-    @routes.get(
-        "/trace/compare",
-        response_model=models.TraceComparison,
-        responses={**_NOT_MODIFIED, **problems(404)},
-    )
+    @routes.get("/trace/compare", response_model=models.TraceComparison, responses=_ITEM_RESPONSES)
     def compare_traces(request: Request, a: TraceId, b: TraceId) -> Response:
         """Compare two traces."""
-        return conditional_reply(request, service.revisions, lambda: service.trace_compare(a, b))
+        return conditional_reply(request, service, lambda: service.trace_compare(a, b))
 
     @routes.get("/load", response_model=models.Load, responses=_NOT_MODIFIED)
     def get_load(
@@ -456,7 +417,7 @@ def _history(service: AdminService) -> APIRouter:
         start = max(0, end - _HOUR_NS) if start_ns is None else min(start_ns, end)
         return conditional_reply(
             request,
-            service.revisions,
+            service,
             lambda: service.load(start, end, run=run, max_points=max_points),
             ages=end_ns is None,
         )
@@ -465,7 +426,7 @@ def _history(service: AdminService) -> APIRouter:
     def list_audit_entries(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
         """List manual changes and alerts, newest first."""
         return conditional_reply(
-            request, service.revisions, lambda: service.audit(cursor=cursor, limit=limit)
+            request, service, lambda: service.audit(cursor=cursor, limit=limit)
         )
 
     @routes.get("/series", response_model=list[models.Series], responses=_NOT_MODIFIED)
@@ -474,6 +435,6 @@ def _history(service: AdminService) -> APIRouter:
         name: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
     ) -> Response:
         """Return the newest value of each metric series."""
-        return conditional_reply(request, service.revisions, lambda: service.series(name=name))
+        return conditional_reply(request, service, lambda: service.series(name=name))
 
     return routes
