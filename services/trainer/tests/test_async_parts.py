@@ -21,7 +21,7 @@ from grpo_trainer.policy.loss import grpo_loss, token_logprobs  # noqa: TID251
 from grpo_trainer.rollout import latency  # noqa: TID251
 from grpo_trainer.rollout.generator import required_versions  # noqa: TID251
 from grpo_trainer.rollout.latency import SimulatedLatency  # noqa: TID251
-from grpo_trainer.rollout.prompts import SHIPPED, PromptStream, load_prompts  # noqa: TID251
+from grpo_trainer.rollout.prompts import Prompt, PromptRecord, PromptStream  # noqa: TID251
 from grpo_trainer.rollout.remote_generation import StreamingGeneration  # noqa: TID251
 from grpo_trainer.rollout.sampling import sample_responses  # noqa: TID251
 from grpo_trainer.rollout.weight_gate import WeightGate  # noqa: TID251
@@ -226,28 +226,39 @@ def test_simulated_latency_has_its_median_and_a_tail():
     assert simulated.longest_s(7, 4) == simulated.longest_s(7, 4) >= simulated.longest_s(7, 1)
 
 
-def test_pending_prompts_are_put_before_those_of_the_stream(tokenizer):
-    prompts = load_prompts(
-        SHIPPED / "train.jsonl", lambda text: tokenizer(text)["input_ids"], max_length=48
-    )
-    stream = PromptStream(prompts, seed=1, shuffle=True, position=40)
+@pytest.fixture(scope="module")
+def prompts():
+    return [
+        Prompt(record=PromptRecord(prompt=str(number), answer="a"), token_ids=[number])
+        for number in range(64)
+    ]
+
+
+@pytest.fixture
+def client():
+    """Client with a partition whose samples are in groups of two."""
     with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as client:
         client.register_partition("train", ["prompt"], 100, ["generate"], grpo_group_size=2)
-        feed = PromptFeed(client, stream, [31, 38], 2)
-        feed.put(3)
-        assert stream.position == 41
-        claim = client.claim_meta("train", "generate", ["prompt"], 6)
-        stored = client.get_data(claim)["prompt"].tolist()
-        assert claim.sample_ids == [
-            f"{position:09d}_g{number}" for position in (31, 38, 40) for number in (0, 1)
-        ]
-        fresh = PromptStream(prompts, seed=1, shuffle=True)
-        order = fresh.take(41)
-        assert [each["token_ids"] for each in stored[::2]] == [
-            order[position].token_ids for position in (31, 38, 40)
-        ]
-        client.clear_samples(claim.sample_ids[:2], "train")
-        assert feed.untrained() == [38, 40]
+        yield client
+
+
+def test_pending_prompts_are_put_before_those_of_the_stream(prompts, client):
+    stream = PromptStream(prompts, seed=1, shuffle=True, position=40)
+    feed = PromptFeed(client, stream, [31, 38], 2)
+    feed.put(3)
+    assert stream.position == 41
+    claim = client.claim_meta("train", "generate", ["prompt"], 6)
+    stored = client.get_data(claim)["prompt"].tolist()
+    assert claim.sample_ids == [
+        f"{position:09d}_g{number}" for position in (31, 38, 40) for number in (0, 1)
+    ]
+    fresh = PromptStream(prompts, seed=1, shuffle=True)
+    order = fresh.take(41)
+    assert [each["token_ids"] for each in stored[::2]] == [
+        order[position].token_ids for position in (31, 38, 40)
+    ]
+    client.clear_samples(claim.sample_ids[:2], "train")
+    assert feed.untrained() == [38, 40]
 
 
 class ClearsWhileListing:
@@ -268,20 +279,15 @@ class ClearsWhileListing:
         return page
 
 
-def test_groups_cleared_during_a_checkpoint_hide_no_pending_prompt(tokenizer):
-    prompts = load_prompts(
-        SHIPPED / "train.jsonl", lambda text: tokenizer(text)["input_ids"], max_length=48
-    )
+def test_groups_cleared_during_a_checkpoint_hide_no_pending_prompt(prompts, client):
     stream = PromptStream(prompts, seed=1, shuffle=True)
-    with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as client:
-        client.register_partition("train", ["prompt"], 100, ["generate"], grpo_group_size=2)
-        clearing = ClearsWhileListing(client, [[0]])
-        feed = PromptFeed(clearing, stream, [], 2)
-        feed.put(5)
-        assert {1, 2, 3, 4} <= {*feed.untrained()} <= {0, 1, 2, 3, 4}
-        client.clear_samples(["000000001_g0", "000000001_g1"], "train")
-        feed.forget(["000000001_g0", "000000001_g1"])
-        assert feed.untrained() == [2, 3, 4]
+    clearing = ClearsWhileListing(client, [[0]])
+    feed = PromptFeed(clearing, stream, [], 2)
+    feed.put(5)
+    assert {1, 2, 3, 4} <= {*feed.untrained()} <= {0, 1, 2, 3, 4}
+    client.clear_samples(["000000001_g0", "000000001_g1"], "train")
+    feed.forget(["000000001_g0", "000000001_g1"])
+    assert feed.untrained() == [2, 3, 4]
 
 
 class Calls:

@@ -86,20 +86,11 @@ def test_a_missing_data_set_is_named(refused_config, tmp_path):
     assert message.startswith(f"data set {path}: cannot be read: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("/nowhere/model", ": no such folder"),
-        (
-            "no/such-model",
-            ": no such folder, not in the local cache, and not available from the hub",
-        ),
-    ],
-)
-def test_a_missing_model_is_named_with_the_places_searched(refused_config, name, message):
-    model = {"kind": "pretrained", "name": name, "use_chat_template": False}
+def test_a_missing_model_is_named_with_the_places_searched(refused_config):
+    model = {"kind": "pretrained", "name": "no/such-model", "use_chat_template": False}
     assert refused_config({"policy.model": model}).startswith(
-        f"policy.model.name: {name!r}{message}"
+        "policy.model.name: 'no/such-model': no such folder, not in the local cache, and not "
+        "available from the hub"
     )
 
 

