@@ -146,6 +146,15 @@ class Child:
             assert not is_error(line)
             self.advance()
 
+    def stop_at(self, step):
+        self.run_to(step)
+        self.stop()
+
+    def proceed(self):
+        """Resume the process, and let it leave its step."""
+        self.resume()
+        self.advance()
+
     def finish(self):
         """Let the process run to its end; return "done" or the name of an error."""
         while not ((line := self.read_line()) == "done" or is_error(line)):

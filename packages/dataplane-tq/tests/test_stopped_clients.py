@@ -17,15 +17,13 @@ transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_stopped_producer_shows_nothing_until_it_commits(stepped, transport):
     producer = stepped.client("put()", transport)
     for step in ("begun", "half written", "written"):
-        producer.run_to(step)
-        producer.stop()
+        producer.stop_at(step)
         with pytest.raises(MissingDataError):
             stepped.get("a")
         assert stepped.claim(2).sample_ids == []
         stepped.check_other_samples()
         assert stepped.counts().put - stepped.counts().cleared == 0
-        producer.resume()
-        producer.advance()
+        producer.proceed()
     assert producer.finish() == "done"
     assert stepped.get("a") == stepped.get("b") == {1}
 
@@ -52,13 +50,11 @@ def test_committed_put_outlives_its_producer(stepped):
 
 def test_capacity_of_a_stopped_producer_stays_reserved(stepped):
     producer = stepped.client("put()")
-    producer.run_to("half written")
-    producer.stop()
+    producer.stop_at("half written")
     with pytest.raises(CapacityExceeded):
         stepped.put([f"s{i}" for i in range(15)], timeout_s=0.1)
     stepped.put([f"s{i}" for i in range(14)], 5)
-    producer.resume()
-    producer.advance()
+    producer.proceed()
     assert producer.finish() == "done"
     assert stepped.get("a") == stepped.get("b") == {1}
     assert stepped.get("s0") == stepped.get("s13") == {5}
@@ -66,12 +62,10 @@ def test_capacity_of_a_stopped_producer_stays_reserved(stepped):
 
 def test_overlapping_puts_of_one_sample_never_mix(stepped):
     producer = stepped.client("put()")
-    producer.run_to("half written")
-    producer.stop()
+    producer.stop_at("half written")
     stepped.put(["b"], 7)
     assert stepped.get("b") == {7}
-    producer.resume()
-    producer.advance()
+    producer.proceed()
     assert producer.finish() == "done"  # the later commit counts
     assert stepped.get("a") == stepped.get("b") == {1}
     assert stepped.clear(["a", "b"]) == 2
@@ -80,13 +74,11 @@ def test_overlapping_puts_of_one_sample_never_mix(stepped):
 
 def test_producer_of_a_cleared_partition_gets_a_typed_error(stepped):
     producer = stepped.client("put()")
-    producer.run_to("written")
-    producer.stop()
+    producer.stop_at("written")
     stepped.clear(None)
     stepped.register("p")
     stepped.clear(None)
-    producer.resume()
-    producer.advance()
+    producer.proceed()
     assert producer.finish() == "PartitionNotFoundError"
     stepped.until(lambda: stepped.used() == 0)
 
@@ -96,21 +88,25 @@ def test_producer_with_an_expired_lease_cannot_overwrite(stepped):
     # The child claims after its start-up, so the lease expires during its put.
     producer = stepped.client("put(claim(1.0, lease_s=2.0).token)")
     assert producer.read_line() == "waiting"
-    producer.run_to("written")
-    producer.stop()
+    producer.stop_at("written")
     assert stepped.claim(2, timeout_s=SOON_S).sample_ids == ["a", "b"]
-    producer.resume()
-    producer.advance()
+    producer.proceed()
     assert producer.finish() == "LeaseLostError"
     assert stepped.get("a") == stepped.get("b") == {7}
     stepped.until(lambda: stepped.used() == 2 * stepped.row_nbytes)
 
 
-def test_stopped_claimer_keeps_what_it_was_assigned(stepped):
-    claimer = stepped.client("step(' '.join(claim(1.0).sample_ids))")
+def stopped_claimer(stepped, action):
+    """Start a claimer, and stop it once its claim is blocked."""
+    claimer = stepped.client(action)
     assert claimer.read_line() == "waiting"
     claimer.wait_until_blocked()
     claimer.stop()
+    return claimer
+
+
+def test_stopped_claimer_keeps_what_it_was_assigned(stepped):
+    claimer = stopped_claimer(stepped, "step(' '.join(claim(1.0).sample_ids))")
     stepped.put(["a", "b"])
     assert stepped.claim(2).sample_ids == []  # assigned to the stopped claimer
     claimer.resume()
@@ -118,13 +114,11 @@ def test_stopped_claimer_keeps_what_it_was_assigned(stepped):
 
 
 def test_expired_lease_of_a_stopped_claimer_is_redelivered(stepped):
-    claimer = stepped.client(
+    claimer = stopped_claimer(
+        stepped,
         "c = claim(60.0, lease_s=0.3); step('claimed'); "
-        "link.ask('acknowledge', p.UpdateLease('p', c.token, c.sample_ids, 'acknowledge'), object)"
+        "link.ask('acknowledge', p.UpdateLease('p', c.token, c.sample_ids, 'acknowledge'), object)",
     )
-    assert claimer.read_line() == "waiting"
-    claimer.wait_until_blocked()
-    claimer.stop()
     stepped.put(["a", "b"])
     assert stepped.claim(2, timeout_s=SOON_S).sample_ids == ["a", "b"]
     claimer.resume()
@@ -132,10 +126,7 @@ def test_expired_lease_of_a_stopped_claimer_is_redelivered(stepped):
 
 
 def test_claimer_stopped_past_its_deadline_takes_nothing(stepped):
-    claimer = stepped.client("claim(0.2)")
-    assert claimer.read_line() == "waiting"
-    claimer.wait_until_blocked()
-    claimer.stop()
+    claimer = stopped_claimer(stepped, "claim(0.2)")
     threading.Event().wait(0.5)  # until its deadline passes
     stepped.put(["a", "b"])
     assert stepped.claim(2).sample_ids == ["a", "b"]
@@ -150,8 +141,7 @@ def test_stopped_reader_reads_the_rows_it_pinned(stepped, transport):
     stepped.claim(2)
     reader = stepped.client("get()", transport)
     for step in ("pinned", "half read"):
-        reader.run_to(step)
-        reader.stop()
+        reader.stop_at(step)
         stepped.check_other_samples()
         if step == "pinned":
             stepped.put(["a"], 8)
@@ -160,8 +150,7 @@ def test_stopped_reader_reads_the_rows_it_pinned(stepped, transport):
         for _ in range(3):
             stepped.put(["full"] + [f"s{i}" for i in range(11)], 9)
             assert stepped.clear(["full"] + [f"s{i}" for i in range(11)], timeout_s=0.1) == 12
-        reader.resume()
-        reader.advance()
+        reader.proceed()
     assert reader.read_line() == "values [7]"
     stepped.until(lambda: stepped.clear(["nothing"]) == 0 and stepped.used() == 0)
 
@@ -183,8 +172,7 @@ def test_stopped_clear_blocks_only_its_own_ids(stepped):
     stepped.claim(2)
     clearer = stepped.client("clear(['a'])")
     clearer.run_to("waiting")
-    clearer.run_to("cleared")
-    clearer.stop()
+    clearer.stop_at("cleared")
     with pytest.raises(MissingDataError):
         stepped.get("a")
     assert stepped.get("b") == {2}
@@ -192,8 +180,7 @@ def test_stopped_clear_blocks_only_its_own_ids(stepped):
     with pytest.raises(DeadlineExceededError, match="still being cleared"):
         stepped.put(["a"], timeout_s=0.1)
     assert stepped.clear(["a"]) == 0
-    clearer.resume()
-    clearer.advance()
+    clearer.proceed()
     stepped.put(["a"], 4)
     assert stepped.get("a") == {4}
     assert clearer.finish() == "done"
@@ -204,16 +191,14 @@ def test_stopped_partition_clear_blocks_no_other_partition(stepped):
     stepped.put(["a", "b"])
     clearer = stepped.client("clear(None)")
     clearer.run_to("waiting")
-    clearer.run_to("cleared")
-    clearer.stop()
+    clearer.stop_at("cleared")
     stepped.put(["a"], 4, partition="q")
     assert stepped.get("a", "q") == {4}
     assert stepped.clear(None, partition="q") == 1
     stepped.register("p")
     with pytest.raises(DeadlineExceededError, match="still being cleared"):
         stepped.put(["z"], timeout_s=0.1)
-    clearer.resume()
-    clearer.advance()
+    clearer.proceed()
     assert clearer.finish() == "done"
     stepped.put(["z"], 4)
     assert stepped.get("z") == {4}
@@ -230,8 +215,7 @@ def test_clear_blocked_on_a_reader_finishes_after_both_resume(stepped):
     reader.stop()
     stepped.check_other_samples()
     clearer.resume()
-    reader.resume()
-    reader.advance()
+    reader.proceed()
     reader.run_to("half read")
     reader.advance()
     clearer.run_to("cleared")
