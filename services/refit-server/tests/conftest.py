@@ -75,6 +75,10 @@ class Certificate:
     cert: Path
     key: Path
 
+    @property
+    def options(self):
+        return ("--tls-cert", str(self.cert), "--tls-key", str(self.key))
+
 
 @pytest.fixture
 def certificate(tmp_path):

@@ -32,8 +32,7 @@ def test_probe_over_tls_checks_the_certificate_and_needs_no_token(
     start, probe, certificate, token_file
 ):
     pair = certificate("refit")
-    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
-    address = start(*secrets, "--token-file", str(token_file)).address
+    address = start(*pair.options, "--token-file", str(token_file)).address
     assert probe("--address", address, "--tls-ca", str(pair.cert)) == (0, "")
     status, output = probe("--address", address, "--tls-ca", str(certificate("other").cert))
     assert status == 1

@@ -197,8 +197,7 @@ def test_modelexpress_clients_send_the_token_from_their_file(start, token_file):
 
 def test_client_connects_over_tls_with_a_token(start, connect, certificate, token_file):
     pair = certificate("refit")
-    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
-    address = start(*secrets, "--token-file", str(token_file)).address
+    address = start(*pair.options, "--token-file", str(token_file)).address
     client = connect(address, tls_ca=pair.cert, token=TOKEN)
     with Heartbeat(client, "w", WorkerRole.TRAINER, "m", on_sigterm=False):
         publish(client, "1")

@@ -93,8 +93,7 @@ def test_1200_silent_connections_leave_capacity_for_calls(start):
 
 def test_incomplete_tls_handshakes_are_dropped(start, certificate, token_file):
     pair = certificate("refit")
-    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
-    server = start(*secrets, "--token-file", str(token_file))
+    server = start(*pair.options, "--token-file", str(token_file))
     hello = bytes.fromhex("160301020001")  # only the head of a ClientHello
     client = ControlClient(
         server.address, tls_ca=pair.cert, token=token_file.read_text().strip(), rpc_timeout_s=5

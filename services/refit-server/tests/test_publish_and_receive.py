@@ -33,9 +33,7 @@ WEIGHTS = {"up": torch.arange(24, dtype=torch.float32).view(6, 4)}
 def secure(start, certificate, token_file):
     """Return a server, and the access to it."""
     pair = certificate("refit", of=f"DNS:{NAME}")
-    server = start(
-        "--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--token-file", str(token_file)
-    )
+    server = start(*pair.options, "--token-file", str(token_file))
     access = ControlAccess(tls_ca=str(pair.cert), tls_name=NAME, token_file=str(token_file))
     return server, access
 

@@ -11,8 +11,7 @@ from refit_mx import ControlClient
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
 def test_public_address_is_refused_without_a_token(refused, certificate, host):
     pair = certificate("refit")
-    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
-    status, message = refused("--address", f"{host}:0", *secrets)
+    status, message = refused("--address", f"{host}:0", *pair.options)
     assert (status, message.count("\n")) == (1, 1)
     assert "and a token" in message
 
@@ -87,7 +86,7 @@ def test_infinite_duration_is_refused(refused, option):
 
 
 def tls(pair):
-    return ("--address", "127.0.0.1:0", "--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    return ("--address", "127.0.0.1:0", *pair.options)
 
 
 def test_missing_tls_files_are_refused(refused, tmp_path, certificate):

@@ -144,8 +144,7 @@ def test_blocked_health_update_does_not_delay_the_stop(start):
 
 def test_server_with_a_certificate_accepts_only_tls(start, health, certificate):
     pair = certificate("refit")
-    options = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
-    server = start(*options)
+    server = start(*pair.options)
     trusted = grpc.ssl_channel_credentials(pair.cert.read_bytes())
     assert check(health(server.address, trusted)) == SERVING
     with pytest.raises(grpc.RpcError):
@@ -154,8 +153,7 @@ def test_server_with_a_certificate_accepts_only_tls(start, health, certificate):
 
 def test_certificate_and_token_allow_every_interface(start, health, certificate, token_file):
     pair = certificate("refit")
-    secrets = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
-    server = start(*secrets, "--token-file", str(token_file), "--address", "0.0.0.0:0")
+    server = start(*pair.options, "--token-file", str(token_file), "--address", "0.0.0.0:0")
     assert server.address.startswith("0.0.0.0:")
     trusted = grpc.ssl_channel_credentials(pair.cert.read_bytes())
     here = server.address.replace("0.0.0.0", "127.0.0.1")
