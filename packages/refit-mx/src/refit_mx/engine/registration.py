@@ -26,10 +26,10 @@ def plugin() -> None:
         register()
     except ImportError as error:
         _LOG.info(
-            "backend %r is not registered: this vLLM has no weight transfer: %s", *_log_args(error)
+            "backend %r is not registered: this vLLM has no weight transfer: %r", BACKEND, error
         )
     except Exception as error:  # noqa: BLE001 - an unknown vLLM may raise anything
-        _LOG.warning("backend %r is not registered: %s", *_log_args(error))
+        _LOG.warning("backend %r is not registered: %r", BACKEND, error)
 
 
 def register(name: str = BACKEND) -> bool:
@@ -61,10 +61,6 @@ def register(name: str = BACKEND) -> bool:
             f"vLLM has another weight transfer engine named {name!r}; choose another name: {error}"
         ) from error
     return True
-
-
-def _log_args(error: Exception) -> tuple[str, str]:
-    return BACKEND, f"{type(error).__name__}: {error}"
 
 
 def _registered_class(factory: type, name: str) -> tuple[str, str]:

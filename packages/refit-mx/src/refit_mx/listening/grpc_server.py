@@ -78,8 +78,11 @@ class RequestGuard(grpc.ServerInterceptor):
 
         def serve(requests: Any, context: Context) -> Any:
             peer = host_of(context.peer())
-            with self._pending.awaiting_request(context, peer, context.cancel):
+            self._pending.add(context, peer, context.cancel)
+            try:
                 data = next(requests, None)
+            finally:
+                self._pending.remove(context)
             request = decoded(handler, data)
             if request is None:
                 self.log.warn(peer, "sent a malformed request")

@@ -12,7 +12,7 @@ import logging
 import resource
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -111,19 +111,10 @@ class PendingPeers(Generic[_Key]):
         if full:
             self.drop_oldest()
 
-    def remove(self, key: _Key) -> bool:
-        """Remove a peer that sent its request or disconnected; return whether it was pending."""
+    def remove(self, key: _Key) -> None:
+        """Remove a peer that sent its request or disconnected, if it is pending."""
         with self._lock:
-            return self._pending.pop(key, None) is not None
-
-    @contextlib.contextmanager
-    def awaiting_request(self, key: _Key, peer: str, drop: Callable[[], object]) -> Iterator[None]:
-        """Hold a peer in the list: `add` on entry, `remove` on exit."""
-        self.add(key, peer, drop)
-        try:
-            yield
-        finally:
-            self.remove(key)
+            self._pending.pop(key, None)
 
     def drop_oldest(self) -> _Key | None:
         """Drop the peer that was silent for longest; return its key, or None if none is pending."""

@@ -236,12 +236,8 @@ class Receiving:
             raise
 
     def _ask(self, call: Callable[[ControlClient], _Result], deadline: Deadline) -> _Result:
-        return retry_idempotent(
-            self._control,
-            call,
-            deadline=deadline,
-            retry_s=self._settings.control_retry_s,
-        )
+        retry_s = self._settings.control_retry_s
+        return retry_idempotent(self._control, call, deadline=deadline, retry_s=retry_s)
 
     def _plan(
         self, sources: SourceSet, targets: Sequence[TargetTensor], deadline: Deadline

@@ -158,11 +158,8 @@ class SourceCache:
         """
         manifests = sorted(manifests, key=lambda each: (each.source_slot_id, each.worker_id))
         try:
-            same = (
-                self._planned.shards.for_next_version(manifests)
-                if self._planned is not None
-                else None
-            )
+            last = self._planned
+            same = last.shards.for_next_version(manifests) if last is not None else None
             shards = same or ShardTable.of(manifests)
         except ProtocolError as error:
             malformed = [each.worker_id for each in manifests if not _is_well_formed(each)]
