@@ -19,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 import yaml
 from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
@@ -322,3 +323,20 @@ def test_rooms_are_those_that_lint_checks() -> None:
     layered = [contract for contract in contracts if "containers" in contract]
     pictures = ["\n  ".join([*layers["containers"], *layers["layers"]]) for layers in layered]
     assert blocks(DOCS / "decisions" / "rooms.md", "") == [f"{picture}\n" for picture in pictures]
+
+
+def test_counts_of_parts_and_pairs_are_those_of_the_code() -> None:
+    text = (DOCS / "decisions" / "rooms.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| \d+, (\d+) \| \d+, (\d+) \|$", text, re.MULTILINE)
+    assert len(rows) == 9
+    for package, parts, pairs in rows:
+        graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
+        imports = {
+            (module.split(".")[1], imported.split(".")[1])
+            for module in graph.modules - {package}
+            for imported in graph.find_modules_directly_imported_by(module) - {package}
+        }
+        crossing = {pair for pair in imports if pair[0] != pair[1]}
+        assert (len(graph.find_children(package)), len(crossing)) == (int(parts), int(pairs)), (
+            package
+        )

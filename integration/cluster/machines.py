@@ -204,7 +204,7 @@ class Machines:
                 self._stack.callback(machine.close)
                 self._connect(machine)
                 self.machines[name] = machine
-        except BaseException:
+        except BaseException:  # the caller gets no machines that it could close
             self.close()
             raise
 

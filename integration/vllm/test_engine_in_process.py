@@ -25,6 +25,8 @@ from refit_mx import (
     TensorSpec,
     VersionNotFoundError,
 )
+
+# vLLM calls these in its own processes; the tests call them in this one.
 from refit_mx.engine.layerwise import LayerwiseReload  # noqa: TID251
 from refit_mx.engine.registration import plugin, register  # noqa: TID251
 

@@ -1,6 +1,6 @@
 """The directory's memory for one sample is bounded, and the cells of a put match its blocks."""
 
-# ruff: noqa: TID251
+# ruff: noqa: TID251  # memory of one sample can be measured only within the directory
 from __future__ import annotations
 
 import asyncio

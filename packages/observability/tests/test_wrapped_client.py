@@ -15,7 +15,7 @@ from dataplane_core import (
     KVBatchMeta,
     build_data_plane_client,
 )
-from dataplane_core.inspector import StoreInspector  # noqa: TID251
+from dataplane_core.inspector import StoreInspector  # noqa: TID251  # its methods are compared
 from dataplane_core.testing import (
     BackpressureContract,
     DataPlaneClientContract,

@@ -16,7 +16,7 @@ from refit_processes import Process, same, targets_of, weights
 
 from refit_mx import TensorSpec, compile_pass
 from refit_mx.compile.base import allocate_outputs
-from refit_mx.transports.nixl_library import has_rdma  # noqa: TID251
+from refit_mx.transports.nixl_library import has_rdma  # noqa: TID251  # decides a skip
 
 pytestmark = [
     pytest.mark.slow,

@@ -284,7 +284,7 @@ def run_era(soak: Soak, number: int, transport: str) -> None:
         refit = Refit(era)
         try:
             refit.run()
-        except BaseException as error:
+        except BaseException as error:  # also a test's time-out; it is raised again
             error.add_note(
                 f"soak: REFIT_SOAK_SEED={SEED} REFIT_SOAK_ERA={number} by {transport}, refit "
                 f"{soak.tally['refits']}: {refit}"

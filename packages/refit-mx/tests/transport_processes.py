@@ -127,7 +127,7 @@ class SourceProcess:
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self.manifest = Manifest.decode(base64.b64decode(self.line().removeprefix("source ")))
-        except BaseException:
+        except BaseException:  # the caller gets no process that it could end
             self.end()
             raise
 

@@ -9,7 +9,7 @@ import torch
 from fastapi.testclient import TestClient
 from tensordict import TensorDict
 
-from dataplane_admin.store import Store, StoreUnavailable  # noqa: TID251
+from dataplane_admin.store import Store, StoreUnavailable  # noqa: TID251  # it fails by patches
 from dataplane_core import InMemoryDataPlaneClient
 
 TOKEN = "3f2b8c0d9e7a6b5c"

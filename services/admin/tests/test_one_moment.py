@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from tensordict import TensorDict
 
 from dataplane_admin import Settings, create_app
-from dataplane_admin.live import read_moment  # noqa: TID251
+from dataplane_admin.live import read_moment  # noqa: TID251  # raced at each of its reads
 from dataplane_core import InMemoryDataPlaneClient, PartitionNotFoundError, UnavailableError
 
 SIZE = 64

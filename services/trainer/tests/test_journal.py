@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+# A crash at any byte of a file is tested on the journal itself; test_crashes.py kills processes.
 from grpo_trainer.rollout.journal import FinishedGroup, Journal  # noqa: TID251
 from grpo_trainer.rollout.journal_file import prune  # noqa: TID251
 from grpo_trainer.rollout.response_journal import (  # noqa: TID251

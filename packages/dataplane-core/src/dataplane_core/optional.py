@@ -41,24 +41,8 @@ class SampleStore(Protocol):
     def clear_samples(self) -> Callable[..., None]: ...
 
 
-def _inspector_method(
-    method: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[OptionalMethods, P], T]:
-    """Return a client's method that calls the same method of its inspector."""
-
-    @functools.wraps(method)
-    def inspect(self: OptionalMethods, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = getattr(self.inspector, method.__name__)(*args, **kwargs)
-        return result
-
-    return inspect
-
-
-class OptionalMethods:
-    """All optional methods of a client: columns, leases, origins, withdrawal, and its inspector.
-
-    Override `put_columns` and `get_columns` to avoid a copy.
-    """
+class PaddedColumns:
+    """Puts and reads of padded columns; override these methods to avoid a copy."""
 
     def put_columns(
         self: SampleStore,
@@ -172,10 +156,12 @@ class OptionalMethods:
             forms.update(forms_of(samples))
         return {name: columns[name] for name in read.fields}
 
+
+class LeasedClaims:
+    """Methods that acknowledge, renew and release claims; for ``capabilities.leases``."""
+
     def acknowledge(self, meta: KVBatchMeta) -> None:
         """Acknowledge a leased claim, or a subset of it: its samples never return to the task.
-
-        This method, `renew` and `release` are for ``capabilities.leases``.
 
         Raises:
             InvalidRequestError: (a ValueError) ``meta`` names another task than its claim.
@@ -194,6 +180,23 @@ class OptionalMethods:
         The errors are those of `acknowledge`.
         """
         raise _unsupported(self, "leases")
+
+
+def _inspector_method(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[OptionalMethods, P], T]:
+    """Return a client's method that calls the same method of its inspector."""
+
+    @functools.wraps(method)
+    def inspect(self: OptionalMethods, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = getattr(self.inspector, method.__name__)(*args, **kwargs)
+        return result
+
+    return inspect
+
+
+class OptionalMethods(PaddedColumns, LeasedClaims):
+    """All optional methods of a client: columns, leases, origins, withdrawal, and its inspector."""
 
     @property
     def inspector(self) -> StoreInspector:

@@ -62,11 +62,11 @@ def record_run(
     run = RunRecord()
     try:
         yield run
-    except Exception as error:
+    except Exception as error:  # any error of the program ends its run; it is raised again
         reason = next(iter(str(error).strip().splitlines()), "")[:_MAX_REASON_LENGTH]
         emit("run_failed", context=current, error=error, reason=reason)
         raise
-    except BaseException:
+    except BaseException:  # an interrupt or an exit of the program
         emit("run_stopped", context=current)
         raise
     emit(run.end, context=current)

@@ -152,7 +152,7 @@ class QueueInspector:
             )
         try:
             self._refresh(_START_S)
-        except BaseException:
+        except BaseException:  # the caller gets no inspector that it could close
             self.close()
             raise
 
