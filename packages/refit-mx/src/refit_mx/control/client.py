@@ -158,10 +158,12 @@ class ControlClient:
             RefitTimeoutError: the deadline passed; the message names the missing slots.
         """
         pause_s = _FIRST_PAUSE_S
+        silent = ""
+        answered = False
         while True:
-            doing = ""
             try:
                 version = self._limited(deadline.left_s).get_version(version_id)
+                answered = True
                 if version.state is VersionState.READY:
                     return version
                 if version.state is VersionState.RELEASING:
@@ -169,10 +171,11 @@ class ControlClient:
                         f"version {version_id!r} is RELEASING; expected it to become READY"
                     )
             except (ControlUnavailableError, RefitTimeoutError) as error:
-                doing = f"the control plane at {self.address} does not answer: {error}"
+                silent = f"the control plane at {self.address} does not answer: {error}"
             if not deadline.left_s:
+                # The deadline may have cut the last call short, so it shows no silence.
                 describe = self._limited(_LIST_MISSING_S)._describe_missing_slots
-                raise deadline.error(doing or describe(version_id))
+                raise deadline.error(describe(version_id) if answered else silent)
             time.sleep(min(pause_s, deadline.left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
