@@ -1,4 +1,4 @@
-"""Helpers of tests of alerts: rules in a file, waiting, and a real receiver of webhooks."""
+"""Helpers of tests of alerts: rules in a file, and a real receiver of webhooks."""
 
 import base64
 import hashlib
@@ -8,22 +8,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import yaml
+from waiting import until
 
 from dataplane_admin import load_rules
 
-PATIENCE_S = 30.0
 KEY = bytes(range(32))
 SECRET = f"whsec_{base64.b64encode(KEY).decode()}"
-
-
-def until(condition):
-    """Return the first true value of a condition."""
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if value := condition():
-            return value
-        pause.wait(0.01)
-    raise AssertionError("not in time")
 
 
 def rules_in(folder, *rules, webhooks=()):

@@ -26,6 +26,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
 from dataplane_admin import Settings, create_app
 
+# Tests are imported by path, so their shared modules need this folder.
+sys.path.insert(0, str(Path(__file__).parent))
+
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
 PATIENCE_S = 60.0
 # A process that imports torch and runs steps may need minutes on a loaded machine. A failed one

@@ -93,11 +93,6 @@ def test_other_hosts_are_refused_without_the_token(token, authorization, app_of)
     assert response.status_code == 400
 
 
-def test_without_a_configured_token_other_hosts_are_refused(app_of):
-    headers = {"host": "10.244.1.7:8080", "authorization": f"Bearer {TOKEN}"}
-    assert get(app_of(), "/metrics", **headers).status_code == 400
-
-
 def test_a_session_does_not_open_other_hosts(app_of):
     client = TestClient(app_of(token=TOKEN), base_url="http://localhost", follow_redirects=False)
     assert client.post("/login", data={"token": TOKEN}).status_code == 303
@@ -153,10 +148,6 @@ def test_two_authorization_headers_are_refused(app_of):
 
 def test_a_token_in_the_query_does_not_count(app_of):
     assert get(app_of(token=TOKEN), f"/api/v1/version?token={TOKEN}").status_code == 401
-
-
-def test_healthz_needs_no_token(app_of):
-    assert get(app_of(token=TOKEN), "/healthz").status_code == 200
 
 
 def test_a_websocket_needs_the_token_as_well(make_app):

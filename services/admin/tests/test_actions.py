@@ -1,19 +1,17 @@
 """Actions run only if allowed and confirmed, and are always recorded."""
 
 import json
-import threading
-import time
 
 import pytest
 import torch
 from fastapi.testclient import TestClient
 from tensordict import TensorDict
+from waiting import until
 
 from dataplane_admin.store import Store, StoreUnavailable  # noqa: TID251  # it fails by patches
 from dataplane_core import InMemoryDataPlaneClient
 
 TOKEN = "3f2b8c0d9e7a6b5c"
-PATIENCE_S = 20.0
 IDS = [f"s{place}" for place in range(4)]
 
 
@@ -33,15 +31,6 @@ def client(make_app, plane):
     with TestClient(app, base_url="http://localhost", headers=headers) as client:
         until(lambda: client.get("/readyz").json()["live"] == "attached")
         yield client
-
-
-def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError(f"not within {PATIENCE_S:g} s")
 
 
 def act(client, action, **change):

@@ -1,15 +1,11 @@
 """Alerts: each kind is raised and cleared, without flapping, and shown everywhere."""
 
 import shutil
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from alerting import cleared, evaluate, raised, rule, rules_in, until
+from alerting import cleared, evaluate, raised, rule, rules_in
+from waiting import until
 
 from dataplane_core import InMemoryDataPlaneClient, StorageSummary, UnavailableError
 

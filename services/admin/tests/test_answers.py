@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from waiting import until
 
 from dataplane_admin import models
 
@@ -17,13 +18,13 @@ PATIENCE_S = 60.0
 def client(running):
     headers = {"authorization": f"Bearer {TOKEN}"}
     with httpx.Client(base_url=running.url, headers=headers, timeout=PATIENCE_S) as client:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:  # the last events arrive shortly after the URL
+
+        def is_complete():
             partition = client.get("/api/v1/partition", params={"id": "train"}).json()
             ready = [task["ready"] for task in partition.get("tasks", ())]
-            if ready[:1] == [5] and client.get("/api/v1/why").json():
-                break
-            assert time.monotonic() < deadline, partition
+            return ready[:1] == [5] and client.get("/api/v1/why").json()
+
+        until(is_complete, PATIENCE_S)  # the last events arrive shortly after the URL
         yield client
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 from typer.testing import CliRunner
+from waiting import until
 
 from dataplane_admin.cli import app
 
@@ -179,20 +180,14 @@ def test_secrets_are_never_written(start, token_file, tmp_path):
 def test_why_says_that_the_data_plane_cannot_be_read(start):
     assert command("why", "--url", start().url) == (0, "Nothing blocked.\n", "")
     service = start("--ray-address", "127.0.0.1:1", "--db", "other.sqlite")
-    deadline = time.monotonic() + PATIENCE_S
-    while "Cannot read the data plane" not in (shown := command("why", "--url", service.url)[1]):
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.05)
+    shown = until(
+        lambda: (
+            "Cannot read the data plane" in (out := command("why", "--url", service.url)[1]) and out
+        )
+    )
     assert "Nothing blocked." in shown
 
 
-def test_the_database_file_is_at_the_given_path(start, refused, tmp_path):
+def test_the_database_file_is_at_the_given_path(start, tmp_path):
     start("--db", "here.sqlite").stop(signal.SIGTERM)
     assert (tmp_path / "here.sqlite").stat().st_mode & 0o077 == 0
-    for options, message in (
-        (["--db", "no/folder/x.sqlite"], "does not exist"),
-        (["--allowed-origin", "x"], "expected a scheme"),
-    ):
-        status, error = refused("--port", "0", *options)
-        assert (status, error.count("\n")) == (1, 1)
-        assert message in error

@@ -7,10 +7,10 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from tensordict import TensorDict
+from waiting import until
 
 from dataplane_core import InMemoryDataPlaneClient
 
-PATIENCE_S = 20.0
 ASK_S = 2.0
 SLOW_S = 0.2
 PARTITIONS = 20
@@ -27,9 +27,7 @@ def client(make_app, monkeypatch):
             monkeypatch.setattr(plane, name, slowly(getattr(plane, name)))
         app = make_app(inspector=plane, poll_s=0.05, ask_s=ASK_S)
         with TestClient(app, base_url="http://localhost") as client:
-            deadline = time.monotonic() + PATIENCE_S
-            while len(client.get("/api/v1/partitions").json()["partitions"]) < PARTITIONS:
-                assert time.monotonic() < deadline
+            until(lambda: len(client.get("/api/v1/partitions").json()["partitions"]) == PARTITIONS)
             yield client
 
 

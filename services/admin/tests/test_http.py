@@ -46,12 +46,6 @@ def test_an_export_to_a_wrong_path_names_the_right_one(app_of, token, path, righ
     assert answer.json()["detail"].endswith(f"; send OTLP over HTTP to {right}")
 
 
-def test_an_action_without_a_csrf_value_is_still_refused(app_of):
-    app = app_of(allow_actions=True)
-    answer = client_of(app).post("/api/v1/actions/clear", json={"partition": "p", "confirm": "p"})
-    assert answer.status_code == 403
-
-
 def preflight(client, path, origin, headers="authorization,content-type"):
     sent = {"origin": origin, "access-control-request-method": "POST"}
     return client.options(path, headers={**sent, "access-control-request-headers": headers})

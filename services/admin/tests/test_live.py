@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray._private.utils import check_version_info
 from tensordict import TensorDict
+from waiting import until
 
 from dataplane_admin.live import Scan  # noqa: TID251
 from dataplane_admin.live.connect import one_line  # noqa: TID251
@@ -26,15 +27,6 @@ from dataplane_admin.live.trend import POLLS, Trends  # noqa: TID251
 from dataplane_core import InMemoryDataPlaneClient, PartitionSummary, TaskSummary, UnavailableError
 
 PATIENCE_S = 20.0
-
-
-def until(condition):
-    """Wait until ``condition`` returns a true value and return it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (result := condition()):
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.005)
-    return result
 
 
 class Watched:

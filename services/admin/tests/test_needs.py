@@ -1,14 +1,12 @@
 """Reported claims determine what a task needs, and whether it has a backlog."""
 
-import time
-
 import pytest
 import torch
 from tensordict import TensorDict
+from waiting import until
 
 from dataplane_core import InMemoryDataPlaneClient
 
-PATIENCE_S = 20.0
 TASKS = ["train", "train\0", "t" * 600, "waits", "silent"]
 
 
@@ -20,13 +18,6 @@ def job(job_of):
         job = job_of(inspector=plane, poll_s=0.02, stuck_after_s=1.0)
         until(lambda: job.get("partitions")["partitions"])
         yield job
-
-
-def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def needs(job):

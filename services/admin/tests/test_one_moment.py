@@ -7,6 +7,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from tensordict import TensorDict
+from waiting import until
 
 from dataplane_admin import Settings, create_app
 from dataplane_admin.live import read_moment  # noqa: TID251  # raced at each of its reads
@@ -107,9 +108,7 @@ def client(plane, tmp_path):
     settings = Settings(store_url=f"sqlite:///{tmp_path / 'store.sqlite'}", poll_s=3600.0)
     app = create_app(settings, inspector=plane)
     with TestClient(app, base_url="http://127.0.0.1") as asking:
-        deadline = threading.Event()
-        while asking.get("/api/v1/status").json()["live"]["at_ns"] is None:
-            deadline.wait(0.01)
+        until(lambda: asking.get("/api/v1/status").json()["live"]["at_ns"] is not None)
         yield asking
 
 

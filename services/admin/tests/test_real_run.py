@@ -2,19 +2,15 @@
 
 import gzip
 import os
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
+from alerting import rule, rules_in
 from opentelemetry import trace
 from tensordict import TensorDict
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from alerting import rule, rules_in, until
+from waiting import until
 
 from dataplane_core import InMemoryDataPlaneClient, telemetry
 from observability import InstrumentedDataPlaneClient, emit, record_trained

@@ -86,9 +86,3 @@ def test_every_answer_carries_the_security_headers(path, host, token, app_of):
 def test_an_external_link_must_be_http(make_app, name, url):
     with pytest.raises(ValueError, match=r"expected http://"):
         make_app(**{name: url})
-
-
-@pytest.mark.parametrize("url", ["mysql://x", "sqlite://", "x"])
-def test_an_unsupported_database_is_refused_at_start(make_app, url):
-    with pytest.raises(ValueError, match="expected sqlite"):
-        make_app(store_url=url)

@@ -20,12 +20,3 @@ def test_the_default_is_the_newest_run_with_a_finished_step(job, otlp):
     assert job.get("run/steps")["run_id"] == "older"
     of_the_newest = job.client.get("/run?run=newest").text
     assert "No finished step in this run" in of_the_newest
-
-
-def test_a_repeated_step_counts_once_and_a_validation_not_at_all(job, otlp):
-    for _ in range(2):
-        job.send(otlp.trace(run="run", step=5))
-    for step in (5, 6):  # one belongs to the next step
-        job.send(otlp.trace(run="run", step=step, names=["grpo.validation"]))
-    assert job.get("run/steps")["steps"] == 1
-    assert job.get("runs")["runs"][0]["steps"] == 1

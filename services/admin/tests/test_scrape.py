@@ -5,14 +5,15 @@ import signal
 import subprocess
 import sysconfig
 import threading
-import time
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import waiting
 from typer.testing import CliRunner
 
 from dataplane_admin.cli import app
@@ -128,12 +129,7 @@ def has_recovered(log, engine):
     return not lines or "scrape_recovered" in lines[-1]
 
 
-def until(condition, seconds=START_S):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return result
+until = partial(waiting.until, seconds=START_S)
 
 
 def test_engines_and_node_are_sent_until_sigterm(engine, scraping, tmp_path):

@@ -3,14 +3,11 @@
 import logging
 import re
 import socket
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from alerting import SECRET, Receiver, cleared, evaluate, raised, rule, rules_in, until, verified
+from alerting import SECRET, Receiver, cleared, evaluate, raised, rule, rules_in, verified
+from waiting import until
 
 RULE = rule("staleness", 4)
 

@@ -4,15 +4,11 @@ Names and attributes are those of the receivers' documentation; the collector it
 """
 
 import re
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from loads import NS, counters, gauges
 
 from dataplane_admin.load_metrics import SOURCES  # the names to compare with  # noqa: TID251

@@ -206,15 +206,6 @@ def test_rejected_spans_are_counted_and_the_others_stored(job_of):
         assert (trace["spans"], trace["rejected"], len(trace["rows"])) == (3, 2, 3)
 
 
-def test_invalid_spans_are_rejected_one_by_one(job):
-    data = spans(2)
-    data.resource_spans[0].scope_spans[0].spans[0].start_time_unix_nano = (1 << 64) - 1
-    answer = job.post("traces", data.SerializeToString())
-    partial = ExportTraceServiceResponse.FromString(answer.content).partial_success
-    assert partial.rejected_spans == 1
-    assert job.counts()["spans"] == 1
-
-
 def test_attributes_are_cut_to_the_limits(job_of):
     job = job_of(limits=Limits(attributes=2, attribute_length=10, links=1))
     data = spans(1, attributes=[("a", "x" * 11), ("b", "é" * 20), ("c", "gone")])

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import uvicorn
 from playwright.sync_api import sync_playwright
+from waiting import until
 
 # Tests are imported by path, so their shared modules need this folder.
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1]))
 
 from alerting import rule, rules_in
 from made_up_plane import MadeUpPlane
@@ -57,14 +57,6 @@ class Site:
     def change(self):
         """Change something that the pages show."""
         self.plane.tick += 1
-
-    def until(self, condition):
-        pause = threading.Event()
-        for _ in range(int(PATIENCE_S / 0.01)):
-            if condition():
-                return
-            pause.wait(0.01)
-        raise AssertionError("not in time")
 
 
 def steps():
@@ -177,8 +169,8 @@ def job(tmp_path_factory, job_class, otlp):
         send_run(job, otlp)
         send_samples(job, otlp)
         name = "replay-100k"
-        site.until(lambda: job.get("status")["live"]["attached"])
-        site.until(lambda: job.get("partition/matrix", id=name)["scanned"] == 100_000)
+        until(lambda: job.get("status")["live"]["attached"])
+        until(lambda: job.get("partition/matrix", id=name)["scanned"] == 100_000)
         yield job
 
 
@@ -207,12 +199,7 @@ def served(site):
     )
     thread = threading.Thread(target=server.run)
     thread.start()
-    deadline = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if server.started:
-            break
-        deadline.wait(0.01)
-    assert server.started
+    until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     site.url = f"http://127.0.0.1:{port}"
     yield site

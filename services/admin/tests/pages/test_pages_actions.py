@@ -50,16 +50,6 @@ def test_a_wrong_confirmation_changes_nothing(client, done):
     assert done == []
 
 
-def test_a_form_without_csrf_value_is_refused(client, done):
-    sent = {"partition": "train", "confirm": "train"}
-    assert client.post("/actions/clear", data=sent, headers=OURS).status_code == 403
-    assert (
-        client.post("/actions/clear", data=sent | {"csrf": "guess"}, headers=OURS).status_code
-        == 403
-    )
-    assert done == []
-
-
 def test_an_unreadable_id_list_never_clears_the_partition(client, done):
     sent = hidden(client.get("/actions/clear?partition=train&ids=a").text) | {"confirm": "train"}
     for broken in ("[", "[]", "{}", '["a", 1]'):

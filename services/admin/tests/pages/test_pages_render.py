@@ -13,6 +13,7 @@ from made_up_traces import (
     STEPS,
     trace_id_of,
 )
+from waiting import until
 
 LAST = trace_id_of(STEPS - 1)
 HOSTILE_TRACE = trace_id_of(STEPS - 2)
@@ -255,11 +256,11 @@ def test_empty_lists_have_a_message(bare_client, path):
 def test_a_page_works_without_the_data_plane(site, client):
     site.plane.is_away = True
     try:
-        site.until(lambda: not site.service.status().live.attached)
+        until(lambda: not site.service.status().live.attached)
         text = Document(client.get("/partition?id=train").text).text
     finally:
         site.plane.is_away = False
-        site.until(lambda: site.service.status().live.attached)
+        until(lambda: site.service.status().live.attached)
     assert "Cannot read the data plane." in text
     assert "the data plane did not answer within 5 s" in text
     assert "jagged int64" in text

@@ -1,13 +1,8 @@
 """Alerts of several services on one database: one evaluates, and each notification is sent once."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from alerting import Receiver, cleared, evaluate, raised, rule, rules_in, until
+from alerting import Receiver, cleared, evaluate, raised, rule, rules_in
+from waiting import until
 
 RUNS = [f"run-{number}" for number in range(5)]
 

@@ -1,13 +1,8 @@
 """Load of engines and nodes: shares and rates over time, in bounded size and age."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from loads import NS, cpu_times, engine, gauges, node
 from sqlalchemy import create_engine, text
 

@@ -174,28 +174,6 @@ def test_a_step_counts_samples_that_an_earlier_one_put(job, otlp):
     assert job.trace(first)["staleness"] is None
 
 
-def test_a_reused_id_has_the_staleness_of_its_trained_life(job, otlp):
-    for number, (order, of_partition) in enumerate(
-        itertools.product(itertools.permutations(range(4)), (False, True))
-    ):
-        run = f"run {number}"
-        logs = [
-            otlp.log("put", ["a"], at_s=1, version=1, run=run),
-            otlp.log("cleared", [] if of_partition else ["a"], at_s=3, run=run),
-            otlp.log("put", ["a"], at_s=4, version=7, run=run),
-            otlp.log("put", ["a"], at_s=5, version=8, run=run),
-        ]
-        for place in order:
-            job.send(logs[place])
-        job.send(
-            otlp.log("cleared", ["a"], at_s=8, run=run),
-            otlp.log("trained", ["a"], at_s=2, version=5, step=1, run=run),
-            otlp.log("trained", ["a"], at_s=7, version=9, step=2, run=run),
-        )
-        assert staleness(job, run)[0] == {4: 1, 2: 1}
-        assert staleness(job, run, 1)[0] == {2: 1}
-
-
 def test_a_put_without_version_does_not_hide_a_later_one(job, otlp):
     for number, order in enumerate(itertools.permutations(range(5))):
         run = f"run {number}"

@@ -3,16 +3,10 @@
 import json
 import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
-
-# Tests are imported by path, so their shared modules need this folder.
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from stored import stored_bytes
 
 from dataplane_admin import Limits

@@ -95,6 +95,7 @@ def test_a_repeated_step_counts_once(job, otlp):
         otlp.trace(run="a", step=2, start_s=20, seconds=3),
         otlp.trace(run="a", step=1, start_s=30, seconds=4),
         otlp.trace(run="a", step=2, start_s=40, seconds=5, root=False),  # unfinished
+        otlp.trace(run="a", step=3, start_s=45, names=["grpo.validation"]),
         otlp.trace(run="b", step=7, start_s=50, names=["other"]),
         otlp.trace(run="b", step=7, start_s=51, seconds=2, names=["other"]),
     )
