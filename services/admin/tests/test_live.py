@@ -294,7 +294,8 @@ def error_of(job_of, monkeypatch):
 
         monkeypatch.setattr("dataplane_tq.join_ray", join)
         job = job_of(ray_address="ray://cluster:10001")
-        return until(lambda: live(job)["error"])
+        # Importing Ray takes seconds, in which the error is "not connected yet".
+        return until(lambda: "at 'ray://" in (error := live(job)["error"]) and error)
 
     return error_of
 
