@@ -7,6 +7,7 @@ known entry points. A block in an unchecked language fails.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ import grimp
 import pytest
 import yaml
 from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
+from jsonschema import Draft202012Validator
 
 from dataplane_admin import AlertRules
 from dataplane_core import validate_config
@@ -41,7 +43,13 @@ from site_pages import READMES as WITH_TEXT_OF  # noqa: E402
 TEXTS = [*PAGES, *(ROOT / name for name in WITH_TEXT_OF)]
 """Files with the pages' text: three pages take it from a README."""
 
-HERE = ("concepts", "migration", "recipes/capacity", "recipes/consumer-with-leases")
+HERE = (
+    "concepts",
+    "configuration",
+    "migration",
+    "recipes/capacity",
+    "recipes/consumer-with-leases",
+)
 APART = ("trace-a-step", "deploy-admin", "compare", "telemetry")
 """Pages that set up telemetry, which a process can do only once."""
 ON_RAY = ("quickstart",)
@@ -129,6 +137,19 @@ def test_other_pages_are_run_by_their_packages_tests(name: str) -> None:
 def test_program_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(program(name), f"{name}.md", "exec"), {"__name__": "__main__"})
+
+
+def test_schema_of_the_data_plane_checks_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program("configuration"), "configuration.md", "exec"), {})
+    schema = Draft202012Validator(json.loads(Path("data-plane.schema.json").read_text()))
+    schema.check_schema(schema.schema)
+    data_plane = yaml.safe_load(DEMO_CONFIG.read_text())["data_plane"]
+    schema.validate(data_plane)
+    for wrong in ({"surprise": 1}, {"impl": 1}, {"storage_capacity": 0}):
+        assert not schema.is_valid({**data_plane, **wrong})
 
 
 @pytest.mark.parametrize("name", ON_RAY)
