@@ -136,7 +136,7 @@ verl: $(UV) ## Install verl, and the packages that it uses, into .venv-verl; fet
 	@test -d $(VERL) || echo "Installing verl into $(VERL); the first time takes a minute"
 	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VERL)
 	@$(UV) pip install --quiet --python $(VERL)/bin/python -r integration/verl/requirements.txt \
-		-e packages/dataplane-core -e packages/dataplane-tq -e "packages/observability[verl,views]" \
+		-e packages/dataplane-core -e packages/dataplane-tq -e "packages/observability[verl,transfer-queue,views]" \
 		-e "services/admin[ray]"
 
 .PHONY: test-verl

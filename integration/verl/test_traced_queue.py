@@ -1,0 +1,67 @@
+"""``opentelemetry-instrument`` traces the queue of verl's agent loop and replay buffer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from observability.receiver import Receiver
+
+ROOT = Path(__file__).parents[2]
+INSTRUMENT = Path(sys.executable).parent / "opentelemetry-instrument"
+JOB = """
+import ray
+import transfer_queue as tq
+from dataplane_tq import start_local_ray  # a Ray that listens on loopback only
+from hydra import compose, initialize_config_module
+from integration.verl import test_replay_buffer as doubles
+from opentelemetry.trace import get_tracer_provider
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+start_local_ray(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", overrides=doubles.BACKENDS["SimpleStorage"])
+tq.init(config.transfer_queue)
+doubles.dispatch(["u1"])
+worker = ray.remote(doubles.Worker).remote()
+ray.get(worker.roll_out.remote(["u1"]))
+# Ray ends the worker without a flush.
+ray.get(worker.__ray_call__.remote(lambda _: get_tracer_provider().force_flush()))
+# Filtering reads the finished groups.
+filtering = {"filter_groups_metric": "acc", "refill_fn": lambda _: None}
+buffer = ReplayBufferAsync("separate_async", config.trainer, 2, "drop", {}, **filtering)
+buffer.sample(3, "train", batch_size=1)
+"""
+
+
+def test_replay_buffer_get_links_to_agent_loop_puts() -> None:
+    # Ray's folder must have a short path.
+    with Receiver() as receiver, tempfile.TemporaryDirectory(prefix="it-") as short:
+        environment = {
+            **os.environ,
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "process",
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "PYTHONPATH": str(ROOT),
+            "RAY_TMPDIR": short,
+        }
+        done = subprocess.run(
+            [INSTRUMENT, sys.executable, "-c", JOB],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        records = receiver.snapshot()
+    (get,) = [span for span in records.spans if span.name == "get train"]
+    linked = {link.span_id for link in get.links}
+    puts = [span for span in records.spans if span.span_id in linked]
+    assert [span.name for span in puts] == ["send train"] * 2  # one for each trajectory
+    assert {span.process.pid for span in puts}.isdisjoint({get.process.pid})
+    assert all("responses" in span.attributes["dataplane.fields"] for span in puts)
