@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from column_io import (
     write_columns,
 )
 from dataplane_core import GLOBAL_FORWARD_PAD_SEQLEN, ConfigError
+from dataplane_tq import QueueInspector
 from rollout_actor import SyncRolloutActor
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +119,23 @@ def test_client_and_its_metas_are_of_nemo_rl_classes(client: Any, partition: str
     assert client.check_consumption_status(partition, ["train"])
     client.clear_samples(["a"], partition)
     assert client.get_samples(["b"], partition, ["x"])["x"].tolist() == [2]
+
+
+@pytest.mark.parametrize("cfg", ["nemo_rl"], indirect=True)
+def test_inspector_of_any_queue_lists_what_the_client_wrote(client: Any, partition: str) -> None:
+    columns = TensorDict({"x": torch.tensor([1, 2]), "y": torch.tensor([3, 4])}, [2])
+    client.put_samples(["a", "b"], partition, columns, [{"std": 0.5}, {"std": 1.0}])
+    assert client.claim_meta(partition, "train", ["x"], 1).sample_ids == ["a"]
+    address = ray.get_runtime_context().gcs_address
+    with closing(QueueInspector(address, timeout_s=60.0)) as inspector:
+        (summary,) = [p for p in inspector.list_partitions() if p.partition_id == partition]
+        samples = inspector.list_samples(partition)
+    assert {field.name: field.written for field in summary.fields} == {"x": 2, "y": 2}
+    assert [(task.name, task.acknowledged) for task in summary.tasks] == [("train", 1)]
+    assert [(each.sample_id, each.tags) for each in samples] == [
+        ("a", {"std": 0.5}),
+        ("b", {"std": 1.0}),
+    ]
 
 
 def test_columns_of_a_step_go_through_the_client(client: Any, partition: str) -> None:
