@@ -8,7 +8,7 @@ A ratio also has a total: the value of ``cpu`` is its busy seconds, the total al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["engine", "node"]
@@ -67,6 +67,7 @@ class Source:
         is_counter: whether it is a counter; pages show its growth.
         used: states whose numbers are added to the value; None for all.
         states: states whose numbers are added to the total; None for all.
+        only: values by label; a point with another value repeats one with these, and is left out.
     """
 
     metric: str
@@ -76,11 +77,15 @@ class Source:
     is_counter: bool = False
     used: frozenset[str] | None = None
     states: frozenset[str] | None = None
+    only: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 _MIB = float(1 << 20)
 _CPU_BUSY = frozenset({"user", "system", "nice", "interrupt", "softirq", "steal", "kernel"})
 _MEMORY = frozenset({"used", "free", "cached", "buffered", "buffers"})
+# With priorities SGLang reports the total under an empty one, and each priority. The ranks of a
+# pipeline report the same requests.
+_SGLANG_TOTALS = {"priority": frozenset({""}), "pp_rank": frozenset({"", "0"})}
 
 SOURCES: Mapping[str, Source] = {
     "vllm:num_requests_running": Source("running"),
@@ -92,8 +97,8 @@ SOURCES: Mapping[str, Source] = {
     "vllm:prefix_cache_hits": Source("prefix_hits", is_counter=True),
     "vllm:prefix_cache_queries": Source("prefix_hits", value=0, total=1, is_counter=True),
     "vllm:num_preemptions": Source("preemptions", is_counter=True),
-    "sglang:num_running_reqs": Source("running"),
-    "sglang:num_queue_reqs": Source("waiting"),
+    "sglang:num_running_reqs": Source("running", only=_SGLANG_TOTALS),
+    "sglang:num_queue_reqs": Source("waiting", only=_SGLANG_TOTALS),
     "sglang:token_usage": Source("kv_cache", count=1),
     "sglang:generation_tokens": Source("generation_tokens", is_counter=True),
     "sglang:prompt_tokens": Source("prompt_tokens", is_counter=True),

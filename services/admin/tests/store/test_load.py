@@ -111,6 +111,20 @@ def test_sglang_is_an_engine(job):
     assert shown["node-1:30000 engine 1"] == {("running",): [4.0]}
 
 
+def test_sglang_requests_of_a_priority_or_a_later_stage_are_counted_once(job):
+    resource = {"service.name": "sglang", "service.instance.id": "node-1:30000"}
+    points = [
+        ("sglang:num_running_reqs", {"pp_rank": "0", "priority": ""}, 5),
+        ("sglang:num_running_reqs", {"pp_rank": "0", "priority": "0"}, 2),
+        ("sglang:num_running_reqs", {"pp_rank": "0", "priority": "1"}, 3),
+        ("sglang:num_running_reqs", {"pp_rank": "1", "priority": ""}, 5),
+        ("sglang:num_queue_reqs", {"pp_rank": "0"}, 1),
+        ("sglang:num_queue_reqs", {"pp_rank": "1"}, 1),
+    ]
+    job.send(gauges(resource, now_s(), points))
+    assert of(job)["node-1:30000"] == {("running",): [5.0], ("waiting",): [1.0]}
+
+
 def test_load_is_not_a_series_and_keeps_no_run_alive(job, otlp):
     job.send(otlp.gauge(run="run"), engine(now_s(), running=1, run="run"))
     assert [series["name"] for series in job.get("series")] == ["up"]

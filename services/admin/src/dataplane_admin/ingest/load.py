@@ -66,6 +66,8 @@ class LoadPoints:
         state = _first(facts, _STATES)
         if source.states is not None and state not in source.states:
             return ""
+        if any(facts.get(label, "") not in values for label, values in source.only.items()):
+            return ""
         used = source.used is None or state in source.used
         subject, device = _subject(process, METRICS[source.metric].kind, facts)
         key = json.dumps([subject, source.metric, source.is_counter, device, run_id]).encode()

@@ -127,7 +127,9 @@ class Buckets:
         if known is not None:
             return known
         try:
-            seconds = self._service.trace(facts.trace_id, Selection(max_events=0)).buckets
+            seconds = self._service.trace(
+                facts.trace_id, Selection(max_rows=0, max_events=0)
+            ).buckets
         except ServiceError:
             return None
         with self._lock:
