@@ -338,16 +338,17 @@ def test_figures_match_the_results(name: str, heading: str) -> None:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", results), number
 
 
-def test_rooms_are_those_that_lint_checks() -> None:
+def test_subpackages_are_those_that_lint_checks() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
     layered = [contract for contract in contracts if "containers" in contract]
     pictures = ["\n  ".join([*layers["containers"], *layers["layers"]]) for layers in layered]
-    assert blocks(DOCS / "decisions" / "rooms.md", "") == [f"{picture}\n" for picture in pictures]
+    page = DOCS / "decisions" / "subpackages.md"
+    assert blocks(page, "") == [f"{picture}\n" for picture in pictures]
 
 
 def test_counts_of_parts_and_pairs_are_those_of_the_code() -> None:
-    text = (DOCS / "decisions" / "rooms.md").read_text()
+    text = (DOCS / "decisions" / "subpackages.md").read_text()
     rows = re.findall(r"^\| (\w+) \| \d+, (\d+) \| \d+, (\d+) \|$", text, re.MULTILINE)
     assert len(rows) == 9
     for package, parts, pairs in rows:

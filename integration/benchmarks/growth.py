@@ -114,7 +114,7 @@ def main(
     markdown.print(report.markdown_table("Measured on", CIRCUMSTANCES_HEADINGS, measured_on))
     parts.begin("starting Ray")
     with cluster.ray_cluster(full=False):
-        for each in line or list(Line):  # results of a line are kept if a later one fails
+        for each in line or list(Line):  # results of a line are stored even if a later one fails
             result = measure_growth(parts, full=full, lines=[each])
             merge_entries(json, result.entries())
             for table in result.tables():

@@ -1,4 +1,4 @@
-"""Assignments of data-parallel ranks: kept for an active rank, opened if the rank is dead."""
+"""Assignments of data-parallel ranks: retained for an active rank, opened if the rank is dead."""
 
 from __future__ import annotations
 

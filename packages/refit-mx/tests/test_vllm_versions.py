@@ -1,9 +1,9 @@
 """Every supported vLLM has the names and behavior that refit-mx relies on.
 
 Each version's wheel is downloaded without its dependencies (300 MB each; about 8 MB of Python files
-are kept) into the folder named by ``REFIT_MX_VLLM_SOURCES``, else into pytest's cache. The sources
-are parsed, never imported. Expectations are declared here. Imports of vLLM and
-routes that the fleet calls are read from refit-mx's own sources.
+are stored) into the folder named by ``REFIT_MX_VLLM_SOURCES``, else into pytest's cache. The
+sources are parsed, never imported. Expectations are declared here. Imports of vLLM and routes that
+the fleet calls are read from refit-mx's own sources.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def shard_meta_for_dp(
         One meta per rank, and the inverse order.
 
         Each row of ``meta`` is in exactly one of them, with its length. Partition, task, fields
-        and ``extra_info`` are kept, tags are dropped. With micro-batches, ``extra_info`` also
+        and ``extra_info`` are retained, tags are dropped. With micro-batches, ``extra_info`` also
         has the keys of their plan.
 
         - ``micro_batch_indices``: per global batch a list of [start, stop) relative to its first

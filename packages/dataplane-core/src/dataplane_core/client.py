@@ -97,7 +97,7 @@ class DataPlaneClient(OptionalMethods, ABC):
         once all declared samples (``num_samples``) were put and all unclaimed ones are ready. A
         call that does not block returns the samples that are ready.
 
-        With leases, a sample that the task holds is neither ready nor consumed. If no sample
+        With leases, a sample that the task holds is neither ready nor acknowledged. If no sample
         is ready and a leased one meets ``where``, a blocking claim waits. It wakes when the leased
         sample is acknowledged or released, or its lease expires. Without ``where`` an empty result
         means that every declared sample is acknowledged or cleared. So a loop that claims until it
@@ -158,10 +158,10 @@ class DataPlaneClient(OptionalMethods, ABC):
 
     @abstractmethod
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Return whether the partition holds samples and each task has consumed all of them.
+        """Return whether the partition holds samples and each task has acknowledged all of them.
 
-        A claim without a lease consumes its samples at once; with a lease, `acknowledge` consumes
-        them. False for an unknown partition or task.
+        A claim without a lease acknowledges its samples at once. False for an unknown partition or
+        task.
         """
 
     @abstractmethod

@@ -310,7 +310,7 @@ class KeyValueClient(DataPlaneClient):
         )
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Return whether tasks consumed all samples; see `DataPlaneClient`."""
+        """Return whether tasks acknowledged all samples; see `DataPlaneClient`."""
         partition_id, task_names = check_consumption(partition_id, task_names)
         with self.transaction() as store:
             put = len(list(store.scan(_under("sample", partition_id))))

@@ -355,7 +355,7 @@ class Ledger:
             row.pins += 1
 
     def unpin(self, rows: Iterable[Row]) -> None:
-        """End a read; discard the cells that were kept only for it."""
+        """End a read; discard the cells that were retained only for it."""
         unused: list[Any] = []
         for row in rows:
             row.pins -= 1

@@ -55,7 +55,7 @@ def filled(
 
 
 class LeaseWaitContract:
-    """Contract: a leased sample is neither ready nor consumed."""
+    """Contract: a leased sample is neither ready nor acknowledged."""
 
     max_wait_s = 20.0
 

@@ -273,7 +273,7 @@ def _check_processing(prefix: str, layer: nn.Module, *, loaded: bool) -> None:
     known = REPEATABLE_ON_CPU if on_cpu else REPEATABLE
     if processor not in known:
         raise LayoutError(
-            f"{prefix}: {processor} is not known to process weights again as it did at launch"
+            f"{prefix}: {processor} may process weights differently than at launch"
             f"{' on a CPU' if on_cpu else ''}; expected one of {', '.join(sorted(known))}"
         )
 

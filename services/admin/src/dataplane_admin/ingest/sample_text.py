@@ -4,8 +4,9 @@ Spans and events of this project's packages quote no samples. But other instrume
 quote them, and it changes faster than any list of names. So a rule decides, by key and length, in
 this order:
 
-1. Numbers and booleans are kept. Lists of numbers may be token ids, and count as text.
-2. A key that `_KEYS` or `_NAMESPACES` names is kept: it names a model, a process, a place in code.
+1. Numbers and booleans are retained. Lists of numbers may be token ids, and count as text.
+2. A key that `_KEYS` or `_NAMESPACES` names is retained: it names a model, a process, a place in
+   code.
 3. Text under a key that speaks of content ("prompt", "spanInputs", "tool.parameters") is removed,
    and so is all text in the namespaces of instrumentation of models, whatever its key.
 4. Text longer than `MAX_TEXT` characters is removed, and so are JSON and data URIs of any length.

@@ -59,7 +59,7 @@ class TelemetryStatus(Model):
     refused: int
     """Rejected spans, log records and data points; senders were notified."""
     ignored: int
-    """Log records that are not stored: outside of traces, or text of samples that is not kept."""
+    """Log records not stored: outside of traces, or sample text without ``--keep-sample-text``."""
 
 
 class Status(Model):

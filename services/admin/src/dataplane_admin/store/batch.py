@@ -236,7 +236,7 @@ class Batch:
         refused: digests of rejected spans, log records and data points; a resent record has the
             same digest.
         ignored: digests of log records that are not stored: outside of traces, or text of samples
-            that is not kept.
+            without ``keep_sample_text``.
         reasons: why records were rejected.
     """
 

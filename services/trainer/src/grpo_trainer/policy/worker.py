@@ -341,10 +341,10 @@ class PolicyWorker(RunActor):
 
     @traced(bucket="overhead")
     def publish_weights(self, version_id: str) -> None:
-        """Publish this rank's share of the weights.
+        """Publish the part of the weights assigned to this rank.
 
         Raises:
-            RefitError: the share cannot be published in time.
+            RefitError: the part cannot be published in time.
         """
         if self._refit is None:
             raise RefitConfigError(f"policy worker {self._rank} has not joined a refit")

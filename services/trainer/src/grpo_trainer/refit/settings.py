@@ -37,7 +37,7 @@ class RefitSettings(RefitSection):
 
     @property
     def transports(self) -> tuple[str, ...] | None:
-        """Transports that a publisher offers; None for all that it supports."""
+        """Transports that a publisher serves; None for all that it supports."""
         return None if self.transport == "auto" else (self.transport, "tcp")
 
 

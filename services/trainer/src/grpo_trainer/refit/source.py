@@ -1,7 +1,7 @@
 """Policy worker's side of a refit: publish its part of the policy's weights.
 
-All workers hold the same weights. Each publishes its share along the first axis, as FSDP shards a
-parameter. So exactly one process sends each byte, and the load is equal.
+All workers hold the same weights. Each publishes the part assigned to it along the first
+axis, as FSDP shards a parameter. So exactly one process sends each byte, and the load is equal.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class RefitSource:
             self._open = stack.pop_all()
 
     def publish(self, version_id: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Publish this rank's share of ``weights``, a state dict that all ranks have.
+        """Publish the part of ``weights``, a state dict of all ranks, assigned to this rank.
 
         The driver must have created the version in the control plane.
 
         Raises:
-            RefitError: the share cannot be published in time.
+            RefitError: the part cannot be published in time.
         """
         self._publisher.publish(version_id, self.shards(weights))
 
