@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from observability.receiver import Receiver
 from observability.setup import providers  # noqa: TID251
-from observability.setup.troubles import Troubles  # noqa: TID251
+from observability.setup.warning_log import WarningLog  # noqa: TID251
 
 # Tests are imported by path, so the modules they share have to be found.
 FOLDER = Path(__file__).parent
@@ -51,7 +51,9 @@ def sdk() -> Iterator[Exported]:
     tracers.add_span_processor(SimpleSpanProcessor(exported.spans))
     loggers.add_log_record_processor(SimpleLogRecordProcessor(exported.logs))
     meters = MeterProvider([exported.metrics])
-    providers.set_providers(tracers=tracers, loggers=loggers, meters=meters, troubles=Troubles())
+    providers.set_providers(
+        tracers=tracers, loggers=loggers, meters=meters, warning_log=WarningLog()
+    )
     yield exported
     providers.remove_providers()
     for provider in (tracers, loggers, meters):

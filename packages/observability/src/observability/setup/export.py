@@ -31,7 +31,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from observability.setup.ledger import Ledger, Signal
 from observability.setup.session import CollectorSession
 from observability.setup.settings import Otlp, redacted
-from observability.setup.troubles import Troubles
+from observability.setup.warning_log import WarningLog
 from observability.wire import OtlpSignal
 
 _OTLP_SIGNALS: dict[Signal, OtlpSignal] = {
@@ -53,18 +53,18 @@ class Delivery:
     Args:
         signal: name of the signal in warnings.
         otlp: settings of the export.
-        troubles: logger of the warnings.
+        warning_log: logger of the warnings.
 
     Attributes:
         ledger: counts of the items.
         session: the HTTP session that the SDK's exporter must use.
     """
 
-    def __init__(self, signal: Signal, otlp: Otlp, troubles: Troubles) -> None:
+    def __init__(self, signal: Signal, otlp: Otlp, warning_log: WarningLog) -> None:
         self.ledger = Ledger(otlp.queue)
         self.session = CollectorSession(_OTLP_SIGNALS[signal])
         self.otlp = otlp
-        self.troubles = troubles
+        self.warning_log = warning_log
         self._signal = signal
         # Metrics are cumulative: the next export includes the values of a failed one.
         self._retains = signal != "metrics"
@@ -145,13 +145,13 @@ class Delivery:
         session = self.session
         session.reset()
         session.no_retry = self._is_failing or self._is_shutting_down
-        self.troubles.exporter_message = ""
+        self.warning_log.exporter_message = ""
         try:
             accepted = export(batch)
         except Exception as error:  # noqa: BLE001  # an exporter may raise anything
             accepted, trouble = False, (f"export raised {type(error).__name__}", str(error))
         else:
-            trouble = session.trouble or ("items not exported", self.troubles.exporter_message)
+            trouble = session.trouble or ("items not exported", self.warning_log.exporter_message)
         if not accepted and not session.is_sent and len(batch) > 1:
             # No request was sent: an item cannot be encoded. Bisection isolates it.
             middle = len(batch) // 2
@@ -162,7 +162,7 @@ class Delivery:
         self._is_failing = not accepted and session.is_sent
         if (not accepted and not self.ledger.closed) or session.rejected:
             endpoint = redacted(self.otlp.endpoint)
-            self.troubles.warn(
+            self.warning_log.warn(
                 trouble[0], signal=self._signal, endpoint=endpoint, reason=trouble[1]
             )
         return max(len(batch) - session.rejected, 0) if accepted else 0
@@ -282,5 +282,5 @@ def admit(delivery: Delivery) -> bool:
     if delivery.ledger.admit():
         return True
     if not delivery.ledger.closed:
-        delivery.troubles.warn("queue full", signal=delivery._signal)
+        delivery.warning_log.warn("queue full", signal=delivery._signal)
     return False

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast  # Any: arguments of OpenTelemetr
 
 from opentelemetry import _logs, metrics, trace
 
-from observability.setup.troubles import Troubles
+from observability.setup.warning_log import WarningLog
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def set_providers(
     loggers: _logs.LoggerProvider | None = None,
     meters: metrics.MeterProvider | None = None,
     steps: metrics.MeterProvider | None = None,
-    troubles: Troubles,
+    warning_log: WarningLog,
 ) -> None:
     """Set the providers of the proxies; a proxy without a provider does nothing.
 
@@ -131,24 +131,24 @@ def set_providers(
         loggers: provider of loggers.
         meters: provider of meters, except for metrics of steps.
         steps: provider of meters for metrics of steps, see `step_meters`.
-        troubles: logger of the warnings.
+        warning_log: logger of the warnings.
     """
     remove_providers()
     if tracers is not None:
         _tracers.provider = tracers
         if trace.get_tracer_provider() is not _tracers:
             trace.set_tracer_provider(_tracers)
-            _warn_unless(trace.get_tracer_provider() is _tracers, "TracerProvider", troubles)
+            _warn_unless(trace.get_tracer_provider() is _tracers, "TracerProvider", warning_log)
     if loggers is not None:
         _loggers.provider = loggers
         if _logs.get_logger_provider() is not _loggers:
             _logs.set_logger_provider(_loggers)
-            _warn_unless(_logs.get_logger_provider() is _loggers, "LoggerProvider", troubles)
+            _warn_unless(_logs.get_logger_provider() is _loggers, "LoggerProvider", warning_log)
     if meters is not None:
         _meters.provider = meters
         if metrics.get_meter_provider() is not _meters:
             metrics.set_meter_provider(_meters)
-            _warn_unless(metrics.get_meter_provider() is _meters, "MeterProvider", troubles)
+            _warn_unless(metrics.get_meter_provider() is _meters, "MeterProvider", warning_log)
     if steps is not None:
         _meters.step_provider = steps
 
@@ -170,9 +170,9 @@ def remove_providers() -> None:
     _meters.step_provider = metrics.NoOpMeterProvider()
 
 
-def _warn_unless(is_registered: bool, kind: str, troubles: Troubles) -> None:
+def _warn_unless(is_registered: bool, kind: str, warning_log: WarningLog) -> None:
     if not is_registered:
-        troubles.warn(
+        warning_log.warn(
             f"another {kind} is registered already",
             consequence="telemetry that goes through it is not exported by observability.setup",
         )

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias  # Any: arguments of the SDK
 from urllib.parse import urlsplit
 
 from observability.setup.ledger import Signal
-from observability.setup.troubles import Troubles
+from observability.setup.warning_log import WarningLog
 
 EXPORT_TIMEOUT_S = 3.0
 """Maximum duration of an export with all retries, unless OTEL_EXPORTER_OTLP_TIMEOUT is set."""
@@ -129,7 +129,7 @@ class Settings:
     prometheus: Prometheus | None
 
 
-def resolve_settings(arguments: Arguments, troubles: Troubles) -> Settings:
+def resolve_settings(arguments: Arguments, warning_log: WarningLog) -> Settings:
     """Return the settings: an argument, else the OTEL_* variable, else the default.
 
     With OTEL_SDK_DISABLED or OTEL_<SIGNAL>_EXPORTER=none, an operator disables export despite the
@@ -139,10 +139,10 @@ def resolve_settings(arguments: Arguments, troubles: Troubles) -> Settings:
         return Settings(otlp={}, prometheus=None)
     exported: dict[Signal, Otlp] = {}
     for signal in _NAMES_IN_VARIABLES:
-        endpoint = _endpoint(signal, arguments.endpoint, troubles)
+        endpoint = _endpoint(signal, arguments.endpoint, warning_log)
         if endpoint is not None:
-            exported[signal] = _otlp(signal, endpoint, arguments.export_interval_s, troubles)
-    return Settings(otlp=exported, prometheus=_prometheus(arguments.prometheus_port, troubles))
+            exported[signal] = _otlp(signal, endpoint, arguments.export_interval_s, warning_log)
+    return Settings(otlp=exported, prometheus=_prometheus(arguments.prometheus_port, warning_log))
 
 
 def redacted(endpoint: str) -> str:
@@ -153,14 +153,14 @@ def redacted(endpoint: str) -> str:
     return scheme + separator + rest.rpartition("@")[2].partition("?")[0]
 
 
-def _endpoint(signal: Signal, argument: str | None, troubles: Troubles) -> str | None:
+def _endpoint(signal: Signal, argument: str | None, warning_log: WarningLog) -> str | None:
     """Return the URL that a signal is sent to; None if the signal is not exported."""
     name = _NAMES_IN_VARIABLES[signal]
     exporters = _listed(f"OTEL_{name}_EXPORTER")
     if "none" in exporters:
         return None
     for unknown in exporters - {"otlp", "prometheus"}:
-        troubles.warn(f"unknown exporter {unknown}", variable=f"OTEL_{name}_EXPORTER")
+        warning_log.warn(f"unknown exporter {unknown}", variable=f"OTEL_{name}_EXPORTER")
     base = argument or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     signal_endpoint = None if argument else os.environ.get(f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT")
     if exporters and not argument:
@@ -172,13 +172,13 @@ def _endpoint(signal: Signal, argument: str | None, troubles: Troubles) -> str |
     for variable in (f"OTEL_EXPORTER_OTLP_{name}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         protocol = os.environ.get(variable, "").strip()
         if protocol not in ("", "http/protobuf"):
-            troubles.warn(
+            warning_log.warn(
                 f"unsupported protocol {protocol}", variable=variable, supported="http/protobuf"
             )
     base_url = (base or _DEFAULT_ENDPOINT).rstrip("/")
     endpoint = signal_endpoint or f"{base_url}/v1/{name.lower()}"
     if not _is_valid(endpoint):
-        troubles.warn(
+        warning_log.warn(
             "invalid endpoint",
             endpoint=redacted(endpoint),
             reason="expected http://host:port or https://host:port",
@@ -195,24 +195,24 @@ def _is_valid(endpoint: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-def _otlp(signal: Signal, endpoint: str, interval_s: float | None, troubles: Troubles) -> Otlp:
+def _otlp(signal: Signal, endpoint: str, interval_s: float | None, warning_log: WarningLog) -> Otlp:
     queue, batch, interval_variable = 1, 1, "OTEL_METRIC_EXPORT_INTERVAL"
     if prefix := _PROCESSOR_PREFIXES.get(signal):
-        queue = int(_positive(f"{prefix}_MAX_QUEUE_SIZE", _QUEUE, troubles))
-        batch = int(_positive(f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH[signal], troubles))
+        queue = int(_positive(f"{prefix}_MAX_QUEUE_SIZE", _QUEUE, warning_log))
+        batch = int(_positive(f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH[signal], warning_log))
         interval_variable = f"{prefix}_SCHEDULE_DELAY"
     if interval_s is None:
-        interval_s = _positive(interval_variable, _INTERVAL_S[signal] * 1000, troubles) / 1000
+        interval_s = _positive(interval_variable, _INTERVAL_S[signal] * 1000, warning_log) / 1000
     return Otlp(
         endpoint=endpoint,
         queue=queue,
         batch=min(batch, queue),
         interval_s=interval_s,
-        timeout_s=_timeout_s(signal, troubles),
+        timeout_s=_timeout_s(signal, warning_log),
     )
 
 
-def _timeout_s(signal: Signal, troubles: Troubles) -> float:
+def _timeout_s(signal: Signal, warning_log: WarningLog) -> float:
     """Return the timeout from the environment, or the default. Its unit there is the second."""
     for variable in (
         f"OTEL_EXPORTER_OTLP_{_NAMES_IN_VARIABLES[signal]}_TIMEOUT",
@@ -227,11 +227,11 @@ def _timeout_s(signal: Signal, troubles: Troubles) -> float:
             timeout_s = 0.0
         if 0 < timeout_s < math.inf:
             return timeout_s
-        troubles.warn(f"{variable} is not usable", value=text, expected="seconds above 0")
+        warning_log.warn(f"{variable} is not usable", value=text, expected="seconds above 0")
     return EXPORT_TIMEOUT_S
 
 
-def _prometheus(port: int | None, troubles: Troubles) -> Prometheus | None:
+def _prometheus(port: int | None, warning_log: WarningLog) -> Prometheus | None:
     exporters = _listed("OTEL_METRICS_EXPORTER")
     if "none" in exporters or (port is None and "prometheus" not in exporters):
         return None
@@ -242,18 +242,18 @@ def _prometheus(port: int | None, troubles: Troubles) -> Prometheus | None:
     text = os.environ.get(variable) or "9464"
     if text.isdecimal() and len(text) <= 5 and int(text) <= 65535:
         return Prometheus(host, int(text))
-    troubles.warn(f"{variable} is not usable", value=text, expected="0 to 65535")
+    warning_log.warn(f"{variable} is not usable", value=text, expected="0 to 65535")
     return None
 
 
-def _positive(variable: str, default: float, troubles: Troubles) -> float:
+def _positive(variable: str, default: float, warning_log: WarningLog) -> float:
     """Return a variable's positive integer, or the default."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
     if text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31:
         return int(text)
-    troubles.warn(f"{variable} is not usable", value=text, used=default)
+    warning_log.warn(f"{variable} is not usable", value=text, used=default)
     return default
 
 

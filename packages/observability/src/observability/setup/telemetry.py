@@ -49,7 +49,7 @@ from observability.setup.ids import SeedlessIdGenerator
 from observability.setup.ledger import Counts, Ledger, Signal
 from observability.setup.ready_thread import Done, ReadyThread, wait_all
 from observability.setup.settings import Arguments, Prometheus, redacted, resolve_settings
-from observability.setup.troubles import Troubles, take_over_logs
+from observability.setup.warning_log import WarningLog, take_over_logs
 
 DROPPED = "dataplane.telemetry.dropped"
 """Name of the metric of dropped items; docs/telemetry.md lists it."""
@@ -104,8 +104,8 @@ class Telemetry:
     def __init__(self, arguments: Arguments) -> None:
         self._pid = os.getpid()
         self._timeout_s = arguments.shutdown_timeout_s
-        self._troubles = Troubles()
-        take_over_logs(self._troubles)
+        self._warning_log = WarningLog()
+        take_over_logs(self._warning_log)
         self._pipelines: dict[Signal, _Pipeline] = {}
         self._flush_lock = threading.Lock()
         self._flushes: list[Done] = []  # of the last flush, one per pipeline
@@ -230,13 +230,13 @@ class Telemetry:
             os.close(self._server.socket.detach())
 
     def _start(self, arguments: Arguments) -> None:
-        settings = resolve_settings(arguments, self._troubles)
+        settings = resolve_settings(arguments, self._warning_log)
         resource = _resource(arguments)
         tracers = loggers = meters = steps = None
         readers: list[MetricReader] = []
         for name, otlp in settings.otlp.items():
             try:
-                delivery = Delivery(name, otlp, self._troubles)
+                delivery = Delivery(name, otlp, self._warning_log)
                 if name == "spans":
                     tracers = self._tracer_provider(resource, arguments.sample_ratio, delivery)
                 elif name == "events":
@@ -244,10 +244,10 @@ class Telemetry:
                 else:
                     readers.append(self._periodic_reader(delivery))
                     step_settings = otlp.for_steps(arguments.export_interval_s)
-                    step_delivery = Delivery("steps", step_settings, self._troubles)
+                    step_delivery = Delivery("steps", step_settings, self._warning_log)
                     steps = self._step_meter_provider(resource, step_delivery)
             except Exception as error:  # noqa: BLE001  # a bad environment must not end a run
-                self._troubles.warn(
+                self._warning_log.warn(
                     f"exporter not created: {type(error).__name__}",
                     signal=name,
                     endpoint=redacted(otlp.endpoint),
@@ -264,7 +264,11 @@ class Telemetry:
                 description="Spans, events and exports of step metrics that this process dropped.",
             )
         providers.set_providers(
-            tracers=tracers, loggers=loggers, meters=meters, steps=steps, troubles=self._troubles
+            tracers=tracers,
+            loggers=loggers,
+            meters=meters,
+            steps=steps,
+            warning_log=self._warning_log,
         )
 
     def _tracer_provider(
@@ -323,7 +327,7 @@ class Telemetry:
         try:
             self._server = scrape_server(prometheus.host, prometheus.port, registry)
         except OSError as error:
-            self._troubles.warn(
+            self._warning_log.warn(
                 "prometheus endpoint not opened",
                 host=prometheus.host,
                 port=prometheus.port,
@@ -353,7 +357,7 @@ class Telemetry:
             self._server.shutdown()  # returns within a poll interval of 0.1 s
             self._server.server_close()
         if not wait_all(self._shutdowns, deadline):
-            self._troubles.warn("shutdown timed out")
+            self._warning_log.warn("shutdown timed out")
 
     def _install_sigterm_handler(self) -> None:
         if threading.current_thread() is not threading.main_thread():

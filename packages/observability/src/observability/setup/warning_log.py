@@ -1,4 +1,4 @@
-"""`Troubles`: one warning per kind of trouble, for the first 64 kinds.
+"""`WarningLog`: one warning per kind of trouble, for the first 64 kinds.
 
 The SDK logs every failed batch and invalid attribute, through the standard logger ``opentelemetry``
 and its children. From the first setup on, these log records are redirected here.
@@ -15,7 +15,7 @@ logger = structlog.get_logger("observability")
 _MAX_KINDS = 64
 
 
-class Troubles:
+class WarningLog:
     """A logger that logs each of the first 64 kinds of trouble once.
 
     Attributes:
@@ -48,25 +48,25 @@ class Troubles:
 
 
 class _Handler(logging.Handler):
-    troubles: Troubles | None = None
+    warning_log: WarningLog | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.troubles is None or record.levelno < logging.WARNING:
+        if self.warning_log is None or record.levelno < logging.WARNING:
             return
         if record.name.endswith("_exporter"):
-            self.troubles.exporter_message = record.getMessage()
+            self.warning_log.exporter_message = record.getMessage()
         else:
             kind = f"{record.name}: {record.msg}"
-            self.troubles.warn(kind, message=record.getMessage())
+            self.warning_log.warn(kind, message=record.getMessage())
 
 
 _handler = _Handler()
 
 
-def take_over_logs(troubles: Troubles) -> None:
-    """Redirect OpenTelemetry's log records to ``troubles``."""
+def take_over_logs(warning_log: WarningLog) -> None:
+    """Redirect OpenTelemetry's log records to ``warning_log``."""
     sdk = logging.getLogger("opentelemetry")
-    _handler.troubles = troubles
+    _handler.warning_log = warning_log
     sdk.propagate = False
     if _handler not in sdk.handlers:
         sdk.addHandler(_handler)
