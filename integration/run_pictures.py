@@ -162,8 +162,8 @@ def _take_pages(browser: Browser, url: str) -> None:
     folder.mkdir(exist_ok=True)
     for name, path in paths.items():
         sheet = [_shown(page, path, width, height) for width, height in _VIEWPORTS]
-        whole = sum(each.width for each in sheet) + _GAP * (len(sheet) - 1)
-        picture = Image.new("RGB", (whole, _SHOWN_HEIGHT), "#c3c9d0")
+        total = sum(each.width for each in sheet) + _GAP * (len(sheet) - 1)
+        picture = Image.new("RGB", (total, _SHOWN_HEIGHT), "#c3c9d0")
         left = 0
         for each in sheet:
             picture.paste(each, (left, 0))

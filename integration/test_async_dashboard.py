@@ -24,7 +24,7 @@ from grpo_trainer import RunDisplay, train
 STEPS, PROMPTS, GROUP, GENERATORS = 4, 8, 4, 2
 SAMPLES = PROMPTS * GROUP
 TEXTS = 3
-PATIENCE_MS = 60_000
+TIMEOUT_MS = 60_000
 KILLED_IN = 1
 """The step in which a generation worker is killed."""
 
@@ -98,7 +98,7 @@ def _kill_a_generation_worker() -> None:
 @pytest.fixture
 def tabs(admin: Admin, browser: Browser) -> Iterator[tuple[Page, Page]]:
     """Yield two tabs; the test fails on any console message or page error."""
-    expect.set_options(timeout=PATIENCE_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     with quiet_tab(browser, admin.url) as overview, quiet_tab(browser, admin.url) as partition:
         yield overview, partition
     expect.set_options(timeout=5_000)

@@ -177,7 +177,7 @@ def run(services: Services, folder: Path, display: RunDisplay) -> Ran:
 def test_run_survives_restarts_of_its_services(
     cluster: None, services: Services, tmp_path: Path
 ) -> None:
-    undisturbed = run(services, tmp_path / "undisturbed", RunDisplay())
+    baseline = run(services, tmp_path / "baseline", RunDisplay())
     timers: list[threading.Timer] = []
 
     def later(seconds: float, recover: Callable[[], None]) -> None:
@@ -210,10 +210,10 @@ def test_run_survives_restarts_of_its_services(
     for timer in timers:
         timer.join()
     assert display.remaining == {}
-    assert disturbed.history == undisturbed.history
+    assert disturbed.history == baseline.history
     assert [trace["incomplete"] for trace in disturbed.traces] == [[]] * STEPS
     assert [spans_of(trace) for trace in disturbed.traces] == [
-        spans_of(trace) for trace in undisturbed.traces
+        spans_of(trace) for trace in baseline.traces
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from integration.waiting import wait_until
 from playwright.sync_api import Locator, Page, expect
 
-PATIENCE_MS = 300_000
+TIMEOUT_MS = 300_000
 """Time in which a run starts: it may load torch, Ray and vLLM first."""
 
 
@@ -33,17 +33,17 @@ class WatchedRun:
             process: process of the run.
             curves: metrics of which the page must draw curves.
         """
-        expect(self._fact("State")).to_contain_text("running", timeout=PATIENCE_MS)
+        expect(self._fact("State")).to_contain_text("running", timeout=TIMEOUT_MS)
         for name in curves:
             curve = self._tab.locator(f"figure[data-curve='{name}']").first
-            expect(curve.locator("canvas")).to_be_visible(timeout=PATIENCE_MS)
+            expect(curve.locator("canvas")).to_be_visible(timeout=TIMEOUT_MS)
         seen = self._steps()
-        wait_until(lambda: self._steps() > seen, PATIENCE_MS / 1000)
+        wait_until(lambda: self._steps() > seen, TIMEOUT_MS / 1000)
         assert process.poll() is None, "the run ended before the page showed a further step"
 
     def finish(self, *, steps: int) -> None:
         """Check the page after the end of the run: ``steps`` are its finished steps."""
-        expect(self._fact("State")).to_contain_text("finished", timeout=PATIENCE_MS)
+        expect(self._fact("State")).to_contain_text("finished", timeout=TIMEOUT_MS)
         wait_until(lambda: self._steps() == steps, 60)
         assert self._tab.evaluate("window.kept"), "the page was reloaded"
         self._fact("Slowest").get_by_role("link").click()

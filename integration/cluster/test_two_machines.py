@@ -138,9 +138,9 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the metrics of an undisturbed run."""
-    trainer, folder = start(nodes, tmp_path_factory.mktemp("undisturbed"))
+def baseline(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the metrics of a run without failures."""
+    trainer, folder = start(nodes, tmp_path_factory.mktemp("baseline"))
     status, errors, _ = trainer.end(200)
     assert status == 0, errors
     return history(folder)
@@ -190,15 +190,15 @@ def test_bulk_data_crosses_the_link_once(nodes: RayNodes) -> None:
 
 @pytest.mark.timeout(400)
 def test_run_on_two_machines_trains(
-    undisturbed: list[dict[str, Any]],
+    baseline: list[dict[str, Any]],
 ) -> None:
-    assert [record["step"] for record in undisturbed] == [*range(1, STEPS + 1)]
-    assert all(record["reward"] is not None for record in undisturbed)
+    assert [record["step"] for record in baseline] == [*range(1, STEPS + 1)]
+    assert all(record["reward"] is not None for record in baseline)
 
 
 @pytest.mark.timeout(600)
 def test_run_with_a_cut_link_fails_and_resumes(
-    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+    machines: Machines, nodes: RayNodes, baseline: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
@@ -206,12 +206,12 @@ def test_run_with_a_cut_link_fails_and_resumes(
         status, errors, seconds = trainer.end(120)
     check_error(status, errors, seconds)
     nodes.rejoin(machines["right"])
-    check_resumed(nodes, folder, undisturbed)
+    check_resumed(nodes, folder, baseline)
 
 
 @pytest.mark.timeout(600)
 def test_run_survives_a_link_cut_for_a_second(
-    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+    machines: Machines, nodes: RayNodes, baseline: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
@@ -219,12 +219,12 @@ def test_run_survives_a_link_cut_for_a_second(
         time.sleep(1.0)  # the tested outage, shorter than Ray's health-check limit
     status, errors, _ = trainer.end(120)
     assert status == 0, errors
-    assert history(folder) == undisturbed
+    assert history(folder) == baseline
 
 
 @pytest.mark.timeout(600)
 def test_run_with_a_dead_machine_fails_and_resumes(
-    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+    machines: Machines, nodes: RayNodes, baseline: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
@@ -232,12 +232,12 @@ def test_run_with_a_dead_machine_fails_and_resumes(
     status, errors, seconds = trainer.end(120)
     check_error(status, errors, seconds)
     nodes.rejoin(machines["right"])
-    check_resumed(nodes, folder, undisturbed)
+    check_resumed(nodes, folder, baseline)
 
 
 @pytest.mark.timeout(600)
 def test_run_with_a_dead_controller_names_it_and_resumes(
-    nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+    nodes: RayNodes, baseline: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     trainer, folder = start(nodes, tmp_path)
     trainer.wait_for("step    2")
@@ -252,7 +252,7 @@ def test_run_with_a_dead_controller_names_it_and_resumes(
     status, errors, seconds = trainer.end(120)
     check_error(status, errors, seconds)
     assert "TransferQueueController is dead" in errors
-    check_resumed(nodes, folder, undisturbed)
+    check_resumed(nodes, folder, baseline)
 
 
 ASK = """
@@ -289,7 +289,7 @@ AHEAD_S = 45
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs the package gcc (Debian)")
 def test_wrong_clock_changes_no_metrics_and_is_reported(
-    machines: Machines, nodes: RayNodes, undisturbed: list[dict[str, Any]], tmp_path: Path
+    machines: Machines, nodes: RayNodes, baseline: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     admin = Admin(nodes, tmp_path)
     machines["right"].set_clock(AHEAD_S, tmp_path)
@@ -300,7 +300,7 @@ def test_wrong_clock_changes_no_metrics_and_is_reported(
         )
         status, errors, _ = trainer.end(200)
         assert status == 0, errors
-        assert history(folder) == undisturbed
+        assert history(folder) == baseline
         traces = admin.ask("/api/v1/traces?limit=100")["traces"]
         steps = [trace for trace in traces if trace["has_root"] and trace["step"] is not None]
         assert len(steps) == STEPS

@@ -118,9 +118,9 @@ def test_a_rank_outside_the_chunks_is_refused() -> None:
 
 @given(parts=st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_from_batches_joins_rows_in_order(parts: list[int]) -> None:
-    whole = batch_of(sum(parts))
+    complete = batch_of(sum(parts))
     ends = [sum(parts[: place + 1]) for place in range(len(parts))]
-    batches = [whole.slice(end - part, end) for part, end in zip(parts, ends, strict=True)]
+    batches = [complete.slice(end - part, end) for part, end in zip(parts, ends, strict=True)]
     check_rows(BatchedDataDict.from_batches(batches), list(range(sum(parts))))
 
 

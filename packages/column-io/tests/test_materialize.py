@@ -107,7 +107,7 @@ def test_an_array_that_has_not_been_through_a_store_has_shape_n() -> None:
     assert column.tolist() == [{"a": 1}, ["x"], None]
 
 
-def test_one_value_for_the_whole_batch_is_repeated() -> None:
+def test_one_value_for_the_batch_is_repeated() -> None:
     assert materialize(TensorDict({"task": "math"}, [2]))["task"].tolist() == ["math", "math"]
 
 

@@ -67,11 +67,11 @@ def build(cfg, *, bootstrap=True):
 
 
 def test_third_parties_add_clients_and_middleware_without_touching_core(monkeypatch):
-    offered = {
+    entries = {
         factory.CLIENT_GROUP: [EntryPoint("theirs", f"{__name__}:build", factory.CLIENT_GROUP)],
         factory.MIDDLEWARE_GROUP: [EntryPoint("m", f"{__name__}:wrap", factory.MIDDLEWARE_GROUP)],
     }
-    monkeypatch.setattr(factory, "entry_points", lambda group: offered[group])
+    monkeypatch.setattr(factory, "entry_points", lambda group: entries[group])
     monkeypatch.setattr(EntryPoint, "load", lambda self: globals()[self.value.split(":")[1]])
     plain = {"enabled": True, "impl": "theirs"}
     assert build_data_plane_client(plain, bootstrap=False) == "client(bootstrap=False)"
@@ -121,12 +121,12 @@ def test_client_is_closed_if_a_middleware_fails(monkeypatch, failing):
     def refuse(client, cfg):
         raise OSError("no collector")
 
-    offered = {
+    entries = {
         factory.CLIENT_GROUP: [EntryPoint("theirs", "Theirs", factory.CLIENT_GROUP)],
         factory.MIDDLEWARE_GROUP: [EntryPoint("m", failing, factory.MIDDLEWARE_GROUP)],
     }
     loaded = {"Theirs": Theirs, "refuse": refuse}
-    monkeypatch.setattr(factory, "entry_points", lambda group: offered[group])
+    monkeypatch.setattr(factory, "entry_points", lambda group: entries[group])
     monkeypatch.setattr(EntryPoint, "load", lambda self: loaded[self.value])
     with pytest.raises((OSError, KeyError), match=r"no collector|missing"):
         build_data_plane_client(

@@ -141,8 +141,8 @@ def test_with_fields_appends_each_name_once(meta, names):
 
 @given(metas())
 def test_transforms_never_share_lists_or_extra_info(meta):
-    whole = list(range(meta.size))
-    for other in (meta.subset(whole), meta.slice(0, 9), meta.concat(), meta.with_fields([])):
+    all_rows = list(range(meta.size))
+    for other in (meta.subset(all_rows), meta.slice(0, 9), meta.concat(), meta.with_fields([])):
         assert other.sample_ids is not meta.sample_ids
         assert other.extra_info is not meta.extra_info
         if meta.sequence_lengths is not None:

@@ -40,8 +40,8 @@ def state_of(client: InMemoryDataPlaneClient, name: str = "train") -> Any:
         for field in sample.fields:
             [row] = client.get_samples([sample.sample_id], name, [field]).get(field).unbind(0)
             if isinstance(row, torch.Tensor):
-                whole = row.contiguous()
-                raw = whole.flatten().view(torch.uint8).tolist() if whole.numel() else []
+                complete = row.contiguous()
+                raw = complete.flatten().view(torch.uint8).tolist() if complete.numel() else []
                 values[field] = (str(row.dtype), tuple(row.shape), raw)
             else:
                 values[field] = repr(row.data)

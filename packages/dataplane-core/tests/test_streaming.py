@@ -264,12 +264,12 @@ def test_samples_of_a_dead_rank_reach_a_second_iteration():
     config = {**SETUP, "claim_lease_s": 1.0}
     killable = KillableClient(config, bootstrap=False)
     with (
-        committing(dataset(lambda: killable), renew_every_s=0.05) as dying,
+        committing(dataset(lambda: killable), renew_every_s=0.05) as killed,
         committing(dataset(leased()), renew_every_s=0.05) as loader,
     ):
-        batches = iter(dying)
+        batches = iter(killed)
         _, held = next(batches)
-        dying.ack(held)
+        killed.ack(held)
         assert [meta.size for _, meta in loader] == [4]
         commit_all(loader)
         killable.dead = True

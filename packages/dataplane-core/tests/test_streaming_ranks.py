@@ -99,12 +99,12 @@ def live_checks(monkeypatch):
 
 def test_rank_waits_for_one_that_died_during_its_batch(live_checks):
     client = store(6)
-    dying, live = leased(3.0)(), leased(1000.0)()
-    held = dying.claim_meta("p", "a", ["x"], 2)
+    expiring, live = leased(3.0)(), leased(1000.0)()
+    held = expiring.claim_meta("p", "a", ["x"], 2)
     other = live.claim_meta("p", "a", ["x"], 2)
 
     def before():
-        dying.renew(held)
+        expiring.renew(held)
         live.renew(other)
 
     def after(is_live):
@@ -124,14 +124,14 @@ def test_rank_waits_for_one_that_died_during_its_batch(live_checks):
 
 def test_rank_waits_for_one_that_died_during_its_wait(live_checks):
     client = store(6)
-    dying, silent = leased(3.0)(), leased(1000.0)()
-    held = dying.claim_meta("p", "a", ["x"], 2)
+    expiring, silent = leased(3.0)(), leased(1000.0)()
+    held = expiring.claim_meta("p", "a", ["x"], 2)
     other = silent.claim_meta("p", "a", ["x"], 2)
     answers = []
 
     def before():
         if len(answers) < 6:
-            dying.renew(held)
+            expiring.renew(held)
 
     def after(is_live):
         answers.append(is_live)

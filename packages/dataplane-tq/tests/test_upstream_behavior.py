@@ -469,13 +469,13 @@ def test_any_peer_of_a_port_can_run_code(raw, tmp_path, port):
     server = raw.controller if port == "request_handle_socket" else raw.units[0]
     info = server.get_zmq_server_info()
     mark = tmp_path / "was-here"
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.RCVTIMEO, int(TIMEOUT_S * 1000))
-        stranger.setsockopt(zmq.IDENTITY, f"{STORAGE_MANAGER_IDENTITY_PREFIX}me".encode())
-        stranger.connect(info.to_addr(port))
-        stranger.send_multipart(encode({"body": Payload(mark)}))
-        stranger.recv_multipart()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, int(TIMEOUT_S * 1000))
+        client.setsockopt(zmq.IDENTITY, f"{STORAGE_MANAGER_IDENTITY_PREFIX}me".encode())
+        client.connect(info.to_addr(port))
+        client.send_multipart(encode({"body": Payload(mark)}))
+        client.recv_multipart()
     assert mark.is_dir()
 
 

@@ -56,12 +56,12 @@ def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
-def fsdp_shards(whole: dict[str, torch.Tensor], ranks: int, rank: int) -> list[Any]:
+def fsdp_shards(complete: dict[str, torch.Tensor], ranks: int, rank: int) -> list[Any]:
     """Return a rank's shards along the first axis; tensors without axes belong to rank 0."""
     from refit_mx import Box, LocalShard
 
     shards = []
-    for name, tensor in whole.items():
+    for name, tensor in complete.items():
         shape = tuple(tensor.shape)
         if not shape:
             if rank == 0:
@@ -94,11 +94,11 @@ def targets_of(
 
 
 def slice_of(
-    whole: dict[str, torch.Tensor], *, axis: int = 0, ranks: int = 1, rank: int = 0
+    complete: dict[str, torch.Tensor], *, axis: int = 0, ranks: int = 1, rank: int = 0
 ) -> dict[str, torch.Tensor]:
     """Return the content that a receiver of `targets_of` must get."""
     slices = {}
-    for name, tensor in whole.items():
+    for name, tensor in complete.items():
         if axis < tensor.dim():
             first, stop = rows_of(tensor.shape[axis], ranks, rank)
             tensor = tensor.narrow(axis, first, stop - first)
@@ -270,8 +270,8 @@ def _publisher(settings: dict[str, Any]) -> None:
         started = time.monotonic()
         try:
             if command["do"] == "publish":
-                whole = moved(weights(command["seed"], shapes), settings.get("device", "cpu"))
-                shards = fsdp_shards(whole, settings.get("ranks", 1), settings.get("rank", 0))
+                complete = moved(weights(command["seed"], shapes), settings.get("device", "cpu"))
+                shards = fsdp_shards(complete, settings.get("ranks", 1), settings.get("rank", 0))
                 publisher.publish(
                     command["version"], shards, timeout_s=command.get("timeout_s", 30.0)
                 )

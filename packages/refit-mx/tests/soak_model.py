@@ -136,34 +136,36 @@ def draw_held(
 
 
 def _divided(rng: Random, layout: str, shape: tuple[int, ...], slots: int) -> list[list[Bounds]]:
-    whole: Bounds = ((0,) * len(shape), shape)
+    complete: Bounds = ((0,) * len(shape), shape)
     if layout == "full":
-        return [[whole] for _ in range(slots)]
+        return [[complete] for _ in range(slots)]
     if not shape:
         first = rng.randrange(slots)
-        return [[whole] if slot == first or slot == 0 else [] for slot in range(slots)]
+        return [[complete] if slot == first or slot == 0 else [] for slot in range(slots)]
     if layout == "uneven":
-        return [[box] for box in _cut(whole, 0, _cuts(rng, shape[0], slots - 1))]
+        return [[box] for box in _cut(complete, 0, _cuts(rng, shape[0], slots - 1))]
     if layout == "tp":
-        return [[_chunk(whole, min(1, len(shape) - 1), slots, slot)] for slot in range(slots)]
+        return [[_chunk(complete, min(1, len(shape) - 1), slots, slot)] for slot in range(slots)]
     if layout == "mesh":
         down, across = {1: (1, 1), 2: rng.choice([(1, 2), (2, 1)]), 3: (3, 1), 4: (2, 2)}[slots]
         boxes = []
         for slot in range(slots):
-            box = _chunk(whole, 0, down, slot // across)
+            box = _chunk(complete, 0, down, slot // across)
             # A tensor with one axis is replicated along the mesh's other dimension.
             boxes.append([_chunk(box, 1, across, slot % across)] if len(shape) > 1 else [box])
         return boxes
     if layout == "experts" and len(shape) == 3:
-        experts = [_cut(whole, 0, list(range(1, shape[0])))[expert] for expert in range(shape[0])]
+        experts = [
+            _cut(complete, 0, list(range(1, shape[0])))[expert] for expert in range(shape[0])
+        ]
         return [experts[slot::slots] for slot in range(slots)]
     if layout == "pieces":
         dealt: list[list[Bounds]] = [[] for _ in range(slots)]
-        for box in _cut(whole, 0, _cuts(rng, shape[0], rng.randint(0, 4))):
+        for box in _cut(complete, 0, _cuts(rng, shape[0], rng.randint(0, 4))):
             for slot in rng.sample(range(slots), rng.randint(1, min(2, slots))):
                 dealt[slot].append(box)
         return dealt
-    return [[_chunk(whole, 0, slots, slot)] for slot in range(slots)]
+    return [[_chunk(complete, 0, slots, slot)] for slot in range(slots)]
 
 
 def _cuts(rng: Random, size: int, count: int) -> list[int]:

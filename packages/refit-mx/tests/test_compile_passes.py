@@ -155,25 +155,27 @@ def test_stack_of_experts_compiles_like_each_expert(compiler):
     name = "model.layers.0.mlp.experts.w13_weight"
     stack = torch.stack([random_matrix(seed, 140, 70, torch.bfloat16) for seed in range(3)])
     suffix = SUFFIX[compiler.name]
-    whole = compiled(compiler, {name: stack})
+    complete = compiled(compiler, {name: stack})
     for i, matrix in enumerate(stack):
         alone = compiled(compiler, {WEIGHT: matrix})
         assert torch.equal(
-            codes := whole[name][i].view(torch.uint8), alone[WEIGHT].view(torch.uint8)
+            codes := complete[name][i].view(torch.uint8), alone[WEIGHT].view(torch.uint8)
         )
         assert codes.any()
-        assert torch.equal(whole[name + suffix][i].reshape(-1), alone[WEIGHT + suffix].reshape(-1))
+        assert torch.equal(
+            complete[name + suffix][i].reshape(-1), alone[WEIGHT + suffix].reshape(-1)
+        )
 
 
 @pytest.mark.parametrize("compiler", [*FP8, compile_pass("cutlass_fp8", weight_layout="row_major")])
 def test_bands_of_rows_change_nothing(monkeypatch, compiler):
     matrix = random_matrix(9, 600, 130, torch.bfloat16)
-    whole = compiled(compiler, {WEIGHT: matrix})
+    complete = compiled(compiler, {WEIGHT: matrix})
     monkeypatch.setattr("refit_mx.compile.quantizing.BAND_ELEMENTS", 130 * 128 * 2)
     banded = compiled(compiler, {WEIGHT: matrix})
-    assert sorted(whole) == sorted(banded)
-    for name in whole:
-        assert torch.equal(whole[name].view(torch.uint8), banded[name].view(torch.uint8))
+    assert sorted(complete) == sorted(banded)
+    for name in complete:
+        assert torch.equal(complete[name].view(torch.uint8), banded[name].view(torch.uint8))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -34,9 +34,9 @@ def test_parts_of_a_shard_are_the_shard(data):
         data.draw(st.integers(0, size - at)) for at, size in zip(start, shape, strict=True)
     )
     cut = Cut(data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 12)))
-    whole = torch.arange(np.prod(shape)).reshape(shape)
+    complete = torch.arange(np.prod(shape)).reshape(shape)
     box = Box(start, held)
-    shard = LocalShard("w", shape, box, whole[box.slices()])
+    shard = LocalShard("w", shape, box, complete[box.slices()])
 
     parts = cut_shards([shard], {"w": cut})
 
@@ -45,7 +45,7 @@ def test_parts_of_a_shard_are_the_shard(data):
         assert bool((seen[part.box.slices()] == -1).all()), "two parts hold one element"
         seen[part.box.slices()] = part.tensor
     expected = torch.full(shape, -1)
-    expected[box.slices()] = whole[box.slices()]
+    expected[box.slices()] = complete[box.slices()]
     assert torch.equal(seen, expected)
     assert len(parts) <= cut.parts
 
@@ -54,28 +54,28 @@ def test_parts_of_a_shard_are_the_shard(data):
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_cut_shards_arrive_byte_for_byte_in_every_layout(transport, axis, ranks):
-    whole = weights(5, SHAPES)
+    complete = weights(5, SHAPES)
     with a_world() as world:
         world.version("v1", ["fsdp-0", "fsdp-1"])
         for rank in range(2):
             publisher = world.publisher(f"fsdp-{rank}", cuts=CUTS, transports=[transport, "tcp"])
-            publisher.publish("v1", fsdp_shards(whole, 2, rank))
+            publisher.publish("v1", fsdp_shards(complete, 2, rank))
         for rank in range(ranks):
             layout = {"axis": axis, "ranks": ranks, "rank": rank}
             with (
                 world.receiver(targets_of(SHAPES, **layout), transport=transport) as receiver,
                 receiver.receive_weights_scratch("v1") as got,
             ):
-                assert same(dict(got), slice_of(whole, **layout))
+                assert same(dict(got), slice_of(complete, **layout))
 
 
 def test_receiver_of_cut_parts_requests_no_digests():
-    whole = weights(5, SHAPES)
+    complete = weights(5, SHAPES)
     wanted = targets_of({"down": SHAPES["down"]}, axis=1, ranks=4, rank=2)
     requested_bytes = {}
     for name, cuts in (("cut", CUTS), ("as it is", None)):
         with a_world() as world:
-            world.publish_state("v1", whole, cuts=cuts)
+            world.publish_state("v1", complete, cuts=cuts)
             receiver = world.receiver(wanted)
             with receiver.receive_weights_scratch("v1") as got:
                 requested_bytes[name] = got.stats.source_verified_bytes
@@ -83,11 +83,11 @@ def test_receiver_of_cut_parts_requests_no_digests():
 
 
 def test_publishing_again_with_cuts_changes_nothing():
-    whole = weights(5, SHAPES)
+    complete = weights(5, SHAPES)
     with a_world() as world:
         world.version("v1")
         publisher = world.publisher(cuts=CUTS)
-        assert publisher.publish("v1", whole) == publisher.publish("v1", whole)
+        assert publisher.publish("v1", complete) == publisher.publish("v1", complete)
 
 
 @pytest.mark.parametrize(("axis", "parts"), [(-1, 2), (0, 0)])

@@ -265,11 +265,11 @@ def test_publish_succeeds_once_the_control_plane_is_back(tmp_path):
     port = int(server.address.rpartition(":")[2])
 
     def away(phase):
-        if phase == "register" and not offered:
-            offered.append(phase)
+        if phase == "register" and not failed:
+            failed.append(phase)
             server.close()
 
-    offered = []
+    failed = []
     with ControlClient(server.address) as control:
         control.create_version(MODEL, ["fsdp-0"], idempotency_key="v1", version_id="v1")
         with MxV2TrainingPublisher(

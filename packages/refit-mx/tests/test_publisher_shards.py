@@ -101,13 +101,15 @@ def test_dtensors_of_four_ranks_have_the_right_boxes(tmp_path: Path):
             rank.kill()
             rank.wait()
     for name, (_, placements, shape) in MESHES.items():
-        whole = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).reshape(shape)
+        complete = torch.arange(torch.tensor(shape).prod().item(), dtype=torch.float32).reshape(
+            shape
+        )
         copies = torch.zeros(shape)
         for answer in answers:
             start, size, values = answer[name]
             box = Box(tuple(start), tuple(size))
             part = torch.tensor(values).reshape(size)
-            assert torch.equal(whole[box.slices()], part), name
+            assert torch.equal(complete[box.slices()], part), name
             copies[box.slices()] += 1
         replicas = 2 if placements[0][0] == "Replicate" else 1
         assert torch.equal(copies, torch.full(shape, float(replicas))), name

@@ -39,12 +39,12 @@ from refit_mx.transports.base import SourceReads
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_gets_its_slice(world, transport, axis, ranks):
     publishers = [world.publisher(f"fsdp-{rank}", transports=[transport]) for rank in range(2)]
-    whole = world.publish(publishers, "v1", 1)
+    complete = world.publish(publishers, "v1", 1)
     for rank in range(ranks):
         layout = {"axis": axis, "ranks": ranks, "rank": rank}
         receiver = world.receiver(targets_of(**layout), transport=transport, rank=rank)
         with receiver.receive_weights_scratch("v1") as got:
-            assert same(dict(got), slice_of(whole, **layout))
+            assert same(dict(got), slice_of(complete, **layout))
             assert got.stats.nbytes == sum(tensor.nbytes for tensor in got.values())
 
 
@@ -163,7 +163,7 @@ def test_different_replicas_are_never_mixed(world):
 
 
 def test_receiver_can_become_a_source_of_its_version(world, published):
-    publishers, whole = published
+    publishers, complete = published
     live = zeros()
     world.receiver().refit("v1", live)
     relays = [world.publisher(f"fsdp-{rank}") for rank in range(2)]
@@ -173,7 +173,7 @@ def test_receiver_can_become_a_source_of_its_version(world, published):
     publishers[1].close()
     assert world.state("v1") == "READY"
     with world.receiver().receive_weights_scratch("v1") as got:
-        assert same(dict(got), whole)
+        assert same(dict(got), complete)
         assert set(got.stats.sources) == {relay.worker_id for relay in relays}
 
 
@@ -242,7 +242,7 @@ def test_silent_source_is_left_out(world):
 
 
 def test_the_only_source_of_a_part_gets_every_attempt(world, published):
-    publishers, whole = published
+    publishers, complete = published
     worker_id = publishers[0].worker_id
 
     def lose(source_reads: Sequence[SourceReads]) -> None:
@@ -255,7 +255,7 @@ def test_the_only_source_of_a_part_gets_every_attempt(world, published):
         receiver.receive_weights_scratch("v1", attempts=2)
     inner.fetched.clear()
     with receiver.receive_weights_scratch("v1", attempts=3) as got:
-        assert same(dict(got), whole)
+        assert same(dict(got), complete)
         assert got.stats.attempts == 3
     inner.close()
 

@@ -159,8 +159,8 @@ def test_version_without_sources_is_lost(world):
 )
 def test_manifest_with_another_identity_is_left_out(world, ranks, change):
     true = discover(world).manifests[0]
-    lie = msgspec.structs.replace(true, **{"worker_id": "liar", **change})
-    leave_out(world, lie.encode(), "the control plane lists")
+    manifest = msgspec.structs.replace(true, **{"worker_id": "other-trainer", **change})
+    leave_out(world, manifest.encode(), "the control plane lists")
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", bytes(1000)])
@@ -171,13 +171,13 @@ def test_garbage_is_left_out(world, ranks, data):
 def test_contradictory_manifest_loses_only_its_worker(world, ranks):
     true = discover(world).manifests[0]
     # Half a digest is missing, so a shard has too few.
-    lie = msgspec.structs.replace(true, worker_id="liar", digests=true.digests[:-8])
-    with served_by_a_liar(world, lie.encode()):
-        assert "liar" in workers(discover(world))
+    manifest = msgspec.structs.replace(true, worker_id="other-trainer", digests=true.digests[:-8])
+    with served_as_manifest(world, manifest.encode()):
+        assert "other-trainer" in workers(discover(world))
         receiver = world.receiver()
         with pytest.raises(SourceLostError, match="1 of 5 manifests cannot be used") as lost:
             receiver.refit("v1", zeros(), attempts=1)
-        assert lost.value.worker_ids == ("liar",)
+        assert lost.value.worker_ids == ("other-trainer",)
         live = zeros()
         stats = receiver.refit("v1", live)
         assert same(live, weights(1))
@@ -185,20 +185,22 @@ def test_contradictory_manifest_loses_only_its_worker(world, ranks):
 
 
 @contextlib.contextmanager
-def served_by_a_liar(world: World, data: bytes) -> Iterator[None]:
+def served_as_manifest(world: World, data: bytes) -> Iterator[None]:
     """Register a further worker of the first slot, which serves ``data`` as its manifest."""
     with contextlib.closing(ManifestService()) as service:
-        world.control.register_worker("liar", WorkerRole.TRAINER, MODEL, ttl_s=600)
+        world.control.register_worker("other-trainer", WorkerRole.TRAINER, MODEL, ttl_s=600)
         digest = service.put("v1", "fsdp-0", data)
-        world.control.create_shard(Shard("v1", "fsdp-0", "liar", 1, 1, digest, service.endpoint))
+        world.control.create_shard(
+            Shard("v1", "fsdp-0", "other-trainer", 1, 1, digest, service.endpoint)
+        )
         yield
 
 
 def leave_out(world: World, data: bytes, says: str) -> None:
-    with served_by_a_liar(world, data):
+    with served_as_manifest(world, data):
         sources = discover(world)
-        assert "liar" not in workers(sources)
-        assert says in sources.excluded["liar"]
+        assert "other-trainer" not in workers(sources)
+        assert says in sources.excluded["other-trainer"]
         assert len(sources.manifests) == 4
 
 

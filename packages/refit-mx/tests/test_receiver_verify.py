@@ -93,7 +93,7 @@ def columns_of(tensors, ranks, rank):
 def test_strided_complete_shards_request_no_digests(min_bytes):
     shapes = {name: spec for name, spec in SHAPES.items() if len(spec[1]) == 2}
     shapes["wide"] = ("uint8", (7, 3, 5 << 18))  # rows longer than a buffer that is gathered
-    whole = weights(1, shapes)
+    complete = weights(1, shapes)
     flips = []
 
     def flip(scratch, source_reads):
@@ -106,14 +106,14 @@ def test_strided_complete_shards_request_no_digests(min_bytes):
     with a_world() as world:
         world.version("v1", ["tp-0", "tp-1"])
         for rank in range(2):
-            world.publisher(f"tp-{rank}").publish("v1", columns_of(whole, 2, rank))
+            world.publisher(f"tp-{rank}").publish("v1", columns_of(complete, 2, rank))
         receiver = world.receiver(
             targets_of(shapes),
             transport=Meddling(new_transport("tcp"), after=flip),
             settings=ReceiverSettings(min_overlapped_verify_bytes=min_bytes),
         )
         with receiver.receive_weights_scratch("v1") as got:
-            assert same(dict(got), whole)
+            assert same(dict(got), complete)
             assert got.stats.source_verified_bytes == 0
         for number in range(8):
             flips[:] = [number]

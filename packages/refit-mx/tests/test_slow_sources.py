@@ -43,7 +43,7 @@ class SlowLink:
 
     def __init__(self, address: str, *, burst: int, pause_s: float) -> None:
         host, _, port = address.rpartition(":")
-        self._far = (host, int(port))
+        self._remote = (host, int(port))
         self._burst, self._pause_s = burst, pause_s
         self._over = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -55,10 +55,10 @@ class SlowLink:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near = self._listener.accept()[0]
-                far = socket.create_connection(self._far)
-                self._sockets += [near, far]
-                for ends in ((near, far, False), (far, near, True)):
+                local = self._listener.accept()[0]
+                remote = socket.create_connection(self._remote)
+                self._sockets += [local, remote]
+                for ends in ((local, remote, False), (remote, local, True)):
                     threading.Thread(target=self._forward, args=ends, daemon=True).start()
 
     def _forward(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:

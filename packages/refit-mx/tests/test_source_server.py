@@ -302,7 +302,7 @@ def test_garbage_never_ends_the_server(garbage_server, parts):
         client.check_held(version_id="v1", deadline=soon())
 
 
-@pytest.fixture(params=[False, True], ids=["stranger", "greeted"])
+@pytest.fixture(params=[False, True], ids=["first frame", "after handshake"])
 def garbage_server(request):
     with serving() as (_, _, source):
         yield source, request.param

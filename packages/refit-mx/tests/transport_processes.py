@@ -45,14 +45,14 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 def random_reads(nbytes: int, count: int, seed: int, *, max_run: int = 512) -> ReadTable:
     """Draw valid reads between memories of ``nbytes``, with two loops, disjoint in the scratch."""
     draw = np.random.default_rng(seed)
-    room = nbytes // count
+    free = nbytes // count
     rows = []
     for index in range(count):
-        run = int(draw.integers(1, min(max_run, room) + 1))
-        n1 = int(draw.integers(1, min(64, room // run) + 1))
-        n2 = int(draw.integers(1, min(8, room // (run * n1)) + 1))
-        row = [0, index * room, run, n1, 0, 0, n2, 0, 0]
-        for at, of, first in ((0, nbytes, 0), (1, room, index * room)):
+        run = int(draw.integers(1, min(max_run, free) + 1))
+        n1 = int(draw.integers(1, min(64, free // run) + 1))
+        n2 = int(draw.integers(1, min(8, free // (run * n1)) + 1))
+        row = [0, index * free, run, n1, 0, 0, n2, 0, 0]
+        for at, of, first in ((0, nbytes, 0), (1, free, index * free)):
             # Spend the spare bytes on the strides, then on the offset.
             spare = of - run * n1 * n2
             gap1 = int(draw.integers(0, spare // (n1 * n2) + 1)) * int(draw.integers(0, 2))

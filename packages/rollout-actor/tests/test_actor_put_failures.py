@@ -125,8 +125,8 @@ def test_failed_withdrawal_is_noted_on_the_error(actor_of, store, monkeypatch, f
 def test_failing_finish_does_not_hide_the_first_error(actor_of):
     class Broken(FailingAfterPut):
         def generate(self, data, *, greedy):
-            raise MemoryError("no room")
+            raise MemoryError("no free memory")
 
-    with pytest.raises(MemoryError, match="no room") as caught:
+    with pytest.raises(MemoryError, match="no free memory") as caught:
         actor_of(Broken("finish")).rollout_to_tq(batch_of(["1+2="]), partition_id="train")
     assert caught.value.__notes__ == ["finish_generation failed as well: OSError: no finish"]

@@ -75,10 +75,10 @@ def test_a_row_ends_at_the_maximum_of_turns(rollout):
     assert metrics["natural_termination_rate"] == 0.0
 
 
-@pytest.mark.parametrize(("room", "observed"), [(5, 5), (2, 2), (0, 0)])
-def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(rollout, room, observed):
+@pytest.mark.parametrize(("free", "observed"), [(5, 5), (2, 2), (0, 0)])
+def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(rollout, free, observed):
     length = len("1+2=3. So it is.")
-    batch, metrics = rollout(batch_of(["1+2="], more=["4+4=", "5+5="]), max_seq_len=length + room)
+    batch, metrics = rollout(batch_of(["1+2="], more=["4+4=", "5+5="]), max_seq_len=length + free)
     log = batch["message_log"][0]
     assert len(log) == 3
     assert torch.equal(log[2]["token_ids"], tokens_of(" 4+4="[:observed]))

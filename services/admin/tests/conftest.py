@@ -30,7 +30,7 @@ from dataplane_admin import Settings, create_app
 sys.path.insert(0, str(Path(__file__).parent))
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 # A process that imports torch and runs steps may need minutes on a loaded machine. A failed one
 # exits, which is noticed at once.
 START_S = 240.0
@@ -72,7 +72,7 @@ class Service:
         """Send a signal and wait; return the status, the duration in seconds, and the output."""
         start_s = time.monotonic()
         self.process.send_signal(number)
-        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        out, _ = self.process.communicate(timeout=TIMEOUT_S)
         return self.process.returncode, time.monotonic() - start_s, out + self.written_errors()
 
     def end(self):
@@ -105,7 +105,7 @@ def refused(tmp_path):
             [COMMAND, "serve", *arguments],
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
             cwd=tmp_path,
         )

@@ -11,20 +11,20 @@ from waiting import until
 from dataplane_admin import models
 
 TOKEN = "3f2b8c0d9e7a6b5c"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def client(running):
     headers = {"authorization": f"Bearer {TOKEN}"}
-    with httpx.Client(base_url=running.url, headers=headers, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=running.url, headers=headers, timeout=TIMEOUT_S) as client:
 
         def is_complete():
             partition = client.get("/api/v1/partition", params={"id": "train"}).json()
             ready = [task["ready"] for task in partition.get("tasks", ())]
             return ready[:1] == [5] and client.get("/api/v1/why").json()
 
-        until(is_complete, PATIENCE_S)  # the last events arrive shortly after the URL
+        until(is_complete, TIMEOUT_S)  # the last events arrive shortly after the URL
         yield client
 
 
@@ -163,7 +163,7 @@ def test_the_service_makes_no_spans_of_its_own_requests(client):
 def test_an_unchanged_answer_is_304(client):
     first = client.get("/api/v1/staleness")
     headers = {"if-none-match": f'"other", {first.headers["etag"]}'}
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:  # a metric may arrive in between
         again = client.get("/api/v1/staleness", headers=headers)
         if again.status_code == 304:

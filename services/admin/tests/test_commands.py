@@ -17,7 +17,7 @@ from waiting import until
 
 from dataplane_admin.cli import app
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 TOKEN = "3f2b8c0d9e7a6b5c"
 
 
@@ -81,7 +81,7 @@ def token_file(tmp_path_factory):
 )
 def test_a_command_shows_what_the_api_answers(running, token_file, arguments, shown):
     line = [*arguments, "--url", running.url, "--token-file", token_file]
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:  # the last events arrive shortly after the URL
         status, out, err = command(*line)
         if all(text in out for text in shown) or time.monotonic() > deadline:
@@ -107,7 +107,7 @@ def test_a_trace_id_is_accepted_in_any_copied_form(running, token_file):
             f"{running.url}/compare?{urlencode({'a': given, 'b': given})}",
             headers={"authorization": f"Bearer {TOKEN}"},
         )
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             assert trace_id in answer.read().decode()
 
 
@@ -152,7 +152,7 @@ def post(url, body, **headers):
         data=json.dumps(body).encode(),
         headers={"content-type": "application/json", **headers},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         return answer.status
 
 
@@ -161,12 +161,12 @@ def test_secrets_are_never_written(start, token_file, tmp_path):
     bearer = {"authorization": f"Bearer {TOKEN}"}
     login = urllib.request.Request(f"{service.url}/login", data=f"token={TOKEN}".encode())
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    with opener.open(login, timeout=PATIENCE_S) as page:
+    with opener.open(login, timeout=TIMEOUT_S) as page:
         assert page.status == 200
     for path in ("/api/v1/status", f"/api/v1/trace?id={TOKEN}", f"/{TOKEN}"):
         request = urllib.request.Request(f"{service.url}{path}", headers=bearer)
         with contextlib.suppress(urllib.error.HTTPError):
-            opener.open(request, timeout=PATIENCE_S).close()
+            opener.open(request, timeout=TIMEOUT_S).close()
     with pytest.raises(urllib.error.HTTPError):
         post(service.url, {}, authorization=f"Bearer {TOKEN}x")
     assert post(service.url, {}, **bearer) == 200

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 TOKEN = "3f2b8c0d9e7a6b5c"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SECRET = "what-the-peer-sent"
 HALF = f"GET /{SECRET} HTTP/1.1\r\nHost: loc".encode()
 HALF_BODY = b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\nabc"
@@ -43,7 +43,7 @@ def serve(start, request_s=60.0, body_s=60.0, read_s=60.0):
 def status_of(url, data=None, **headers):
     try:
         request = urllib.request.Request(url, data, headers)
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -55,7 +55,7 @@ def peers(port, number, sent):
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(number):
-            peer = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
+            peer = stack.enter_context(socket.create_connection(("127.0.0.1", port), TIMEOUT_S))
             with contextlib.suppress(ConnectionError):
                 peer.sendall(sent)
             connections.append(peer)
@@ -104,12 +104,12 @@ def test_an_unread_answer_times_out(start):
     service = serve(start, read_s=0.3)
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.settimeout(PATIENCE_S)
+        peer.settimeout(TIMEOUT_S)
         peer.connect(("127.0.0.1", service.port))
         request = "GET /api/v1/openapi.json HTTP/1.1\r\nHost: localhost\r\n"
         request += f"Authorization: Bearer {TOKEN}\r\n\r\n"
         # Until the buffers in between are full, and for some time afterwards.
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < deadline:
                 peer.sendall(request.encode())
@@ -184,7 +184,7 @@ def test_a_grpc_exporter_gets_the_setting_to_change(start):
             "/opentelemetry.proto.collector.trace.v1.TraceService/Export", bytes, bytes
         )
         with pytest.raises(grpc.RpcError) as refused:
-            export(b"", timeout=PATIENCE_S)
+            export(b"", timeout=TIMEOUT_S)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf" in refused.value.details()
     _, _, written = service.stop(signal.SIGTERM)

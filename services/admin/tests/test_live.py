@@ -26,7 +26,7 @@ from dataplane_admin.live.stuck import MAX_SIGNS  # noqa: TID251
 from dataplane_admin.live.trend import POLLS, Trends  # noqa: TID251
 from dataplane_core import InMemoryDataPlaneClient, PartitionSummary, TaskSummary, UnavailableError
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Watched:
@@ -45,7 +45,7 @@ class Watched:
                 raise UnavailableError("the directory does not answer")
             self.calls.append((name, *args))
             if name == "list_samples":
-                self.free.wait(PATIENCE_S)
+                self.free.wait(TIMEOUT_S)
             return getattr(self.plane, name)(*args, **kwargs)
 
         return ask

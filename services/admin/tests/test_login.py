@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 TOKEN = "3f2b8c0d9e7a6b5c"
-OURS = "http://localhost"
+SAME_ORIGIN = "http://localhost"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 HTML = {"accept": "text/html,*/*"}
 FOREIGN = [
@@ -26,12 +26,12 @@ FOREIGN = [
 
 
 def client_of(app, **headers):
-    return TestClient(app, base_url=OURS, follow_redirects=False, headers=headers)
+    return TestClient(app, base_url=SAME_ORIGIN, follow_redirects=False, headers=headers)
 
 
 def logged_in(app):
     client = client_of(app)
-    answer = client.post("/login", data={"token": TOKEN}, headers={"origin": OURS})
+    answer = client.post("/login", data={"token": TOKEN}, headers={"origin": SAME_ORIGIN})
     assert answer.status_code == 303
     return client
 
@@ -100,7 +100,7 @@ def test_a_session_can_read_until_it_ends(app_of):
     client = logged_in(app_of(token=TOKEN))
     assert client.get("/api/v1/status").status_code == 200
     value = client.cookies["dataplane_admin"]
-    answer = client.post("/logout", data={"csrf": csrf(client)}, headers={"origin": OURS})
+    answer = client.post("/logout", data={"csrf": csrf(client)}, headers={"origin": SAME_ORIGIN})
     assert answer.status_code == 303
     again = client_of(app_of(token=TOKEN), cookie=f"dataplane_admin={value}")
     assert again.get("/api/v1/status").status_code == 401
@@ -108,7 +108,7 @@ def test_a_session_can_read_until_it_ends(app_of):
 
 def test_a_session_cannot_send_telemetry(app_of):
     client = logged_in(app_of(token=TOKEN))
-    assert client.post("/v1/traces", json={}, headers={"origin": OURS}).status_code == 401
+    assert client.post("/v1/traces", json={}, headers={"origin": SAME_ORIGIN}).status_code == 401
     assert client.post("/v1/traces", json={}, headers=BEARER).status_code == 200
 
 
@@ -152,32 +152,32 @@ def test_nothing_is_changed_without_the_csrf_value(app_of, token):
 
     for headers in (
         {},
-        {"origin": OURS},
-        {"origin": OURS, "x_csrf_token": ""},
-        {"origin": OURS, "x_csrf_token": value[:-1]},
-        {"origin": OURS, "x_csrf_token": "é".encode()},
+        {"origin": SAME_ORIGIN},
+        {"origin": SAME_ORIGIN, "x_csrf_token": ""},
+        {"origin": SAME_ORIGIN, "x_csrf_token": value[:-1]},
+        {"origin": SAME_ORIGIN, "x_csrf_token": "é".encode()},
         {"x_csrf_token": value},
         {"origin": "http://evil.example", "x_csrf_token": value},
     ):
         assert act(**headers).status_code == 403
     assert app.state.store.audit() == []
     # After authentication there is no data plane to change.
-    assert act(origin=OURS, x_csrf_token=value).status_code == 503
+    assert act(origin=SAME_ORIGIN, x_csrf_token=value).status_code == 503
     assert len(app.state.store.audit()) == 2
 
 
 def test_a_form_carries_the_csrf_value_as_a_field(app_of):
     client = logged_in(app_of(token=TOKEN))
     for data in ({}, {"csrf": "other"}, {"csrf": ["a", csrf(client)]}):
-        assert client.post("/logout", data=data, headers={"origin": OURS}).status_code == 403
+        assert client.post("/logout", data=data, headers={"origin": SAME_ORIGIN}).status_code == 403
     good = {"csrf": csrf(client)}
-    assert client.post("/logout", data=good, headers={"origin": OURS}).status_code == 303
+    assert client.post("/logout", data=good, headers={"origin": SAME_ORIGIN}).status_code == 303
 
 
 def test_every_session_has_its_own_csrf_value(app_of):
     app = app_of(token=TOKEN)
     first, second = logged_in(app), logged_in(app)
-    answer = second.post("/logout", data={"csrf": csrf(first)}, headers={"origin": OURS})
+    answer = second.post("/logout", data={"csrf": csrf(first)}, headers={"origin": SAME_ORIGIN})
     assert answer.status_code == 403
 
 
@@ -215,5 +215,5 @@ def test_new_sessions_replace_the_oldest(app_of, monkeypatch):
 def test_a_form_without_the_csrf_value_is_refused(app_of, action):
     client = logged_in(app_of(token=TOKEN, allow_actions=True))
     for path in (f"/actions/{action}", f"/api/v1/actions/{action}", "/logout"):
-        answer = client.post(path, headers={"origin": OURS})
+        answer = client.post(path, headers={"origin": SAME_ORIGIN})
         assert (answer.status_code, "csrf" in answer.text) == (403, True), path

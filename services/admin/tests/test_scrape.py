@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dataplane_admin.cli import app
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "dataplane-admin")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 START_S = 240.0
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -111,7 +111,7 @@ def scraping(start, tmp_path):
 
 
 def subjects(service):
-    answer = httpx.get(f"{service.url}/api/v1/load", timeout=PATIENCE_S).json()
+    answer = httpx.get(f"{service.url}/api/v1/load", timeout=TIMEOUT_S).json()
     return {
         each["name"]: {(held["metric"], held["device"]): held["values"] for held in each["series"]}
         for each in answer["subjects"]
@@ -153,7 +153,7 @@ def test_engines_and_node_are_sent_until_sigterm(engine, scraping, tmp_path):
     until(lambda: len(subjects(service)[name]["generation_tokens", ""]) > 1)
     assert set(subjects(service)[name]["generation_tokens", ""]) == {0.0}
     process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 0
+    assert process.wait(TIMEOUT_S) == 0
 
 
 def test_a_failing_engine_is_one_warning_and_a_gap(engine, scraping, tmp_path):
@@ -194,7 +194,7 @@ def test_a_failing_engine_is_one_warning_and_a_gap(engine, scraping, tmp_path):
             engine.answer = lambda handler: engine.write(handler, TEXT.encode())
         engine.answer = drip
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
     finally:
         good.end()
 
@@ -209,7 +209,7 @@ def test_a_service_that_is_down_is_one_warning(engine, tmp_path):
         assert "export_failed" in (tmp_path / "log").read_text()
     finally:
         process.terminate()
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 MAX_STREAMS = 20
 SERVICE = f"""
 from dataplane_admin import Settings, create_app, serve
@@ -50,13 +50,13 @@ def service(start):
 async def subscribe(port):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(REQUEST)
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), TIMEOUT_S)
     return head, reader, writer
 
 
 async def next_change(reader):
     while True:
-        line = await asyncio.wait_for(reader.readline(), PATIENCE_S)
+        line = await asyncio.wait_for(reader.readline(), TIMEOUT_S)
         assert line, "the stream ended"
         if line.startswith(b"data: "):
             return json.loads(line.removeprefix(b"data: "))
@@ -68,7 +68,7 @@ def post(url):
         data=json.dumps(SPAN).encode(),
         headers={"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         assert answer.status == 200
 
 
@@ -101,7 +101,7 @@ def test_too_many_subscribers_are_refused_and_pages_work(service, many):
                 return
             assert head.startswith(b"HTTP/1.1 503"), head
             assert b"application/problem+json" in head
-            refused.append(await asyncio.wait_for(reader.read(), PATIENCE_S))
+            refused.append(await asyncio.wait_for(reader.read(), TIMEOUT_S))
             writer.close()
 
     async def subscribe_all():
@@ -112,7 +112,7 @@ def test_too_many_subscribers_are_refused_and_pages_work(service, many):
         for writer in kept:
             writer.close()
         # The closed connections leave free capacity for new subscribers.
-        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_S
         while True:
             head, _, writer = await subscribe(service.port)
             writer.close()
@@ -133,7 +133,7 @@ def test_the_stop_does_not_wait_for_subscribers(service):
         _, reader, _ = await subscribe(service.port)
         await next_change(reader)
         stopping = asyncio.create_task(asyncio.to_thread(service.stop, signal.SIGTERM))
-        await asyncio.wait_for(reader.read(), PATIENCE_S)  # ends
+        await asyncio.wait_for(reader.read(), TIMEOUT_S)  # ends
         return await stopping
 
     status, seconds, _ = asyncio.run(wait())

@@ -2,10 +2,10 @@
 
 import threading
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
-def until(condition, seconds=PATIENCE_S):
+def until(condition, seconds=TIMEOUT_S):
     """Return the first true value of a condition."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.01)):

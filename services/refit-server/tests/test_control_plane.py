@@ -210,9 +210,9 @@ def test_metrics_count_calls_and_records(start, connect, token_file):
     # are not counted.
     server = start("--metrics-port", "0", "--token-file", str(token_file))
     url = server.process.stderr.readline().split()[-1]
-    stranger, client = connect(server.address), connect(server.address, token=TOKEN)
+    unauthorized, client = connect(server.address), connect(server.address, token=TOKEN)
     with pytest.raises(ControlAccessError):
-        stranger.get_version("x")
+        unauthorized.get_version("x")
     client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60)
     secret = publish(client, "1")
     client.create_version("m", ("a",), idempotency_key="2")

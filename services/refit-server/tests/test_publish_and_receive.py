@@ -138,9 +138,9 @@ def test_server_never_writes_a_token(secure, certificate):
     server, access = secure
     with access.connect(server.address) as control:
         control.create_version("m", ["a"], idempotency_key="v1", version_id="v1")
-    stranger = ControlAccess(access.tls_ca, NAME).connect(server.address)
-    with stranger, pytest.raises(ControlAccessError):
-        stranger.get_version("v1")
+    unauthorized = ControlAccess(access.tls_ca, NAME).connect(server.address)
+    with unauthorized, pytest.raises(ControlAccessError):
+        unauthorized.get_version("v1")
     server.process.terminate()
     out, err = server.process.communicate(timeout=60)
     assert TOKEN not in out + err

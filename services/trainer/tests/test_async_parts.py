@@ -62,11 +62,11 @@ def test_a_response_cut_by_new_weights_continues_under_them(network, tokenizer, 
         before_token=before_token,
     )
     for row, response in zip(rows, responses, strict=True):
-        whole = torch.cat([row, response.token_ids])[None]
-        lengths = torch.tensor([whole.shape[1]])
+        complete = torch.cat([row, response.token_ids])[None]
+        lengths = torch.tensor([complete.shape[1]])
         with torch.no_grad():
             scored = [
-                token_logprobs(each, whole, lengths, temperature=1.0)[0, len(row) :]
+                token_logprobs(each, complete, lengths, temperature=1.0)[0, len(row) :]
                 for each in (old, new)
             ]
         expected = torch.cat([scored[0][:change_at], scored[1][change_at:]])

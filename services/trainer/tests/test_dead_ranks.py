@@ -83,7 +83,7 @@ def load_state(result):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(rank_config):
+def baseline(rank_config):
     return grpo_trainer.train(rank_config())
 
 
@@ -96,14 +96,14 @@ def undisturbed(rank_config):
         pytest.param("train", 1, 0.1, marks=pytest.mark.long),
     ],
 )
-def test_a_lost_rank_does_not_change_the_weights(rank_config, undisturbed, phase, number, delay_s):
+def test_a_lost_rank_does_not_change_the_weights(rank_config, baseline, phase, number, delay_s):
     killer = Killer(phase, number, delay_s)
     with Receiver() as receiver:
         tracing = {"tracing.enabled": True, "tracing.endpoint": receiver.endpoint}
         result = grpo_trainer.train(rank_config(tracing), display=killer)
         events = receiver.snapshot().events
     left = [event.attributes for event in events if event.name == "policy_rank_left"]
-    last, expected = result.history[-1], undisturbed.history[-1]
+    last, expected = result.history[-1], baseline.history[-1]
     if killer.notices[-1].startswith("continuing without policy worker"):
         assert last["policy_ranks"] == RANKS - 1
         [dead] = left
@@ -115,7 +115,7 @@ def test_a_lost_rank_does_not_change_the_weights(rank_config, undisturbed, phase
     assert last["samples"] == SAMPLES
     for name in ("loss", "grad_norm", "tokens", "kl"):
         assert last[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)
-    trained, same = weights(result), weights(undisturbed)
+    trained, same = weights(result), weights(baseline)
     for name, tensor in trained.items():
         torch.testing.assert_close(tensor, same[name], rtol=1e-3, atol=1e-4)
 

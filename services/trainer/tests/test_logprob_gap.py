@@ -33,7 +33,7 @@ def test_metrics_are_those_of_the_masked_tokens(rows):
 
 
 @given(rows=ROWS, cut=st.integers(0, 200))
-def test_parts_add_up_to_the_whole(rows, cut):
+def test_parts_add_up_to_the_total(rows, cut):
     parts = [part for part in (rows[:cut], rows[cut:]) if part]
     total = LogprobGap.total(map(gap_of, parts)).metrics
     assert total == pytest.approx(gap_of(rows).metrics)

@@ -77,14 +77,14 @@ def test_the_sums_are_those_of_a_loop_over_tokens(batch):
 def test_the_sums_do_not_depend_on_the_split(batch, data):
     rows = len(batch["mask"])
     cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows)))})
-    whole = loss_of(batch)
+    full_batch = loss_of(batch)
     parts = [
         loss_of({name: column[start:stop] for name, column in batch.items()})
         for start, stop in itertools.pairwise(cuts)
     ]
     for name in ("loss", "kl", "clipped", "approx_entropy", "tokens"):
         total = sum(float(getattr(part, name)) for part in parts)
-        assert total == pytest.approx(float(getattr(whole, name)), abs=1e-9)
+        assert total == pytest.approx(float(getattr(full_batch, name)), abs=1e-9)
 
 
 @given(st.floats(-8, 0, width=32), st.floats(-5, 0), st.booleans())

@@ -53,12 +53,12 @@ def test_rows_keep_their_budgets_and_are_scored_as_in_training(
         greedy=greedy,
         generator=torch.Generator().manual_seed(seed),
     )
-    whole = [torch.cat([row, r.token_ids]) for row, r in zip(rows, responses, strict=True)]
-    lengths = torch.tensor([len(row) for row in whole])
+    complete = [torch.cat([row, r.token_ids]) for row, r in zip(rows, responses, strict=True)]
+    lengths = torch.tensor([len(row) for row in complete])
     with torch.no_grad():
-        scored = token_logprobs(network, padded(whole), lengths, temperature=temperature)
+        scored = token_logprobs(network, padded(complete), lengths, temperature=temperature)
     for i, (row, response) in enumerate(zip(rows, responses, strict=True)):
-        expected = scored[i, len(row) : len(whole[i])]
+        expected = scored[i, len(row) : len(complete[i])]
         torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
         drawn = response.token_ids.tolist()
         assert len(drawn) <= budgets[i]
@@ -113,10 +113,10 @@ def test_a_response_ends_in_the_token_completing_a_stop_string(network, data, se
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     free = sample(None)
-    whole = text(free[0].token_ids)
-    places = st.integers(0, len(whole) - 1)
+    complete = text(free[0].token_ids)
+    places = st.integers(0, len(complete) - 1)
     begin = data.draw(places, label="begin")
-    stop = whole[begin : begin + data.draw(st.integers(1, 9), label="length")]
+    stop = complete[begin : begin + data.draw(st.integers(1, 9), label="length")]
     stopped = sample([["never", stop], None, [stop]])
     for row in (0, 2):
         ids = free[row].token_ids
@@ -314,10 +314,10 @@ def test_a_worker_continues_what_a_killed_one_recorded(recorded, network, tmp_pa
     assert answer["journal"]["continued_tokens"] < sum(map(len, (tokens for tokens, _ in lost)))
     spans = [span[-1]["end"] for span in answer["weight_versions"]]
     assert spans == lengths
-    whole = answer["output_ids"]
+    complete = answer["output_ids"]
     with torch.no_grad():
         scored = token_logprobs(
-            network, whole, answer["unpadded_sequence_lengths"], temperature=1.0
+            network, complete, answer["unpadded_sequence_lengths"], temperature=1.0
         )
     for i, (_, logprobs) in enumerate(responses_of(answer, data)):
         start = data["input_lengths"][i]

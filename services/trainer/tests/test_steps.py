@@ -158,9 +158,9 @@ def check(config, step):
     groups = [samples[i : i + GROUP] for i in range(0, len(samples), GROUP)]
     if config.grpo.dynamic_sampling.enabled:
         groups = [group for group in groups if is_kept(config, group)]
-    whole = config.policy.global_batch_size // GROUP  # the groups of an optimizer step
+    groups_per_step = config.policy.global_batch_size // GROUP  # the groups of an optimizer step
     if len(groups) < PROMPTS:  # complete optimizer steps, or one smaller one
-        groups = groups[: len(groups) // whole * whole or len(groups)]
+        groups = groups[: len(groups) // groups_per_step * groups_per_step or len(groups)]
     groups = groups[:PROMPTS]
     kept = [sample for group in groups for sample in group]
     assert step.trained == [sample.id for sample in kept]

@@ -12,7 +12,7 @@ from grpo_trainer.what_if import Durations, Setting, predict, recording_of
 from observability.records import Event, Process, Records, Span
 
 ROLLOUT_S, REFIT_S, TRAIN_S = 5.0, 1.0, 3.0
-WHOLE = Durations([ROLLOUT_S], [REFIT_S], [TRAIN_S], groups_per_step=8, groups_per_rollout=8)
+BASE = Durations([ROLLOUT_S], [REFIT_S], [TRAIN_S], groups_per_step=8, groups_per_rollout=8)
 """Durations of a run with one rollout per step."""
 
 
@@ -22,50 +22,50 @@ def step_s(durations, generators=1, concurrent=1, staleness=0):
 
 
 def test_without_staleness_a_step_is_the_sum_of_its_parts():
-    shares = predict(WHOLE, Setting(1, 1, 0), 10)
+    shares = predict(BASE, Setting(1, 1, 0), 10)
     assert shares.step_s == pytest.approx(REFIT_S + ROLLOUT_S + TRAIN_S)
     assert shares.trainer_idle == pytest.approx(5 / 9)
     assert shares.generators_idle == pytest.approx(4 / 9)
 
 
 def test_with_large_staleness_the_slower_side_determines_the_step():
-    assert step_s(WHOLE, staleness=4) == ROLLOUT_S
-    assert step_s(replace(WHOLE, train_s=[9.0]), staleness=4) == REFIT_S + 9.0
-    idle = predict(replace(WHOLE, train_s=[9.0]), Setting(1, 1, 4), 60, skipped=10)
+    assert step_s(BASE, staleness=4) == ROLLOUT_S
+    assert step_s(replace(BASE, train_s=[9.0]), staleness=4) == REFIT_S + 9.0
+    idle = predict(replace(BASE, train_s=[9.0]), Setting(1, 1, 4), 60, skipped=10)
     assert idle.trainer_idle == pytest.approx(0.0, abs=1e-9)
     assert idle.generators_idle == pytest.approx(0.5)
 
 
 def test_generators_share_a_step():
     # Two of them generate the rollouts of two steps at the same time.
-    assert step_s(replace(WHOLE, rollouts_s=[12.0]), generators=2, staleness=4) == 6.0
+    assert step_s(replace(BASE, rollouts_s=[12.0]), generators=2, staleness=4) == 6.0
 
 
 def test_training_begins_with_the_first_ready_groups():
     # Four rollouts of two groups, two at a time: ready after 5 and 10 s. The first four groups
     # train meanwhile, in 1.5 s; the others after that.
-    small = replace(WHOLE, groups_per_rollout=2)
+    small = replace(BASE, groups_per_rollout=2)
     assert step_s(small, concurrent=2) == REFIT_S + 2 * ROLLOUT_S + TRAIN_S / 2
 
 
 def test_dropped_groups_are_replaced():
-    half = predict(replace(WHOLE, groups_per_rollout=1, kept=0.5), Setting(1, 1, 4), 60, skipped=10)
+    half = predict(replace(BASE, groups_per_rollout=1, kept=0.5), Setting(1, 1, 4), 60, skipped=10)
     assert half.step_s == pytest.approx(2 * 8 * ROLLOUT_S, rel=0.05)
-    batches = replace(WHOLE, kept=0.6, fills_batch=True, groups_per_step=4)
+    batches = replace(BASE, kept=0.6, fills_batch=True, groups_per_step=4)
     # One batch of eight is nearly always enough for four groups, and the surplus is dropped.
     assert predict(batches, Setting(1, 1, 0), 60).step_s == pytest.approx(9.0, rel=0.15)
 
 
 def test_groups_that_became_too_stale_are_dropped():
     # Every second rollout outlasts the next step, which must not use it.
-    slow = replace(WHOLE, rollouts_s=[1.0, 100.0], groups_per_rollout=4)
+    slow = replace(BASE, rollouts_s=[1.0, 100.0], groups_per_rollout=4)
     bounded = predict(slow, Setting(2, 1, 0), 60).step_s
     unbounded = predict(slow, Setting(2, 1, 8), 60).step_s
     assert bounded > unbounded
 
 
 def test_a_recorded_run_ends_with_its_last_group():
-    shares = predict(replace(WHOLE, groups_per_rollout=1), Setting(1, 1, 4), 2, limit=16)
+    shares = predict(replace(BASE, groups_per_rollout=1), Setting(1, 1, 4), 2, limit=16)
     assert shares.step_s * 2 == pytest.approx(REFIT_S + 16 * ROLLOUT_S + TRAIN_S / 8)
 
 

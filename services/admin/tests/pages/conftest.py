@@ -31,8 +31,8 @@ from made_up_traces import (
 
 from dataplane_admin import Settings, create_app
 
-PATIENCE_S = 20.0
-PATIENCE_MS = 8_000
+TIMEOUT_S = 20.0
+TIMEOUT_MS = 8_000
 LOAD_MS = 60_000
 
 
@@ -205,7 +205,7 @@ def served(site):
     yield site
     site.app.state.updates.end()
     server.should_exit = True
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ class Watched:
     def __init__(self, browser, site, **options):
         self.site = site
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
-        self.context.set_default_timeout(PATIENCE_MS)
+        self.context.set_default_timeout(TIMEOUT_MS)
         # Records violations of the policy that log nothing.
         self.context.add_init_script(
             "window.violations = []; document.addEventListener('securitypolicyviolation', "

@@ -6,7 +6,7 @@ import re
 import pytest
 from made_up_traces import HOSTILE_PARTITION, REVERSED
 
-OURS = {"origin": "http://localhost"}
+SAME_ORIGIN = {"origin": "http://localhost"}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_confirmed_clear_reaches_the_data_plane_with_its_ids(client, done):
     page = client.get(f"/actions/clear?partition=train&ids=a%0Ab&ids={REVERSED}").text
     sent = hidden(page) | {"confirm": "train", "force": "true"}
     assert json.loads(sent["samples"]) == ["a\nb", REVERSED]
-    answer = client.post("/actions/clear", data=sent, headers=OURS)
+    answer = client.post("/actions/clear", data=sent, headers=SAME_ORIGIN)
     assert answer.status_code == 200
     assert "samples of partition &#39;train&#39; cleared: 2" in answer.text
     assert done == [("clear", "train", ["a\nb", REVERSED], True)]
@@ -44,7 +44,7 @@ def test_a_confirmed_clear_reaches_the_data_plane_with_its_ids(client, done):
 
 def test_a_wrong_confirmation_changes_nothing(client, done):
     sent = hidden(client.get("/actions/clear?partition=train").text) | {"confirm": "trian"}
-    answer = client.post("/actions/clear", data=sent, headers=OURS)
+    answer = client.post("/actions/clear", data=sent, headers=SAME_ORIGIN)
     assert answer.status_code == 422
     assert "Nothing was changed" in answer.text
     assert done == []
@@ -53,7 +53,7 @@ def test_a_wrong_confirmation_changes_nothing(client, done):
 def test_an_unreadable_id_list_never_clears_the_partition(client, done):
     sent = hidden(client.get("/actions/clear?partition=train&ids=a").text) | {"confirm": "train"}
     for broken in ("[", "[]", "{}", '["a", 1]'):
-        answer = client.post("/actions/clear", data=sent | {"samples": broken}, headers=OURS)
+        answer = client.post("/actions/clear", data=sent | {"samples": broken}, headers=SAME_ORIGIN)
         assert answer.status_code == 422
     assert done == []
 
@@ -62,17 +62,17 @@ def test_an_untypable_name_is_confirmed_in_escaped_form(site, client, done):
     csrf = hidden(client.get("/actions/clear?partition=train").text)["csrf"]
     shown = HOSTILE_PARTITION.replace("\u202e", "\\u202e")
     sent = {"csrf": csrf, "partition": HOSTILE_PARTITION, "confirm": shown}
-    assert client.post("/actions/clear", data=sent, headers=OURS).status_code == 200
+    assert client.post("/actions/clear", data=sent, headers=SAME_ORIGIN).status_code == 200
     assert done == [("clear", HOSTILE_PARTITION, None, False)]
 
 
 def test_a_claim_is_ended_and_samples_are_redelivered(client, done):
     page = client.get("/actions/end-claim?partition=train&claim=train-01bc").text
     assert "8 samples for 10 min 40 s" in page
-    client.post("/actions/end-claim", data=hidden(page) | {"confirm": "train"}, headers=OURS)
+    client.post("/actions/end-claim", data=hidden(page) | {"confirm": "train"}, headers=SAME_ORIGIN)
     page = client.get("/actions/reset-consumption?partition=train&task=logprob&ids=x").text
     client.post(
-        "/actions/reset-consumption", data=hidden(page) | {"confirm": "train"}, headers=OURS
+        "/actions/reset-consumption", data=hidden(page) | {"confirm": "train"}, headers=SAME_ORIGIN
     )
     assert done == [
         ("end-claim", "train", "train-01bc", True),

@@ -4,7 +4,7 @@ import pytest
 from playwright.sync_api import expect
 
 RUN = "alerted run"
-PATIENCE_MS = 40_000
+TIMEOUT_MS = 40_000
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -15,11 +15,11 @@ def test_alerts_appear_and_clear_without_a_reload(watched, job, otlp, width):
     assert about.count() == 0
     job.send(otlp.curve([0.5], run=run, name="rl.logprob_gap.mean"))
     job.send(otlp.run("started", run))
-    expect(about.first).to_be_visible(timeout=PATIENCE_MS)
+    expect(about.first).to_be_visible(timeout=TIMEOUT_MS)
     expect(page.locator("#alert-count")).to_contain_text("raised")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     job.send(otlp.run("finished", run, at_s=1))
-    expect(page.locator("#cleared a", has_text=run).first).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.locator("#cleared a", has_text=run).first).to_be_visible(timeout=TIMEOUT_MS)
     expect(about).to_have_count(0)
 
 
@@ -27,6 +27,6 @@ def test_an_alert_leads_to_the_page_of_its_run(watched, job, otlp):
     job.send(otlp.run("started", RUN))
     job.send(otlp.curve([0.5], run=RUN, name="rl.logprob_gap.mean"))
     page = watched().go("/alerts")
-    page.locator("#raised a", has_text=RUN).first.click(timeout=PATIENCE_MS)
+    page.locator("#raised a", has_text=RUN).first.click(timeout=TIMEOUT_MS)
     expect(page.locator('[data-curve="rl.logprob_gap.mean"]')).to_be_visible()
     assert page.url.endswith("#learning")

@@ -168,7 +168,7 @@ def frames(client, spans, **query):
 
 def test_a_frame_is_as_wide_as_its_share_of_its_parent_and_zooms(client, spans):
     child, root = ((span.end_time - span.start_time) for span in spans)
-    (_, whole), (key, part) = frames(client, spans).items()
-    assert whole == (0.0, 100.0)
+    (_, root_frame), (key, part) = frames(client, spans).items()
+    assert root_frame == (0.0, 100.0)
     assert part == pytest.approx((0.0, 100 * child / root), abs=0.01)
     assert frames(client, spans, frame=key)[key] == (0.0, 100.0)

@@ -186,12 +186,12 @@ def test_the_waterfall_zooms_by_keyboard_and_by_dragging(watched):
     page = watched().go(f"/trace?id={LAST}")
     page.wait_for_selector("#zoom:not([hidden])")
     width = "document.querySelector('svg.time').getBoundingClientRect().width"
-    whole = page.evaluate(width)
+    unzoomed = page.evaluate(width)
     page.locator('a.bar[tabindex="0"]').focus()
     page.keyboard.press("+")
-    assert page.evaluate(width) == pytest.approx(whole * 1.6, rel=0.01)
+    assert page.evaluate(width) == pytest.approx(unzoomed * 1.6, rel=0.01)
     page.keyboard.press("0")
-    assert page.evaluate(width) == pytest.approx(whole, rel=0.01)
+    assert page.evaluate(width) == pytest.approx(unzoomed, rel=0.01)
     box = page.locator(".chart-scroll").bounding_box()
     begin, end = box["x"] + 0.5 * box["width"], box["x"] + 0.7 * box["width"]
     page.mouse.move(begin, box["y"] + 120)
@@ -199,9 +199,9 @@ def test_the_waterfall_zooms_by_keyboard_and_by_dragging(watched):
     page.mouse.move(end, box["y"] + 130, steps=4)
     assert page.locator("rect.chosen").count() == 1
     page.mouse.up()
-    assert page.evaluate(width) == pytest.approx(whole * 5, rel=0.02)
+    assert page.evaluate(width) == pytest.approx(unzoomed * 5, rel=0.02)
     left = page.evaluate("document.querySelector('.chart-scroll').scrollLeft")
-    assert left == pytest.approx(0.5 * 5 * whole, rel=0.02)
+    assert left == pytest.approx(0.5 * 5 * unzoomed, rel=0.02)
     assert "span" not in query(page), "a drag is no click"
     ticks = page.evaluate(
         "[...document.querySelectorAll('svg.time .ticks text')].map((one) => one.textContent)"
@@ -210,7 +210,7 @@ def test_the_waterfall_zooms_by_keyboard_and_by_dragging(watched):
     assert ticks[0] == "0 s"
     page.locator("a.bar", has_text="forward").first.dispatch_event("click")
     page.wait_for_function("() => document.querySelector('#span .pairs') !== null")
-    assert page.evaluate(width) == pytest.approx(whole * 5, rel=0.02), "the zoom stays"
+    assert page.evaluate(width) == pytest.approx(unzoomed * 5, rel=0.02), "the zoom stays"
 
 
 def test_a_deep_link_shows_the_span_and_the_filters(watched, served):

@@ -57,8 +57,8 @@ def lab(rgb):
     )
     white = (0.95047, 1.0, 1.08883)
     f = []
-    for row, whole in zip(rows, white, strict=True):
-        value = sum(w * max(0, part) for w, part in zip(row, rgb, strict=True)) / whole
+    for row, reference in zip(rows, white, strict=True):
+        value = sum(w * max(0, part) for w, part in zip(row, rgb, strict=True)) / reference
         f.append(value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116)
     return 116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])
 

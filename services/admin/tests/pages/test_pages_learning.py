@@ -7,7 +7,7 @@ from test_pages_browser import query
 
 RUN = "learning run"
 HOSTILE_NAME = "<img src=x onerror=alert(1)>"
-PATIENCE_MS = 20_000
+TIMEOUT_MS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,12 @@ def figure(page, name):
 
 
 def drawn(page, name="rl.loss"):
-    figure(page, name).locator("canvas").wait_for(timeout=PATIENCE_MS)
+    figure(page, name).locator("canvas").wait_for(timeout=TIMEOUT_MS)
     return figure(page, name).locator(".u-over").bounding_box()
 
 
 def until(page, condition):
-    for _ in range(PATIENCE_MS // 50):
+    for _ in range(TIMEOUT_MS // 50):
         if condition():
             return
         page.wait_for_timeout(50)
@@ -165,5 +165,5 @@ def test_hostile_names_are_drawn_as_text(watched, run):
     page = watched().go(run)
     drawn(page)
     page.locator(".more-curves summary").click()
-    figure(page, HOSTILE_NAME).locator("canvas").wait_for(timeout=PATIENCE_MS)
+    figure(page, HOSTILE_NAME).locator("canvas").wait_for(timeout=TIMEOUT_MS)
     assert page.locator("main img").count() == 0

@@ -4,9 +4,9 @@ import math
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from test_pages_actions import OURS, hidden
+from test_pages_actions import SAME_ORIGIN, hidden
 from test_pages_browser import query
-from test_pages_learning import PATIENCE_MS, drawn, figure, until
+from test_pages_learning import TIMEOUT_MS, drawn, figure, until
 from test_pages_render import Document
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -69,21 +69,21 @@ def test_the_pages_of_a_run_show_how_it_started_and_ended(client, runs):
 def test_tags_are_set_on_the_page_of_the_run(client, runs):
     form = hidden(client.get("/run?run=cmp%2Fb").text)
     sent = form | {"tags": f"good,, {HOSTILE} , good"}
-    answer = client.post("/actions/tag-run", data=sent, headers=OURS, follow_redirects=False)
+    answer = client.post("/actions/tag-run", data=sent, headers=SAME_ORIGIN, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/run?run=cmp%2Fb")
     assert listed(client, "/runs?tag=good") == ["cmp/b"]
     audit = client.get("/audit").text
     assert "tag-run" in audit
     assert '"/run?run=cmp%2Fb"' in audit
     without = {name: value for name, value in sent.items() if name != "csrf"}
-    assert client.post("/actions/tag-run", data=without, headers=OURS).status_code == 403
-    too_long = client.post("/actions/tag-run", data=sent | {"tags": "x" * 65}, headers=OURS)
+    assert client.post("/actions/tag-run", data=without, headers=SAME_ORIGIN).status_code == 403
+    too_long = client.post("/actions/tag-run", data=sent | {"tags": "x" * 65}, headers=SAME_ORIGIN)
     assert too_long.status_code == 422
     assert "Nothing was changed" in too_long.text
 
 
 def test_without_actions_tags_cannot_be_set(bare_client):
-    assert bare_client.post("/actions/tag-run", headers=OURS).status_code in (403, 404, 405)
+    assert bare_client.post("/actions/tag-run", headers=SAME_ORIGIN).status_code in (403, 404, 405)
     assert "Set tags" not in bare_client.get("/run").text
 
 
@@ -164,4 +164,4 @@ def test_hostile_runs_and_keys_are_text(watched, runs):
         assert page.locator("main img").count() == 0
     drawn(page, "rl.reward.mean")
     page.locator(".more-curves summary").click()
-    figure(page, "m").locator("canvas").wait_for(timeout=PATIENCE_MS)
+    figure(page, "m").locator("canvas").wait_for(timeout=TIMEOUT_MS)

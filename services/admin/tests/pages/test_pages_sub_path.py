@@ -16,7 +16,7 @@ from test_pages_browser import try_out
 
 TOKEN = "3f2b8c0d9e7a6b5c"
 ROOT = "/rl"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SPAN = {"traceId": "5b" * 16, "spanId": "b7" * 8, "name": "proxied"} | {
     "startTimeUnixNano": "1000000000",
     "endTimeUnixNano": "2000000000",
@@ -47,7 +47,7 @@ def free_port():
 
 
 def wait_for_port(port, nginx, folder):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
@@ -56,7 +56,7 @@ def wait_for_port(port, nginx, folder):
             log = folder / "error.log"
             assert nginx.poll() is None, log.read_text() if log.exists() else "no log"
             time.sleep(0.02)
-    raise AssertionError(f"nginx did not listen on {port} within {PATIENCE_S:g} s")
+    raise AssertionError(f"nginx did not listen on {port} within {TIMEOUT_S:g} s")
 
 
 @pytest.fixture(
@@ -91,7 +91,7 @@ def behind_nginx(request, start_running, tmp_path_factory):
         )
     finally:
         nginx.terminate()
-        nginx.wait(PATIENCE_S)
+        nginx.wait(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def post(url, body=None, **headers):
     payload = json.dumps(body or {"resourceSpans": [{"scopeSpans": [{"spans": [SPAN]}]}]}).encode()
     request = urllib.request.Request(url, payload, {"content-type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -240,5 +240,5 @@ def test_the_document_of_the_api_names_the_root_path(proxied):
     request = urllib.request.Request(
         f"{proxied}/api/v1/openapi.json", headers={"authorization": f"Bearer {TOKEN}"}
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         assert json.load(answer)["servers"] == [{"url": ROOT}]

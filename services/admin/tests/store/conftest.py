@@ -20,7 +20,7 @@ from dataplane_admin.ingest.spans import batch_of_spans  # noqa: TID251
 from dataplane_admin.store import Store  # noqa: TID251
 
 BINARIES = Path("/usr/lib/postgresql")
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def _binaries():
@@ -51,7 +51,7 @@ class PostgreSQL:
             check=True,
             capture_output=True,
             cwd=folder,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             **self._user,
         )
         # Bound and not listening, the socket reserves the port.
@@ -72,7 +72,7 @@ class PostgreSQL:
         self._ready = threading.Event()
         self._log = []
         threading.Thread(target=self._read, daemon=True).start()
-        assert self._ready.wait(PATIENCE_S), "".join(self._log)
+        assert self._ready.wait(TIMEOUT_S), "".join(self._log)
         assert self.process.poll() is None, "".join(self._log)
 
     def _read(self):
@@ -102,7 +102,7 @@ class PostgreSQL:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(PATIENCE_S)
+            self.process.wait(TIMEOUT_S)
         self._holder.close()
 
 

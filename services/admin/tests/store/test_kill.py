@@ -5,7 +5,7 @@ import threading
 
 import httpx
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def test_everything_acknowledged_survives_a_kill(start, url, otlp):
@@ -13,7 +13,7 @@ def test_everything_acknowledged_survives_a_kill(start, url, otlp):
     acknowledged, killed = [], threading.Event()
 
     def send(number):
-        with httpx.Client(base_url=service.url, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=service.url, timeout=TIMEOUT_S) as client:
             at_s = 0
             while True:
                 at_s += 1
@@ -34,13 +34,13 @@ def test_everything_acknowledged_survives_a_kill(start, url, otlp):
     senders = [threading.Thread(target=send, args=[number]) for number in range(8)]
     for sender in senders:
         sender.start()
-    assert enough.wait(PATIENCE_S)
+    assert enough.wait(TIMEOUT_S)
     killed.set()
     service.stop(signal.SIGKILL)
     for sender in senders:
-        sender.join(PATIENCE_S)
+        sender.join(TIMEOUT_S)
     again = start("--db", url)
-    with httpx.Client(base_url=again.url, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=again.url, timeout=TIMEOUT_S) as client:
         ids, query = [], {"limit": 1000}
         while query:
             page = client.get("/api/v1/samples", params=query).json()

@@ -17,12 +17,12 @@ from sqlalchemy import create_engine, text
 from dataplane_admin import Retention
 from dataplane_admin.store import Store  # noqa: TID251
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 def wait_until(reached, store):
     """Wait until retention, which runs while nothing is written, changes the revision."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not reached():
         assert time.monotonic() < deadline, store.totals()
         time.sleep(0.02)
@@ -197,10 +197,10 @@ def test_a_busy_store_does_not_outgrow_its_limit(url, batches):
         for _ in range(500):
             waiting.append(store.submit(large(batches, 200_000)))
             if len(waiting) == 8:
-                waiting.popleft().result(PATIENCE_S)
+                waiting.popleft().result(TIMEOUT_S)
                 sizes.append(store.totals().traces * 200_000)
         for future in waiting:
-            future.result(PATIENCE_S)
+            future.result(TIMEOUT_S)
     assert limit / 2 < max(sizes) < 3 * limit  # of 100 MB written
 
 

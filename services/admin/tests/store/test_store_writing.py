@@ -23,7 +23,7 @@ from dataplane_admin.store import (  # noqa: TID251
     writer,
 )
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 examples = settings(
     max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -42,8 +42,8 @@ def test_a_rejected_batch_does_not_fail_others(store, batches):
     bad = replace(bad, chunks=(replace(bad.chunks[0], step=1 << 70),))
     waiting = [store.submit(batch) for batch in [*good[:3], bad, *good[3:]]]
     with pytest.raises(WriteRefused):
-        waiting.pop(3).result(PATIENCE_S)
-    assert [future.result(PATIENCE_S).spans for future in waiting] == [1] * 6
+        waiting.pop(3).result(TIMEOUT_S)
+    assert [future.result(TIMEOUT_S).spans for future in waiting] == [1] * 6
     assert store.totals().spans == 6
 
 
@@ -82,7 +82,7 @@ def test_reads_do_not_wait_and_a_full_queue_refuses(url, store, batches, monkeyp
         connection.rollback()
         connection.close()
         engine.dispose()
-    assert sum(future.result(PATIENCE_S).spans for future in taken) == len(taken)
+    assert sum(future.result(TIMEOUT_S).spans for future in taken) == len(taken)
 
 
 def test_a_slow_write_times_out(url, store, batches):
@@ -104,7 +104,7 @@ def test_a_stopped_writer_fails_queued_and_new_batches(url, batches, monkeypatch
     monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # not in the test's output
     with Store.open(url) as store:
         writes = (store.write(batches.spans()) for _ in iter(time.monotonic, None))
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         with pytest.raises(StoreUnavailable):
             any(time.monotonic() > until for _ in writes)
 
@@ -134,7 +134,7 @@ def test_two_services_on_one_database_share_it(url, batches):
     with Store.open(url) as first, Store.open(url) as second:
         waiting = [store.submit(batch) for _ in range(5) for store in (first, second)]
         waiting += [store.submit(batches.spans()) for _ in range(5) for store in (first, second)]
-        assert sum(done.result(PATIENCE_S).spans for done in waiting) == 11
+        assert sum(done.result(TIMEOUT_S).spans for done in waiting) == 11
         assert first.revision == second.revision
         assert first.totals().traces == second.totals().traces == 11
 
@@ -159,7 +159,7 @@ def test_acknowledged_records_are_stored_exactly_once(new_url, batches, otlp, da
         for place in order:
             waiting = [store.submit(requests[place]), store.submit(requests[place])]
             for future in waiting:
-                future.result(PATIENCE_S)
+                future.result(TIMEOUT_S)
             sent.add(place)
             if data.draw(st.booleans(), "restart"):
                 store.close()
