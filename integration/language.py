@@ -1,8 +1,9 @@
 """Checks the language of code and pages as far as a machine can: `make lint`.
 
-It reads names, docstrings, comments and strings of every Python file, the text of every page and
-template, and the subjects of the commits that are about to be pushed. CONTRIBUTING.md has the
-rules; a machine can check only a few of them. Ruff's D401 checks that docstrings are imperative.
+It reads names, docstrings, comments and strings of every Python file, the text of every page,
+template and container file, the names of all these files, and the subjects of the commits that are
+about to be pushed, or of the last 20 if there is no upstream. CONTRIBUTING.md has the rules; a
+machine can check only a few of them. Ruff's D401 checks that docstrings are imperative.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_SUBJECT = 72
-SUFFIXES = ["*.py", "*.md", "*.html.j2", "*.js", "*.yaml", "*.toml", "Makefile"]
+SUBJECTS_WITHOUT_UPSTREAM = 20
+SUFFIXES = ["*.py", "*.md", "*.html.j2", "*.js", "*.yaml", "*.yml", "*.toml", "Makefile"]
+SUFFIXES += ["*Dockerfile", "docker/*"]
 EXEMPT = re.compile(r"/vendor/|CHANGELOG|integration/(?:test_)?language\.py")
 
 # Each pattern with what to write in its place.
 PHRASES = {
+    r"not told|is not known|are not known|was not known": "unknown, n/a",
     r"tell|tells|told": "record, report, print, show, say; of two things: distinguish",
     r"patient(ly)?": "retry",
     r"looks? into|looked into|looking into|onlookers?|lookers?": "inspect, inspector",
@@ -45,6 +49,8 @@ PHRASES = {
     r"whole": "complete, entire, all of; or leave it out",
     r"by itself|by themselves|of its own|of their own": "separate, dedicated, alone",
     r"beside": "alongside, next to, co-located with",
+    r"rooms?": "capacity, free space; of a package: subpackage",
+    r"typical": "median",
     r"in turns": "alternating, interleaved",
     r"somebody|someone|nobody|whom": "name who: the caller, a consumer, no process",
     r"much like|is such that": "say it directly",
@@ -57,13 +63,13 @@ ADVICE = list(PHRASES.values())
 
 # First words of a fragment. A statement may begin with "For" or "With" too, but seldom does.
 FRAGMENTS = re.compile(
-    r"(?:Of|That|Whom|What|How|Whether|Which|Who|Whose|Where|When|As|If|And|Or|But|With|For|In|On|At"
-    r"|By|To|From|Until|Since|Because|So|Than|Such|Like|Also|Again)\b"
+    r"(?:Of|That|Whom|What|How|Why|Whether|Which|Who|Whose|Where|When|As|If|And|Or|But|With|For|In"
+    r"|On|At|By|To|From|Until|Since|Because|So|Than|Such|Like|Also|Again|Its|Empty if|\d+)\b"
 )
 # Parts of names that narrate, and names that describe no variable.
 STORY = re.compile(
-    r"(?:.*_)?(told|tells?|most|least|patiently|beside|early|mood|rove|tether|onlooker|meeting"
-    r"|leftovers|whom|excuse|lapse|mend|mended)(?:_.*)?",
+    r"(?:.*_)?(told|tells?|most|least|patient(?:ly|ce)?|beside|early|mood|rove|tether|onlooker"
+    r"|meeting|leftovers|whom|excuse|lapse|mend|mended)(?:_.*)?",
     re.IGNORECASE,
 )
 EMPTY_NAMES = frozenset({"found", "told", "asked", "made", "one", "some", "mine", "ours", "theirs"})
@@ -86,6 +92,9 @@ def main() -> int:
         path = ROOT / name
         if not path.is_file() or EXEMPT.search(name):
             continue
+        for breach in path_breaches(name):
+            print(f"{name}: {breach}")
+            breaches += 1
         check = python_breaches if name.endswith(".py") else text_breaches
         for line, breach in check(path.read_text("utf-8")):
             print(f"{name}:{line}: {breach}")
@@ -107,10 +116,14 @@ def python_breaches(source: str) -> Iterator[tuple[int, str]]:
         yield from _docstring_breaches(node)
         for name in _names(node):
             line = getattr(node, "lineno", 1)
-            if name in EMPTY_NAMES:
-                yield line, f"name {name!r} says nothing"
-            elif name not in ALLOWED_NAMES and (story := STORY.fullmatch(name)):
-                yield line, f"name {name!r} has {story[1]!r}"
+            for breach in _name_breaches(name):
+                yield line, breach
+
+
+def path_breaches(path: str) -> Iterator[str]:
+    """Yield a breach for each folder and file in a path whose name says nothing or narrates."""
+    for part in Path(path).parts:
+        yield from _name_breaches(part.lstrip(".").partition(".")[0].replace("-", "_"))
 
 
 def text_breaches(text: str) -> Iterator[tuple[int, str]]:
@@ -121,21 +134,35 @@ def text_breaches(text: str) -> Iterator[tuple[int, str]]:
         yield line, f"{match[0]!r}: write {ADVICE[number]}"
 
 
-def subject_breaches() -> Iterator[str]:
-    """Yield a breach for each subject that is too long or has no scope, in unpushed commits."""
-    log = subprocess.run(
-        ["git", "log", "--no-merges", "--format=%h %s", "@{upstream}..HEAD"],
-        cwd=ROOT,
-        check=False,
-        text=True,
-        capture_output=True,
-    )
-    for line in log.stdout.splitlines() if log.returncode == 0 else []:
+def subject_breaches(root: Path = ROOT) -> Iterator[str]:
+    """Yield a breach for each subject that is too long or has no scope, in unpushed commits.
+
+    Without an upstream, the last commits are read.
+    """
+    for commits in ("@{upstream}..HEAD", f"--max-count={SUBJECTS_WITHOUT_UPSTREAM}"):
+        log = subprocess.run(
+            ["git", "log", "--no-merges", "--format=%h %s", commits],
+            cwd=root,
+            check=False,
+            text=True,
+            capture_output=True,
+        )
+        if log.returncode == 0:
+            break
+    for line in log.stdout.splitlines():
         commit, _, subject = line.partition(" ")
         if len(subject) > MAX_SUBJECT:
             yield f"{commit}: subject has {len(subject)} characters, more than {MAX_SUBJECT}"
         if not re.match(r"[\w., /-]+: \S", subject):
             yield f"{commit}: subject {subject!r} is not 'scope: what changes'"
+
+
+def _name_breaches(name: str) -> Iterator[str]:
+    """Yield the breach of a name."""
+    if name.lower() in EMPTY_NAMES:
+        yield f"name {name!r} says nothing"
+    elif name not in ALLOWED_NAMES and (story := STORY.fullmatch(name)):
+        yield f"name {name!r} has {story[1]!r}"
 
 
 def _docstring_breaches(node: ast.AST) -> Iterator[tuple[int, str]]:

@@ -101,7 +101,7 @@ class ForkedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Exit code of the process; None while it runs."""
         code = _fork_server().ask({"ended": self.pid})
         return None if code is None else int(code)
 

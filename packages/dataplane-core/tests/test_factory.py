@@ -68,12 +68,12 @@ def build(cfg, *, bootstrap=True):
 
 def test_third_parties_add_clients_and_middleware_without_touching_core(monkeypatch):
     entries = {
-        factory.CLIENT_GROUP: [EntryPoint("theirs", f"{__name__}:build", factory.CLIENT_GROUP)],
+        factory.CLIENT_GROUP: [EntryPoint("other", f"{__name__}:build", factory.CLIENT_GROUP)],
         factory.MIDDLEWARE_GROUP: [EntryPoint("m", f"{__name__}:wrap", factory.MIDDLEWARE_GROUP)],
     }
     monkeypatch.setattr(factory, "entry_points", lambda group: entries[group])
     monkeypatch.setattr(EntryPoint, "load", lambda self: globals()[self.value.split(":")[1]])
-    plain = {"enabled": True, "impl": "theirs"}
+    plain = {"enabled": True, "impl": "other"}
     assert build_data_plane_client(plain, bootstrap=False) == "client(bootstrap=False)"
     wrapped = {**plain, "observability": {"enabled": True}}
     assert build_data_plane_client(wrapped) == ("client(bootstrap=True)", {"enabled": True})
@@ -81,7 +81,7 @@ def test_third_parties_add_clients_and_middleware_without_touching_core(monkeypa
     assert build_data_plane_client(off) == "client(bootstrap=True)"
 
 
-class Theirs:
+class PlainClient:
     """Client with the published methods and without capabilities."""
 
     closed = False
@@ -97,12 +97,12 @@ class Theirs:
     ("key", "value"), [("claim_lease_s", 1.0), ("claim_order", "builtins:len")]
 )
 def test_a_key_that_a_client_would_ignore_is_refused(monkeypatch, key, value):
-    entry = EntryPoint("theirs", f"{__name__}:Theirs", factory.CLIENT_GROUP)
+    entry = EntryPoint("other", f"{__name__}:PlainClient", factory.CLIENT_GROUP)
     monkeypatch.setattr(factory, "entry_points", lambda group: [entry])
-    monkeypatch.setattr(EntryPoint, "load", lambda self: Theirs)
-    with pytest.raises(ConfigError, match=f"{key}.*'theirs' lacks"):
-        build_data_plane_client({"enabled": True, "impl": "theirs", key: value})
-    assert Theirs.closed
+    monkeypatch.setattr(EntryPoint, "load", lambda self: PlainClient)
+    with pytest.raises(ConfigError, match=f"{key}.*'other' lacks"):
+        build_data_plane_client({"enabled": True, "impl": "other", key: value})
+    assert PlainClient.closed
 
 
 def test_enabled_observability_without_any_middleware_is_refused(monkeypatch):
@@ -122,14 +122,14 @@ def test_client_is_closed_if_a_middleware_fails(monkeypatch, failing):
         raise OSError("no collector")
 
     entries = {
-        factory.CLIENT_GROUP: [EntryPoint("theirs", "Theirs", factory.CLIENT_GROUP)],
+        factory.CLIENT_GROUP: [EntryPoint("other", "PlainClient", factory.CLIENT_GROUP)],
         factory.MIDDLEWARE_GROUP: [EntryPoint("m", failing, factory.MIDDLEWARE_GROUP)],
     }
-    loaded = {"Theirs": Theirs, "refuse": refuse}
+    loaded = {"PlainClient": PlainClient, "refuse": refuse}
     monkeypatch.setattr(factory, "entry_points", lambda group: entries[group])
     monkeypatch.setattr(EntryPoint, "load", lambda self: loaded[self.value])
     with pytest.raises((OSError, KeyError), match=r"no collector|missing"):
         build_data_plane_client(
-            {"enabled": True, "impl": "theirs", "observability": {"enabled": True}}
+            {"enabled": True, "impl": "other", "observability": {"enabled": True}}
         )
-    assert Theirs.closed
+    assert PlainClient.closed

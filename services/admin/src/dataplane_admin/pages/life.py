@@ -59,7 +59,7 @@ class LifePage:
     presence: str
     """``yes`` if the sample is in the data plane, else ``no`` or ``unknown``."""
     absence: str
-    """Why the current state is not shown; empty if it is."""
+    """Reason that the current state is not shown; empty if it is."""
 
 
 def life_page(

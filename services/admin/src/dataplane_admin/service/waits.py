@@ -136,6 +136,6 @@ def _printable(ids: Iterable[str]) -> list[str]:
 
 
 def _rounded(seconds: float) -> str:
-    """Return a duration in seconds or larger units: it is not known to the millisecond."""
+    """Return a duration in seconds or larger units: it is not exact to the millisecond."""
     total_s = max(0, round(seconds))
     return f"{total_s} s" if total_s < 120 else duration(total_s)

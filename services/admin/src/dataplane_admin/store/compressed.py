@@ -59,7 +59,7 @@ _DICTIONARY = b"".join(
     [*(_attribute(name) for name in _NAMES.split()), *(_attribute(*pair) for pair in _VALUES)]
 )
 _WINDOW, _MEMORY = -12, 5
-"""4 kB of window and a small table: to set up larger ones takes longer than the compression."""
+"""A window of 4 kB and a small table: to set up larger ones takes longer than the compression."""
 _MAX_RATIO = 20
 """Maximum ratio of compression; that of telemetry is about four. Readers expand messages in memory:
 one crafted for a ratio of a thousand would be cheap to store and expensive to read."""
