@@ -36,7 +36,7 @@ def test_bottleneck_has_no_idle_cores(directory, units, clients, machine, bound)
     assert bottleneck(cores, 2) == bound
 
 
-def test_round_counts_operations_per_second_and_cores_per_second_of_the_run():
+def test_round_counts_operations_and_cores_per_second():
     done = [Done({"cycle": [0.2, 0.3]}, 0.5, 9), Done({"cycle": [0.4]}, 1.0, 6)]
     result = round_of(done, {"directory": 1.5, "units": 0.0}, 1.5, 2.0)
     assert result.rate == 10.0

@@ -196,7 +196,7 @@ def test_rollout_actor_elsewhere_puts_through_the_client(
     assert batch["token_mask"].sum(1).tolist() == [25, 25, 26, 26]
 
 
-def test_other_entries_of_nemo_rl_configuration_are_refused_by_name(cluster: None) -> None:
+def test_other_entries_of_nemo_rl_configuration_are_refused(cluster: None) -> None:
     cfg = {**CONFIGS["packed"], "compression": "zstd"}
     for build in (build_data_plane_client, dataplane_core.build_data_plane_client):
         with pytest.raises(ConfigError, match="compression"):

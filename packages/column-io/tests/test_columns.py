@@ -147,7 +147,7 @@ def test_a_read_follows_the_order_of_the_meta(client: DataPlaneClient) -> None:
     assert batch["input_ids"].tolist() == [[9, 10, 11, 12], [1, 2, 3, 0]]
 
 
-def test_a_read_pads_to_the_width_of_the_meta_else_to_the_longest_row(
+def test_read_pads_to_width_of_meta_or_longest_row(
     client: DataPlaneClient,
 ) -> None:
     meta = first_write(client).subset([0, 1])
@@ -175,7 +175,7 @@ def test_a_read_of_an_unwritten_field_raises(client: DataPlaneClient) -> None:
         read_columns(client, first_write(client), ["input_ids", "advantages"])
 
 
-def test_the_message_log_is_attached_when_all_its_columns_are_read(client: DataPlaneClient) -> None:
+def test_message_log_is_attached_if_all_columns_are_read(client: DataPlaneClient) -> None:
     logs = [
         [
             {"role": "user", "content": "hi", "token_ids": torch.tensor([1])},
@@ -274,7 +274,7 @@ def test_token_column_without_token_axis_is_refused(
         read_columns(client, meta, ["more"])
 
 
-def test_without_lengths_one_value_per_row_may_be_per_sample_or_per_token(
+def test_one_value_per_row_is_ambiguous_without_lengths(
     client: DataPlaneClient,
 ) -> None:
     meta = first_write(client)

@@ -159,7 +159,7 @@ def test_a_read_and_materialize_agree_on_token_columns(make_client: Any) -> None
         assert columns.forms == {"images": "shaped", "tokens": "ragged"}
 
 
-def test_one_value_per_sample_is_not_padded_as_tokens_after_a_read(client: DataPlaneClient) -> None:
+def test_value_per_sample_is_not_padded_after_a_read(client: DataPlaneClient) -> None:
     client.register_partition("p", [], 2, [])
     client.put_samples(["a", "b"], "p", TensorDict({"advantages": torch.ones(2, 1)}, [2]))
     fetched = client.get_samples(["a", "b"], "p", ["advantages"])

@@ -64,7 +64,7 @@ def test_wrapped_client_uses_its_own_methods():
     assert client.put == [["a", "b"], "train", list(rollout()), [3, 2]]
 
 
-def test_an_object_without_a_documented_method_is_refused_by_its_name():
+def test_object_without_a_documented_method_is_refused():
     with pytest.raises(InvalidTypeError, match="object with the method 'check_consumption_status'"):
         read_columns(object(), KVBatchMeta("train", None, ["a"]), ["x"])
 

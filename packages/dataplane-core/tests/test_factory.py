@@ -66,7 +66,7 @@ def build(cfg, *, bootstrap=True):
     return f"client(bootstrap={bootstrap})"
 
 
-def test_third_parties_add_clients_and_middleware_without_touching_core(monkeypatch):
+def test_entry_points_add_clients_and_middleware(monkeypatch):
     entries = {
         factory.CLIENT_GROUP: [EntryPoint("other", f"{__name__}:build", factory.CLIENT_GROUP)],
         factory.MIDDLEWARE_GROUP: [EntryPoint("m", f"{__name__}:wrap", factory.MIDDLEWARE_GROUP)],

@@ -144,7 +144,7 @@ def test_seeded_order_depends_only_on_seed_and_ids():
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60), st.integers(1, 8))
-def test_balance_gives_each_item_to_one_rank_and_keeps_counts_even(lengths, world):
+def test_balance_assigns_each_item_once_in_even_counts(lengths, world):
     parts = balance(lengths, world)
     assert sorted(chain(*parts)) == list(range(len(lengths)))
     sizes = [len(part) for part in parts]

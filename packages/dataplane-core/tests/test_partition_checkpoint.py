@@ -94,7 +94,7 @@ def test_restore_keeps_acknowledgements_but_not_leases(tmp_path: Path, lease):
     assert claimed.tags[0] == {"v": 2, "w": "ö"}
 
 
-def test_a_blocking_claim_knows_how_many_samples_are_still_to_come(tmp_path: Path):
+def test_blocking_claim_knows_the_count_of_missing_samples(tmp_path: Path):
     client = filled()  # 9 of 12
     client.clear_samples(["bare", "z"], "train")
     save_partition(client, "train", tmp_path / "p")

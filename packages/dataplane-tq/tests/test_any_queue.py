@@ -133,7 +133,7 @@ def test_cluster_without_a_queue_is_refused(address):
         QueueInspector(address, timeout_s=TIMEOUT_S)
 
 
-def test_claim_that_blocks_the_controller_is_shown_until_the_queue_ends(address):
+def test_claim_that_blocks_the_controller_is_shown(address):
     with started(address, "init(polling_mode=False)") as (job, inspector):
         job.run("put(['a', 'b'], 'train', x=torch.zeros(2))")
         job.run("put(['a'], 'train', y=torch.zeros(1))")

@@ -43,7 +43,7 @@ def local():
         local.link.close()
 
 
-def test_blocked_claim_wakes_for_an_assignment_by_another_blocked_claim(local):
+def test_blocked_claim_wakes_when_another_claim_assigns(local):
     local.register(num_samples=3, fields=["x", "y"])
     local.put(["a", "b"], fields=["x", "y"], tags=[{"v": 2}] * 2)
     local.put(["c"], tags=[{"v": 1}])

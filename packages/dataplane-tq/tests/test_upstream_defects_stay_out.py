@@ -102,9 +102,7 @@ def bytes_held(client, backend, field):
 
 # A clear of packed rows needs no unit.
 @pytest.mark.parametrize("backend", ["simple"], indirect=True, scope="module")
-def test_clear_with_a_stopped_unit_fails_and_a_later_one_frees_its_rows(
-    owner, hasty, partition, backend
-):
+def test_clear_after_a_stopped_unit_resumes_frees_its_rows(owner, hasty, partition, backend):
     owner.put_samples(["a", "b", "c"], partition, batch(3, field="stopped"))
     pid = pid_of(UNITS[0])
     stop(pid)
@@ -202,7 +200,7 @@ def test_failed_put_blocks_no_consumption_and_keeps_no_memory(
     assert bytes_held(owner, backend, "refused") == 0
 
 
-def test_consumption_completes_once_tagged_samples_have_their_fields(owner, partition):
+def test_consumption_completes_with_fields_of_tagged_samples(owner, partition):
     owner.put_samples(["a"], partition, tags=[{"reward": 1}])
     owner.put_samples(["b"], partition, batch(1))
     assert owner.claim_meta(partition, "train", ["x"], 8, blocking=False).sample_ids == ["b"]

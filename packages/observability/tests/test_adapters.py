@@ -326,7 +326,7 @@ install()
 """
 
 
-def test_verl_run_ends_with_its_exit_code_after_another_tracking_is_deleted() -> None:
+def test_deleted_tracking_keeps_exit_code_of_another_verl_run() -> None:
     with Receiver() as receiver:
         body = """
 import os

@@ -13,7 +13,7 @@ from setup_processes import run_script
 from observability.receiver import Receiver
 
 
-def test_spans_and_events_arrive_with_the_resource_of_their_process(receiver: Receiver) -> None:
+def test_spans_and_events_arrive_with_resource_of_process(receiver: Receiver) -> None:
     result = run_script(
         """
 from observability import record_step_metrics

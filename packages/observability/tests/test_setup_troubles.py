@@ -69,7 +69,7 @@ def test_a_refusing_collector_costs_one_warning_and_its_items(
     assert [each["event"] for each in result.warnings][-1] == "telemetry_dropped"
 
 
-def test_a_collector_that_hangs_costs_one_warning_and_bounded_time() -> None:
+def test_hanging_collector_costs_one_warning_and_bounded_time() -> None:
     with hanging_collector() as server:
         result = run_script(
             EXPORT_SCRIPT.replace("flush(1.0)", "flush(0.1)"),
@@ -93,7 +93,7 @@ def test_a_collector_that_hangs_costs_one_warning_and_bounded_time() -> None:
         "http://" + "a" * 300 + ":4318",
     ],
 )
-def test_an_unreachable_endpoint_costs_one_warning_without_password(
+def test_unreachable_endpoint_warns_once_without_password(
     endpoint: str,
 ) -> None:
     result = run_export_script(endpoint)

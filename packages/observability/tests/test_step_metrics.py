@@ -40,7 +40,7 @@ def test_metrics_of_a_step_arrive_when_the_process_is_terminated() -> None:
         assert [name for name, *_ in step_points(server)] == ["rl.loss"]
 
 
-def test_each_point_of_a_long_run_is_exported_once_in_bounded_memory() -> None:
+def test_long_run_exports_each_point_once_in_bounded_memory() -> None:
     script = f"""{IMPORTS}
 import gc
 telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)

@@ -241,7 +241,7 @@ def test_bulk_columns_are_put_and_rewards_are_not(actor_of, store):
     ]
 
 
-def test_sample_ids_are_one_uuid_per_prompt_with_a_suffix_per_rollout(actor_of):
+def test_sample_id_is_uuid_of_prompt_and_suffix_of_rollout(actor_of):
     meta, *_ = actor_of().rollout_to_tq(batch_of(["1+2="] * 6), partition_id="train", group_size=3)
     prompts = [sample_id.rpartition("_")[0] for sample_id in meta.sample_ids]
     assert [sample_id.rpartition("_")[2] for sample_id in meta.sample_ids] == ["g0", "g1", "g2"] * 2

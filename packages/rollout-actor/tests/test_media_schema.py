@@ -32,7 +32,7 @@ def test_declared_media_may_come_with_any_batch(actor_of, store):
     assert counts == [0, 1, 0, 2]
 
 
-def test_another_or_a_restarted_actor_puts_the_media_of_the_partition(actor_of, store):
+def test_other_actors_put_the_media_of_the_partition(actor_of, store):
     first, *_ = actor_of().rollout_to_tq(batch_with(torch.ones(1, 2, 2)), partition_id="train")
     second, *_ = actor_of().rollout_to_tq(batch_with(None), partition_id="train")
     assert [shape[0] for shape in read_together(store, [first, second])] == [1, 0]
@@ -51,7 +51,7 @@ def test_media_put_by_others_during_generation_are_added(actor_of, store):
     assert sorted(shape[0] for shape in read_together(store, metas)) == [0, 1]
 
 
-def test_media_that_earlier_samples_lack_are_refused_before_generation(actor_of, store):
+def test_media_that_earlier_samples_lack_are_refused(actor_of, store):
     meta, *_ = actor_of().rollout_to_tq(batch_with(None), partition_id="train")
     generator = Adder()
     late = batch_with(torch.ones(1, 2, 2))

@@ -76,7 +76,7 @@ def test_a_row_ends_at_the_maximum_of_turns(rollout):
 
 
 @pytest.mark.parametrize(("free", "observed"), [(5, 5), (2, 2), (0, 0)])
-def test_an_observation_that_fills_the_sequence_is_cut_and_ends_the_row(rollout, free, observed):
+def test_observation_that_fills_the_sequence_ends_the_row(rollout, free, observed):
     length = len("1+2=3. So it is.")
     batch, metrics = rollout(batch_of(["1+2="], more=["4+4=", "5+5="]), max_seq_len=length + free)
     log = batch["message_log"][0]
@@ -163,7 +163,7 @@ def test_stop_strings_are_per_row(rollout):
 
 
 @pytest.mark.parametrize("stop_strings", ["END", b"END", ["END", 7], 7, ["END", ""]])
-def test_stop_strings_that_are_not_a_list_of_strings_are_refused_by_row(rollout, stop_strings):
+def test_malformed_stop_strings_are_refused_by_row(rollout, stop_strings):
     with pytest.raises(InvalidRequestError, match=r"stop_strings of row 1 are .*expected a list"):
         rollout(batch_of(["1+2=", "3+4="], stop_strings=[["."], stop_strings]))
     assert rollout.generator.events == []
@@ -217,7 +217,7 @@ def test_named_rewards_are_kept_and_summed(rollout):
     assert not {"format", "late"} & metrics.keys()
 
 
-def test_rows_of_a_task_without_named_rewards_have_zero_components(rollout):
+def test_task_without_named_rewards_has_zero_components(rollout):
     plain = Scripted(lambda log, info: {"reward": 0.25})
     named = Scripted(lambda log, info: {"reward": {"reward/x": 2.0}})
     batch, metrics = rollout(
@@ -288,7 +288,7 @@ def test_a_turn_without_content_is_empty_text_to_the_environment(rollout):
     assert texts(batch["message_log"][0])[0] == ("system", "")
 
 
-def test_generation_gets_right_padded_prompts_with_lengths_and_greedy(rollout):
+def test_generation_gets_padded_prompts_lengths_and_greedy(rollout):
     rollout(batch_of(["1+2=", "13+14="]), greedy=True)
     calls = rollout.generator.seen
     assert all(call["greedy"] is True for call in calls)

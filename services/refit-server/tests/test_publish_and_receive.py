@@ -127,7 +127,7 @@ def test_refused_client_gets_an_error_at_once(wrong, monkeypatch, capfd):
         assert WRONG not in written
 
 
-def test_token_from_the_environment_is_not_sent_to_an_untrusted_address(secure, monkeypatch):
+def test_environment_token_is_not_sent_unencrypted(secure, monkeypatch):
     _, access = secure
     monkeypatch.setenv("REFIT_MX_CONTROL_TOKEN_FILE", access.token_file)
     with pytest.raises(RefitConfigError, match="unencrypted"):

@@ -279,7 +279,7 @@ class ClearsWhileListing:
         return page
 
 
-def test_groups_cleared_during_a_checkpoint_hide_no_pending_prompt(prompts, client):
+def test_groups_cleared_in_a_checkpoint_hide_no_prompt(prompts, client):
     stream = PromptStream(prompts, seed=1, shuffle=True)
     clearing = ClearsWhileListing(client, [[0]])
     feed = PromptFeed(clearing, stream, [], 2)
@@ -328,7 +328,7 @@ def fleet_of(configure_async, calls, notices):
     return fleet
 
 
-def test_a_generator_lost_after_the_last_step_does_not_fail_the_run(configure_async):
+def test_run_survives_generator_lost_after_the_last_step(configure_async):
     notices = []
     lost = WorkerError("rollout 0 died during stop_generating")
     fleet_of(configure_async, Calls({"stop_generating": lost}), notices).stop()
@@ -336,7 +336,7 @@ def test_a_generator_lost_after_the_last_step_does_not_fail_the_run(configure_as
 
 
 @pytest.mark.parametrize("method", ["join_refit", "start_generating"])
-def test_a_replacement_that_dies_while_it_joins_does_not_end_the_run(configure_async, method):
+def test_run_survives_replacement_that_dies_while_it_joins(configure_async, method):
     notices, removed, calls = [], [], Calls()
     fleet = fleet_of(configure_async, calls, notices)
     actors = fleet._actors

@@ -85,7 +85,7 @@ def test_no_trained_sample_is_too_stale(run):
         assert record["samples"] == PROMPTS * GROUP
 
 
-def test_a_killed_generator_is_replaced_and_its_prompts_are_generated(run):
+def test_killed_generator_is_replaced_without_losing_prompts(run):
     result, display, _ = run
     assert [each for each in display.notices if each.startswith("continuing without")]
     assert 1 in [record["generators"] for record in result.history[1:]]

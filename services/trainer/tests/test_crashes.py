@@ -132,7 +132,7 @@ def half_generated(journal):
 
 
 @pytest.mark.timeout(700)  # two starts of Ray
-def test_a_killed_run_keeps_finished_groups_and_continues_begun_responses(crashing):
+def test_killed_run_resumes_with_its_groups_and_responses(crashing):
     with crashing(8, 4, {"median_s": 3.0, "sigma": 0.0}) as crash:
         journal = crash.run.run_folder / "journal"
         crash.advance()  # its step has groups in the journal that no checkpoint contains

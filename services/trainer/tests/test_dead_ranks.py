@@ -124,7 +124,7 @@ def test_a_lost_rank_does_not_change_the_weights(rank_config, baseline, phase, n
     ("phase", "delay_s"),
     [("refit", 0.0), pytest.param("train", 0.1, marks=pytest.mark.long)],
 )
-def test_an_asynchronous_run_that_lost_a_rank_trains_each_prompt_once(rank_config, phase, delay_s):
+def test_async_run_that_lost_a_rank_trains_each_prompt_once(rank_config, phase, delay_s):
     changes = {
         "grpo.mode": "async",
         "grpo.asynchronous.prompts_per_rollout": 1,

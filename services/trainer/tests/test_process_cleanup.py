@@ -29,7 +29,7 @@ def test_a_traced_run_that_cannot_join_ray_starts_no_cluster(configure, monkeypa
     assert started == []
 
 
-def test_an_interrupt_while_actors_are_stopped_still_closes_the_data_plane(configure, monkeypatch):
+def test_interrupt_while_actors_stop_closes_the_data_plane(configure, monkeypatch):
     closed = []
 
     def interrupt(*args, **kwargs):

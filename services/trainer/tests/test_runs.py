@@ -97,7 +97,7 @@ def test_finished_run_has_all_documented_files(finished):
     assert names(folder / "checkpoints") == [f"step-{STEPS - 2:06d}", f"step-{STEPS:06d}"]
 
 
-def test_a_checkpoint_has_a_model_and_a_tokenizer_and_nothing_pickled(finished, tokenizer):
+def test_checkpoint_has_model_and_tokenizer_but_no_pickle(finished, tokenizer):
     checkpoint = finished.folder / "checkpoints" / f"step-{STEPS:06d}"
     for path in checkpoint.rglob("*.*"):
         if path.suffix == ".safetensors":

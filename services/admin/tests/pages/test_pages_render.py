@@ -186,7 +186,7 @@ def test_a_short_wait_is_not_stuck(site, client, monkeypatch, kind, seconds, stu
     assert ('class="banner fault"' in client.get("/partition?id=train").text) == (seconds > 60)
 
 
-def test_bars_of_a_partition_in_constant_use_show_the_present_samples(site, client, monkeypatch):
+def test_partition_bars_show_the_present_samples(site, client, monkeypatch):
     held = site.service.partitions()
     [train] = [each for each in held.partitions if each.id == "train"]
     changes = {"present": 480, "put": 5_000, "declared": 60_000, "not_put": 55_000}

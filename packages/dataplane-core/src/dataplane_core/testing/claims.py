@@ -234,7 +234,7 @@ class ClaimContract(StoreFixtures):
             assert expected_text in str(error)
         assert client.claim_meta(partition, "train", ["x", "y"], 8, blocking=False).size == 2
 
-    def test_a_blocked_claim_wakes_when_another_client_completes_the_batch(
+    def test_blocked_claim_wakes_when_another_client_puts(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a"])
@@ -245,7 +245,7 @@ class ClaimContract(StoreFixtures):
             put(peer, partition, ["b"])
             assert sorted(claim.result(self.max_wait_s).sample_ids) == ["a", "b"]
 
-    def test_a_blocked_claim_wakes_when_the_last_missing_field_arrives(
+    def test_blocked_claim_wakes_with_the_last_missing_field(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a", "b"])

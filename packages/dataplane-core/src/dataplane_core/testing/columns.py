@@ -43,7 +43,7 @@ class ColumnContract(StoreFixtures):
 
     form_examples = 25
 
-    def test_padded_columns_are_stored_without_padding_and_padded_by_the_reader(
+    def test_padding_is_not_stored_but_added_by_the_reader(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         columns: dict[str, Any] = {
@@ -101,7 +101,7 @@ class ColumnContract(StoreFixtures):
         ],
         ids=["rows", "lengths", "too long", "negative", "flat"],
     )
-    def test_columns_that_do_not_fit_are_refused_and_nothing_is_written(
+    def test_columns_that_do_not_fit_write_nothing(
         self,
         client: DataPlaneClient,
         partition: str,
@@ -161,7 +161,7 @@ class ColumnContract(StoreFixtures):
         assert padded["x"].tolist() == [[3, 4, 0, 0]]
         assert same_bits(peer.get_samples(["a", "b"], partition, ["x"])["x"], rows)
 
-    def test_a_field_stays_per_token_for_later_batches_and_declarations(
+    def test_field_stays_per_token_for_later_batches(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.put_samples(["a"], partition, batch(1, x=jagged(torch.ones(2))))

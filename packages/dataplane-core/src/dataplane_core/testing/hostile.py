@@ -361,7 +361,7 @@ class HostileContract(StoreFixtures):
                 st.tuples(st.sampled_from(CALLS), st.sampled_from(sorted(VALUES))), check
             )
 
-    def test_hostile_values_in_columns_are_handled_as_by_the_reference(
+    def test_hostile_column_values_are_handled_as_by_reference(
         self, client: DataPlaneClient
     ) -> None:
         with InMemoryDataPlaneClient() as reference:

@@ -106,7 +106,7 @@ class InspectionContract(StateMachineContract):
         client.clear_samples(list("abe"), partition)
         assert held() == expected(0, 0)
 
-    def test_the_revision_grows_with_every_change_and_with_nothing_else(
+    def test_revision_grows_with_each_change_only(
         self,
         client: DataPlaneClient,
         peer: DataPlaneClient,
@@ -444,7 +444,7 @@ class InspectionContract(StateMachineContract):
         with pytest.raises(UnknownTaskError, match="'trian'"):
             client.reset_consumption(partition, "trian", ["a"])
 
-    def test_any_sequence_of_operations_with_leases_agrees_with_the_model(
+    def test_any_operations_with_leases_agree_with_the_model(
         self, client: DataPlaneClient, peer: DataPlaneClient, leasing: DataPlaneClient
     ) -> None:
         self.walk(peer, leasing)

@@ -88,7 +88,7 @@ class LeaseContract(LeaseWaitContract):
                 assert (rank0.size, rank1.size) == (1, 1)
                 assert time.monotonic() - started < self.max_wait_s / 2
 
-    def test_expired_assignment_opens_even_if_the_drawing_rank_got_nothing(
+    def test_expired_assignment_opens_if_its_rank_got_nothing(
         self, make_client: MakeClient
     ) -> None:
         client = filled(make_client(claim_lease_s=0.5), ["a"], 4)
@@ -220,9 +220,7 @@ class BackpressureContract:
     def make_client(self) -> MakeClient:
         raise NotImplementedError("override the fixture 'make_client'")
 
-    def test_a_put_past_capacity_raises_at_its_deadline_and_stores_nothing(
-        self, make_client: MakeClient
-    ) -> None:
+    def test_put_past_capacity_raises_and_stores_nothing(self, make_client: MakeClient) -> None:
         client = filled(make_client(storage_capacity=2, ack_timeout_ms=50), ["a"], 4)
         with pytest.raises(CapacityExceeded, match="2 new samples, 1 of 2 held"):
             put(client, "train", ["b", "c"])

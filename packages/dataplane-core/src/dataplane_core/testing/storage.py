@@ -159,7 +159,7 @@ class StorageContract(StoreFixtures):
         answer = peer.get_samples(["c", "a"], partition, ["x"]).get("x")
         assert answer.tolist() == [None, {"role": "user"}]
 
-    def test_arrays_and_tensors_inside_python_values_keep_dtype_and_shape(
+    def test_nested_arrays_and_tensors_keep_dtype_and_shape(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         values = [{"image": np.ones((2, 3), np.float32)}, {"ids": torch.tensor([1, 2])}]
@@ -228,7 +228,7 @@ class StorageContract(StoreFixtures):
     ) -> None:
         assert client.get_samples([], partition, ["x"]).batch_size == (0,)
 
-    def test_get_data_reads_the_selected_fields_else_those_of_the_meta(
+    def test_get_data_reads_selected_fields_or_those_of_the_meta(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         meta = client.put_samples(["a"], partition, batch(1, x=torch.ones(1), y=torch.ones(1)))
@@ -272,7 +272,7 @@ class StorageContract(StoreFixtures):
         with pytest.raises(ValueError, match="nowhere"):
             client.claim_meta("nowhere", "train", ["x"], 1, blocking=False)
 
-    def test_duplicate_ids_in_one_put_are_refused_before_anything_is_stored(
+    def test_put_with_duplicate_ids_stores_nothing(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         with pytest.raises(DuplicateSampleError, match="'a'"):
@@ -325,7 +325,7 @@ class StorageContract(StoreFixtures):
         with pytest.raises(InvalidRequestError, match="2 rows; expected 3"):
             client.put_samples(["a", "b", "c"], partition, fields)
 
-    def test_stamping_the_returned_meta_does_not_change_the_callers_tags(
+    def test_changing_returned_meta_keeps_tags_of_the_caller(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         tags = [{"v": 1}]
@@ -350,7 +350,7 @@ class StorageContract(StoreFixtures):
         with pytest.raises(MissingDataError, match="'b'"):
             client.get_samples(["b"], partition, ["x"])
 
-    def test_a_cleared_id_can_be_put_again_and_holds_only_the_new_fields(
+    def test_cleared_id_put_again_holds_only_the_new_fields(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.put_samples(["a"], partition, batch(1, x=torch.ones(1), y=torch.ones(1)))
@@ -372,7 +372,7 @@ class StorageContract(StoreFixtures):
         with pytest.warns(RuntimeWarning, match="nothing"):
             client.clear_samples(None, partition)
 
-    def test_a_forgotten_partition_can_be_registered_anew_with_other_dtypes(
+    def test_forgotten_partition_can_change_its_dtypes(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         client.put_samples(["a"], partition, batch(1, x=torch.ones(1)))
