@@ -249,6 +249,18 @@ def test_commands_and_their_options_exist(page: Path) -> None:
                 check_app(words)
 
 
+@pytest.mark.parametrize("path", APPS.values(), ids=APPS)
+def test_examples_of_the_help_exist(path: str) -> None:
+    from configuration_tables import commands_of, load
+
+    app = load(path)
+    texts = [app.info.help, *(each.__doc__ or "" for each in commands_of(app).values())]
+    examples = re.findall(r"Example: (.*)", "\n".join(texts))
+    assert len(examples) == len(app.registered_commands) + 1
+    for example in examples:
+        check_app(shlex.split(example.partition(" > ")[0]))
+
+
 def piped(line: str) -> list[list[str]]:
     """Return the words of each command in a pipeline."""
     parts = groupby(shlex.split(line, comments=True), "|".__eq__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -189,8 +190,13 @@ def test_wrong_usage_has_exit_status_2() -> None:
 def test_version_and_help(recording: Path) -> None:
     assert output_of("--version") == f"observability {version('observability')}\n"
     for arguments in ([], ["show"], ["why"], ["sample"]):
-        shown = " ".join(output_of(*arguments, "--help").split())
-        assert "Example: python -m observability" in shown
+        shown = output_of(*arguments, "--help")
+        beginning, _, options = shown.partition("\u256d")
+        command = " ".join(["python -m observability", *arguments])
+        assert re.search(rf"^ Example: {command}.*\n *\n", beginning, re.MULTILINE)
+        assert max(map(len, shown.splitlines())) <= 80
+        assert "\u2026" not in shown
+        assert arguments or "Exit status: 0 on success" in options
 
 
 def test_shell_completion_lists_the_commands() -> None:

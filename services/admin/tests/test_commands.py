@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from importlib.metadata import version
 from urllib.parse import urlencode
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 from waiting import until
 
@@ -27,24 +29,20 @@ def command(*arguments):
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_every_command_has_an_example_within_80_columns():
+def test_version_is_printed_and_wrong_usage_has_status_2():
     assert command("--version")[:2] == (0, f"dataplane-admin {version('dataplane-admin')}\n")
-    for name in (
-        (),
-        ("serve",),
-        ("partitions",),
-        ("sample",),
-        ("traces",),
-        ("trace",),
-        ("why",),
-        ("runs",),
-        ("tag",),
-        ("alerts",),
-        ("scrape",),
-    ):
+    assert command("nothing")[0] == command("why", "--nothing")[0] == 2
+
+
+def test_every_help_starts_with_an_example_and_cuts_nothing():
+    for name in ((), *((name,) for name in get_command(app).commands)):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
-        assert "Example: dataplane-admin" in done.stdout
+        beginning, _, options = done.stdout.partition("\u256d")
+        assert re.search(f"^ Example: dataplane-admin {' '.join(name)}.*\n *\n", beginning, re.M)
         assert max(map(len, done.stdout.splitlines())) <= 80
+        assert "\u2026" not in done.stdout
+        assert "[env var" not in done.stdout
+        assert "DATAPLANE_ADMIN_SERVE_PORT" in options
 
 
 def test_commands_start_without_the_slow_imports_of_the_service():

@@ -1,5 +1,6 @@
 """The command starts a real server with the standard health service, and stops on a signal."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from importlib.metadata import version
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from refit_server.cli import app
 
 TIMEOUT_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -62,6 +67,22 @@ def test_version_is_printed():
     command = (sys.executable, "-m", "refit_server", "--version")
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert done.stdout == f"refit-server {version('refit-server')}\n"
+
+
+def test_every_help_starts_with_an_example_and_cuts_nothing():
+    for name in ((), *((name,) for name in get_command(app).commands)):
+        done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
+        beginning, _, options = done.stdout.partition("\u256d")
+        assert re.search(f"^ Example: refit-server {' '.join(name)}.*\n *\n", beginning, re.M)
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert "\u2026" not in done.stdout
+        assert "[env var" not in done.stdout
+        assert "REFIT_SERVER_SERVE_ADDRESS" in options
+
+
+def test_unknown_options_and_commands_have_status_2():
+    for arguments in (["serve", "--nothing"], ["check", "--nothing"], ["nothing"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
 def test_health_covers_each_service(start, health):

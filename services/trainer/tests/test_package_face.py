@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 
 import pytest
+from typer import Typer
+from typer.main import get_command
+from typer.testing import CliRunner
 
 import grpo_trainer
+from grpo_trainer import cli, trace_cli
 
 
 def test_the_public_names_are_documented() -> None:
@@ -35,9 +40,24 @@ def test_what_must_start_fast_imports_little(module: str, allowed: set[str]) -> 
     assert not (HEAVY - allowed) & set(loaded.stdout.split())
 
 
-def test_the_command_prints_its_version_and_an_example(command_line) -> None:
+def test_the_command_prints_its_version(command_line) -> None:
     assert command_line.run("--version").stdout == f"grpo-trainer {version('grpo-trainer')}\n"
-    for command in ((), ("train",), ("resume",), ("schema",)):
-        shown = command_line.run(*command, "--help").stdout
-        assert "Example: grpo-trainer" in shown
-        assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("command", "app"), [("grpo-trainer", cli.app), ("grpo-trace", trace_cli.app)]
+)
+def test_every_help_starts_with_an_example_and_cuts_nothing(command: str, app: Typer) -> None:
+    for name in ((), *((name,) for name in get_command(app).commands)):
+        done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
+        beginning, _, options = done.stdout.partition("\u256d")
+        assert re.search(f"^ Example: {command} {' '.join(name)}.*\n *\n", beginning, re.M)
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert "\u2026" not in done.stdout
+        assert name or "Exit status: 0 on success, 1 on failure, 2 for" in options
+
+
+@pytest.mark.parametrize("app", [cli.app, trace_cli.app])
+def test_unknown_commands_have_status_2(app: Typer) -> None:
+    for arguments in (["nothing"], ["--nothing"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 2

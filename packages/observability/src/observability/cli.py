@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for wrong usage."
 
 app = typer.Typer(
-    help="Show where the steps of a traced program spend their time, and what is blocked.",
-    epilog=f"Example: python -m observability show runs/traces/my-run. {EXIT_STATUS}",
+    help="Show where the steps of a traced program spend their time, and what is blocked.\n\n"
+    "Example: python -m observability show runs/traces/my-run",
+    epilog=EXIT_STATUS,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -78,9 +79,7 @@ def _declare_options(
     pass
 
 
-@app.command(
-    "show", epilog="Example: python -m observability show my-run --step 3 --html step.html"
-)
+@app.command("show")
 def show_command(
     recording: Recording,
     step: Annotated[int | None, typer.Option(help="Show this step only.")] = None,
@@ -88,25 +87,34 @@ def show_command(
     perfetto: Perfetto = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the waterfall, critical path and figures of each step."""
+    """Show the waterfall, critical path and figures of each step.
+
+    Example: python -m observability show my-run --step 3 --html step.html
+    """
     with _reported_errors():
         show(recording, number=step, html=html, perfetto=perfetto, as_json=as_json)
 
 
-@app.command("why", epilog="Example: python -m observability why my-run")
+@app.command("why")
 def why_command(recording: Recording, as_json: AsJson = False) -> None:
-    """List blocked tasks and what each is blocked on, longest first; silent processes last."""
+    """List blocked tasks and what each is blocked on, longest first; silent processes last.
+
+    Example: python -m observability why my-run
+    """
     with _reported_errors():
         why(recording, as_json=as_json)
 
 
-@app.command("sample", epilog="Example: python -m observability sample p0_g0 my-run")
+@app.command("sample")
 def sample_command(
     sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
     recording: Recording,
     as_json: AsJson = False,
 ) -> None:
-    """Show the lifecycle of one sample, from put to clear."""
+    """Show the lifecycle of one sample, from put to clear.
+
+    Example: python -m observability sample p0_g0 my-run
+    """
     with _reported_errors():
         sample(sample_id, recording, as_json=as_json)
 

@@ -11,16 +11,23 @@ from typing import Annotated, Any, NoReturn  # Any: values of options
 
 import typer
 
-from refit_server.options import OptionsCommand
+from refit_server.options import OptionsCommand, OptionsGroup
 
 # Commands import what they need: a probe that runs every few seconds must not load a server.
 
 _MAX_S = 1e9
 
+_VARIABLES = (
+    "Each option has an environment variable: for --address of serve it is "
+    "REFIT_SERVER_SERVE_ADDRESS."
+)
+
 app = typer.Typer(
-    help="Run the control plane for weight refit, or check its health.",
-    epilog="Example: refit-server serve --address 127.0.0.1:50051 --state refit.db. Each option "
-    "has an environment variable: for --address of serve it is REFIT_SERVER_SERVE_ADDRESS.",
+    cls=OptionsGroup,
+    help="Run the control plane for weight refit, or check its health.\n\n"
+    "Example: refit-server serve --address 127.0.0.1:50051 --state refit.db",
+    epilog="Exit status: 0 on success, 1 on failure, 2 for an unknown option or command. "
+    f"{_VARIABLES}",
     no_args_is_help=True,
     context_settings={"auto_envvar_prefix": "REFIT_SERVER"},
     pretty_exceptions_enable=False,
@@ -74,10 +81,7 @@ class _ServeCommand(OptionsCommand):
             yield f"--token-file: {error}"
 
 
-@app.command(
-    cls=_ServeCommand,
-    epilog="Example: refit-server serve --address 127.0.0.1:0 --metrics-port 9464",
-)
+@app.command(cls=_ServeCommand, epilog=_VARIABLES)
 def serve(
     address: Annotated[
         str,
@@ -151,6 +155,8 @@ def serve(
     """Run the control plane until SIGTERM or SIGINT.
 
     Prints the bound address as its only line of output; the metrics' URL goes to standard error.
+
+    Example: refit-server serve --address 127.0.0.1:0 --metrics-port 9464
     """
     from refit_mx import RefitConfigError
     from refit_mx.control import Limits
@@ -181,7 +187,7 @@ def serve(
         _refuse(str(error))
 
 
-@app.command(cls=OptionsCommand, epilog="Example: refit-server check --address 127.0.0.1:50051")
+@app.command(cls=OptionsCommand, epilog=_VARIABLES)
 def check(
     address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = "127.0.0.1:50051",
     tls_ca: Annotated[
@@ -192,7 +198,10 @@ def check(
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.01, max=_MAX_S, help="Seconds to wait.")] = 5.0,
 ) -> None:
-    """Check a server's health: exit status 0 if it serves, else 1."""
+    """Check a server's health: exit status 0 if it serves, else 1.
+
+    Example: refit-server check --address 127.0.0.1:50051
+    """
     from refit_server.check import CheckError
     from refit_server.check import check as check_health
 

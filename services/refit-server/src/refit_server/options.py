@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any  # Any: values of options, and typer's context
+from typing import Any  # Any: values of options, and typer's context and parameters
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 
 class OptionsCommand(TyperCommand):
     """A command that reports one line per wrong option and exits with status 1."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, with their environment variables left out of the help."""
+        return _without_variables(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments.
@@ -37,3 +41,18 @@ class OptionsCommand(TyperCommand):
     def problems(self, values: Mapping[str, Any]) -> Iterable[str]:
         """Yield further problems of ``values``: the options with a valid type and range."""
         return ()
+
+
+class OptionsGroup(TyperGroup):
+    """A group whose help fits into 80 columns."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, with their environment variables left out of the help."""
+        return _without_variables(super().get_params(ctx))
+
+
+def _without_variables(parameters: list[Any]) -> list[Any]:
+    # The names are too long for a column of the help, which would cut them.
+    for parameter in parameters:
+        parameter.show_envvar = False
+    return parameters

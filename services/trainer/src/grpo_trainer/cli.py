@@ -21,15 +21,16 @@ from grpo_trainer.checkpoint.folder import latest_checkpoint
 from grpo_trainer.config.json_schema import configuration_schema
 from grpo_trainer.config.loading import DEMO_CONFIG, load_config
 from grpo_trainer.errors import ConfigurationError
-from grpo_trainer.options import OptionsCommand, Overrides, version_option
+from grpo_trainer.options import EXIT_STATUS, OptionsCommand, Overrides, version_option
 from grpo_trainer.report.terminal import TerminalDisplay, exit_on_user_error, print_summary
 from grpo_trainer.run.folder import CHECKPOINTS, PICTURE
 from grpo_trainer.run.runs import RunResult, resume, train
 from grpo_trainer.run.signals import GracefulStop
 
 app = typer.Typer(
-    help="Train a language model with GRPO on Ray, through a data plane.",
-    epilog="Example: grpo-trainer train --set grpo.num_steps=10 --output runs",
+    help="Train a language model with GRPO on Ray, through a data plane.\n\n"
+    "Example: grpo-trainer train --set grpo.num_steps=10 --output runs",
+    epilog=EXIT_STATUS,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -48,11 +49,7 @@ class _TrainCommand(OptionsCommand):
             yield str(error)
 
 
-@app.command(
-    "train",
-    cls=_TrainCommand,
-    epilog="Example: grpo-trainer train --config my.yaml --dataset prompts.jsonl --seed 1",
-)
+@app.command("train", cls=_TrainCommand)
 def train_command(
     config: Annotated[
         Path, typer.Option(path_type=Path, help="YAML configuration.", show_default="the demo")
@@ -66,7 +63,10 @@ def train_command(
     seed: Annotated[int | None, typer.Option(help="Overrides run.seed.")] = None,
     set_: Overrides = None,
 ) -> None:
-    """Start a run; without options, the demo."""
+    """Start a run; without options, the demo.
+
+    Example: grpo-trainer train --config my.yaml --dataset prompts.jsonl --seed 1
+    """
     given = {"set_": set_, "dataset": dataset, "output": output, "seed": seed}
     overrides = _overrides(given)
     _report(lambda display, stop: train(load_config(config, overrides), display=display, stop=stop))
@@ -82,11 +82,7 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     return overrides
 
 
-@app.command(
-    "resume",
-    cls=OptionsCommand,
-    epilog="Example: grpo-trainer resume runs/demo/20260101-120000 --set grpo.num_steps=200",
-)
+@app.command("resume", cls=OptionsCommand)
 def resume_command(
     folder: Annotated[Path, typer.Argument(path_type=Path, help="The run's folder.")],
     set_: Annotated[
@@ -99,13 +95,19 @@ def resume_command(
         ),
     ] = None,
 ) -> None:
-    """Continue a run from its newest checkpoint."""
+    """Continue a run from its newest checkpoint.
+
+    Example: grpo-trainer resume runs/demo/20260101-120000 --set grpo.num_steps=20
+    """
     _report(lambda display, stop: resume(folder, set_ or [], display=display, stop=stop))
 
 
-@app.command("schema", epilog="Example: grpo-trainer schema > grpo-trainer.schema.json")
+@app.command("schema")
 def schema_command() -> None:
-    """Print the JSON schema of the configuration, for an editor's checks and completion."""
+    """Print the JSON schema of the configuration, for an editor's checks and completion.
+
+    Example: grpo-trainer schema > grpo-trainer.schema.json
+    """
     typer.echo(json.dumps(configuration_schema(), indent=2))
 
 

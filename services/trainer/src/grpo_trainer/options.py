@@ -9,6 +9,8 @@ from typing import Annotated, Any  # Any: values of options, and typer's context
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for an unknown option or command."
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

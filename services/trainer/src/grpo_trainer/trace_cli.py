@@ -26,7 +26,13 @@ from rich.text import Text
 from dataplane_core import DataPlaneError
 from grpo_trainer.config.loading import DEMO_CONFIG, TrainerConfig, load_config
 from grpo_trainer.errors import ConfigurationError, TrainerError
-from grpo_trainer.options import OptionsCommand, OptionsGroup, Overrides, version_option
+from grpo_trainer.options import (
+    EXIT_STATUS,
+    OptionsCommand,
+    OptionsGroup,
+    Overrides,
+    version_option,
+)
 from grpo_trainer.report.terminal import TerminalDisplay, exit_on_user_error
 from grpo_trainer.run.signals import GracefulStop
 from observability import cli as views
@@ -62,8 +68,9 @@ class _ShowCommand(OptionsCommand):
 
 app = typer.Typer(
     cls=_TraceGroup,
-    help="Trace GRPO steps end to end. Without a command: run steps and show them.",
-    epilog="Example: grpo-trace --steps 2 --html trace.html",
+    help="Trace GRPO steps end to end. Without a command: run steps and show them.\n\n"
+    "Example: grpo-trace --steps 2 --html trace.html",
+    epilog=EXIT_STATUS,
     pretty_exceptions_enable=False,
 )
 
@@ -78,7 +85,7 @@ Folder = Annotated[
 @app.callback(invoke_without_command=True)
 def trace_command(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to run.")] = 3,
     config: Annotated[
         Path, typer.Option(path_type=Path, help="YAML configuration.", show_default="the demo's")
     ] = DEMO_CONFIG,
@@ -153,28 +160,34 @@ def _can_be_written(path: Path) -> bool:
     return os.access(existing, os.W_OK) and (existing == path or existing.is_dir())
 
 
-@app.command("show", cls=_ShowCommand, epilog="Example: grpo-trace show --html trace.html")
+@app.command("show", cls=_ShowCommand)
 def show_command(
     folder: Folder = None,
     html: views.Html = None,
     perfetto: views.Perfetto = None,
     as_json: views.AsJson = False,
 ) -> None:
-    """Show the waterfall, critical path and figures of each step."""
+    """Show the waterfall, critical path and figures of each step.
+
+    Example: grpo-trace show --html trace.html
+    """
     _guarded(lambda: views.show(_newest(folder), html=html, perfetto=perfetto, as_json=as_json))
 
 
-@app.command("sample", cls=OptionsCommand, epilog="Example: grpo-trace sample p0_g0")
+@app.command("sample", cls=OptionsCommand)
 def sample_command(
     sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
     folder: Folder = None,
     as_json: views.AsJson = False,
 ) -> None:
-    """Show the lifecycle of one sample, from put to clear."""
+    """Show the lifecycle of one sample, from put to clear.
+
+    Example: grpo-trace sample p0_g0
+    """
     _guarded(lambda: views.sample(sample_id, _newest(folder), as_json=as_json))
 
 
-@app.command("why", cls=OptionsCommand, epilog="Example: grpo-trace why --live")
+@app.command("why", cls=OptionsCommand)
 def why_command(
     folder: Folder = None,
     live: Annotated[
@@ -182,16 +195,15 @@ def why_command(
     ] = False,
     as_json: views.AsJson = False,
 ) -> None:
-    """List blocked tasks and what each is blocked on, longest first; silent processes last."""
+    """List blocked tasks and what each is blocked on, longest first; silent processes last.
+
+    Example: grpo-trace why --live
+    """
     partitions = _live_partitions if live else None
     _guarded(lambda: views.why(_newest(folder), live=partitions, as_json=as_json))
 
 
-@app.command(
-    "what-if",
-    cls=_WhatIfCommand,
-    epilog="Example: grpo-trace what-if --generators +2 --staleness 2",
-)
+@app.command("what-if", cls=_WhatIfCommand)
 def what_if_command(
     generators: Annotated[
         str | None,
@@ -203,7 +215,10 @@ def what_if_command(
     folder: Folder = None,
     as_json: views.AsJson = False,
 ) -> None:
-    """Predict a run's step time with another number of generators or another staleness."""
+    """Predict a run's step time with another number of generators or another staleness.
+
+    Example: grpo-trace what-if --generators +2 --staleness 2
+    """
 
     def predict() -> None:
         from grpo_trainer.what_if import Setting, recording_of

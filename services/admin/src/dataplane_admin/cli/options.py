@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar  # Any: typer's context and arguments
+from typing import Any, TypeVar  # Any: typer's context, parameters and arguments
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 _T = TypeVar("_T")
 
 
 class OptionsCommand(TyperCommand):
     """A command that reports each wrong option on one line and exits with status 1."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, with their environment variables left out of the help."""
+        return _without_variables(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments.
@@ -34,6 +38,21 @@ class OptionsCommand(TyperCommand):
                 typer.echo(f"dataplane-admin: {' '.join(line.split())}", err=True)
             raise typer.Exit(1)
         return super().parse_args(ctx, args)
+
+
+class OptionsGroup(TyperGroup):
+    """A group whose help fits into 80 columns."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, with their environment variables left out of the help."""
+        return _without_variables(super().get_params(ctx))
+
+
+def _without_variables(parameters: list[Any]) -> list[Any]:
+    # The names are too long for a column of the help, which would cut them.
+    for parameter in parameters:
+        parameter.show_envvar = False
+    return parameters
 
 
 def checked(check: Callable[[Any], object]) -> Callable[[_T], _T]:

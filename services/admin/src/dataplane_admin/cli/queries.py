@@ -16,7 +16,10 @@ from dataplane_admin.cli.shared import DEFAULT_URL, AsJson, TokenFile, Url, refu
 def partitions(
     url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
-    """List partitions and storage units of the live data plane."""
+    """List partitions and storage units of the live data plane.
+
+    Example: dataplane-admin partitions --json
+    """
     _show("/api/v1/partitions", {}, url, token_file, as_json=as_json)
 
 
@@ -27,13 +30,16 @@ def sample(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the lifecycle of one sample, from put to clear."""
+    """Show the lifecycle of one sample, from put to clear.
+
+    Example: dataplane-admin sample s39_p0_g0
+    """
     query = {"id": sample_id, "partition": partition}
     _show("/api/v1/sample", query, url, token_file, as_json=as_json)
 
 
 def traces(
-    run_id: Annotated[str | None, typer.Option("--run", help="Filter by run.")] = None,
+    run: Annotated[str | None, typer.Option(help="Filter by run.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Filter by step.")] = None,
     name: Annotated[str | None, typer.Option(help="Filter by part of the name.")] = None,
     service: Annotated[str | None, typer.Option(help="Filter by the name of a service.")] = None,
@@ -48,9 +54,12 @@ def traces(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List traces, newest first."""
+    """List traces, newest first.
+
+    Example: dataplane-admin traces --run demo --error --limit 5
+    """
     query = {
-        "run": run_id,
+        "run": run,
         "step": step,
         "name": name,
         "service": service,
@@ -71,18 +80,24 @@ def trace(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one trace and its critical path."""
+    """Show one trace and its critical path.
+
+    Example: dataplane-admin trace c7ebe4297c782f035b3debe31eac3a22
+    """
     _show("/api/v1/trace", {"id": trace_id}, url, token_file, as_json=as_json)
 
 
 def why(
-    run_id: Annotated[str | None, typer.Option("--run", help="Filter by run.")] = None,
+    run: Annotated[str | None, typer.Option(help="Filter by run.")] = None,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List blocked tasks, longest first; silent processes last."""
-    _show("/api/v1/why", {"run": run_id}, url, token_file, as_json=as_json)
+    """List blocked tasks, longest first; silent processes last.
+
+    Example: dataplane-admin why --run demo
+    """
+    _show("/api/v1/why", {"run": run}, url, token_file, as_json=as_json)
     if not as_json:
         _show("/api/v1/status", {}, url, token_file, as_json=False)
 
@@ -95,7 +110,10 @@ def alerts(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List raised alerts, most severe first, then the latest cleared ones."""
+    """List raised alerts, most severe first, then the latest cleared ones.
+
+    Example: dataplane-admin alerts --json
+    """
     if schema:
         from dataplane_admin.alerts import rules_schema
 
@@ -122,7 +140,10 @@ def runs(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs, by default those with the newest records first."""
+    """List runs, by default those with the newest records first.
+
+    Example: dataplane-admin runs --state failed --sort started
+    """
     query = {
         "q": text,
         "state": state,
@@ -144,7 +165,10 @@ def tag(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replace the tags of a run; needs a service with --allow-actions and --token-file."""
+    """Replace the tags of a run; needs a service with --allow-actions and --token-file.
+
+    Example: dataplane-admin tag demo/20261127-120000 good
+    """
     change = {"run": run_id, "tags": tags or []}
     _show("/api/v1/actions/tag-run", {}, url, token_file, as_json=as_json, body=change)
 

@@ -33,21 +33,24 @@ def scrape(
         str, typer.Option(help="URL of the service.", envvar="DATAPLANE_ADMIN_URL")
     ] = DEFAULT_URL,
     token_file: TokenFile = None,
-    run_id: Annotated[
-        str, typer.Option("--run", help="Run that engines and node serve; by default all runs.")
+    run: Annotated[
+        str, typer.Option(help="Run that engines and node serve; by default all runs.")
     ] = "",
     interval_s: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds between two scrapes.")
     ] = 5.0,
 ) -> None:
-    """Send the load of engines and of this node to the service. Runs until SIGTERM or SIGINT."""
+    """Send the load of engines and of this node to the service. Runs until SIGTERM or SIGINT.
+
+    Example: dataplane-admin scrape --engine http://127.0.0.1:8000/metrics --node
+    """
     if not engine and not node:
         refuse("nothing to scrape; expected --engine, --node or both")
     try:
-        from dataplane_admin.scrape import scrape as run
+        from dataplane_admin.scrape import scrape as send_load
     except ModuleNotFoundError as error:
         refuse(f"{error.name} is not installed; install dataplane-admin with its extra 'scrape'")
     exit_cleanly_on_signals()
     log_to_standard_error()
     token = None if token_file is None else read_token(token_file)
-    run(engine or [], node=node, to=to, token=token, run_id=run_id, interval_s=interval_s)
+    send_load(engine or [], node=node, to=to, token=token, run_id=run, interval_s=interval_s)

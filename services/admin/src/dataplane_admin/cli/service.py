@@ -194,7 +194,10 @@ def serve(
         typer.Option(min=1, max=_MAX_S, help="Seconds for requests to finish after SIGTERM."),
     ] = 10,
 ) -> None:
-    """Start the service and print its URL. Runs until SIGTERM or SIGINT."""
+    """Start the service and print its URL. Runs until SIGTERM or SIGINT.
+
+    Example: dataplane-admin serve --db admin.sqlite --ray-address auto
+    """
     exit_cleanly_on_signals()
     log_to_standard_error()
     token = None if token_file is None else read_token(token_file)
