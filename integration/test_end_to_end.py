@@ -81,12 +81,13 @@ class RunRecord(RunDisplay):
 
 
 @pytest.fixture(scope="module")
-def recorded(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
-    """Finish a run, so that every process has exported its telemetry."""
-    overview, other = (browser.new_page(base_url=admin.url) for _ in range(2))
-    overview.goto("/")
-    overview.evaluate("window.kept = true")
-    record = RunRecord(admin, overview, other)
+def recorded(
+    admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunRecord]:
+    """Yield the record of a finished run; all its processes have exported their telemetry.
+
+    The module fails on any console message or page error in its tabs.
+    """
     config = configured(
         tmp_path_factory.mktemp("run"),
         {
@@ -104,8 +105,12 @@ def recorded(admin: Admin, browser: Browser, tmp_path_factory: pytest.TempPathFa
             "tracing.sample_texts": TEXTS,
         },
     )
-    train(config, display=record, observer=record.observe)
-    return record
+    with quiet_tab(browser, admin.url) as overview, quiet_tab(browser, admin.url) as other:
+        overview.goto("/")
+        overview.evaluate("window.kept = true")
+        record = RunRecord(admin, overview, other)
+        train(config, display=record, observer=record.observe)
+        yield record
 
 
 @pytest.fixture
