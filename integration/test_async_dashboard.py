@@ -137,6 +137,8 @@ def test_pages_follow_an_asynchronous_run(
     for step in range(STEPS):
         link = watcher.overview.locator("#steps").get_by_role("link", name=str(step), exact=True)
         expect(link).to_be_visible()
+    finished = re.compile(f"^Run finished; step {STEPS - 1} finished")
+    expect(watcher.overview.get_by_role("heading", level=1)).to_have_text(finished)
     assert all(tab.evaluate("window.kept") for tab in tabs), "a page was reloaded"
     check_samples(admin)
     check_staleness(admin, watcher.staleness)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import urllib.parse
 from collections import defaultdict
@@ -235,6 +236,8 @@ def test_nothing_is_blocked_after_the_run(admin: Admin, recorded: RunRecord) -> 
 def test_overview_follows_the_run_without_a_reload(recorded: RunRecord) -> None:
     newest = recorded.overview.locator("#steps a").filter(has_text=str(STEPS - 1)).first
     expect(newest).to_be_visible(timeout=30_000)
+    finished = re.compile(f"^Run finished; step {STEPS - 1} finished")
+    expect(recorded.overview.get_by_role("heading", level=1)).to_have_text(finished, timeout=30_000)
     assert recorded.overview.evaluate("window.kept"), "the page was reloaded"
 
 
