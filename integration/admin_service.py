@@ -8,7 +8,7 @@ import subprocess
 import sysconfig
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,17 @@ class Admin:
     def until(self, condition: Callable[[], Any]) -> Any:
         """Call ``condition`` until it returns a true value, and return that value."""
         return wait_until(condition, TIMEOUT_S, state=lambda: self.ask("status"))
+
+    def until_curves(self, run: str, names: Iterable[str], *, min_points: int) -> None:
+        """Wait until the run has a curve of each metric with ``min_points`` points or more."""
+
+        def missing() -> list[str]:
+            curves = self.ask("runs/curves", run=run)["curves"]
+            return sorted(
+                set(names) - {each["name"] for each in curves if each["points"] >= min_points}
+            )
+
+        wait_until(lambda: not missing(), TIMEOUT_S, state=missing)
 
 
 @contextmanager

@@ -27,6 +27,32 @@ TEXTS = 3
 TIMEOUT_MS = 60_000
 KILLED_IN = 1
 """The step in which a generation worker is killed."""
+CURVES = {
+    "rl.reward.mean",
+    "rl.reward.std",
+    "rl.loss",
+    "rl.kl",
+    "rl.entropy",
+    "rl.clip_fraction",
+    "rl.grad_norm",
+    "rl.learning_rate",
+    "rl.staleness.mean",
+    "rl.staleness.max",
+    "rl.logprob_gap.mean",
+    "rl.logprob_gap.p99",
+    "rl.samples_per_s",
+    "rl.tokens_per_s",
+    "rl.samples",
+    "rl.time",
+}
+"""Metrics of every step of an asynchronous run."""
+GENERATION_CURVES = {
+    "rl.reward.component",
+    "rl.response.length",
+    "rl.response.truncated",
+    "rl.generation.tokens_per_s",
+}
+"""Metrics of steps during which a rollout finished."""
 
 
 class Watcher(RunDisplay):
@@ -140,6 +166,9 @@ def test_pages_follow_an_asynchronous_run(
     finished = re.compile(f"^Run finished; step {STEPS - 1} finished")
     expect(watcher.overview.get_by_role("heading", level=1)).to_have_text(finished)
     assert all(tab.evaluate("window.kept") for tab in tabs), "a page was reloaded"
+    [run] = admin.ask("runs")["runs"]
+    admin.until_curves(run["run_id"], CURVES, min_points=STEPS)
+    admin.until_curves(run["run_id"], GENERATION_CURVES, min_points=1)
     check_samples(admin)
     check_staleness(admin, watcher.staleness)
 

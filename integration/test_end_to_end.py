@@ -28,6 +28,27 @@ TEXTS = 2
 INSPECTED = 2
 """The step during which the live data plane is inspected."""
 TASKS = {"prev_lp", "ref_lp", "train"}
+CURVES = {
+    "rl.reward.mean",
+    "rl.reward.std",
+    "rl.reward.component",
+    "rl.loss",
+    "rl.kl",
+    "rl.entropy",
+    "rl.clip_fraction",
+    "rl.grad_norm",
+    "rl.learning_rate",
+    "rl.response.length",
+    "rl.response.truncated",
+    "rl.logprob_gap.mean",
+    "rl.logprob_gap.p99",
+    "rl.generation.tokens_per_s",
+    "rl.samples_per_s",
+    "rl.tokens_per_s",
+    "rl.samples",
+    "rl.time",
+}
+"""Metrics of every step of a synchronous run."""
 
 
 class RunRecord(RunDisplay):
@@ -210,6 +231,12 @@ def test_all_training_samples_have_zero_staleness(
     counts = admin.ask("staleness", run=traces[1]["run_id"])["counts"]
     assert set(counts) == {"0"}
     assert sum(counts.values()) == STEPS * SAMPLES
+
+
+def test_every_step_has_a_point_on_every_curve(
+    admin: Admin, traces: dict[int, dict[str, Any]]
+) -> None:
+    admin.until_curves(traces[1]["run_id"], CURVES, min_points=STEPS)
 
 
 def test_newest_samples_are_listed_without_a_search(
