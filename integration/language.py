@@ -2,8 +2,8 @@
 
 It reads names, docstrings, comments and strings of every Python file, the text of every page,
 template and container file, the names of all these files, and the subjects of the commits that are
-about to be pushed, or of the last 20 if there is no upstream. CONTRIBUTING.md has the rules; a
-machine can check only a few of them. Ruff's D401 checks that docstrings are imperative.
+about to be pushed, if the branch has an upstream. CONTRIBUTING.md has the rules; a machine can
+check only a few of them. Ruff's D401 checks that docstrings are imperative.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAX_SUBJECT = 72
-SUBJECTS_WITHOUT_UPSTREAM = 20
 SUFFIXES = ["*.py", "*.md", "*.html.j2", "*.js", "*.yaml", "*.yml", "*.toml", "Makefile"]
 SUFFIXES += ["*Dockerfile", "docker/*"]
 EXEMPT = re.compile(r"/vendor/|CHANGELOG|integration/(?:test_)?language\.py")
@@ -137,18 +136,15 @@ def text_breaches(text: str) -> Iterator[tuple[int, str]]:
 def subject_breaches(root: Path = ROOT) -> Iterator[str]:
     """Yield a breach for each subject that is too long or has no scope, in unpushed commits.
 
-    Without an upstream, the last commits are read.
+    Without an upstream no commit is read, since others may have written the last ones.
     """
-    for commits in ("@{upstream}..HEAD", f"--max-count={SUBJECTS_WITHOUT_UPSTREAM}"):
-        log = subprocess.run(
-            ["git", "log", "--no-merges", "--format=%h %s", commits],
-            cwd=root,
-            check=False,
-            text=True,
-            capture_output=True,
-        )
-        if log.returncode == 0:
-            break
+    log = subprocess.run(
+        ["git", "log", "--no-merges", "--format=%h %s", "@{upstream}..HEAD"],
+        cwd=root,
+        check=False,
+        text=True,
+        capture_output=True,
+    )
     for line in log.stdout.splitlines():
         commit, _, subject = line.partition(" ")
         if len(subject) > MAX_SUBJECT:

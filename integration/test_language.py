@@ -44,12 +44,15 @@ def test_names_of_files_are_checked() -> None:
     assert list(path_breaches("packages/refit_mx/hosts.py")) == []
 
 
-def test_last_subjects_are_checked_without_an_upstream(tmp_path: Path) -> None:
+def test_subjects_to_push_are_checked(tmp_path: Path) -> None:
     def git(*words: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
         subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
 
-    git("init")
+    git("init", "--initial-branch=main")
+    git("commit", "--allow-empty", "-m", "before the upstream")
+    assert not list(subject_breaches(tmp_path))
+    git("checkout", "-b", "topic", "--track", "main")
     for subject in ("core: add a column", "no scope", "core: " + "x" * 67):
         git("commit", "--allow-empty", "-m", subject)
     assert ["no scope" in breach for breach in subject_breaches(tmp_path)] == [False, True]
