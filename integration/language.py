@@ -67,7 +67,7 @@ FRAGMENTS = re.compile(
 )
 # Parts of names that narrate, and names that describe no variable.
 STORY = re.compile(
-    r"(?:.*_)?(told|tells?|most|least|patient(?:ly|ce)?|beside|early|mood|rove|tether|onlooker"
+    r"(?:.*_)?(told|tells?|most|least|patien(?:t|tly|ce)|beside|early|mood|rove|tether|onlooker"
     r"|meeting|leftovers|whom|excuse|lapse|mend|mended)(?:_.*)?",
     re.IGNORECASE,
 )
