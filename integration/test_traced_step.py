@@ -20,7 +20,7 @@ from observability.records import Records, Span
 STEPS = 2
 """Number of complete steps; in the next one, a policy worker is killed."""
 VICTIM = "grpo.policy 1"
-SAMPLES = 64  # 8 prompts of 8, in optimiser steps of 32, on two ranks
+SAMPLES = 64  # 8 prompts of 8, in optimizer steps of 32, on two ranks
 
 LOGPROBS = """
     compute_logprobs [policy 0]

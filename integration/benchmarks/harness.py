@@ -46,7 +46,7 @@ class Samples:
         return (case, system, operation) in self.seconds
 
     def summary(self, case: str, system: str, operation: Operation) -> Summary:
-        """Summarise the seconds of one operation."""
+        """Summarize the seconds of one operation."""
         return Summary.of(self.seconds[case, system, operation])
 
     def ratio(self, case: str, operation: Operation, *, over: str, under: str) -> Summary:

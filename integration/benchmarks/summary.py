@@ -26,13 +26,13 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:
-        """Summarise one or more samples."""
+        """Summarize one or more samples."""
         low, median, high, p99 = np.percentile(samples, [25, 50, 75, 99])
         return cls(float(median), float(p99), float(high - low), len(samples))
 
     @classmethod
     def of_ratio(cls, above: Sequence[float], below: Sequence[float]) -> Summary:
-        """Summarise the ratio of two operations that were measured in the same rounds.
+        """Summarize the ratio of two operations that were measured in the same rounds.
 
         The value is the ratio of the two medians. The tail and the spread are those of the ratios
         of single rounds.

@@ -177,7 +177,7 @@ class QueueInspector:
             return self._ask("list_storage", _STORAGE)
 
     def read_totals(self) -> dict[str, int]:
-        raise UnsupportedError("TransferQueue counts no operations")
+        raise UnsupportedError("TransferQueue counts no operations; trace its clients")
 
     def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]

@@ -53,7 +53,9 @@ def fetch(
     except httpx.TimeoutException:
         raise RequestError(f"{shown}: no answer within {_TIMEOUT_S:g} s") from None
     except httpx.HTTPError as error:
-        raise RequestError(f"{shown}: cannot be reached: {error}") from None
+        raise RequestError(
+            f"{shown}: cannot be reached: {error}; start `dataplane-admin serve`, or set --url"
+        ) from None
     if answer.status_code == 401:
         raise RequestError(f"{shown}: requires a token; set --token-file")
     if answer.status_code != 200:

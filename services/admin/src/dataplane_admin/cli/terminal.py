@@ -120,7 +120,7 @@ def _claim(claim: models.Claim | None) -> str | None:
 
 def _fields(partition: models.Partition, width: int) -> list[RenderableType]:
     return _table(
-        ("field", "kind", "written", "bytes"),
+        ("field", "kind", "written", "size"),
         [
             (
                 field.name,
@@ -224,7 +224,7 @@ def _traces(body: str, width: int) -> RenderableType:
 def _runs(body: str, width: int) -> RenderableType:
     answer = models.Runs.model_validate_json(body)
     if not answer.runs:
-        return Text("No matching run." if answer.total else "No run yet.")
+        return Text("No matching runs." if answer.total else "No runs yet.")
     parts = _table(
         ("run", "state", "steps", "reward", "started", "duration", "tags", "error"),
         [
@@ -253,7 +253,7 @@ def _alerts(body: str, width: int) -> RenderableType:
     parts: list[RenderableType] = []
     if not answer.raised:
         parts.append(Text("No alert is raised."))
-    for listed, end in ((answer.raised, "since"), (answer.cleared, "cleared")):
+    for listed, end in ((answer.raised, "raised"), (answer.cleared, "cleared")):
         if not listed:
             continue
         parts += _table(

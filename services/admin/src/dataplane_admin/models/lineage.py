@@ -14,7 +14,7 @@ class SampleHit(Model):
     sample_id: Text
     partition: Text
     run_id: Text
-    """Empty if unknown."""
+    """Id of the run; empty if unknown."""
     weight_version: int | None
     """Version of the weights that generated it."""
     first_ns: int | None
@@ -77,7 +77,7 @@ class SampleLife(Model):
     hops: list[Hop]
     """Events in the order in which they happened; empty without events."""
     live: Sample | None
-    """Its state in the live data plane; None if it is not there or unknown."""
+    """State of the sample in the live data plane; None if it is not there or unknown."""
     notes: list[Text]
     """Limits of the search, a sentence each."""
 

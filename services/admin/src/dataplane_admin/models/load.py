@@ -31,7 +31,7 @@ class LoadSubject(Model):
     kind: Literal["engine", "node"]
     name: Text
     run_id: Text
-    """Empty if it reports no run."""
+    """Id of the run; empty if the subject reports none."""
     series: list[LoadSeries]
 
 

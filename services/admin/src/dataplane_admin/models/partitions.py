@@ -28,13 +28,13 @@ class Generator(Model):
 
     name: Text
     owner: Text
-    """Its process, as the ``owner`` of claims; empty if unknown."""
+    """Process of the generator, as the ``owner`` of claims; empty if unknown."""
     joined_ns: int | None
     """Time at which it started to claim prompts; None if not reported."""
     left_ns: int | None
     """Time at which it left; None while it takes part."""
     reason: Text
-    """Why it left: ``finished``, or what was wrong; empty while it takes part."""
+    """Reason for leaving: ``finished``, or what was wrong; empty while it takes part."""
     claims: int
     """Claims that it holds."""
     samples: int
@@ -81,7 +81,7 @@ class PartitionTask(Model):
     oldest_unclaimed_s: float | None
     """Age of the oldest sample that it has not claimed; None if there is none."""
     oldest_claim: Claim | None
-    """Its oldest claim that is neither acknowledged nor released."""
+    """Oldest claim of the task that is neither acknowledged nor released."""
     claimed_per_s: float | None
     """Samples it claimed per second over the last polls; None before the second poll."""
     acknowledged_per_s: float | None
@@ -169,7 +169,7 @@ class Partitions(Model):
 
     partitions: list[Partition]
     storage: list[Unit]
-    """Empty if the backend reports none."""
+    """Storage units; empty if the backend reports none."""
     totals: dict[Text, int]
     """Counters since the store was created: ``samples_put``, ``leases_expired``, ..."""
     live: LiveStatus
@@ -238,7 +238,7 @@ class PartitionView(Model):
     at_ns: int
     """Time of the read."""
     spread_s: float
-    """0 if every part is from one snapshot; else the duration of the read."""
+    """Duration of the read in seconds; 0 if every part is from one snapshot."""
     partition: Partition
     matrix: Matrix
     """The matrix; above 10,000 samples, with a different ``at_ns``."""
@@ -248,5 +248,5 @@ class PartitionView(Model):
     generators: list[Generator]
     """Generators of the run that last registered the partition; those that take part come first."""
     problem: Text
-    """Why the data plane could not be read; then samples and claims are missing, and the rest is
-    from the newest poll. Empty if it was read."""
+    """Reason that the data plane could not be read; empty if it was. Then samples and claims are
+    missing, and the rest is from the newest poll."""

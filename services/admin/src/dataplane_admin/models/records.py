@@ -40,8 +40,9 @@ class Series(Model):
     unit: Text
     attributes: Values
     value: float | None
-    """Total of a counter since it was first seen, for any temporality; newest value of a gauge;
-    None for a histogram, and if nothing was recorded."""
+    """Total of a counter since it was first seen, or newest value of a gauge.
+
+    None for a histogram, and if nothing was recorded. The temporality does not matter."""
     histogram: Values | None
     """``count`` and, if known, ``sum``, ``min``, ``max``, ``bounds`` and ``counts``; None for a
     single number."""

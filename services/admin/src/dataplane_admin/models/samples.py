@@ -70,7 +70,7 @@ class Token(Model):
     trainer: float | None
     """Log-probability by the trainer."""
     mask: float | None
-    """0 if it is not trained on."""
+    """Loss mask; 0 if the token is not trained on."""
     version: int | None
     """Version of the weights that generated it."""
 

@@ -31,7 +31,7 @@ class RunSteps(Model):
     """Step durations over a run."""
 
     run_id: Text
-    """Empty if there is no run."""
+    """Id of the run; empty if there is none."""
     steps: int
     """Number of finished steps; of a repeated step only the last counts."""
     older: bool
@@ -45,7 +45,7 @@ class TraceFacts(Model):
 
     trace_id: Text
     run_id: Text
-    """Empty if no span has one."""
+    """Id of the run; empty if no span has one."""
     step: int | None
     name: Text
     """Name of its root, else of its first span."""
@@ -97,7 +97,7 @@ class SpanRow(Model):
     span_id: Text
     parent_id: Text | None
     depth: int
-    """0 at the top."""
+    """Depth in the tree; 0 at the root."""
     name: Text
     kind: Text
     """``internal``, ``server``, ``client``, ``producer``, ``consumer``, or ``unspecified``."""
@@ -113,7 +113,7 @@ class SpanRow(Model):
     """``productive``, ``overhead``, ``idle``, ``wasted``; None if it only groups others."""
     outcome: Literal["unset", "ok", "error"]
     message: Text
-    """Why it failed."""
+    """Message of the failure."""
     attributes: Values
     links: list[SpanLink]
     events: list[SpanEvent]
@@ -173,13 +173,13 @@ class TraceLog(Model):
     """Seconds since the trace's start; None if not reported."""
     process: Text
     span_id: Text
-    """Empty if the record names only the trace."""
+    """Id of the span; empty if the record names only the trace."""
     severity: Text
     """``TRACE``, ``DEBUG``, ``INFO``, ``WARN``, ``ERROR``, ``FATAL``, or as reported."""
     name: Text
     """Name of the event, empty without one."""
     body: Text
-    """Empty if it has none, or if text that may quote samples is not stored."""
+    """Text of the record; empty without one, or if text that may quote samples is not stored."""
     scope: Text
     """The logger, with its version; empty if not reported."""
     attributes: Values
@@ -213,7 +213,7 @@ class SpanPath(Model):
     service: Text
     name: Text
     depth: int
-    """0 at the top; a row's parent is the last row above it with a smaller depth."""
+    """Depth in the tree; 0 at the root. A row's parent is the last row above with a smaller one."""
     count: int
     errors: int
     total_s: float
@@ -243,7 +243,7 @@ class ModelCalls(Model):
     calls: int
     errors: int
     input_tokens: int | None
-    """None if no call reported any; ``output_tokens`` likewise."""
+    """Input tokens; None if no call reported any. ``output_tokens`` likewise."""
     output_tokens: int | None
     p50_s: float | None
     """Median latency: as reported by vLLM, else the span's duration. ``p95_s`` likewise."""

@@ -10,8 +10,9 @@ from dataplane_admin.store import Store, TraceFilter
 
 _STEPS = 10
 _LATE = 3
-"""A run is late if it finished no step, or a task was blocked, for longer than this multiple of its
-longest recent step and for longer than `_MIN_LATE_S`."""
+"""Multiple of the longest recent step after which a run is late.
+
+A run is late if no step finished, or a task was blocked, for longer than that and `_MIN_LATE_S`."""
 _MIN_LATE_S = 60.0
 
 

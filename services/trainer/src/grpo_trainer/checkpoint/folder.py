@@ -107,7 +107,7 @@ def save_checkpoint(
         (partial / _STATE).write_text(json.dumps(content, indent=1))
         _sync_tree(partial)
         if final.exists():
-            raise CheckpointError(f"checkpoint {final}: exists already")
+            raise CheckpointError(f"checkpoint {final}: exists already; move it away")
         os.replace(partial, final)
         _sync(folder)
     except OSError as error:

@@ -50,7 +50,7 @@ class PromptRecord(BaseModel):
     answer: Answer
     follow_ups: list[FollowUp] = []
     tags: dict[str, str] = {}
-    """Recorded with the samples, to filter them: for example the source of the question."""
+    """Tags to filter the samples by, for example the source of the question."""
 
     @property
     def questions(self) -> list[str]:
