@@ -23,6 +23,7 @@ def facts(otlp, **more):
     columns = {
         "group": ["g", "g", "h"],
         "reward": [1.0, 0.0, None],
+        "length": [10, 20, None],
         "truncated": [False, True, None],
     }
     return record(otlp, "rl.sample.facts", {"ids": ["a", "b", HOSTILE], **columns}, **more)
@@ -94,6 +95,9 @@ def test_facts_are_listed_newest_first_and_filtered(job, otlp):
     assert ids(job) == [HOSTILE, "b", "a"]
     assert ids(job, sort="reward") == ["a", "b"]
     assert ids(job, min_reward=0.5, step=3) == ["a"]
+    assert ids(job, max_reward=0.5) == ["b"]
+    assert ids(job, min_length=20) == ["b"]
+    assert ids(job, max_length=10) == ["a"]
     assert ids(job, truncated=True) == ["b"]
     assert [
         each["sample_id"] for each in job.get("samples/group", run="run", group="g")["samples"]
