@@ -29,6 +29,7 @@ PAGES = [
     f"/samples?run={quote(HOSTILE, safe='')}&sort=reward&min_length=100&truncated=no",
     f"/group?run={quote(HOSTILE, safe='')}&group={quote(HOSTILE, safe='')}",
     f"/sample?id={quote(f'{HOSTILE}_g0', safe='')}&run={quote(HOSTILE, safe='')}&color=difference",
+    f"/sample?id={quote(f'{HOSTILE}_g0', safe='')}&run={quote(HOSTILE, safe='')}&color=mask",
     f"/sample?id={quote(f'{HOSTILE}_g0', safe='')}&run={quote(HOSTILE, safe='')}&color=version",
     f"/sample?id={quote(REVERSED)}&partition=train",
     "/runs",
