@@ -1,4 +1,4 @@
-"""Pages in a real Chromium: without errors, by keyboard, live, on narrow screens."""
+"""Pages in a real Chromium: without errors, by keyboard, live, on narrow and wide screens."""
 
 import re
 from urllib.parse import parse_qs, urlsplit
@@ -29,15 +29,16 @@ def test_partition_tables_fit_a_desktop(watched):
     assert cut_off == []
 
 
-def test_every_page_is_safe_and_fits_a_narrow_screen(watched):
+def test_every_page_is_safe_and_fits_the_screen(watched):
     watch = watched()
     for path in PAGES:
         if path == "/docs":
             continue  # it renders after it has loaded: see test_the_api_page_sends_requests
         page = watch.go(path)
-        page.set_viewport_size({"width": 390, "height": 800})
-        wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        assert wider <= 0, f"{path} is {wider} pixels too wide"
+        for width in (390, 2560):
+            page.set_viewport_size({"width": width, "height": 800})
+            wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wider <= 0, f"{path} is {wider} pixels too wide for {width} pixels"
         page.set_viewport_size({"width": 1280, "height": 900})
         watch.check()
 
