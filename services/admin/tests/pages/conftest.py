@@ -32,7 +32,7 @@ from made_up_traces import (
 from dataplane_admin import Settings, create_app
 
 TIMEOUT_S = 20.0
-TIMEOUT_MS = 8_000
+TIMEOUT_MS = 20_000
 LOAD_MS = 60_000
 
 
