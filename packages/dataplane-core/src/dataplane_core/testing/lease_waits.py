@@ -196,6 +196,14 @@ class LeaseWaitContract:
         with pytest.raises(ClaimTimeoutError):
             claim(leasing, timeout_s=SOON_S)
 
+    def test_consumption_is_complete_when_acknowledged(self, leasing: DataPlaneClient) -> None:
+        held = claim(leasing)
+        assert not leasing.check_consumption_status("train", ["train"])
+        leasing.acknowledge(held.slice(0, 1))
+        assert not leasing.check_consumption_status("train", ["train"])
+        leasing.acknowledge(held.slice(1, 2))
+        assert leasing.check_consumption_status("train", ["train"])
+
     def test_cleared_lease_is_no_longer_waited_for(self, leasing: DataPlaneClient) -> None:
         held = claim(leasing)
         clear = partial(leasing.clear_samples, held.sample_ids, "train", force=True)
