@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from integration.instrumented import instrumented_environment
 
 from observability.receiver import Receiver
 from observability.records import Records
@@ -61,21 +61,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Records:
     folder = tmp_path_factory.mktemp("job")
     script = folder / "job.py"
     script.write_text(JOB)
-    # Ray's folder must have a short path.
     with Receiver() as receiver, tempfile.TemporaryDirectory(prefix="it-") as short:
-        environment = {
-            **os.environ,
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-            "OTEL_METRICS_EXPORTER": "none",
-            "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "process",
-            "OTEL_BSP_SCHEDULE_DELAY": "200",
-            "OTEL_BLRP_SCHEDULE_DELAY": "200",
-            "RAY_TMPDIR": short,
-        }
         done = subprocess.run(
             [INSTRUMENT, "--logs_exporter", "otlp", sys.executable, script],
-            env=environment,
+            env=instrumented_environment(receiver.endpoint, short),
             cwd=folder,
             capture_output=True,
             text=True,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from integration.instrumented import instrumented_environment
 
 from observability.receiver import Receiver
 
@@ -38,21 +39,11 @@ buffer.sample(3, "train", batch_size=1)
 
 
 def test_replay_buffer_get_links_to_agent_loop_puts() -> None:
-    # Ray's folder must have a short path.
     with Receiver() as receiver, tempfile.TemporaryDirectory(prefix="it-") as short:
-        environment = {
-            **os.environ,
-            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
-            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-            "OTEL_METRICS_EXPORTER": "none",
-            "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": "process",
-            "OTEL_BSP_SCHEDULE_DELAY": "200",
-            "PYTHONPATH": str(ROOT),
-            "RAY_TMPDIR": short,
-        }
+        environment = instrumented_environment(receiver.endpoint, short)
         done = subprocess.run(
             [INSTRUMENT, sys.executable, "-c", JOB],
-            env=environment,
+            env={**environment, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=240,

@@ -64,6 +64,8 @@ class Heartbeat:
         self._model_name = model_name
         self._ttl_s = ttl_s
         self._pid = os.getpid()
+        self._error: RefitError | None = None
+        self._refused = False
         self._signalled = False
         try:
             self.renew()
@@ -115,7 +117,7 @@ class Heartbeat:
                 self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
             )
         except RefitError as error:
-            self._error: RefitError | None = error
+            self._error = error
             self._refused = isinstance(error, ControlError) and not isinstance(
                 error, ControlUnavailableError
             )
