@@ -67,11 +67,28 @@ def test_palette_opens_the_typed_destination(watched, typed, expected, path, add
     page = watched().go("/alerts")
     page.keyboard.press("Control+k")
     page.locator("#palette input").fill(typed)
-    page.locator("#palette [aria-selected=true]", has_text=expected.split("\n")[0]).wait_for()
+    name, kind = expected.split("\n")
+    item = page.locator("#palette [aria-selected=true]", has=page.locator("small", has_text=kind))
+    item.filter(has_text=name).wait_for()
     assert chosen(page) == expected
     page.keyboard.press("Enter")
     page.wait_for_url(f"**{path}*")
     assert query(page) == address_query
+
+
+def test_palette_reads_the_runs_before_it_searches_samples(watched):
+    page = watched().go("/alerts")
+    held = []
+    page.route("**/api/v1/runs*", lambda route: held.append(route))
+    with page.expect_request("**/api/v1/runs*"):
+        page.keyboard.press("Control+k")
+    page.locator("#palette input").fill(f"run {RUN}")
+    page.keyboard.press("Enter")
+    assert chosen(page) == f"Ids that begin with run {RUN}\nsamples"
+    for route in held:
+        route.continue_()
+    page.wait_for_url("**/run?*")
+    assert query(page) == {"run": RUN}
 
 
 def test_palette_works_by_arrows_pointer_and_escape(watched):

@@ -13,6 +13,7 @@ let dialog, input, list;
 let entries = [];
 let shown = [];
 let at = 0;
+let reading = Promise.resolve(); // of runs and partitions
 
 export function preparePalette() {
   dialog = document.getElementById("palette");
@@ -24,7 +25,7 @@ export function preparePalette() {
   input.addEventListener("keydown", (event) => {
     const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[event.key];
     if (to !== undefined) mark((to + shown.length) % (shown.length || 1));
-    else if (event.key === "Enter") choose(shown[at]);
+    else if (event.key === "Enter") enter();
     else return;
     event.preventDefault();
   });
@@ -36,17 +37,22 @@ export function preparePalette() {
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
 }
 
-export async function openPalette() {
+export function openPalette() {
   if (!dialog || dialog.open) return;
   entries = localEntries();
   input.value = "";
   dialog.showModal();
   show(0);
+  reading = readEntries();
+}
+
+async function readEntries() {
+  const read = entries; // the palette may be opened anew meanwhile
   const more = await Promise.all([
     fetchEntries(`api/v1/runs?limit=${MAX_RUNS}`, "runs", ({ run_id }) => linkEntry("run", run_id, "run", { run: run_id })),
     fetchEntries("api/v1/partitions", "partitions", ({ id }) => linkEntry("partition", id, "partition", { id })),
   ]);
-  entries.push(...more.flat());
+  read.push(...more.flat());
   if (dialog.open) show(at);
 }
 
@@ -112,6 +118,12 @@ function mark(place) {
   if (item) input.setAttribute("aria-activedescendant", item.id);
   else input.removeAttribute("aria-activedescendant");
   item?.scrollIntoView({ block: "nearest" });
+}
+
+// The search for ids is the choice only when no run or partition has the typed name.
+async function enter() {
+  if (!entries.includes(shown[at])) await reading;
+  if (dialog.open) choose(shown[at]);
 }
 
 function choose(entry) {
