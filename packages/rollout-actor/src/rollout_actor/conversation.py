@@ -15,11 +15,29 @@ import torch
 from dataplane_core import InvalidRequestError, MissingDataError
 from dataplane_core.errors import listed
 from rollout_actor.environment_return import StepOutcome, read_stop_strings
-from rollout_actor.generation import Response
 from rollout_actor.interfaces import MessageLog, TokenizerInterface, WeightVersionSpan
 from rollout_actor.media import media_of, share_equal_media
 
 _NEEDED_COLUMNS = ("message_log", "task_name", "extra_env_info")
+
+
+@dataclass(frozen=True)
+class Response:
+    """The response generated for one row.
+
+    Attributes:
+        token_ids: int64 (r,).
+        logprobs: float32 (r,).
+        truncated: whether the token budget ended the response.
+        routed_experts: (prompt + r, layers, experts per token) or None.
+        weight_versions: spans over the response's tokens; None if unknown.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    truncated: bool
+    routed_experts: torch.Tensor | None
+    weight_versions: list[WeightVersionSpan] | None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: a backend's output maps names to columns
+from typing import Any  # Any: a backend's output maps names to columns
 
 import numpy as np
 import torch
@@ -16,10 +16,8 @@ import torch
 from column_io import BatchedDataDict
 from dataplane_core import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, MissingDataError
 from dataplane_core.errors import InvalidRequestError, listed
+from rollout_actor.conversation import Conversation, Response
 from rollout_actor.interfaces import WeightVersionSpan
-
-if TYPE_CHECKING:
-    from rollout_actor.conversation import Conversation
 
 MAX_LOGPROB = 1e-3
 """Largest log-probability accepted as a rounding error; such values are kept unchanged.
@@ -39,25 +37,6 @@ _FORMS = {
     _LENGTHS: ("integers", 1, "(n,)"),
     _TRUNCATED: ("booleans", 1, "(n,)"),
 }
-
-
-@dataclass(frozen=True)
-class Response:
-    """The response generated for one row.
-
-    Attributes:
-        token_ids: int64 (r,).
-        logprobs: float32 (r,).
-        truncated: whether the token budget ended the response.
-        routed_experts: (prompt + r, layers, experts per token) or None.
-        weight_versions: spans over the response's tokens; None if unknown.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    truncated: bool
-    routed_experts: torch.Tensor | None
-    weight_versions: list[WeightVersionSpan] | None
 
 
 @dataclass(frozen=True)
