@@ -20,7 +20,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger.cells import SharedCells
 from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.partition import Partition
-from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.rows import Row, cells_of
 from dataplane_core.ledger.sizes import Measure
 from dataplane_core.schema import Form
 
@@ -320,7 +320,7 @@ class Ledger:
             del self.partitions[partition_id]
         self.totals["clears"] += 1
         self.totals["samples_cleared"] += len(rows)
-        self._discard([cell for row in rows if not row.pins for cell in row.all_cells()])
+        self._discard(cells_of(row for row in rows if not row.pins))
         return rows
 
     def detach(self, partition_id: str, *, force: bool) -> Partition | None:
@@ -345,7 +345,7 @@ class Ledger:
     def dismantle(self, partition: Partition, count: int) -> list[Row]:
         """Drop up to ``count`` samples of a detached partition; return their rows."""
         rows = partition.dismantle(count)
-        self._discard([cell for row in rows if not row.pins for cell in row.all_cells()])
+        self._discard(cells_of(row for row in rows if not row.pins))
         return rows
 
     @staticmethod
@@ -357,13 +357,15 @@ class Ledger:
     def unpin(self, rows: Iterable[Row]) -> None:
         """End a read; discard the cells that were retained only for it."""
         unused: list[Any] = []
+        dropped: list[Row] = []
         for row in rows:
             row.pins -= 1
             if row.pins == 0:
                 unused += row.stale
                 row.stale = ()
                 if row.dropped:
-                    unused += row.all_cells()
+                    dropped.append(row)
+        unused += cells_of(dropped)
         if unused:
             self._discard(unused)
 

@@ -440,8 +440,7 @@ class Partition:
         self.samples.remove(dropped)
         for task in self.tasks.values():
             unclaimed = []
-            for row in dropped:
-                state = task.remove(row)
+            for row, state in zip(dropped, task.remove(dropped), strict=True):
                 if state is None:
                     unclaimed.append(row)
                 elif isinstance(state, Lease):

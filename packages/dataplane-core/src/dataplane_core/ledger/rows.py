@@ -84,13 +84,6 @@ class Row:
         cell = self.cells[name]
         return (cell[0], self.place[cell[1]]) if self.place else cell
 
-    def all_cells(self) -> Iterable[Any]:
-        """Return the storage's cells of all fields."""
-        place = self.place
-        if not place:
-            return self.cells.values()
-        return [(column, place[layer]) for column, layer in self.cells.values()]
-
     @property
     def group(self) -> str:
         """Group (one prompt's samples) to which the row belongs."""
@@ -105,6 +98,23 @@ class Row:
         """Number of tokens, from the tag ``input_lengths``; 1 without it."""
         value = self.tags.get(LENGTH_TAG, 1)
         return value if isinstance(value, int) else 1
+
+
+def cells_of(rows: Iterable[Row]) -> list[Any]:
+    """Return the storage's cells of all fields of rows, in any order."""
+    cells: list[Any] = []
+    shared: dict[int, tuple[Mapping[str, Any], list[Place]]] = {}  # by id() of the mapping
+    for row in rows:
+        if not row.place:
+            cells += row.cells.values()
+        elif (group := shared.get(id(row.cells))) is None:
+            shared[id(row.cells)] = row.cells, [row.place]
+        else:
+            group[1].append(row.place)
+    for mapping, places in shared.values():
+        for column, layer in mapping.values():
+            cells += [(column, place[layer]) for place in places]
+    return cells
 
 
 class Rows(PartedDict[str, Row]):

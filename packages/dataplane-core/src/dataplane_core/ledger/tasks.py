@@ -156,15 +156,21 @@ class Task:
         for chunk, count in claimed.items():
             self._count(chunk, count if after > ASSIGNED else -count)
 
-    def remove(self, row: Row) -> State | None:
-        """Remove a cleared sample; return its state. The caller must then reset ``row.states``."""
-        state = row.states.get(self)
-        before = _CODES[type(state)]
-        self.totals[before] -= 1
-        if before > ASSIGNED:
-            self._count(row.sequence >> CHUNK_BITS, -1)
-        self.assignments.missed.discard(row.sample_id)
-        return state
+    def remove(self, rows: Sequence[Row]) -> list[State | None]:
+        """Remove cleared samples; return their states. Then reset ``row.states``."""
+        states = [row.states.get(self) for row in rows]
+        removed: dict[int, int] = {}
+        for row, state in zip(rows, states, strict=True):
+            before = _CODES[type(state)]
+            self.totals[before] -= 1
+            if before > ASSIGNED:
+                chunk = row.sequence >> CHUNK_BITS
+                removed[chunk] = removed.get(chunk, 0) + 1
+        for chunk, count in removed.items():
+            self._count(chunk, -count)
+        if self.assignments.missed:
+            self.assignments.missed.difference_update(row.sample_id for row in rows)
+        return states
 
     def _count(self, chunk: int, step: int) -> None:
         count = self._claimed.get(chunk, 0) + step
