@@ -1,11 +1,15 @@
 """Health probes: exit status 0 for a server that serves, else 1 with the reason."""
 
+import json
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 
 @pytest.fixture
@@ -41,6 +45,29 @@ def test_probe_over_tls_checks_the_certificate_and_needs_no_token(
     assert probe("--address", address, *named)[0] == 1
 
 
+@pytest.fixture
+def stopping():
+    """Address of a server that reports NOT_SERVING."""
+    servicer = health.HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_json_has_the_reported_status(start, probe, stopping):
+    address = start().address
+    status, output = probe("--address", address, "--json")
+    assert (status, json.loads(output)) == (0, {"address": address, "status": "SERVING"})
+    status, output = probe("--address", stopping, "--json")
+    printed, reason = output.splitlines()
+    assert (status, json.loads(printed)) == (1, {"address": stopping, "status": "NOT_SERVING"})
+    assert reason == f"refit-server: {stopping}: NOT_SERVING"
+
+
 def test_unreachable_server_is_one_line_and_status_1(probe):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -68,12 +95,12 @@ def test_suspended_server_fails_the_probe_in_time(start, probe):
             )
             for address in ("127.0.0.1:99999", "localhost", "")
         ),
-        (("--tls-name", "x"), "--tls-name without --tls-ca; expected both"),
-        (("--tls-ca", "/no/file"), "--tls-ca /no/file: No such file or directory"),
+        (("--tls-name", "x"), "--tls-name: found no --tls-ca; expected both"),
+        (("--tls-ca", "/no/file"), "--tls-ca: /no/file: No such file or directory"),
     ],
 )
 def test_wrong_options_are_one_line(probe, arguments, expected):
-    assert probe(*arguments) == (1, f"refit-server: {expected}\n")
+    assert probe(*arguments) == (2, f"refit-server: {expected}\n")
 
 
 def test_probe_loads_neither_torch_nor_a_server():

@@ -1,4 +1,4 @@
-"""Unsafe or wrong settings give one line on standard error and exit status 1."""
+"""Unsafe or wrong settings give one line on standard error: status 2 for options, else 1."""
 
 import signal
 import socket
@@ -12,14 +12,14 @@ from refit_mx import ControlClient
 def test_public_address_is_refused_without_a_token(refused, certificate, host):
     pair = certificate("refit")
     status, message = refused("--address", f"{host}:0", *pair.options)
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "and a token" in message
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "[::ffff:127.0.0.1]"])
 def test_public_address_is_refused_without_tls(refused, host):
     status, message = refused("--address", f"{host}:0")
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "set a TLS certificate and key" in message
 
 
@@ -56,14 +56,14 @@ def test_two_servers_never_share_a_port(start, refused):
 )
 def test_address_of_another_form_is_refused(refused, address):
     status, message = refused("--address", address)
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert f"address {address!r}; expected HOST:PORT" in message
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 70])
 def test_unknown_host_is_refused(refused, host):
     status, message = refused("--address", f"{host}:1")
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "the host is unknown" in message
 
 
@@ -74,14 +74,14 @@ def test_host_name_is_resolved_before_it_is_checked(start):
 @pytest.mark.parametrize("option", ["--tls-cert", "--tls-key"])
 def test_half_of_the_tls_options_is_refused(refused, option):
     status, message = refused("--address", "127.0.0.1:0", option, "file.pem")
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "expected both or neither" in message
 
 
 @pytest.mark.parametrize("option", ["--forget-after-s", "--max-ttl-s", "--restart-grace-s"])
 def test_infinite_duration_is_refused(refused, option):
     status, message = refused("--address", "127.0.0.1:0", option, "inf")
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert message.startswith(f"refit-server: {option}: ")
 
 
@@ -93,7 +93,7 @@ def test_missing_tls_files_are_refused(refused, tmp_path, certificate):
     pair = certificate("refit")
     pair.key = tmp_path / "nowhere.key"
     status, message = refused(*tls(pair))
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "nowhere.key" in message
 
 
@@ -101,13 +101,13 @@ def test_key_of_another_certificate_is_refused(refused, certificate):
     pair = certificate("refit")
     pair.key = certificate("other").key
     status, message = refused(*tls(pair))
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "other.key" in message
 
 
 def test_key_with_a_passphrase_is_refused_without_asking_for_it(refused, certificate):
     status, message = refused(*tls(certificate("refit", passphrase="unknown")))
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "passphrase" in message
 
 
@@ -116,7 +116,7 @@ def test_file_without_a_token_is_refused(refused, tmp_path, content):
     file = tmp_path / "token"
     file.write_text(content)
     status, message = refused("--address", "127.0.0.1:0", "--token-file", str(file))
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert message.startswith("refit-server: --token-file: ")
     assert not content or content not in message
 
@@ -133,13 +133,13 @@ def test_wrong_options_are_all_reported_in_one_run(refused, tmp_path):
     given = (text for option, value in wrong.items() for text in (option.split()[0], value))
     status, message = refused(*given)
     options = [line.split(":")[1].strip() for line in message.splitlines()]
-    assert (status, options) == (1, list(wrong))
+    assert (status, options) == (2, list(wrong))
 
 
 def test_missing_token_file_is_refused(refused, tmp_path):
     missing = tmp_path / "nowhere.token"
     status, message = refused("--address", "127.0.0.1:0", "--token-file", str(missing))
-    assert (status, message.count("\n")) == (1, 1)
+    assert (status, message.count("\n")) == (2, 1)
     assert "nowhere.token" in message
 
 

@@ -85,6 +85,13 @@ def test_unknown_options_and_commands_have_status_2():
         assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
+def test_options_have_the_name_of_their_variable():
+    # Typer names the variable after the parameter.
+    for command in get_command(app).commands.values():
+        for option in command.params:
+            assert f"--{option.name.replace('_', '-')}" in option.opts
+
+
 def test_health_covers_each_service(start, health):
     stub = health(start().address)
     assert check(stub, "model_express.refit.RefitService") == SERVING

@@ -50,6 +50,18 @@ class Address:
         # Since Python 3.13, `is_loopback` is True for ::ffff:127.0.0.1, too.
         return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
+    def check_access(self, *, has_tls: bool, has_token: bool) -> None:
+        """Check that only this machine can reach the address, or that TLS and a token protect it.
+
+        Raises:
+            ValueError: other machines can reach it, and one of the two is missing.
+        """
+        if not (self.is_loopback or (has_tls and has_token)):
+            raise ValueError(
+                f"{self} is reachable from other machines; set a TLS certificate and key and a "
+                "token, or use a loopback address"
+            )
+
     def with_port(self, port: int) -> Address:
         """Return this address with another port."""
         return replace(self, port=port)

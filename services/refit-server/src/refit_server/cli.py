@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn  # Any: values of options
 
@@ -18,7 +19,7 @@ from refit_server.options import OptionsCommand, OptionsGroup
 _MAX_S = 1e9
 
 _VARIABLES = (
-    "Each option has an environment variable: for --address of serve it is "
+    "Each option of a command has an environment variable: for --address of serve it is "
     "REFIT_SERVER_SERVE_ADDRESS."
 )
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     cls=OptionsGroup,
     help="Run the control plane for weight refit, or check its health.\n\n"
     "Example: refit-server serve --address 127.0.0.1:50051 --state refit.db",
-    epilog="Exit status: 0 on success, 1 on failure, 2 for an unknown option or command. "
+    epilog="Exit status: 0 on success, 1 on failure, 2 for a wrong option or command. "
     f"{_VARIABLES}",
     no_args_is_help=True,
     context_settings={"auto_envvar_prefix": "REFIT_SERVER"},
@@ -45,7 +46,11 @@ def _options(
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            allow_from_autoenv=False,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:
@@ -62,11 +67,14 @@ class _ServeCommand(OptionsCommand):
         from refit_server.address import Address
         from refit_server.tls import TlsFiles
 
+        cert, key = values["tls_cert"], values["tls_key"]
         try:
-            Address.parse(values["address"])
+            Address.parse(values["address"]).check_access(
+                has_tls=cert is not None or key is not None,
+                has_token=values["token_file"] is not None,
+            )
         except ValueError as error:
             yield f"--address: {error}"
-        cert, key = values["tls_cert"], values["tls_key"]
         if (cert is None) != (key is None):
             yield "--tls-cert and --tls-key: one is given; expected both or neither"
         elif cert is not None:
@@ -187,7 +195,25 @@ def serve(
         _refuse(str(error))
 
 
-@app.command(cls=OptionsCommand, epilog=_VARIABLES)
+class _CheckCommand(OptionsCommand):
+    def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
+        from refit_server.address import split_address
+
+        try:
+            split_address(values["address"])  # gRPC would connect to another port
+        except ValueError as error:
+            yield f"--address: {error}"
+        authority = values["tls_ca"]
+        if authority is not None:
+            try:
+                authority.read_bytes()
+            except OSError as error:
+                yield f"--tls-ca: {authority}: {error.strerror}"
+        elif values["tls_name"] is not None:
+            yield "--tls-name: found no --tls-ca; expected both"
+
+
+@app.command(cls=_CheckCommand, epilog=_VARIABLES)
 def check(
     address: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = "127.0.0.1:50051",
     tls_ca: Annotated[
@@ -197,18 +223,23 @@ def check(
         str | None, typer.Option(help="Expected name in the server's certificate.")
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.01, max=_MAX_S, help="Seconds to wait.")] = 5.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a server's health: exit status 0 if it serves, else 1.
 
     Example: refit-server check --address 127.0.0.1:50051
     """
-    from refit_server.check import CheckError
+    from refit_server.check import SERVING, CheckError
     from refit_server.check import check as check_health
 
     try:
-        check_health(address, tls_ca=tls_ca, tls_name=tls_name, timeout_s=timeout_s)
-    except CheckError as error:
+        status = check_health(address, tls_ca=tls_ca, tls_name=tls_name, timeout_s=timeout_s)
+    except (CheckError, OSError) as error:
         _refuse(str(error))
+    if json:
+        typer.echo(dumps({"address": address, "status": status}))
+    if status != SERVING:
+        _refuse(f"{address}: {status}")
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class OptionsCommand(TyperCommand):
-    """A command that reports one line per wrong option and exits with status 1."""
+    """A command that reports one line per wrong option and exits with status 2."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with their environment variables left out of the help."""
@@ -35,7 +35,7 @@ class OptionsCommand(TyperCommand):
         for line in problems:
             typer.echo(f"refit-server: {line}", err=True)
         if problems:
-            raise typer.Exit(1)
+            raise typer.Exit(2)
         return super().parse_args(ctx, args)
 
     def problems(self, values: Mapping[str, Any]) -> Iterable[str]:

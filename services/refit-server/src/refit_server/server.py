@@ -82,11 +82,7 @@ async def serve(
         BindError: (an OSError) an address is in use, or does not belong to this machine.
         StateError: the state could not be stored any more.
     """
-    if not address.is_loopback and (tls is None or token is None):
-        raise ValueError(
-            f"{address} is reachable from other machines; set a TLS certificate and key and a "
-            "token, or use a loopback address"
-        )
+    address.check_access(has_tls=tls is not None, has_token=token is not None)
     credentials = tls.credentials() if tls is not None else None
     try:
         # gRPC would only report a failure, and log the reason.
