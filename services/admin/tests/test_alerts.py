@@ -311,7 +311,7 @@ def test_an_evaluation_that_fails_is_counted_and_repeated(alerted, otlp, monkeyp
 def test_a_wrong_file_is_refused_at_start(refused, tmp_path, text, problem):
     (tmp_path / "alerts.yaml").write_text(text)
     status, errors = refused("--alert-rules", str(tmp_path / "alerts.yaml"))
-    assert status == 1
+    assert status == 2
     assert errors.startswith("dataplane-admin: --alert-rules: ")
     assert errors.count("\n") == 1
     assert problem in errors

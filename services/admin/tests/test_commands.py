@@ -34,6 +34,14 @@ def test_version_is_printed_and_wrong_usage_has_status_2():
     assert command("nothing")[0] == command("why", "--nothing")[0] == 2
 
 
+def test_options_have_the_name_of_their_variable():
+    # Typer names the variable after the parameter.
+    for each in get_command(app).commands.values():
+        for parameter in each.params:
+            if parameter.param_type_name == "option":
+                assert f"--{parameter.name.replace('_', '-')}" in parameter.opts
+
+
 def test_every_help_starts_with_an_example_and_cuts_nothing():
     for name in ((), *((name,) for name in get_command(app).commands)):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name, "--help"])
@@ -129,17 +137,17 @@ def test_a_table_never_breaks_an_id(running, token_file, columns):
             assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_a_failed_command_prints_one_line_and_exits_with_1(running, token_file):
-    for arguments, message in (
-        (["why", "--url", running.url], "--token-file"),
-        (["sample", "nothing", "--url", running.url, "--token-file", token_file], "no event"),
-        (["partitions", "--url", "http://127.0.0.1:1"], "cannot be reached"),
-        (["partitions", "--url", "nonsense"], "--url"),
-        (["partitions", "--token-file", "no/such/file"], "no/such/file"),
-        (["sample"], "sample_id: missing"),
+def test_a_failed_command_prints_one_line(running, token_file):
+    for arguments, expected, message in (
+        (["why", "--url", running.url], 1, "--token-file"),
+        (["sample", "nothing", "--url", running.url, "--token-file", token_file], 1, "no event"),
+        (["partitions", "--url", "http://127.0.0.1:1"], 1, "cannot be reached"),
+        (["partitions", "--url", "nonsense"], 2, "--url"),
+        (["partitions", "--token-file", "no/such/file"], 2, "no/such/file"),
+        (["sample"], 2, "sample_id: missing"),
     ):
         status, out, err = command(*arguments)
-        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert (status, out, err.count("\n")) == (expected, "", 1)
         assert message in err
         assert TOKEN not in err
 

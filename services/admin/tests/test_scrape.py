@@ -224,5 +224,5 @@ def test_a_service_that_is_down_is_one_warning(engine, tmp_path):
 )
 def test_wrong_options_are_refused(arguments, reason):
     done = CliRunner().invoke(app, ["scrape", *arguments])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert reason in done.stderr

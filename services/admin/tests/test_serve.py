@@ -85,7 +85,7 @@ def test_all_interfaces_need_a_token_and_allowed_hosts(start, token_file):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "::ffff:127.0.0.1"])
 def test_a_remote_address_needs_a_token_file(refused, host):
     status, errors = refused("--host", host, "--port", "0")
-    assert status == 1
+    assert status == 2
     assert errors.count("\n") == 1
     assert "--token-file" in errors
 
@@ -95,7 +95,7 @@ def test_a_file_without_a_token_is_refused_and_not_shown(refused, tmp_path, cont
     file = tmp_path / "token"
     file.write_bytes(content)
     status, errors = refused("--host", "0.0.0.0", "--port", "0", "--token-file", str(file))
-    assert (status, errors.count("\n")) == (1, 1)
+    assert (status, errors.count("\n")) == (2, 1)
     assert "at least 16 characters" in errors
     assert content.strip() == b"" or content.decode("latin-1") not in errors
 
@@ -114,7 +114,7 @@ def test_a_file_without_a_token_is_refused_and_not_shown(refused, tmp_path, cont
 )
 def test_a_wrong_option_is_reported_on_one_line(refused, arguments, named):
     status, errors = refused("--port", "0", *arguments)
-    assert (status, errors.count("\n")) == (1, 1)
+    assert (status, errors.count("\n")) == (2, 1)
     assert named in errors
 
 
@@ -124,9 +124,9 @@ def test_environment_sets_any_option(refused, monkeypatch):
         monkeypatch.setenv(f"DATAPLANE_ADMIN_SERVE_{name}", value)
     status, errors = refused()
     options = [line.split(": ")[1] for line in errors.splitlines()]
-    assert (status, sorted(options)) == (1, ["--allowed-host", "--port", "--stuck-after-s"])
+    assert (status, sorted(options)) == (2, ["--allowed-host", "--port", "--stuck-after-s"])
     status, errors = refused("--port", "0", "--stuck-after-s", "5")  # options come first
-    assert (status, errors.count("\n")) == (1, 1)
+    assert (status, errors.count("\n")) == (2, 1)
     assert "--allowed-host: host 'a:80'" in errors
 
 
@@ -146,7 +146,7 @@ def test_wrong_options_are_reported_together(refused):
         *(text for option, (value, _) in wrong.items() for text in (option, value))
     )
     lines = errors.splitlines()
-    assert (status, len(lines)) == (1, len(wrong)), errors
+    assert (status, len(lines)) == (2, len(wrong)), errors
     for option, (_, reason) in wrong.items():
         [line] = [text for text in lines if text.startswith(f"dataplane-admin: {option}: ")]
         assert reason in line
@@ -162,7 +162,7 @@ def test_a_missing_driver_is_reported_on_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "dataplane-admin: --db: PostgreSQL needs psycopg" in done.stderr
 
 

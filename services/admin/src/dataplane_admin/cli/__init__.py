@@ -13,7 +13,7 @@ from dataplane_admin.cli.scraper import scrape
 from dataplane_admin.cli.service import serve
 
 _VARIABLES = (
-    "Each option has an environment variable: for --port of serve it is "
+    "Each option of a command has an environment variable: for --port of serve it is "
     "DATAPLANE_ADMIN_SERVE_PORT. Exceptions: DATAPLANE_ADMIN_DB of serve; DATAPLANE_ADMIN_URL and "
     "DATAPLANE_ADMIN_TOKEN_FILE of all other commands."
 )
@@ -22,7 +22,7 @@ app = typer.Typer(
     cls=OptionsGroup,
     help="Serve the dashboard of a data plane and its traces, or query a running service.\n\n"
     "Example: dataplane-admin serve --ray-address auto",
-    epilog="Exit status: 0 on success, 1 on failure, 2 for an unknown option or command. "
+    epilog="Exit status: 0 on success, 1 on failure, 2 for a wrong option or command. "
     f"{_VARIABLES}",
     no_args_is_help=True,
     context_settings={"auto_envvar_prefix": "DATAPLANE_ADMIN"},
@@ -45,7 +45,11 @@ def _options(
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            allow_from_autoenv=False,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:

@@ -15,6 +15,10 @@ class RequestError(Exception):
     """A failed request; the text is one line with the reason."""
 
 
+class UrlError(RequestError):
+    """A wrong URL of the service."""
+
+
 def fetch(
     url: str,
     path: str,
@@ -33,6 +37,7 @@ def fetch(
         body: what to post as JSON; None to get.
 
     Raises:
+        UrlError: ``url`` is not a URL of HTTP.
         RequestError: the service is unreachable or refuses the request.
     """
     given = {name: value for name, value in query.items() if value is not None}
@@ -45,7 +50,7 @@ def fetch(
             address = f"{url.rstrip('/')}{path}"
             answer = client.request(method, address, params=given, headers=headers, json=body)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-        raise RequestError(
+        raise UrlError(
             f"--url: found {shown!r}; expected a URL such as http://127.0.0.1:8080"
         ) from None
     except UnicodeEncodeError:

@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class OptionsCommand(TyperCommand):
-    """A command that reports each wrong option on one line and exits with status 1."""
+    """A command that reports each wrong option on one line and exits with status 2."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with their environment variables left out of the help."""
@@ -36,7 +36,7 @@ class OptionsCommand(TyperCommand):
         if problems:
             for line in problems:
                 typer.echo(f"dataplane-admin: {' '.join(line.split())}", err=True)
-            raise typer.Exit(1)
+            raise typer.Exit(2)
         return super().parse_args(ctx, args)
 
 

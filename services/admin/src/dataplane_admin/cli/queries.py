@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +13,12 @@ from dataplane_admin.checks import read_token
 from dataplane_admin.cli.shared import DEFAULT_URL, AsJson, TokenFile, Url, refuse
 
 
-def partitions(
-    url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False
-) -> None:
+def partitions(url: Url = DEFAULT_URL, token_file: TokenFile = None, json: AsJson = False) -> None:
     """List partitions and storage units of the live data plane.
 
     Example: dataplane-admin partitions --json
     """
-    _show("/api/v1/partitions", {}, url, token_file, as_json=as_json)
+    _show("/api/v1/partitions", {}, url, token_file, as_json=json)
 
 
 def sample(
@@ -28,14 +26,14 @@ def sample(
     partition: Annotated[str | None, typer.Option(help="Search this partition only.")] = None,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """Show the lifecycle of one sample, from put to clear.
 
     Example: dataplane-admin sample s39_p0_g0
     """
     query = {"id": sample_id, "partition": partition}
-    _show("/api/v1/sample", query, url, token_file, as_json=as_json)
+    _show("/api/v1/sample", query, url, token_file, as_json=json)
 
 
 def traces(
@@ -52,7 +50,7 @@ def traces(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of traces.")] = 20,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """List traces, newest first.
 
@@ -68,7 +66,7 @@ def traces(
         "error": None if error is None else str(error).lower(),
         "limit": limit,
     }
-    _show("/api/v1/traces", query, url, token_file, as_json=as_json)
+    _show("/api/v1/traces", query, url, token_file, as_json=json)
 
 
 def trace(
@@ -78,27 +76,27 @@ def trace(
     ],
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """Show one trace and its critical path.
 
     Example: dataplane-admin trace c7ebe4297c782f035b3debe31eac3a22
     """
-    _show("/api/v1/trace", {"id": trace_id}, url, token_file, as_json=as_json)
+    _show("/api/v1/trace", {"id": trace_id}, url, token_file, as_json=json)
 
 
 def why(
     run: Annotated[str | None, typer.Option(help="Filter by run.")] = None,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """List blocked tasks, longest first; silent processes last.
 
     Example: dataplane-admin why --run demo
     """
-    _show("/api/v1/why", {"run": run}, url, token_file, as_json=as_json)
-    if not as_json:
+    _show("/api/v1/why", {"run": run}, url, token_file, as_json=json)
+    if not json:
         _show("/api/v1/status", {}, url, token_file, as_json=False)
 
 
@@ -108,7 +106,7 @@ def alerts(
     ] = False,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """List raised alerts, most severe first, then the latest cleared ones.
 
@@ -117,9 +115,9 @@ def alerts(
     if schema:
         from dataplane_admin.alerts import rules_schema
 
-        typer.echo(json.dumps(rules_schema(), indent=2))
+        typer.echo(dumps(rules_schema(), indent=2))
     else:
-        _show("/api/v1/alerts", {"limit": 20}, url, token_file, as_json=as_json)
+        _show("/api/v1/alerts", {"limit": 20}, url, token_file, as_json=json)
 
 
 def runs(
@@ -138,7 +136,7 @@ def runs(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of runs.")] = 20,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """List runs, by default those with the newest records first.
 
@@ -152,7 +150,7 @@ def runs(
         "ascending": str(ascending).lower(),
         "limit": limit,
     }
-    _show("/api/v1/runs", query, url, token_file, as_json=as_json)
+    _show("/api/v1/runs", query, url, token_file, as_json=json)
 
 
 def tag(
@@ -163,14 +161,14 @@ def tag(
     ] = None,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
-    as_json: AsJson = False,
+    json: AsJson = False,
 ) -> None:
     """Replace the tags of a run; needs a service with --allow-actions and --token-file.
 
     Example: dataplane-admin tag demo/20261127-120000 good
     """
     change = {"run": run_id, "tags": tags or []}
-    _show("/api/v1/actions/tag-run", {}, url, token_file, as_json=as_json, body=change)
+    _show("/api/v1/actions/tag-run", {}, url, token_file, as_json=json, body=change)
 
 
 def _show(
@@ -182,7 +180,7 @@ def _show(
     as_json: bool,
     body: object = None,
 ) -> None:
-    from dataplane_admin.cli.client import RequestError, fetch
+    from dataplane_admin.cli.client import RequestError, UrlError, fetch
     from dataplane_admin.cli.terminal import show
 
     try:
@@ -193,4 +191,4 @@ def _show(
         else:
             show(path, answer)
     except (RequestError, OSError, ValueError) as error:
-        refuse(str(error))
+        refuse(str(error), status=2 if isinstance(error, UrlError) else 1)

@@ -45,7 +45,7 @@ def scrape(
     Example: dataplane-admin scrape --engine http://127.0.0.1:8000/metrics --node
     """
     if not engine and not node:
-        refuse("nothing to scrape; expected --engine, --node or both")
+        refuse("nothing to scrape; expected --engine, --node or both", status=2)
     try:
         from dataplane_admin.scrape import scrape as send_load
     except ModuleNotFoundError as error:

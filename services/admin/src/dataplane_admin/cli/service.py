@@ -204,11 +204,12 @@ def serve(
     try:
         address = resolve(host, port)
     except OSError as error:
-        refuse(f"--host: cannot listen on {host!r}: {error.strerror}")
+        refuse(f"--host: cannot listen on {host!r}: {error.strerror}", status=2)
     if token is None and not address.is_loopback:
         refuse(
             f"--host: {host!r} is reachable from other machines; set --token-file or a loopback "
-            "address"
+            "address",
+            status=2,
         )
     try:
         listener, bound = listen(address)

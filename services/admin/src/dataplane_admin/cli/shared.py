@@ -42,7 +42,10 @@ def log_to_standard_error() -> None:
     )
 
 
-def refuse(reason: str) -> NoReturn:
-    """End the command with status 1 after one line on standard error."""
+def refuse(reason: str, *, status: int = 1) -> NoReturn:
+    """End the command after one line on standard error.
+
+    ``status`` is 2 if an option is wrong.
+    """
     typer.echo(f"dataplane-admin: {' '.join(reason.split())}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)
