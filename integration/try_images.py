@@ -93,7 +93,7 @@ def try_admin(root: Path, machines: Machines, secrets: Path) -> None:
     image, machine = Image.read(root), machines["one"]
     try_contents(image)
     secret = {"admin-token": secrets / "admin-token"}
-    expect_refusal("without its token", Container(image, machine))
+    expect_refusal("without its token", Container(image, machine), expected=2)
     expect_refusal(
         "wrong arguments", Container(image, machine, ["serve", "--prot", "1"]), expected=2
     )
@@ -157,10 +157,11 @@ def try_refit_server(root: Path, machines: Machines, secrets: Path) -> None:
     secret = {name: secrets / name for name in names}
     for missing in ("refit-cert", "refit-key", "refit-token"):
         others = {name: path for name, path in secret.items() if name != missing}
-        expect_refusal(f"without {missing}", Container(image, machine, secrets=others))
+        expect_refusal(f"without {missing}", Container(image, machine, secrets=others), expected=2)
     expect_refusal(
         "all interfaces, neither TLS nor token",
         Container(image, machine, ["serve", "--address", "0.0.0.0:50051"]),
+        expected=2,
     )
     with Container(image, machine, secrets=secret) as server:
         report("healthy after", f"{server.wait_until_healthy():.1f} s")
@@ -184,6 +185,7 @@ def try_trainer(root: Path, machines: Machines, secrets: Path) -> None:
     expect_refusal(
         "an unknown key",
         Container(image, machine, ["grpo-trainer", "train", "--set", "grpo.stpes=1"]),
+        expected=2,
     )
     expect_refusal("an unknown role", Container(image, machine, ["ray-node", "boss"]))
     expect_refusal("no head", Container(image, machine, ["ray-node", "worker"]))

@@ -22,10 +22,10 @@ def refused(command_line, processes_of, tmp_path):
     """Function that runs the program, checks that it fails at once, and returns its message."""
     temp_dir = tempfile.mkdtemp(prefix="gt-")
 
-    def run(*arguments):
+    def run(*arguments, status=2):
         before = sorted(tmp_path.rglob("*"))
         ran = command_line.run(*arguments)
-        assert ran.returncode == 1, ran
+        assert ran.returncode == status, ran
         assert ran.stdout == ""
         assert ran.stderr.startswith("error: ")
         assert ran.stderr.count("\n") == 1, ran.stderr
@@ -116,7 +116,7 @@ def test_an_output_that_is_a_file_is_refused(refused_config, tmp_path):
 
 
 def test_a_resume_without_a_checkpoint_is_refused(refused, tmp_path):
-    assert refused("resume", tmp_path) == (
+    assert refused("resume", tmp_path, status=1) == (
         f"{tmp_path}: no complete checkpoint below {tmp_path / 'checkpoints'}"
     )
     assert refused("resume") == "folder: missing"
@@ -125,7 +125,7 @@ def test_a_resume_without_a_checkpoint_is_refused(refused, tmp_path):
 def test_wrong_options_are_reported_together_without_torch(command_line, config_file):
     wrong = ["--seed", "x", "--set", "nothing", "--set", "grpo.steps=1", "--set", "grpo.clip_low=x"]
     ran = command_line.run("train", "--config", config_file(), *wrong, timeout=20)
-    assert (ran.returncode, ran.stdout) == (1, "")
+    assert (ran.returncode, ran.stdout) == (2, "")
     seed, rest = ran.stderr.splitlines()
     assert seed.startswith("error: --seed: ")
     for named in ("--set nothing: ", "no key 'grpo.steps'", "grpo.clip_low: found 'x'"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer import Typer
@@ -13,7 +15,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import grpo_trainer
-from grpo_trainer import cli, trace_cli
+from grpo_trainer import RunResult, TrainerError, cli, trace_cli
+from grpo_trainer.errors import ConfigurationError
 
 
 def test_the_public_names_are_documented() -> None:
@@ -55,6 +58,41 @@ def test_every_help_starts_with_an_example_and_cuts_nothing(command: str, app: T
         assert max(map(len, done.stdout.splitlines())) <= 80
         assert "\u2026" not in done.stdout
         assert name or "Exit status: 0 on success, 1 on failure, 2 for" in options
+
+
+def test_json_has_the_summary_and_progress_goes_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = [{"step": 1, "reward": 0.5, "seconds": {"train": 2.0}}]
+    result = RunResult(tmp_path, history, was_stopped=True)
+    monkeypatch.setattr(cli, "resume", lambda *_, **__: result)
+    done = CliRunner().invoke(cli.app, ["resume", str(tmp_path), "--json"])
+    assert json.loads(done.stdout) == {
+        "folder": str(tmp_path),
+        "checkpoint": None,
+        "picture": str(tmp_path / "reward.png"),
+        "steps": 1,
+        "was_stopped": True,
+        "first_reward": 0.5,
+        "last_reward": 0.5,
+        "validation_reward": None,
+        "seconds": {"train": 2.0},
+    }
+    assert "stopped after step 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(TrainerError("lost"), 1), (ConfigurationError("no such model"), 2)]
+)
+def test_a_wrong_configuration_has_status_2_and_a_failure_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: TrainerError, status: int
+) -> None:
+    def resume(*_: object, **__: object) -> RunResult:
+        raise error
+
+    monkeypatch.setattr(cli, "resume", resume)
+    done = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
+    assert (done.exit_code, done.stdout, done.stderr) == (status, "", f"error: {error}\n")
 
 
 @pytest.mark.parametrize("app", [cli.app, trace_cli.app])

@@ -18,9 +18,11 @@ from rich.console import Console
 from grpo_trainer.atomic_file import write_atomically  # noqa: TID251
 from grpo_trainer.report.picture import save_reward_picture  # noqa: TID251  # see above
 from grpo_trainer.report.terminal import (  # noqa: TID251  # see above
+    Summary,
     TerminalDisplay,
     print_summary,
     sparkline,
+    summary_of,
 )
 
 
@@ -99,6 +101,10 @@ def test_the_summary_has_first_and_last_rewards_and_phases(steps):
         expected += [f"{sum(r['reward'] for r in end) / len(end):.3f}" for end in ends]
         expected += [f"{steps / 16:.3f}", "67%", "33%"]
     assert all(part in text for part in expected)
+
+
+def test_without_steps_the_summary_has_no_means():
+    assert summary_of([]) == Summary(None, None, None, {})
 
 
 @pytest.mark.parametrize("low", [0.0, -2.0])

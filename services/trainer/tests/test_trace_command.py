@@ -132,7 +132,7 @@ def test_wrong_options_are_reported_together_before_a_run(tmp_path):
     }
     given = (text for option, value in wrong.items() for text in (option.split()[0], value))
     done = run(*given, folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert [line.split(":")[1].strip() for line in lines] == list(wrong), done.stderr
 
@@ -249,7 +249,7 @@ def test_what_if_predicts_from_a_traced_run(traced):
 @pytest.mark.parametrize(("given", "reason"), [("many", "found 'many'"), ("-1", "leaves 0")])
 def test_what_if_refuses_numbers_of_generators(traced, given, reason):
     done = run("what-if", "--generators", given, folder=traced[0])
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: --generators: ")
     assert reason in done.stderr
 

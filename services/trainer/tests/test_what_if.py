@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from grpo_trainer.errors import ConfigurationError
+from grpo_trainer.errors import TrainerError
 from grpo_trainer.what_if import Durations, Setting, predict, recording_of
 from observability.records import Event, Process, Records, Span
 
@@ -201,5 +201,5 @@ def test_an_unusable_recording_is_refused(missing):
     records = asynchronous()
     records.spans = [span for span in records.spans if span.name != missing]
     records.events = [event for event in records.events if event.name != missing]
-    with pytest.raises(ConfigurationError, match=r"no span grpo\.step|no finished rollout"):
+    with pytest.raises(TrainerError, match=r"no span grpo\.step|no finished rollout"):
         recording_of(records)

@@ -1,9 +1,9 @@
 """The command line: ``grpo-trainer train``, ``resume`` and ``schema``.
 
 Every failure that a user can cause or fix ends with one message on standard error and exit status
-1; an unknown option ends with status 2. Ray is shut down first, even when the process is
-interrupted or terminated. After a first SIGTERM the current step finishes and is checkpointed, with
-exit status 0. A second one stops the run at once.
+1; a wrong option or configuration ends with status 2. Ray is shut down first, even when the process
+is interrupted or terminated. After a first SIGTERM the current step finishes and is checkpointed,
+with exit status 0. A second one stops the run at once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any  # Any: values of options
 
@@ -21,8 +22,13 @@ from grpo_trainer.checkpoint.folder import latest_checkpoint
 from grpo_trainer.config.json_schema import configuration_schema
 from grpo_trainer.config.loading import DEMO_CONFIG, load_config
 from grpo_trainer.errors import ConfigurationError
-from grpo_trainer.options import EXIT_STATUS, OptionsCommand, Overrides, version_option
-from grpo_trainer.report.terminal import TerminalDisplay, exit_on_user_error, print_summary
+from grpo_trainer.options import EXIT_STATUS, AsJson, OptionsCommand, Overrides, version_option
+from grpo_trainer.report.terminal import (
+    TerminalDisplay,
+    exit_on_user_error,
+    print_summary,
+    summary_of,
+)
 from grpo_trainer.run.folder import CHECKPOINTS, PICTURE
 from grpo_trainer.run.runs import RunResult, resume, train
 from grpo_trainer.run.signals import GracefulStop
@@ -62,6 +68,7 @@ def train_command(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Overrides run.seed.")] = None,
     set_: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Start a run; without options, the demo.
 
@@ -69,7 +76,10 @@ def train_command(
     """
     given = {"set_": set_, "dataset": dataset, "output": output, "seed": seed}
     overrides = _overrides(given)
-    _report(lambda display, stop: train(load_config(config, overrides), display=display, stop=stop))
+    _report(
+        lambda display, stop: train(load_config(config, overrides), display=display, stop=stop),
+        as_json=as_json,
+    )
 
 
 def _overrides(given: Mapping[str, Any]) -> list[str]:
@@ -94,12 +104,16 @@ def resume_command(
             "cluster.call_timeout_s=600, or grpo.num_steps.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Continue a run from its newest checkpoint.
 
     Example: grpo-trainer resume runs/demo/20260101-120000 --set grpo.num_steps=20
     """
-    _report(lambda display, stop: resume(folder, set_ or [], display=display, stop=stop))
+    _report(
+        lambda display, stop: resume(folder, set_ or [], display=display, stop=stop),
+        as_json=as_json,
+    )
 
 
 @app.command("schema")
@@ -111,19 +125,31 @@ def schema_command() -> None:
     typer.echo(json.dumps(configuration_schema(), indent=2))
 
 
-def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult]) -> None:
+def _report(run: Callable[[TerminalDisplay, GracefulStop], RunResult], *, as_json: bool) -> None:
     stop = GracefulStop()
     # Under `uv run`, Ray would start every worker by `uv run` too, in a copy of the working folder
     # that lacks what git ignores. Ray reads this variable when it is imported, which happens later.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    console = Console()
+    console = Console(stderr=as_json)
     display = TerminalDisplay(console)
     with exit_on_user_error(display.close), stop.on_sigterm():
         result = run(display, stop)
+    checkpoint = latest_checkpoint(result.folder / CHECKPOINTS)
+    picture = result.folder / PICTURE
     if result.was_stopped:
-        checkpoint = latest_checkpoint(result.folder / CHECKPOINTS)
         advice = f"to continue: grpo-trainer resume {result.folder}"
         if checkpoint is None:
             advice = "no checkpoint was written"
         console.print(f"stopped after step {len(result.history)}; {advice}", soft_wrap=True)
-    print_summary(console, result.history, picture=result.folder / PICTURE)
+    if as_json:
+        summary = {
+            "folder": str(result.folder),
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "picture": str(picture),
+            "steps": len(result.history),
+            "was_stopped": result.was_stopped,
+            **asdict(summary_of(result.history)),
+        }
+        typer.echo(json.dumps(summary))
+    else:
+        print_summary(console, result.history, picture=picture)

@@ -9,7 +9,7 @@ from typing import Annotated, Any  # Any: values of options, and typer's context
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for an unknown option or command."
+EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for a wrong option or configuration."
 
 Overrides = Annotated[
     list[str] | None,
@@ -18,6 +18,12 @@ Overrides = Annotated[
         metavar="KEY=VALUE",
         help="Override a configuration key, for example grpo.num_steps=10. Can be repeated.",
     ),
+]
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the summary as JSON; progress goes to standard error."),
 ]
 
 
@@ -35,7 +41,7 @@ def version_option(command: str) -> Any:
 
 
 class _Checked:
-    """Command that refuses invalid options with one line for each, and exit status 1."""
+    """Command that refuses invalid options with one line for each, and exit status 2."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments.
@@ -58,7 +64,7 @@ class _Checked:
         for line in wrong:
             typer.echo(f"error: {line}", err=True)
         if wrong:
-            raise typer.Exit(1)
+            raise typer.Exit(2)
         remaining: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # a mixin
         return remaining
 

@@ -291,9 +291,9 @@ def _guarded(action: Callable[[], None]) -> None:
         try:
             action()
         except views.RecordingError as error:
-            raise ConfigurationError(f"--folder: {error}") from None
+            raise TrainerError(f"--folder: {error}") from None
         except views.CommandError as error:
-            raise ConfigurationError(str(error)) from None
+            raise TrainerError(str(error)) from None
 
 
 def _run(
@@ -350,7 +350,7 @@ def _live_partitions() -> list[PartitionSummary]:
     try:
         join_ray("auto", namespace="grpo-trace", logging_level="ERROR", log_to_driver=False)
     except (RuntimeError, OSError) as error:
-        raise ConfigurationError(f"--live: no Ray cluster on this machine: {error}") from None
+        raise TrainerError(f"--live: no Ray cluster on this machine: {error}") from None
     try:
         # An attached client does not size the store, so the demo's configuration serves.
         plane = load_config(DEMO_CONFIG).data_plane
@@ -366,7 +366,7 @@ def _newest(folder: Path | None) -> Path:
         return folder
     runs = sorted((path for path in TRACES.glob("*") if path.is_dir()), key=_modified)
     if not runs:
-        raise ConfigurationError(f"no traced run below {TRACES}; run `grpo-trace`, or set --folder")
+        raise TrainerError(f"no traced run below {TRACES}; run `grpo-trace`, or set --folder")
     return runs[-1]
 
 

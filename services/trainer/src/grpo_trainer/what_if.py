@@ -18,7 +18,7 @@ from math import ceil, inf
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from grpo_trainer.errors import ConfigurationError
+from grpo_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
     from observability.records import Event, Process, Records, Span
@@ -229,14 +229,14 @@ def recording_of(records: Records) -> Recording:
     """Return the newest traced run in ``records``.
 
     Raises:
-        ConfigurationError: it has no finished step, no finished rollout or no trained sample.
+        TrainerError: it has no finished step, no finished rollout or no trained sample.
     """
     run = _Run(records)
     rollouts = run.rollouts
     trained = [len(run.groups("trained", {step.trace_id})) for step in run.steps]
     generated = run.groups("put", {span.trace_id for span in rollouts})
     if not any(trained) or not generated:
-        raise ConfigurationError("the newest run has no finished rollout, or no trained sample")
+        raise TrainerError("the newest run has no finished rollout, or no trained sample")
     groups_per_step = ceil(median(filter(None, trained)))
     if run.is_async:
         waits_and_trains = [run.async_seconds(step) for step in run.steps]
@@ -280,7 +280,7 @@ class _Run:
         spans = [span for span in records.spans if span.is_timed and span.outcome != "error"]
         steps = sorted((s for s in spans if s.name == "grpo.step"), key=lambda s: s.start_ns)
         if not steps:
-            raise ConfigurationError("found no finished step: no span grpo.step")
+            raise TrainerError("found no finished step: no span grpo.step")
         self.driver: Process = steps[-1].process
         run_id = steps[-1].attributes.get("rl.run_id")
         self.steps = [step for step in steps if step.process == self.driver]

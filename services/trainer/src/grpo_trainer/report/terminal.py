@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: metrics of a step
 
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from dataplane_core import DataPlaneError
 from grpo_trainer.config.loading import TrainerConfig
-from grpo_trainer.errors import TrainerError
+from grpo_trainer.errors import ConfigurationError, TrainerError
 from grpo_trainer.report.display import RunDisplay
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -92,9 +93,10 @@ class TerminalDisplay(RunDisplay):
 
 @contextmanager
 def exit_on_user_error(close: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End a command with one message and exit status 1 for an error that a user can cause or fix.
+    """End a command with one message for an error that a user can cause or fix.
 
-    An interrupt ends it with 130. ``close`` is called first.
+    The exit status is 2 for a `ConfigurationError`, else 1; an interrupt ends it with 130.
+    ``close`` is called first.
     """
     console = Console(stderr=True)
     try:
@@ -105,7 +107,7 @@ def exit_on_user_error(close: Callable[[], None] = lambda: None) -> Iterator[Non
     except (TrainerError, DataPlaneError) as error:
         message = Text.assemble(("error: ", "bold red"), str(error))
         console.print(message, soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from None
     except KeyboardInterrupt:
         console.print("interrupted")
         raise typer.Exit(130) from None
@@ -117,28 +119,53 @@ def sparkline(rewards: Sequence[float], width: int) -> str:
     return "".join(_BARS[min(top, max(0, round(reward * top)))] for reward in rewards[-width:])
 
 
-def print_summary(console: Console, history: Sequence[Mapping[str, Any]], *, picture: Path) -> None:
-    """Print the reward of the first and last steps, and the time of each phase."""
+@dataclass(frozen=True)
+class Summary:
+    """Summary of a run's steps; a mean without steps is None.
+
+    Attributes:
+        first_reward: mean reward of the first five steps.
+        last_reward: mean reward of the last five steps.
+        validation_reward: reward of the last validation; None without one.
+        seconds: mean seconds of each phase per step.
+    """
+
+    first_reward: float | None
+    last_reward: float | None
+    validation_reward: float | None
+    seconds: Mapping[str, float]
+
+
+def summary_of(history: Sequence[Mapping[str, Any]]) -> Summary:
+    """Return the summary of the steps with the metrics ``history``."""
     rewards = [float(record["reward"]) for record in history]
     phases: dict[str, float] = {}
     for record in history:
         for name, seconds in record["seconds"].items():
-            phases[name] = phases.get(name, 0.0) + seconds
-    total = sum(phases.values()) or 1.0
+            phases[name] = phases.get(name, 0.0) + seconds / len(history)
+    validated = [record["validation_reward"] for record in history if "validation_reward" in record]
+    return Summary(
+        _mean(rewards[:5]), _mean(rewards[-5:]), validated[-1] if validated else None, phases
+    )
+
+
+def print_summary(console: Console, history: Sequence[Mapping[str, Any]], *, picture: Path) -> None:
+    """Print the reward of the first and last steps, and the time of each phase."""
+    summary = summary_of(history)
+    total = sum(summary.seconds.values()) or 1.0
     result = Table(title="result", title_justify="left", title_style="bold")
     result.add_column("mean reward")
     result.add_column("", justify="right")
-    result.add_row("first five steps", f"{_mean(rewards[:5]):.3f}")
-    result.add_row("last five steps", f"{_mean(rewards[-5:]):.3f}", style="bold")
-    checked = [record["validation_reward"] for record in history if "validation_reward" in record]
-    if checked:
-        result.add_row("held-out prompts, at the end", f"{checked[-1]:.3f}")
+    result.add_row("first five steps", _reward(summary.first_reward))
+    result.add_row("last five steps", _reward(summary.last_reward), style="bold")
+    if summary.validation_reward is not None:
+        result.add_row("held-out prompts, at the end", _reward(summary.validation_reward))
     times = Table(title="time", title_justify="left", title_style="bold")
     times.add_column("phase")
     times.add_column("ms per step", justify="right")
     times.add_column("share", justify="right")
-    for name, seconds in phases.items():
-        times.add_row(name, f"{1000 * seconds / len(history):.0f}", f"{seconds / total:.0%}")
+    for name, seconds in summary.seconds.items():
+        times.add_row(name, f"{1000 * seconds:.0f}", f"{seconds / total:.0%}")
     console.print(result)
     console.print(times)
     _print_path(console, "picture", picture)
@@ -182,5 +209,9 @@ def _optional(record: Mapping[str, Any], name: str, form: str) -> str:
     return format(record[name], form) if name in record else "-"
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
+def _reward(mean: float | None) -> str:
+    return "-" if mean is None else f"{mean:.3f}"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
