@@ -39,5 +39,5 @@ def call_within(timeout_s: float, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no result after {timeout_s:g} s")
+        raise TimeoutError(f"the call did not return within {timeout_s:g} s")
     return results[0]

@@ -42,9 +42,9 @@ _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
 _STALE_TTL_S = 1
 _MIN_CALL_S = 0.05
-"""Shortest time limit of a call: less is too short for any server to answer."""
+"""Shortest time limit of a call; no server answers faster."""
 _LIST_MISSING_S = 0.5
-"""Time limit of each call that lists missing slots after a deadline passed."""
+"""Time limit of each call that lists the missing slots for the error of a deadline."""
 
 
 @dataclass(frozen=True)

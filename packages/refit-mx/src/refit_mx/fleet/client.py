@@ -40,10 +40,9 @@ from refit_mx.spans import phase
 _Result = TypeVar("_Result")
 _MIN_POLL_S, _MAX_POLL_S = 0.005, 0.1
 _FETCH_SHARE = 3 / 4
-"""Fraction of a refit's time within which all servers must fetch the version; the rest is for the
-pause."""
+"""Fraction of a refit's time for the fetch by all servers; the rest is for the pause."""
 _LAST_QUERY_SHARE = 7 / 8
-"""Fraction of a refit's time in which queries sent during the fetch must be answered."""
+"""Fraction of a refit's time within which servers must answer the queries sent during the fetch."""
 _LOG = logging.getLogger(__name__)
 _PAUSE_MS = metrics.get_meter("refit-mx").create_histogram(
     "refit.pause_ms", "ms", "Duration of the pause of a fleet of generators for a refit"
