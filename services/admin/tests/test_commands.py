@@ -117,6 +117,34 @@ def test_a_trace_id_is_accepted_in_any_copied_form(running, token_file):
             assert trace_id in answer.read().decode()
 
 
+@pytest.mark.parametrize(
+    ("line", "page", "other"),
+    [
+        # The page lists the oldest claim by generator.
+        (["partitions"], "/partition?id=train", {"oldest claim"}),
+        (["traces"], "/traces", {"trace"}),  # the page links to it
+        (["runs"], "/runs", {"error"}),  # the page has it in the run's cell
+    ],
+)
+def test_tables_have_the_headings_of_the_pages(running, token_file, line, page, other):
+    _, out, _ = command(*line, "--url", running.url, "--token-file", token_file)
+    first = {"task", "field", "trace", "run"}
+    shown = {
+        heading
+        for each in out.splitlines()
+        if (headings := re.split(r" {2,}", each.strip()))[0] in first
+        for heading in headings
+    }
+    request = urllib.request.Request(
+        f"{running.url}{page}", headers={"authorization": f"Bearer {TOKEN}"}
+    )
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        cells = re.findall(r'<th scope="col".*?</th>', answer.read().decode(), re.S)
+    titles = {re.sub("<[^>]*>", "", cell).strip(" ↑↓").lower() for cell in cells}
+    assert len(shown) > 3
+    assert shown - titles <= other
+
+
 @pytest.mark.parametrize("columns", ["20", "60", "80"])
 def test_a_table_never_breaks_an_id(running, token_file, columns):
     options = ["--url", running.url, "--token-file", token_file]

@@ -82,8 +82,8 @@ def test_each_step_is_shown_as_a_waterfall_with_its_tables(traced):
     for title in (
         "Processes",
         "Critical path",
-        "Bytes through the data plane",
-        "Process-seconds",
+        "Bytes by stage",
+        "Process-seconds by bucket",
         "Slowest operations",
     ):
         assert shown.count(title) == 2

@@ -101,8 +101,8 @@ def test_page_contains_tables_and_figures():
     for expected in (
         "<h3>Processes</h3>",
         "<h3>Critical path</h3>",
-        "<h3>Bytes through the data plane</h3>",
-        "<h3>Process-seconds</h3>",
+        "<h3>Bytes by stage</h3>",
+        "<h3>Process-seconds by bucket</h3>",
         "<h3>Slowest operations</h3>",
         "worth 860 ms of productive rollout",
         "staleness: 1 to 1 versions",

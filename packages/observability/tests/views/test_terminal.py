@@ -74,7 +74,7 @@ def test_a_failed_span_is_marked_without_color():
 def test_figures_of_a_step_are_shown():
     text = text_of(step_view(step_of(grpo_step())))
     for expected in (
-        "grpo.policy 0      4.420  44.2 %     5.580  55.8 %",
+        "grpo.policy 0     4.42 s   44.2 %  5.58 s   55.8 %",
         "logprobs    8.00 kB  16.0 kB",
         "dropped: 2 of 8 samples, 25.0 %, worth 860 ms of productive rollout",
         "staleness: 1 to 1 versions, mean 1.00, of 6 samples",
@@ -85,7 +85,7 @@ def test_figures_of_a_step_are_shown():
 
 def test_critical_path_segments_add_up_to_the_step():
     text = text_of(step_view(step_of(grpo_step())))
-    table = text.partition("Critical path")[2].partition("Bytes through")[0]
+    table = text.partition("Critical path")[2].partition("Bytes by stage")[0]
     shares = [float(share) for share in re.findall(r"([\d.]+) %", table)]
     assert len(shares) == 20 + 1
     assert sum(shares) == pytest.approx(100, abs=1)

@@ -53,20 +53,20 @@ def tables_of(step: Step, path: Sequence[Segment]) -> list[Table]:
 def _processes(step: Step) -> Table:
     return Table(
         "Processes",
-        _columns("process", "busy s", "busy", "bubble s", "bubble"),
+        _columns("process", "busy", "of step", "bubble", "of step"),
         [
             _row(
                 time.label,
-                *_seconds_and_share(time.busy_seconds, time.step_seconds),
-                *_seconds_and_share(time.bubble_seconds, time.step_seconds),
+                *_duration_and_share(time.busy_seconds, time.step_seconds),
+                *_duration_and_share(time.bubble_seconds, time.step_seconds),
             )
             for time in process_times(step)
         ],
     )
 
 
-def _seconds_and_share(seconds: float | None, total: float) -> tuple[str, str]:
-    return ("n/a", "n/a") if seconds is None else (f"{seconds:.3f}", percent(seconds, total))
+def _duration_and_share(seconds: float | None, total: float) -> tuple[str, str]:
+    return ("n/a", "n/a") if seconds is None else (duration(seconds), percent(seconds, total))
 
 
 def _path(step: Step, path: Sequence[Segment]) -> Table:
@@ -76,7 +76,7 @@ def _path(step: Step, path: Sequence[Segment]) -> Table:
             segment.span.name,
             step.labels[segment.span.process],
             duration((segment.start_ns - step.start_ns) / 1e9),
-            f"{segment.seconds:.3f}",
+            duration(segment.seconds),
             percent(segment.seconds, step.seconds),
         )
         for segment in longest
@@ -84,13 +84,13 @@ def _path(step: Step, path: Sequence[Segment]) -> Table:
     if others:
         seconds = sum(segment.seconds for segment in others)
         label = f"{len(others)} shorter segments"
-        rows.append(_row(label, "", "", f"{seconds:.3f}", percent(seconds, step.seconds)))
-    return Table("Critical path", _columns("span", "process", "start", "seconds", "of step"), rows)
+        rows.append(_row(label, "", "", duration(seconds), percent(seconds, step.seconds)))
+    return Table("Critical path", _columns("span", "process", "start", "duration", "of step"), rows)
 
 
 def _bytes(step: Step) -> Table:
     return Table(
-        "Bytes through the data plane",
+        "Bytes by stage",
         _columns("stage", "put", "get"),
         [_row(stage.stage, size(stage.put), size(stage.get)) for stage in bytes_by_stage(step)],
     )
@@ -101,10 +101,10 @@ def _buckets(step: Step) -> Table:
     total = sum(seconds.values())
     wasted = waste(step)
     return Table(
-        "Process-seconds",
-        _columns("bucket", "seconds", "share"),
+        "Process-seconds by bucket",
+        _columns("bucket", "duration", "share"),
         [
-            _row(bucket, f"{seconds[bucket]:.3f}", percent(seconds[bucket], total))
+            _row(bucket, duration(seconds[bucket]), percent(seconds[bucket], total))
             for bucket in seconds
         ],
         (
@@ -139,7 +139,7 @@ def _slowest(step: Step) -> Table:
                 "" if n_bytes is None else size(n_bytes),
             )
         )
-    columns = _columns("span", "process", "duration", "bucket", "bytes")
+    columns = _columns("span", "process", "duration", "bucket", "size")
     return Table("Slowest operations", columns, rows)
 
 

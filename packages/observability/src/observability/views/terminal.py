@@ -53,8 +53,8 @@ def steps_view(steps: Iterable[Step]) -> RenderableType:
 def lineage_view(sample_id: str, lineage: Sequence[LineageEvent]) -> RenderableType:
     """Return the view of a sample's lineage: a line per event, details below it."""
     labels = distinct_labels(event.process for event in lineage)
-    headings = ("after", "event", "process", "stage", "step", "version", "bytes")
-    numeric_columns = {headings.index(name) for name in ("after", "step", "version", "bytes")}
+    headings = ("after", "event", "process", "stage", "step", "version", "size")
+    numeric_columns = {headings.index(name) for name in ("after", "step", "version", "size")}
     rows = [
         [
             duration(event.seconds),

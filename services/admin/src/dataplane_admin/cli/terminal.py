@@ -49,9 +49,9 @@ def _partitions(body: str, width: int) -> RenderableType:
         parts += [_heading(partition), *_tasks(partition, width), *_fields(partition, width), ""]
     if answer.storage:
         parts += _table(
-            ("storage unit", "node", "used", "free", "capacity"),
+            ("unit", "node", "used", "capacity", "free"),
             [
-                (unit.name, unit.node, _size(unit.used), _size(unit.free), _capacity(unit))
+                (unit.name, unit.node, _size(unit.used), _capacity(unit), _size(unit.free))
                 for unit in answer.storage
             ],
             width,
@@ -89,8 +89,8 @@ def _tasks(partition: models.Partition, width: int) -> list[RenderableType]:
             "assigned",
             "leased",
             "acknowledged",
-            "claimed/s",
-            "oldest unclaimed",
+            "rate",
+            "oldest",
             "oldest claim",
         ),
         [
@@ -101,14 +101,14 @@ def _tasks(partition: models.Partition, width: int) -> list[RenderableType]:
                 task.assigned,
                 task.leased,
                 task.acknowledged,
-                None if task.claimed_per_s is None else f"{task.claimed_per_s:.1f}",
+                None if task.acknowledged_per_s is None else f"{task.acknowledged_per_s:.1f} /s",
                 None if task.oldest_unclaimed_s is None else _seconds(task.oldest_unclaimed_s),
                 _claim(task.oldest_claim),
             )
             for task in partition.tasks
         ],
         width,
-        optional=("oldest claim", "claimed/s", "assigned", "oldest unclaimed"),
+        optional=("oldest claim", "rate", "assigned", "oldest"),
     )
 
 
@@ -181,8 +181,9 @@ def _trace(body: str, width: int) -> RenderableType:
     ]
     parts += [Text(printable(note), "yellow") for note in (*trace.incomplete, *trace.clocks)]
     if trace.critical_path:
+        parts.append(Text("Critical path", "bold"))
         parts += _table(
-            ("critical path", "process", "start", "duration"),
+            ("span", "process", "start", "duration"),
             [
                 (part.name, part.process, _seconds(part.start_s), _seconds(part.seconds))
                 for part in trace.critical_path
