@@ -62,8 +62,8 @@ def wait_for_port(port, nginx, folder):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(REMOVED, id="removed", marks=pytest.mark.long),
-        pytest.param(PASSED_ON, id="passed on"),
+        pytest.param(REMOVED, id="removed"),
+        pytest.param(PASSED_ON, id="passed on", marks=pytest.mark.long),
     ],
 )
 def behind_nginx(request, start_running, tmp_path_factory):
