@@ -9,6 +9,7 @@ an agent loop, the replay buffer, and what the trainer does with the queue on a 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import verl
 from hydra import compose, initialize_config_module
 from integration.admin_service import Admin, admin
 from integration.lean_ray import lean_ray
+from integration.recipes import blocks
 from integration.temporary_ray import temporary_ray
 from PIL import Image
 from tensordict import TensorDict
@@ -34,13 +36,13 @@ from verl.utils.tensordict_utils import get_tensordict
 
 __all__ = ["admin", "lean_ray"]
 
+UNIT_BYTES = 64 << 20
 BACKENDS = {
     "SimpleStorage": ["transfer_queue.backend.SimpleStorage.num_data_storage_units=2"],
-    # As docs/recipes/verl-storage.md has them.
+    # The overrides of the page, with smaller units.
     "PackedStorage": [
-        "transfer_queue.backend.storage_backend=PackedStorage",
-        "+transfer_queue.backend.PackedStorage.num_storage_units=2",
-        "+transfer_queue.backend.PackedStorage.global_segment_size=67108864",
+        re.sub("(?<=global_segment_size=).*", str(UNIT_BYTES), override)
+        for override in re.findall(r"\+?transfer_queue\.\S+", blocks("verl-storage", "bash"))
     ],
 }
 
@@ -212,7 +214,7 @@ def test_stages_add_their_columns(config: Any) -> None:
     assert not tq.kv_list("train").get("train")
 
 
-def test_resume_restores_finished_samples_and_reissues_the_others(
+def test_resume_restores_finished_samples_and_reissues_others(
     started: Callable[[], Any], tmp_path: Path
 ) -> None:
     started()
@@ -242,14 +244,14 @@ def test_admin_service_lists_partitions_tasks_and_units(config: Any, admin: Admi
     roll_out(["u1"])
     tq.get_client().get_meta(["responses"], 1, "train", task_name="update_actor")
 
-    packed = config.transfer_queue.backend.storage_backend == "PackedStorage"
+    is_packed = config.transfer_queue.backend.storage_backend == "PackedStorage"
 
     def read() -> Any:
         # The service shows the previous queue until it has noticed its end.
         answer = admin.ask("partitions")
         limits = {unit["capacity"] for unit in answer["storage"]}
         tasks = [task for partition in answer["partitions"] for task in partition["tasks"]]
-        return answer if tasks and limits == {64 << 20 if packed else None} else None
+        return answer if tasks and limits == {UNIT_BYTES if is_packed else None} else None
 
     answer = admin.until(read)
     (partition,) = answer["partitions"]
