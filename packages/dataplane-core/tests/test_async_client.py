@@ -229,7 +229,7 @@ def test_claim_cancelled_before_its_delivery_is_released():
     asyncio.run(scenario())
 
 
-def test_a_cancelled_claim_without_a_lease_is_logged_with_its_ids(monkeypatch):
+def test_a_cancelled_claim_without_lease_is_logged_with_its_ids(monkeypatch):
     # A separate logger, because structlog may be configured to cache loggers in this process.
     capturing = structlog.testing.CapturingLogger()
     monkeypatch.setattr(async_client, "logger", capturing)

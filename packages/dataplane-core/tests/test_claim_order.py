@@ -103,7 +103,7 @@ def test_failing_order_is_named_and_recovers_with_new_tags():
 
 
 @pytest.mark.parametrize("group_size", [None, 1], ids=["samples", "groups"])
-def test_clearing_the_sample_that_failed_the_order_ends_the_error(group_size):
+def test_clearing_the_sample_that_broke_the_order_ends_the_error(group_size):
     cfg = {"enabled": True, "impl": "in_memory", "claim_order": f"{__name__}:by_priority"}
     with InMemoryDataPlaneClient(cfg) as client:
         client.register_partition("p", [], 3, ["a"], group_size)

@@ -432,7 +432,7 @@ def test_prepared_claim_scans_few_samples_at_once(evaluated):
     assert len(claim(ledger, 5, where=request.where)) == 5
 
 
-def test_detached_partition_is_removed_at_once_and_freed_in_parts():
+def test_detached_partition_is_gone_at_once_and_freed_in_parts():
     freed = []
     ledger = new_ledger(capacity=300, discard=freed.extend)
     ids = [f"s{i}" for i in range(300)]

@@ -97,7 +97,7 @@ def test_tensors_of_all_workers_arrive_in_any_order(served):
 
 
 @pytest.mark.parametrize("acknowledge_on", ["next", "commit"])
-def test_prefetching_loader_delivers_what_a_crashed_consumer_held(served, acknowledge_on):
+def test_prefetching_loader_delivers_a_crashed_consumers_claims(served, acknowledge_on):
     client, make_client = served
     leased(2.0)().claim_meta("p", "a", ["x"], 3)
     data = dataset(make_client, 1, timeout_s=30.0)

@@ -148,7 +148,7 @@ def frame(command=wire.READ, ranges=((0, 8),), count=None, nbytes=None):
         frame(wire.WRITE, [(0, 2**63), (0, 2**63), (0, 8)], nbytes=8),
     ],
 )
-def test_malformed_frame_closes_its_connection_and_writes_nothing(unit, data):
+def test_bad_frame_closes_its_connection_and_writes_nothing(unit, data):
     with client_of(unit.address, "tcp") as client:
         client.connect(10)
         with socket.create_connection((unit.address.host, unit.address.port), 10) as sock:

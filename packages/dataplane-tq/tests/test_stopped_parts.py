@@ -102,7 +102,7 @@ def test_requests_to_a_stopped_directory_end_at_their_deadline(stepped):
     stepped.until(lambda: stepped.used() == 0)
 
 
-def test_put_abandoned_while_directory_was_stopped_stores_nothing(
+def test_put_abandoned_during_a_directory_stop_stores_nothing(
     stepped,
 ):
     """Another connection may have withdrawn its samples by then."""

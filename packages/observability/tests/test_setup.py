@@ -220,7 +220,7 @@ report(same_address=next_telemetry.prometheus_address == (host, port))
     assert result.reports[1] == {"same_address": True}
 
 
-def test_variables_enable_prometheus_and_a_used_port_is_a_warning(
+def test_variables_enable_prometheus_and_a_used_port_warns(
     receiver: Receiver,
 ) -> None:
     result = run_script(

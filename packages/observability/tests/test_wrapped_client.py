@@ -84,7 +84,7 @@ class TestWrappedLeases(LeaseContract, NamedClaimContract, BackpressureContract)
         TracingDataPlaneClient,
     ],
 )
-def test_a_client_with_only_the_documented_methods_can_be_wrapped(wrap):
+def test_a_client_with_only_documented_methods_can_be_wrapped(wrap):
     inner = MinimalClient()
     client = wrap(inner)
     client.register_partition("train", ["x"], 2, ["train"])
@@ -207,13 +207,13 @@ def test_every_method_of_the_contract_is_forwarded():
     assert client.capabilities is inner.capabilities
 
 
-def test_a_keyword_that_the_inner_client_does_not_know_is_refused():
+def test_a_keyword_unknown_to_the_inner_client_is_refused():
     client = MetricsDataPlaneClient(InMemoryDataPlaneClient())
     with client, pytest.raises(TypeError, match="color"):
         client.put_samples([], "p", color=1)
 
 
-def test_the_factory_wraps_a_client_when_observability_is_enabled(capsys):
+def test_factory_wraps_a_client_if_observability_is_enabled(capsys):
     events = []
     observability = {"enabled": True, "callback": events.append}
     cfg = {"enabled": True, "impl": "in_memory", "observability": observability}

@@ -145,7 +145,7 @@ def routing(text, value):
     return torch.full((len(text), 2, 3), value, dtype=torch.int16)
 
 
-def test_routed_experts_are_aligned_and_zero_where_there_are_none():
+def test_routed_experts_are_aligned_and_zero_if_missing():
     log = [
         turn("user", "ab", routed_experts=routing("ab", 5)),
         generated("c", routed_experts=routing("c", 6)),

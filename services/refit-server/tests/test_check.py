@@ -32,9 +32,7 @@ def test_proxy_of_the_environment_is_ignored(start, probe, monkeypatch):
     assert probe("--address", start().address) == (0, "")
 
 
-def test_probe_over_tls_checks_the_certificate_and_needs_no_token(
-    start, probe, certificate, token_file
-):
+def test_tls_probe_checks_the_certificate_and_needs_no_token(start, probe, certificate, token_file):
     pair = certificate("refit")
     address = start(*pair.options, "--token-file", str(token_file)).address
     assert probe("--address", address, "--tls-ca", str(pair.cert)) == (0, "")

@@ -127,7 +127,7 @@ def test_half_sent_calls_block_no_other_and_are_dropped(start):
     assert line == "control plane: peer 127.0.0.1 sent no request within 5 s"
 
 
-def test_malformed_and_unauthorized_calls_log_one_line_without_content(start, token_file):
+def test_bad_and_unauthorized_calls_log_one_line_without_content(start, token_file):
     token = (("authorization", "Bearer " + token_file.read_text().strip()),)
     server = start("--token-file", str(token_file))
     with grpc.insecure_channel(server.address) as channel:

@@ -129,7 +129,7 @@ def test_rewards_that_do_not_fill_groups_are_refused(rows, size):
         group_statistics(torch.zeros(rows), size)
 
 
-def test_rewards_without_a_finite_advantage_are_refused_by_sample():
+def test_rewards_without_finite_advantages_are_refused_by_sample():
     huge = torch.tensor([3e38, -3e38, 0.0, 0.0])
     statistics = group_statistics(huge, 2)
     with pytest.raises(AdvantageError, match=r"sample 0: 6e\+38.*normalize_advantages"):

@@ -93,7 +93,7 @@ def test_groups_beyond_the_checkpoint_are_retained(tmp_path):
         assert crashed.exists() == kept
 
 
-def test_a_group_that_does_not_fit_on_the_disk_hides_no_later_one(tmp_path, monkeypatch):
+def test_a_group_too_large_for_the_disk_hides_no_later_one(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
     file = journal._file._file
     writes = 0

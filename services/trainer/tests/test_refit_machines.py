@@ -238,7 +238,7 @@ def test_a_version_is_published_again_after_the_state_is_lost(calls_here, forget
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgetful", [2], indirect=True)
-def test_a_control_plane_that_always_loses_its_state_ends_the_run(calls_here, forgetful):
+def test_a_control_plane_that_keeps_losing_state_ends_the_run(calls_here, forgetful):
     sync = sync_of(calls_here, control=forgetful.address)
     try:
         forgetful.arm(2)

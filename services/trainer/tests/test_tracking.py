@@ -116,7 +116,7 @@ def hanging():
     sink.released.set()
 
 
-def test_a_hanging_sink_delays_neither_steps_nor_the_end_for_long(hanging, monkeypatch):
+def test_a_hanging_sink_hardly_delays_steps_and_the_end(hanging, monkeypatch):
     monkeypatch.setattr(tracking, "_CLOSE_S", 0.2)
     other, notices = Recorder(), []
     began = time.monotonic()

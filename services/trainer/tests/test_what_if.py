@@ -28,7 +28,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_parts():
     assert shares.generators_idle == pytest.approx(4 / 9)
 
 
-def test_with_large_staleness_the_slower_side_determines_the_step():
+def test_large_staleness_lets_the_slower_side_set_the_step():
     assert step_s(BASE, staleness=4) == ROLLOUT_S
     assert step_s(replace(BASE, train_s=[9.0]), staleness=4) == REFIT_S + 9.0
     idle = predict(replace(BASE, train_s=[9.0]), Setting(1, 1, 4), 60, skipped=10)

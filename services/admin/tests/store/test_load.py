@@ -111,7 +111,7 @@ def test_sglang_is_an_engine(job):
     assert shown["node-1:30000 engine 1"] == {("running",): [4.0]}
 
 
-def test_sglang_requests_of_a_priority_or_a_later_stage_are_counted_once(job):
+def test_sglang_requests_by_priority_or_stage_are_counted_once(job):
     resource = {"service.name": "sglang", "service.instance.id": "node-1:30000"}
     points = [
         ("sglang:num_running_reqs", {"pp_rank": "0", "priority": ""}, 5),

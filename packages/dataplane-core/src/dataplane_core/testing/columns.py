@@ -130,7 +130,7 @@ class ColumnContract(StoreFixtures):
         assert isinstance(padded, torch.Tensor)
         assert same_bits(padded, values)
 
-    def test_a_field_that_is_per_token_by_name_is_padded_to_the_width(
+    def test_a_field_per_token_by_name_is_padded_to_the_width(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         columns = {"advantages": torch.ones(2, 3), "sample_mask": torch.ones(2)}

@@ -358,7 +358,7 @@ class InspectionContract(StateMachineContract):
         assert client.claim_meta(partition, "train", ["x"], 8, blocking=False).size == 0
         assert client.check_consumption_status(partition, ["train"])
 
-    def test_a_reset_of_leased_samples_is_refused_and_changes_nothing(
+    def test_a_refused_reset_of_leased_samples_changes_nothing(
         self, client: DataPlaneClient, leasing: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a", "b"])

@@ -238,7 +238,7 @@ class StorageContract(StoreFixtures):
             client.get_data(KVBatchMeta(partition, None, ["a"]))
 
     @pytest.mark.parametrize("builtin", [KeyError, ValueError])
-    def test_an_unknown_id_among_known_ones_is_an_error_that_names_it(
+    def test_an_unknown_id_among_known_ones_is_named_by_an_error(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, builtin: type
     ) -> None:
         client.put_samples(["a", "b"], partition, batch(2, x=torch.ones(2)))
