@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from observability.records import Process, Records
     from observability.views import LineageEvent, OpenWait, Step
 
-EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for wrong usage."
+EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for a wrong option or command."
 
 app = typer.Typer(
     help="Show where the steps of a traced program spend their time, and what is blocked.\n\n"
