@@ -9,7 +9,9 @@ from typing import Annotated, Any  # Any: values of options, and typer's context
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for a wrong option, command or configuration."
+EXIT_STATUS = (
+    "Exit status: 0 on success, 1 on failure, 2 for a wrong option, command or configuration."
+)
 
 Overrides = Annotated[
     list[str] | None,
