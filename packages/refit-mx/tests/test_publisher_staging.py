@@ -107,6 +107,8 @@ def test_invalid_wire_dtype_is_refused(wire_dtype, says):
         (float("inf"), torch.float32, "float8_e4m3fn"),
         (float("-inf"), torch.bfloat16, "float8_e4m3fn"),
         (1e39, torch.float64, "bfloat16"),
+        (3.4e38, torch.float32, "bfloat16"),
+        (-3.4e38, torch.float32, "bfloat16"),
     ],
 )
 def test_overflow_of_the_wire_dtype_is_refused(number, dtype, wire):
@@ -118,6 +120,8 @@ def test_infinities_and_nans_are_unchanged():
     state = {"w": torch.tensor([float("inf"), float("nan"), 1.0])}
     assert sent(state, "float16")[1]["w"].tolist()[::2] == [float("inf"), 1.0]
     assert sent(state, "float16")[1]["w"].isnan().tolist() == [False, True, False]
+    state = {"w": torch.tensor([float("-inf"), float("nan"), 3.39e38])}  # bfloat16 rounds it down
+    assert sent(state, "bfloat16")[1]["w"].float().isfinite().tolist() == [False, False, True]
     _, got = sent({"w": torch.tensor([float("nan"), 2.0])}, "float8_e4m3fn")
     assert got["w"].float().isnan().tolist() == [True, False]
 

@@ -27,6 +27,8 @@ _JOB_BYTES = 32 << 20
 _WITHOUT_INFINITY = (torch.float8_e4m3fn,)
 """Wire dtypes without infinity. A cast turns it into the largest value, or into NaN in some builds
 of torch."""
+_ROUNDED = (torch.float32, torch.bfloat16)
+"""Dtypes of a cast that `check_rounding` checks."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 WireDtype = str | Mapping[str, str] | None
@@ -187,17 +189,19 @@ def copy_shard(layout: StagingLayout, row: int, arena: torch.Tensor) -> bytes:
         check_range(shard, dtype)
         if arena.device.type == "cpu" and shard.tensor.device.type == "cpu":
             memory = host_bytes(arena)[offset : offset + size].data
-            return b"".join(_copied_blocks(shard.tensor.detach(), place, memory))
+            return b"".join(_copied_blocks(shard.name, shard.tensor.detach(), place, memory))
         place.copy_(shard.tensor)
+        check_rounding(shard.name, shard.tensor.detach(), place)
         return block_digests(arena, offset, size)
 
 
 def _copied_blocks(
-    source: torch.Tensor, place: torch.Tensor, memory: memoryview
+    name: str, source: torch.Tensor, place: torch.Tensor, memory: memoryview
 ) -> Iterator[bytes]:
     """Copy on the CPU block by block, and compute each digest while the block is in the cache.
 
     Args:
+        name: the tensor's name, for errors.
         source: source tensor with any strides.
         place: destination of the same shape, contiguous, possibly of another dtype.
         memory: the bytes of ``place``.
@@ -217,6 +221,7 @@ def _copied_blocks(
         part = slice(first, first + step)
         if integers is None:
             place[part].copy_(source[part])
+            check_rounding(name, source[part], place[part])
         else:
             np.copyto(integers[1][part], integers[0][part])
         copied = min(size, (first + step) * row_bytes)
@@ -243,21 +248,54 @@ def check_range(shard: LocalShard, wire: torch.dtype) -> None:
     if dtype == wire or not dtype.is_floating_point:
         return
     maximum = torch.finfo(wire).max
-    if maximum >= torch.finfo(dtype).max or (dtype, wire) == (torch.float32, torch.bfloat16):
-        # bfloat16 has float32's range: only the largest float32 values, which no real weight has,
-        # round to infinity.
+    if maximum >= torch.finfo(dtype).max or (dtype, wire) == _ROUNDED:
         return
-    values = shard.tensor.detach()
+    largest = _largest(shard.tensor.detach(), wire)
+    if largest > maximum:
+        raise _out_of_range(shard.name, largest, wire)
+
+
+def check_rounding(name: str, values: torch.Tensor, cast: torch.Tensor) -> None:
+    """Refuse finite float32 values that the cast to bfloat16 has rounded to infinity.
+
+    bfloat16 has float32's range, so only values close to its end do. Inspecting the cast, which is
+    still in the cache, costs less than `check_range`.
+
+    Raises:
+        RefitConfigError: a value was rounded to infinity.
+    """
+    if (values.dtype, cast.dtype) != _ROUNDED or not _may_have_infinity(cast):
+        return
+    largest = _largest(values, cast.dtype)
+    if torch.tensor(largest).to(cast.dtype).isinf():
+        raise _out_of_range(name, largest, cast.dtype)
+
+
+def _may_have_infinity(cast: torch.Tensor) -> bool:
+    """Return whether bfloat16 values have an infinity or a NaN."""
+    if cast.device.type == "cpu":
+        # Bits of infinity are 0x7F80, those of NaN higher; negative numbers have the sign bit
+        # 0x8000 too. So the largest int16 is the largest magnitude of positive numbers, and the
+        # largest uint16 that of negative numbers. NumPy finds both faster than PyTorch.
+        bits = cast.view(torch.int16).numpy()
+        return bool(bits.max() >= 0x7F80 or bits.view(np.uint16).max() >= 0xFF80)
+    return not bool(torch.stack(torch.aminmax(cast)).isfinite().all())
+
+
+def _largest(values: torch.Tensor, wire: torch.dtype) -> float:
+    """Return the largest magnitude that the wire dtype must be able to represent."""
     if values.element_size() == 1:
         values = values.to(torch.float32)
     magnitudes = values.abs()
     ignored = torch.isnan(magnitudes) if wire in _WITHOUT_INFINITY else ~torch.isfinite(magnitudes)
-    largest = float(magnitudes.masked_fill(ignored, 0).amax())
-    if largest > maximum:
-        raise RefitConfigError(
-            f"{shard.name}: {largest:g} does not fit into the wire dtype "
-            f"{str(wire).removeprefix('torch.')}, whose largest number is {maximum:g}"
-        )
+    return float(magnitudes.masked_fill(ignored, 0).amax())
+
+
+def _out_of_range(name: str, largest: float, wire: torch.dtype) -> RefitConfigError:
+    return RefitConfigError(
+        f"{name}: {largest:g} does not fit into the wire dtype "
+        f"{str(wire).removeprefix('torch.')}, whose largest number is {torch.finfo(wire).max:g}"
+    )
 
 
 def holds_equal_bytes(layout: StagingLayout, arena: torch.Tensor) -> bool:
