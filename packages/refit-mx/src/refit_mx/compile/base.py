@@ -62,7 +62,8 @@ class CompilePass(Protocol):
         """Compile tensors.
 
         Args:
-            tensors: inputs with the checked specs, on one device. Not written to.
+            tensors: inputs with the checked specs: 0 to 4 axes, possibly empty or strided, on one
+                device. Not written to.
             out: outputs to overwrite, one per output spec, with its shape and dtype, C-ordered, on
                 the same device. Those of `unchanged` may be missing.
 

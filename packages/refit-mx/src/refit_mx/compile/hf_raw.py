@@ -18,7 +18,8 @@ class HfRaw:
 
     Args:
         dtype: dtype to which floating-point tensors are cast, rounding to nearest; None keeps
-            their dtypes. Tensors of integers and bools are never cast.
+            their dtypes. Tensors of integers and bools are never cast. A finite value out of range
+            is refused.
 
     Raises:
         RefitConfigError: the dtype is not a floating-point dtype that can be published.
@@ -30,7 +31,8 @@ class HfRaw:
     def __init__(self, *, dtype: str | None = None) -> None:
         if dtype is not None and dtype not in _FLOATS:
             raise RefitConfigError(
-                f"hf_raw: dtype {dtype!r}; expected one of {', '.join(sorted(_FLOATS))} or None"
+                f"{self.name}: dtype {dtype!r}; "
+                f"expected one of {', '.join(sorted(_FLOATS))} or None"
             )
         self._dtype = dtype
 
@@ -48,8 +50,8 @@ class HfRaw:
         for spec in specs:
             if self._changes(spec.dtype) and spec.dtype.startswith("float8"):
                 raise CompileTargetError(
-                    f"hf_raw: {spec.name} is {spec.dtype}, to be cast to {self._dtype}; its values "
-                    "need scales, which a cast ignores"
+                    f"{self.name}: {spec.name} is {spec.dtype}, to be cast to {self._dtype}; its "
+                    "values need scales, which a cast ignores"
                 )
 
     def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -56,7 +56,10 @@ class QuantizingPass(ABC):
     def _quantize(
         self, name: str, matrix: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """Quantize one matrix into ``weight`` and ``scale``, both without the axis of a stack."""
+        """Quantize one matrix into ``weight`` and ``scale``, both without the axis of a stack.
+
+        The matrix may be empty or strided.
+        """
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
         """See `CompilePass.check`.

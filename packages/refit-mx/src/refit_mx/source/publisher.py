@@ -93,8 +93,9 @@ class MxV2TrainingPublisher:
         cuts: by tensor name, how generators divide a tensor along an axis other than the first.
             They then read their parts faster, and publishing is no slower. All replicas must use
             the same cuts.
-        registry: how the bytes were prepared; None leaves it unstated, and receivers with a filter
-            then ignore the source.
+        registry: how the bytes were prepared. For the output of a compile pass, which only the
+            caller can have run, it is ``Registry(p.name, dict(p.metadata))``. None leaves it
+            unstated, and receivers with a filter then ignore the source.
         transports: ``nixl``, ``shm`` and ``tcp``; None for all available ones. The TCP server runs
             in any case: receivers request digests from it.
         host: host to listen on. Every machine that can connect to it can read the weights.
