@@ -1,12 +1,14 @@
 """Start, refusal and stop of storage backends.
 
 The supervision of daemons (`DaemonActor`) is tested directly, because a backend's daemon is the
-vendor's program and cannot be made to fail.
+vendor's program and cannot be made to fail. So is the configuration for TransferQueue: only packed
+has a manager that TransferQueue lacks.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from dataplane_core import ConfigError, UnavailableError
 from dataplane_tq import TQDataPlaneClient
 from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.daemon import DaemonActor  # noqa: TID251  # see above
+from dataplane_tq.topology import ConnectionData, _for_transfer_queue  # noqa: TID251  # see above
 
 pytestmark = pytest.mark.slow
 
@@ -153,6 +156,36 @@ def test_foreign_transfer_queue_is_refused(controller):
         TQDataPlaneClient(cfg)
     with pytest.raises(UnavailableError, match=r"dataplane-tq did not start.*cannot attach"):
         TQDataPlaneClient(cfg, bootstrap=False)
+
+
+def test_any_error_of_a_start_stops_what_was_started(cluster, monkeypatch):
+    class Failing(BACKENDS["simple"]):
+        def start(self, cfg, namespace):
+            super().start(cfg, namespace)
+            raise OSError("disk full")
+
+    monkeypatch.setitem(BACKENDS, "failing", Failing)
+    with pytest.raises(OSError, match="disk full") as error:
+        TQDataPlaneClient({**CONFIG, "backend": "failing", "num_storage_units": 1})
+    assert error.tb  # the traceback holds the actors' handles, which keep unstopped actors alive
+    for name in ("TransferQueueController", "TransferQueueStorageUnit#0"):
+        with pytest.raises(ValueError, match=name):
+            ray.get_actor(name, namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_plain_transfer_queue_process_knows_the_manager(name):
+    """Unpickling the configuration registers a manager of this package, and loads no other."""
+    config = _for_transfer_queue(ConnectionData(name, None, {}, None))
+    code = """
+        import pickle, sys, transfer_queue
+        from transfer_queue.storage.managers.base import StorageManagerFactory
+        name = pickle.load(sys.stdin.buffer).backend.storage_backend
+        manager = StorageManagerFactory._registry[name].__module__
+        assert ("dataplane_tq" in sys.modules) == manager.startswith("dataplane_tq."), manager
+    """
+    program = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.run(program, input=pickle.dumps(config), check=True, timeout=120)
 
 
 @pytest.mark.parametrize("name", DAEMONS)

@@ -25,11 +25,16 @@ from dataplane_tq.directory.actor import DirectoryActor, bind_actor
 from dataplane_tq.directory.wire import Address
 from dataplane_tq.mirror.sampler import ConsumptionSampler, load_sampler
 from dataplane_tq.storage import BACKENDS
-from dataplane_tq.storage.base import ACTOR_CPUS, START_S, StorageBackend, end_actor
+from dataplane_tq.storage.base import (
+    ACTOR_CPUS,
+    START_S,
+    Registration,
+    StorageBackend,
+    end_actor,
+)
 from dataplane_tq.storage.packed import Packed
-from dataplane_tq.storage.packed_manager import BACKEND, Registration
 from dataplane_tq.storage.simple import defaults
-from dataplane_tq.upstream import TransferQueueController
+from dataplane_tq.upstream import StorageManagerFactory, TransferQueueController
 
 T = TypeVar("T")
 
@@ -150,11 +155,11 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             for name, actor in bound.items()
         ]
         ray.get(started, timeout=START_S)
-    except (RayError, ValueError, DataPlaneError) as error:
+    except BaseException as error:
         for actor in actors.values():
             end_actor(actor)
         storage.stop()
-        if isinstance(error, DataPlaneError):
+        if isinstance(error, DataPlaneError) or not isinstance(error, RayError | ValueError):
             raise
         raise UnavailableError(
             f"TransferQueue did not start (deadline {START_S:g} s; each actor needs "
@@ -171,7 +176,8 @@ def _for_transfer_queue(connection: ConnectionData) -> Any:
     backend = {"storage_backend": manager, manager: connection.storage}
     if manager == "SimpleStorage":
         backend[manager] = {**defaults(manager), **connection.storage}
-    if manager == BACKEND:
+    # TransferQueue does not know the managers of this package.
+    if StorageManagerFactory._registry[manager].__module__.startswith("dataplane_tq."):
         backend[manager] = {**connection.storage, "registration": Registration()}
     return OmegaConf.merge(config, {**shipped, "backend": backend})
 

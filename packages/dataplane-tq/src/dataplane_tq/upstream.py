@@ -39,12 +39,14 @@ with _without("yr"):
     from transfer_queue.sampler import BaseSampler, SequentialSampler
     from transfer_queue.storage.bootstrap import StorageBootstrapProvider
     from transfer_queue.storage.clients import yuanrong_client
+    from transfer_queue.storage.clients.ray_storage_client import RayObjectRefStorage
     from transfer_queue.storage.managers.base import (
         KVStorageManager,
         StorageManager,
         StorageManagerFactory,
     )
     from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
     from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 __all__ = [
@@ -53,7 +55,9 @@ __all__ = [
     "BaseSampler",
     "BatchMeta",
     "KVStorageManager",
+    "RayObjectRefStorage",
     "SequentialSampler",
+    "SimpleStorageUnit",
     "StorageBootstrapProvider",
     "StorageManager",
     "StorageManagerFactory",

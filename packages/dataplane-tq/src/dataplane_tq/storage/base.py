@@ -1,7 +1,8 @@
 """`StorageBackend`: interface between the bootstrap and a storage backend of TransferQueue.
 
 A backend belongs to the process that started it. Every other process needs only `connection`, and
-the names in `actors` to detect that a part died. An actor that owns a daemon dies with it.
+the names in `actors` to detect that a part died. An actor that owns a daemon dies with it. A
+backend without actors leaves `actors` empty, and overrides `stop` if it holds anything else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import (
     Any,
@@ -37,10 +39,14 @@ _BUILT_IN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 class StorageBackend(ABC):
     """Storage backend, started once per TransferQueue.
 
+    An owner that exits without closing its client calls no method: Ray ends its actors, and a
+    backend must arrange that anything else ends too, for example by ``weakref.finalize``.
+
     Attributes:
         manager: the storage manager's name in TransferQueue's registry.
         rows_as_bytes: whether each row is stored as ``bytes``, because the backend changes or
-            refuses some tensors.
+            refuses some tensors. The backend then receives encoded rows with checksums, and never
+            a tensor.
         survivable: whether clients detect the death of each part within seconds. False if the
             backend's library blocks a client of a dead daemon until the deadline.
         actors: name to Ray handle of every actor that operations depend on; set by `start`.
@@ -65,12 +71,15 @@ class StorageBackend(ABC):
     def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         """Start the actors and wait until they answer.
 
+        After any exception the caller calls `stop`, which ends what was started.
+
         Args:
             cfg: configuration that `check` accepted.
             namespace: Ray namespace of the named actors.
 
         Raises:
-            UnavailableError: a part did not start; `stop` ends the others.
+            ConfigError: the Ray cluster or this machine does not suit the backend.
+            UnavailableError: a part did not start.
         """
 
     @classmethod
@@ -95,6 +104,15 @@ class StorageBackend(ABC):
         for actor in self.actors.values():
             end_actor(actor)
         self.actors = {}
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Marker without data in the TransferQueue configuration of a data plane.
+
+    Unpickling it imports `dataplane_tq.storage`, which registers the storage managers of this
+    package in a process that only calls ``transfer_queue.init()``.
+    """
 
 
 def end_actor(actor: Any) -> None:

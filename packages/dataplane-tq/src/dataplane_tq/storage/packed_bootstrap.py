@@ -27,7 +27,7 @@ from typing import Any  # Any: Ray handles and OmegaConf nodes have no static ty
 import ray
 from omegaconf import OmegaConf, open_dict
 
-from dataplane_core import ConfigError, DataPlaneError, validate_config
+from dataplane_core import ConfigError, validate_config
 from dataplane_tq.directory.actor import DirectoryActor
 from dataplane_tq.storage.base import ACTOR_CPUS, collect_results
 from dataplane_tq.storage.packed import Packed
@@ -98,7 +98,7 @@ def start(conf: Any) -> dict[str, Any]:
                 "watch": directory.publish.remote([], *storage.watched),
             },
         )
-    except DataPlaneError:
+    except BaseException:
         storage.stop()
         raise
     with open_dict(conf):  # Hydra's configurations take no new keys otherwise

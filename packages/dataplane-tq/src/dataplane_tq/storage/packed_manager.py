@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any  # Any: TransferQueue's metas have no static types
 
-import msgspec
 import numpy as np
 from tensordict import TensorDict
 
@@ -57,13 +56,6 @@ class RawConnection(RowsConnection, frozen=True):
 
     Unpickling it imports this module, which registers the manager in a process that only calls
     ``transfer_queue.init()``.
-    """
-
-
-class Registration(msgspec.Struct, frozen=True):
-    """Marker without data in the TransferQueue configuration of a data plane.
-
-    Unpickling it imports this module, as with `RawConnection`.
     """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataplane_core import DataPlaneConfig
 from dataplane_tq.storage.base import ACTOR_CPUS, StorageBackend, collect_results
+from dataplane_tq.upstream import RayObjectRefStorage
 
 # TransferQueue's client finds or creates the actor by this name, in the controller's namespace.
 _ACTOR = "RayObjectRefStorage"
@@ -25,9 +26,6 @@ class RayStore(StorageBackend):
         pass
 
     def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
-        # Imported here, because the actors of other backends import this module too.
-        from transfer_queue.storage.clients.ray_storage_client import RayObjectRefStorage
-
         actor = RayObjectRefStorage.options(
             name=_ACTOR, namespace=namespace, num_cpus=ACTOR_CPUS
         ).remote()

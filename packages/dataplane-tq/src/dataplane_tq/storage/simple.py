@@ -16,6 +16,7 @@ from dataplane_tq.storage.base import (
     collect_results,
     require_resources,
 )
+from dataplane_tq.upstream import SimpleStorageUnit
 
 
 class Simple(StorageBackend):
@@ -29,9 +30,6 @@ class Simple(StorageBackend):
         require_resources(cfg)
 
     def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
-        # Imported here, because the actors of other backends import this module too.
-        from transfer_queue.storage.simple_storage import SimpleStorageUnit
-
         options: dict[str, Any] = {
             **defaults("SimpleStorage"),
             "num_data_storage_units": cfg["num_storage_units"],
