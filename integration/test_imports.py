@@ -77,6 +77,61 @@ WITH_EXTRA = {
     ("rollout_actor", "nemo_rl"),  # in the environment of NeMo-RL
     ("refit_mx", "vllm"),  # the engine that loads refit-mx, in a separate environment
 }
+# Modules that pages or a README name, besides each package itself, and those that tests import.
+PUBLIC_MODULES = {
+    "dataplane_admin.cli",
+    "dataplane_admin.models",
+    "dataplane_core.boundary",
+    "dataplane_core.declaration",
+    "dataplane_core.errors",
+    "dataplane_core.held_claim",  # its function has the same name
+    "dataplane_core.key_value",
+    "dataplane_core.ledger",
+    "dataplane_core.ledger.actions",
+    "dataplane_core.ledger.inspect",
+    "dataplane_core.ledger.scan",
+    "dataplane_core.schema",
+    "dataplane_core.telemetry",
+    "dataplane_core.tensors",
+    "dataplane_core.tensors.columns",
+    "dataplane_core.tensors.object_codec",
+    "dataplane_core.tensors.object_types",
+    "dataplane_core.tensors.rows",
+    "dataplane_core.testing",
+    "dataplane_core.testing.claims",
+    "dataplane_core.testing.storage",
+    "dataplane_tq.nemo_rl",
+    "dataplane_tq.storage",
+    "grpo_trainer.cli",
+    "grpo_trainer.errors",
+    "grpo_trainer.trace_cli",
+    "grpo_trainer.what_if",
+    "observability.adapters",
+    "observability.adapters.skyrl",
+    "observability.adapters.transfer_queue",
+    "observability.adapters.trl",
+    "observability.adapters.verl",
+    "observability.cli",
+    "observability.receiver",
+    "observability.records",
+    "observability.setup",
+    "observability.views",
+    "observability.views.critical_path",  # these three: a function has the same name
+    "observability.views.printable",
+    "observability.views.why",
+    "refit_mx.compile",
+    "refit_mx.compile.base",
+    "refit_mx.control",
+    "refit_mx.engine",
+    "refit_mx.engine.status",
+    "refit_mx.fleet",
+    "refit_mx.fleet.barrier",
+    "refit_mx.transports",
+    "refit_mx.transports.base",
+    "refit_server.cli",
+    "rollout_actor.nemo_rl",
+    "rollout_actor.vllm",
+}
 
 
 def imported(package: str) -> dict[str, set[str]]:
@@ -120,6 +175,26 @@ def test_every_workspace_member_is_covered() -> None:
         for path in (ROOT / kind).glob("*/pyproject.toml")
     }
     assert members == set(MEMBERS.values())
+
+
+def test_every_module_is_public_or_refused_in_tests() -> None:
+    """Ruff refuses imports of the internal modules, and of modules below them, in tests."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    internal = set(settings["flake8-tidy-imports"]["banned-api"])
+    modules, unlisted = set(MEMBERS), []
+    for package, folder in MEMBERS.items():
+        source = ROOT / folder / "src"
+        for path in sorted((source / package).rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            if parts[-1] == "__main__" or parts == (package, "__init__"):
+                continue
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+            modules |= names
+            if not names & internal and ".".join(parts) not in PUBLIC_MODULES:
+                unlisted.append(".".join(parts))
+    assert not unlisted, "add these to `banned-api` of pyproject.toml, or to PUBLIC_MODULES here"
+    assert not (internal | PUBLIC_MODULES) - modules, "these modules do not exist"
 
 
 def lacking(root: Path) -> list[str]:
