@@ -17,6 +17,7 @@ from dataplane_core import (
 )
 from dataplane_core.testing import (
     BackpressureContract,
+    ClaimOrderContract,
     DataPlaneClientContract,
     InspectionContract,
     LeaseContract,
@@ -63,6 +64,16 @@ class TestInMemoryLeases(MakeInMemory, LeaseContract, NamedClaimContract):
 
 class TestInMemoryBackpressure(MakeInMemory, BackpressureContract):
     pass
+
+
+class TestInMemoryClaimOrder(MakeInMemory, ClaimOrderContract):
+    @pytest.fixture
+    def client(self, make_client) -> DataPlaneClient:
+        return make_client(claim_order=self.claim_order)
+
+    @pytest.fixture
+    def peer(self, client: DataPlaneClient) -> DataPlaneClient:
+        return InMemoryDataPlaneClient(bootstrap=False)
 
 
 def wait_until_claim_is_blocked(client):

@@ -70,9 +70,10 @@ class DataPlaneConfig(TypedDict):
             spread over all nodes.
         packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
             ``auto`` (the default): ``shm`` on the unit's own node, ``tcp`` elsewhere.
-        claim_order: ``module:function`` that maps a sample's id and tags to a number. Claims
-            without a seed take the samples with the smallest numbers first. Without it the order
-            is that of first puts.
+        claim_order: ``module:function`` that maps a sample's id and tags to a number; the client
+            that bootstraps the store sets it for all. Claims without a seed take the samples with
+            the smallest numbers first; equal ones, and all without this key, in the order of first
+            puts.
         sampler: ``module:Class`` of a TransferQueue sampler, which serves TransferQueue's own
             clients. Without it TransferQueue's controller serves rows in order.
         transfer_queue_mirror: whether rows, tags and consumption are mirrored to TransferQueue's

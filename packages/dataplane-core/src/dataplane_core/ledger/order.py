@@ -1,4 +1,4 @@
-"""The order in which a task claims samples: first puts, a seed, or a user's function."""
+"""The order in which a task claims samples: first puts, a seed, or a configured function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from dataplane_core.errors import ConfigError, InvalidRequestError
 from dataplane_core.ledger.rows import Row
 
 ClaimOrder: TypeAlias = Callable[[str, Mapping[str, Any]], float]
-"""A user's order: maps a sample's id and tags to a number; the smallest is claimed first.
+"""A configured order: maps a sample's id and tags to a number; the smallest is claimed first.
+
+Equal numbers are claimed in the order of first puts. A group has its samples' smallest number.
 
 It is called each time a ready sample enters a claim queue, so it can run several times per sample.
 A claim with new terms builds a queue, and a change of tags rebuilds the queues.
@@ -45,7 +47,7 @@ class Positions:
 
     Args:
         seed: seed of the claims; it takes precedence over ``order``.
-        order: the user's order; None is the order of first puts.
+        order: the configured order; None is the order of first puts.
 
     Attributes:
         by_sequence: whether the order is that of first puts.
@@ -60,7 +62,7 @@ class Positions:
         self.failures: dict[int, str] = {}
 
     def of(self, row: Row) -> float:
-        """Return the position of ``row``; an exact integer unless a user's order is used."""
+        """Return the position of ``row``; an exact integer unless an order is configured."""
         if self._seed is not None:
             digest = hashlib.blake2b(f"{self._seed}:{row.sample_id}".encode(), digest_size=8)
             return int.from_bytes(digest.digest(), "big")
@@ -86,6 +88,6 @@ class Positions:
                 self.failures.pop(sequence, None)
 
     def check(self) -> None:
-        """Raise `InvalidRequestError` if the user's order failed for a queued sample."""
+        """Raise `InvalidRequestError` if the configured order failed for a queued sample."""
         for failure in self.failures.values():
             raise InvalidRequestError(f"claim_meta: the configured claim_order failed on {failure}")

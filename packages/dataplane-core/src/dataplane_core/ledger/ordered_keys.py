@@ -45,7 +45,7 @@ class OrderedKeys(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._entries
 
-    def put(self, key: K, position: float) -> None:
+    def put(self, key: K, position: float | tuple[float, int]) -> None:
         """Add a key that is not in the set."""
         entry: Any = position, key
         if isinstance(key, int) and isinstance(position, int):

@@ -148,7 +148,7 @@ class Partition:
         new = len(written) - len(present)
         self.put_total += new
         for task in self.tasks.values():
-            # The user's order may depend on tags: rebuild the queues.
+            # The configured order may depend on tags: rebuild the queues.
             if any(task not in row.states for row in moved):
                 task.drop_queues()
             task.put(new)

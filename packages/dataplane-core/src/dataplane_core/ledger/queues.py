@@ -142,7 +142,7 @@ class _GroupList:
     """List of groups that can be taken.
 
     Attributes:
-        names: names of the groups, by the position of their first sample.
+        names: names of the groups, by position and sequence of their first sample.
         sizes: number of samples to the number of groups of that size.
     """
 
@@ -152,7 +152,8 @@ class _GroupList:
 
     def add(self, group: _Group) -> None:
         """Add a group that is in no list."""
-        self.names.put(group.name, min(group.positions.values()))
+        positions = group.positions
+        self.names.put(group.name, min(zip(positions.values(), positions, strict=True)))
         group.member_of, group.size = self, len(group.positions)
         self.sizes[group.size] += 1
 

@@ -124,7 +124,7 @@ class ClaimRequest:
             takes the samples that are ready.
         where: conditions that a sample's tags must all meet.
         seed: claim in an order that depends on this and the ids alone; None is the ledger's order:
-            the user's, or that of first puts.
+            the configured one, or that of first puts.
         dp_rank: the caller's data-parallel rank.
         dp_world: number of ranks that share each drawn batch of ``dp_world * batch_size`` samples.
         lease_s: length of the claim's lease in seconds; None is a claim without a lease.

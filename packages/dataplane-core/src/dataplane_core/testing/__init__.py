@@ -14,9 +14,10 @@ A subclass provides two fixtures and inherits every test::
         def peer(self, client):
             ...  # a second client of the same store, preferably in another process
 
-`LeaseContract`, `NamedClaimContract`, `BackpressureContract`, `OriginContract` and
-`InspectionContract` are for clients with those capabilities. `MinimalClient` is for tests of layers
-that use clients. Needs the extra ``dataplane-core[testing]``.
+`LeaseContract`, `NamedClaimContract`, `BackpressureContract`, `OriginContract`,
+`InspectionContract` and `ClaimOrderContract` are for clients with those capabilities.
+`MinimalClient` is for tests of layers that use clients. Needs the extra
+``dataplane-core[testing]``.
 """
 
 import pytest
@@ -24,6 +25,7 @@ import pytest
 import dataplane_core.tensors  # noqa: F401  # first: its error names the extra
 
 for _module in (
+    "claim_order",
     "claims",
     "columns",
     "hostile",
@@ -36,6 +38,7 @@ for _module in (
 ):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
+from dataplane_core.testing.claim_order import ClaimOrderContract  # noqa: E402
 from dataplane_core.testing.claims import ClaimContract  # noqa: E402
 from dataplane_core.testing.columns import ColumnContract  # noqa: E402
 from dataplane_core.testing.hostile import HostileContract  # noqa: E402
@@ -56,6 +59,7 @@ class DataPlaneClientContract(
 
 __all__ = [
     "BackpressureContract",
+    "ClaimOrderContract",
     "DataPlaneClientContract",
     "InspectionContract",
     "LeaseContract",

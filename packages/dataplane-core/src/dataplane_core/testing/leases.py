@@ -25,8 +25,8 @@ from dataplane_core.testing.storage import batch
 class LeaseContract(LeaseWaitContract):
     """Contract of clients with ``capabilities.leases``.
 
-    A subclass provides the fixture ``make_client``: ``make_client(**config)`` returns a client of a
-    new store.
+    A subclass provides the fixture ``make_client``: ``make_client(**config)`` returns a client with
+    this configuration, whose store has no partition 'train'.
     """
 
     short_lease_s = 0.05
