@@ -327,7 +327,7 @@ class AssignmentMachine(RuleBasedStateMachine):
         task = self.partition.tasks["a"]
         assignments = list(task.assignments)
         assert all(each.rows for each in assignments)
-        assert all(any(ranks) for ranks in task.assignments.by_group.values())
+        assert all(any(sets) for sets in task.assignments.by_ranks.values())
         assert sorted(chain(*(each.rows for each in assignments))) == assigned_ids(self.ledger)
         timed = {each for each in assignments if each.seconds < 100}
         assert timed == set(task.assignments.timed)

@@ -1,11 +1,11 @@
-"""Checks of tags, whose values are primitives that can be sent and compared.
+"""Checks of tags, whose values are primitives that can be sent and compared; `group_of`.
 
 The module imports neither numpy nor torch; it recognizes their scalars by their attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any  # Any: callers may pass any type
 
 from dataplane_core.arguments import checked_mapping, is_utf8, repr_with_type, scalar_of
@@ -13,6 +13,18 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 LENGTH_TAG = "input_lengths"
 """Tag that holds the number of a sample's tokens."""
+
+GROUP_TAG = "group"
+"""Tag that names a sample's group; without it the group is the id up to its last ``_g<number>``."""
+
+
+def group_of(sample_id: str, tags: Mapping[str, object]) -> str:
+    """Return the group (one prompt's samples) to which a sample with these tags belongs."""
+    tagged = tags.get(GROUP_TAG)
+    if tagged is not None:
+        return str(tagged)
+    head, mark, number = sample_id.rpartition("_g")
+    return head if mark and number.isdecimal() else sample_id
 
 
 def primitive(value: Any) -> str | int | float | None:

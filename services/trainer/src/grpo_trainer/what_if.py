@@ -18,6 +18,7 @@ from math import ceil, inf
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from dataplane_core.tags import group_of
 from grpo_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -376,7 +377,7 @@ class _Run:
 
 
 def _groups_of(event: Event) -> set[str]:
-    return {each.rpartition("_g")[0] or each for each in event.sample_ids}
+    return {group_of(each, {}) for each in event.sample_ids}
 
 
 def _overlap(intervals: Iterable[tuple[float, float]], began: float, ended: float) -> float:

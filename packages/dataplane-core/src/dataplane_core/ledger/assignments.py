@@ -1,6 +1,6 @@
 """`Assignments`: samples of one task that are assigned to data-parallel ranks.
 
-One rank's claim draws a batch for all ranks of its group and assigns their parts to the others::
+One rank's claim draws a batch for all `Ranks` that share it and assigns their parts to the others::
 
     rank 0 claims 4 of world 2:   drawn  [s0 s1 s2 s3 s4 s5 s6 s7]
                                   claimed by rank 0 [s0 s3 s4 s7], assigned to rank 1 [s1 s2 s5 s6]
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dataplane_core.ledger.rows import Row
-from dataplane_core.ledger.selection import RankGroup
+from dataplane_core.ledger.selection import Ranks
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Assignment:
     """Samples assigned to a data-parallel rank, which has not claimed them yet.
 
     Attributes:
-        group: the ranks that share each drawn batch.
+        ranks: the ranks that share each drawn batch.
         rank: the rank to which the samples are assigned.
         rows: the samples, by id; claimed, cleared and reopened ones are removed.
         deadline: when they become open to all, on the caller's clock.
@@ -36,7 +36,7 @@ class Assignment:
         seen: when the rank was last active; None if it has not been active since the draw.
     """
 
-    group: RankGroup
+    ranks: Ranks
     rank: int
     rows: dict[str, Row]
     deadline: float = math.inf
@@ -45,31 +45,31 @@ class Assignment:
 
 
 class Assignments:
-    """Assignments of one task, by group and rank, in the order of the draws.
+    """Assignments of one task, by `Ranks` and rank, in the order of the draws.
 
     Attributes:
-        by_group: group to the set of assignments of each rank.
+        by_ranks: ranks that share batches to the set of assignments of each rank.
         timed: assignments with a deadline.
         missed: present samples that were once assigned to a rank that did not claim them in time.
     """
 
     def __init__(self) -> None:
-        self.by_group: dict[RankGroup, list[dict[Assignment, None]]] = {}
+        self.by_ranks: dict[Ranks, list[dict[Assignment, None]]] = {}
         self.missed: set[str] = set()
         self.timed: dict[Assignment, None] = {}
 
     def __iter__(self) -> Iterator[Assignment]:
-        return (each for ranks in self.by_group.values() for rank in ranks for each in rank)
+        return (each for sets in self.by_ranks.values() for assigned in sets for each in assigned)
 
-    def untimed(self, excluded: RankGroup | None) -> list[Assignment]:
-        """Return the assignments without a deadline, except those of the group ``excluded``."""
-        return [each for each in self if each.group != excluded and each not in self.timed]
+    def untimed(self, excluded: Ranks | None) -> list[Assignment]:
+        """Return the assignments without a deadline, except those of ``excluded``."""
+        return [each for each in self if each.ranks != excluded and each not in self.timed]
 
     def add(self, assignment: Assignment) -> None:
         """Add an assignment; `take` removes it with its last sample."""
-        group = assignment.group
-        ranks = self.by_group.setdefault(group, [{} for _ in range(group.world)])
-        ranks[assignment.rank][assignment] = None
+        ranks = assignment.ranks
+        sets = self.by_ranks.setdefault(ranks, [{} for _ in range(ranks.world)])
+        sets[assignment.rank][assignment] = None
         if assignment.deadline < math.inf:
             self.timed[assignment] = None
 
@@ -77,22 +77,22 @@ class Assignments:
         """Remove samples from an assignment; return their rows."""
         rows = [assignment.rows.pop(sample_id) for sample_id in sample_ids]
         if not assignment.rows:
-            ranks = self.by_group[assignment.group]
-            del ranks[assignment.rank][assignment]
+            sets = self.by_ranks[assignment.ranks]
+            del sets[assignment.rank][assignment]
             self.timed.pop(assignment, None)
-            if not any(ranks):
-                del self.by_group[assignment.group]
+            if not any(sets):
+                del self.by_ranks[assignment.ranks]
         return rows
 
-    def first(self, group: RankGroup, rank: int) -> Assignment | None:
+    def first(self, ranks: Ranks, rank: int) -> Assignment | None:
         """Return the oldest assignment of a rank."""
-        ranks = self.by_group.get(group)
-        return next(iter(ranks[rank]), None) if ranks else None
+        sets = self.by_ranks.get(ranks)
+        return next(iter(sets[rank]), None) if sets else None
 
-    def extend(self, group: RankGroup, rank: int, now: float) -> None:
+    def extend(self, ranks: Ranks, rank: int, now: float) -> None:
         """Restart the period of a rank's assignments, because the rank was active."""
-        ranks = self.by_group.get(group)
-        for assignment in ranks[rank] if ranks else ():
+        sets = self.by_ranks.get(ranks)
+        for assignment in sets[rank] if sets else ():
             assignment.seen = now
             assignment.deadline = now + assignment.seconds
 

@@ -302,12 +302,12 @@ def claims(partition: Partition, now: float) -> list[ClaimSummary]:
 
 
 def assignments(partition: Partition, now: float) -> list[AssignmentSummary]:
-    """Return up to `MAX_CLAIMS` summaries of assignments, by task, group and rank."""
+    """Return up to `MAX_CLAIMS` summaries of assignments, by task, `Ranks` and rank."""
     assigned = (
         _describe_assigned(name, list(ranked), now)
         for name, task in partition.tasks.items()
-        for ranks in task.assignments.by_group.values()
-        for ranked in ranks
+        for sets in task.assignments.by_ranks.values()
+        for ranked in sets
         if ranked
     )
     return list(itertools.islice(assigned, MAX_CLAIMS))
@@ -319,7 +319,7 @@ def _describe_assigned(task: str, assigned: list[Assignment], now: float) -> Ass
     return AssignmentSummary(
         task=task,
         rank=first.rank,
-        world=first.group.world,
+        world=first.ranks.world,
         samples=sum(len(each.rows) for each in assigned),
         expires_in_s=None if deadline == math.inf else max(0.0, deadline - now),
         seen_s=None if first.seen is None else max(0.0, now - first.seen),

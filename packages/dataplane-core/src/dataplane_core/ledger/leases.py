@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dataplane_core.errors import InvalidRequestError, LeaseLostError, SamplesLeasedError, listed
 from dataplane_core.ledger.rows import Row, Rows
-from dataplane_core.ledger.selection import RankGroup
+from dataplane_core.ledger.selection import Ranks
 
 if TYPE_CHECKING:
     from dataplane_core.ledger.tasks import Task
@@ -29,7 +29,7 @@ class Lease:
         deadline: when it expires unless it is renewed.
         seconds: length of the lease.
         rank: the data-parallel rank that claimed; None without a rank.
-        group: the ranks that share drawn batches with it; None if the claim drew alone.
+        ranks: the ranks that share drawn batches with it; None if the claim drew alone.
     """
 
     token: str
@@ -42,7 +42,7 @@ class Lease:
     deadline: float
     seconds: float
     rank: int | None = None
-    group: RankGroup | None = None
+    ranks: Ranks | None = None
 
     def may_write(self, sample_id: str, row: Row | None) -> bool:
         """Return whether a put under the lease may write a sample, present or not."""

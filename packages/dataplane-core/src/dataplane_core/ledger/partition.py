@@ -18,7 +18,7 @@ from dataplane_core.ledger.order import ClaimOrder
 from dataplane_core.ledger.queues import Queue
 from dataplane_core.ledger.rows import NO_STATES, Row
 from dataplane_core.ledger.samples import Samples
-from dataplane_core.ledger.selection import ClaimRequest, RankGroup, balance
+from dataplane_core.ledger.selection import ClaimRequest, Ranks, balance
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
 from dataplane_core.ledger.sizes import Measure
 from dataplane_core.ledger.tasks import ACKNOWLEDGED, Claimed, Task
@@ -189,11 +189,11 @@ class Partition:
                 f"{request.batch_size} is not a multiple of grpo_group_size {size}; a claim takes "
                 "complete groups"
             )
-        group = request.group
-        if group is None:
+        ranks = request.ranks
+        if ranks is None:
             rows = self._draw(task, request, request.batch_size)
         else:
-            rows = self._draw_for_rank(task, request, group, now)
+            rows = self._draw_for_rank(task, request, ranks, now)
         if rows is None or (not rows and self._is_blocked_on_leased(task, request)):
             return None
         if not rows:
@@ -228,9 +228,9 @@ class Partition:
         last = self._nothing_more(task, queue)
         # A draw for ranks takes several batches, but each group must fit into one rank's batch.
         unit = request.batch_size
-        # If nothing is ready, open the samples assigned to other groups without a deadline.
+        # If nothing is ready, open what other `Ranks` were assigned without a deadline.
         if task.assigned and (last or not request.blocking) and not queue.count(unit):
-            self.reopen_assignments(task, task.assignments.untimed(request.group))
+            self.reopen_assignments(task, task.assignments.untimed(request.ranks))
             last = self._nothing_more(task, queue)
         if request.blocking and not last and queue.count(unit) < limit:
             return None
@@ -278,17 +278,17 @@ class Partition:
         return any(request.matches(row.tags) for rows in held for row in rows.values())
 
     def _draw_for_rank(
-        self, task: Task, request: ClaimRequest, group: RankGroup, now: float
+        self, task: Task, request: ClaimRequest, ranks: Ranks, now: float
     ) -> list[Row] | None:
         rank = request.dp_rank or 0
-        assigned = self._take_assigned(task, request, group, rank, now)
+        assigned = self._take_assigned(task, request, ranks, rank, now)
         if assigned:
             return assigned
-        drawn = self._draw(task, request, group.world * request.batch_size)
+        drawn = self._draw(task, request, ranks.world * request.batch_size)
         if not drawn:
             return drawn
         units = indivisible_units(drawn, self._is_grouped)
-        parts = balance([sum(row.length for row in unit) for unit in units], group.world)
+        parts = balance([sum(row.length for row in unit) for unit in units], ranks.world)
         if not parts[rank] and not task.assignments.missed.isdisjoint(
             row.sample_id for row in drawn
         ):
@@ -303,18 +303,18 @@ class Partition:
         for other, batch in enumerate(batches):
             if batch:
                 rows = {row.sample_id: row for row in batch}
-                assignment = Assignment(group, other, rows, now + seconds, seconds)
+                assignment = Assignment(ranks, other, rows, now + seconds, seconds)
                 task.move(batch, assignment)
                 task.assignments.add(assignment)
                 self._next_expiry = min(self._next_expiry, assignment.deadline)
         return claimed
 
     def _take_assigned(
-        self, task: Task, request: ClaimRequest, group: RankGroup, rank: int, now: float
+        self, task: Task, request: ClaimRequest, ranks: Ranks, rank: int, now: float
     ) -> list[Row]:
         """Take up to a batch from the rank's oldest assignment."""
-        task.assignments.extend(group, rank, now)
-        while (assignment := task.assignments.first(group, rank)) is not None:
+        task.assignments.extend(ranks, rank, now)
+        while (assignment := task.assignments.first(ranks, rank)) is not None:
             rows, _ = split(list(assignment.rows.values()), request.batch_size, self._is_grouped)
             if rows:
                 return task.assignments.take(assignment, [row.sample_id for row in rows])
@@ -345,7 +345,7 @@ class Partition:
             deadline=now + request.lease_s,
             seconds=request.lease_s,
             rank=request.dp_rank,
-            group=request.group,
+            ranks=request.ranks,
         )
         self._next_expiry = min(self._next_expiry, lease.deadline)
         task.move(rows, lease)
@@ -383,8 +383,8 @@ class Partition:
         """
         lease = self.leases.holding(token, sample_ids, task)
         lease.deadline = now + lease.seconds
-        if lease.group is not None and lease.rank is not None:
-            lease.task.assignments.extend(lease.group, lease.rank, now)
+        if lease.ranks is not None and lease.rank is not None:
+            lease.task.assignments.extend(lease.ranks, lease.rank, now)
         self.touch()
 
     def reopen(self, task: Task, rows: list[Row]) -> None:

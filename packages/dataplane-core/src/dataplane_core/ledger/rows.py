@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any  # Any: cells belong to the storage, tags 
 from dataplane_core.ledger.cells import Place
 from dataplane_core.ledger.parted_dict import PartedDict
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
-from dataplane_core.tags import LENGTH_TAG
+from dataplane_core.tags import LENGTH_TAG, group_of
 
 if TYPE_CHECKING:
     from dataplane_core.ledger.tasks import State, Task
-
-GROUP_TAG = "group"
-"""Tag that names a sample's group; without it the group is the id up to its last ``_g<number>``."""
 
 NO_ORIGINS: Mapping[str, str] = MappingProxyType({})
 """Origins of samples whose puts had no origin."""
@@ -87,11 +84,7 @@ class Row:
     @property
     def group(self) -> str:
         """Group (one prompt's samples) to which the row belongs."""
-        tagged = self.tags.get(GROUP_TAG)
-        if tagged is not None:
-            return str(tagged)
-        head, mark, number = self.sample_id.rpartition("_g")
-        return head if mark and number.isdecimal() else self.sample_id
+        return group_of(self.sample_id, self.tags)
 
     @property
     def length(self) -> int:

@@ -100,7 +100,7 @@ class TagFilter:
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class Ranks:
     """Data-parallel ranks whose claims have the same terms, and so share each drawn batch.
 
     The order in which a claim names fields and conditions does not matter.
@@ -164,12 +164,12 @@ class ClaimRequest:
         return all(condition.matches(tags) for condition in self.where)
 
     @property
-    def group(self) -> RankGroup | None:
-        """Group of the ranks that share the drawn batch; None without ``dp_world``."""
+    def ranks(self) -> Ranks | None:
+        """The ranks that share the drawn batch; None without ``dp_world``."""
         if self.dp_world is None:
             return None
         required, where = frozenset(self.required_fields), frozenset(self.where)
-        return RankGroup(required, where, self.seed, self.dp_world)
+        return Ranks(required, where, self.seed, self.dp_world)
 
 
 def balance(lengths: Sequence[int], world: int) -> list[list[int]]:

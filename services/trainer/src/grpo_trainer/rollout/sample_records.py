@@ -12,6 +12,7 @@ import torch
 
 from column_io import read_columns
 from dataplane_core import DataPlaneClient, KVBatchMeta, MissingDataError
+from dataplane_core.tags import group_of
 from dataplane_core.telemetry import WEIGHT_VERSION, step_facts
 from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.rollout.prompts import Prompt
@@ -40,7 +41,7 @@ def record_generated(
     advantages: torch.Tensor,
     prompts: Sequence[Prompt],
 ) -> None:
-    """Record facts of the samples of each prompt, which are adjacent; their ids begin alike.
+    """Record facts of the samples of each prompt, which are adjacent.
 
     If ``carry`` has no ``weight_versions``, the current step's weights generated all samples.
     """
@@ -54,10 +55,7 @@ def record_generated(
     record_samples(
         sample_ids,
         {
-            "group": [
-                sample_ids[row // group_size * group_size].rpartition("_g")[0]
-                for row in range(len(sample_ids))
-            ],
+            "group": [group_of(each, {}) for each in sample_ids],
             "reward": carry["total_reward"].tolist(),
             "advantage": advantages.tolist(),
             "truncated": carry["truncated"].tolist(),
