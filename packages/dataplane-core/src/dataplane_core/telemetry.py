@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 Bucket = Literal["productive", "overhead", "idle", "wasted"]
-"""Kind of time that a process spends in a span; docs/telemetry.md defines the buckets."""
+"""Kind of time that a process spends in a span; docs/tracing.md defines the buckets."""
 
 BUCKET = "rl.bucket"
 RUN_ID = "rl.run_id"

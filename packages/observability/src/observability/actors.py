@@ -48,7 +48,7 @@ def traced(
     Args:
         method: the method to decorate.
         name: name of the span; None takes the method's name.
-        bucket: bucket of the span, see docs/telemetry.md; None for a span that only groups others.
+        bucket: bucket of the span, see docs/tracing.md; None for a span that only groups others.
     """
 
     def decorate(function: F) -> F:

@@ -1,7 +1,8 @@
 """Compression of stored OTLP messages: raw deflate with a dictionary of their attribute names.
 
 Messages are small and repeat their names and resources, so without the dictionary they would hardly
-shrink. Stored data needs exactly this dictionary: a change of it is a migration.
+shrink. Stored data needs exactly this dictionary: a change of it is a migration, so new
+attributes are not added.
 """
 
 from __future__ import annotations
