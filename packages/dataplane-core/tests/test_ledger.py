@@ -51,6 +51,12 @@ def test_group_tag_takes_precedence_over_the_id():
     assert claim(ledger, 2) == ["a_g0", "b_g0"]
 
 
+def test_an_id_without_a_group_number_is_a_group():
+    ledger = new_ledger(num_samples=9, group_size=2)
+    put(ledger, ["img_gold", "img_gray", "img_g"])
+    assert claim(ledger, 2) == []
+
+
 def test_shrunk_group_is_claimed_once_nothing_more_can_come():
     ledger = new_ledger(num_samples=4, group_size=2)
     put(ledger, ["p0_g0", "p0_g1", "p1_g0", "p1_g1"])
