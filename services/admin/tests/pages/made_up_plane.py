@@ -51,10 +51,14 @@ def task(name, present, acknowledged, leased, age_s, claim=None):
 
 
 class MadeUpPlane:
-    """A `DataPlaneInspector` with actions. ``tick`` advances it; ``is_away`` fails all calls."""
+    """A `DataPlaneInspector` with actions.
+
+    ``tick`` advances it, ``more`` has further partitions, and ``is_away`` fails all calls.
+    """
 
     def __init__(self):
         self.tick = 0
+        self.more = []
         self.is_away = False
         self.done = []
 
@@ -106,6 +110,10 @@ class MadeUpPlane:
                 5_200,
             ),
             self._partition(HOSTILE_PARTITION, 16, 0, [0] * len(FIELDS), [], 0),
+            *(
+                self._partition(name, 8, 8, [8] * len(FIELDS), [task("train", 8, 4, 0, 1.0)], 10)
+                for name in self.more
+            ),
         ]
 
     def _find(self, partition_id):

@@ -1,6 +1,7 @@
 """Curves of a run's metrics: drawn under one crosshair, zoomed, smoothed, live, and safe."""
 
 import math
+import re
 
 import pytest
 from test_pages_browser import query
@@ -68,12 +69,24 @@ def test_the_overview_does_not_list_a_validation_as_a_step(job_of, otlp):
     assert "step 7 finished in 3.00 s" in job.client.get("/?run=other").text
 
 
-def test_the_overview_draws_the_reward_of_the_newest_run(job_of, otlp):
+def test_the_overview_draws_the_metrics_of_the_newest_run(job_of, otlp):
     job = job_of()
-    job.send(otlp.trace(step=2), otlp.curve([-2.0, -1.0, -1.5]))
+    job.send(
+        otlp.trace(step=2),
+        otlp.curve([-2.0, -1.0, -1.5]),
+        otlp.curve([8.0, 9.0], **{"rl.component": "answer"}),
+        otlp.curve([0.25, 0.5], name="rl.kl"),
+        otlp.curve([4.0], name="rl.loss"),
+    )
     page = job.client.get("/").text
     assert ">-1.5</a>" in page
-    assert 'aria-label="reward over all steps"' in page
+    assert re.findall(r'aria-label="([^"]+) over all steps"', page) == ["Reward", "KL divergence"]
+
+
+def test_the_overview_names_a_run_without_metrics(job_of, otlp):
+    job = job_of()
+    job.send(otlp.trace(step=2))
+    assert ">no step metrics</a>" in job.client.get("/").text
 
 
 def test_one_crosshair_reads_all_panels(watched, run):

@@ -11,6 +11,7 @@ def test_a_new_trace_keeps_the_choice_of_traces_to_compare(watched, job, otlp):
     newest = page.locator('input[name="b"]:checked').get_attribute("value")
     trace_id = b"a trace of later"
     job.send(otlp.trace(trace_id, run="later", step=None, names=["later"]))
+    page.get_by_role("button", name="Show 1 new").click()
     page.locator(f'input[name="b"][value="{trace_id.hex()}"]').wait_for()
     assert page.locator('input[name="a"]:checked').get_attribute("value") == chosen
     assert page.locator('input[name="b"]:checked').get_attribute("value") == newest

@@ -40,7 +40,7 @@ _TITLES: Mapping[str, str] = {
 }
 """Titles of the documented metrics, in the order of their panels."""
 
-REWARD = "rl.reward.mean"
+_SPARKS = ("rl.reward.mean", "rl.loss", "rl.kl", "rl.entropy", "rl.response.length")
 _SPARK_POINTS = 60
 _MAX_CURVES = 8
 """Maximum number of curves of a panel: the number of distinguishable colors."""
@@ -125,11 +125,22 @@ def _learning(points: Link, panels: Sequence[Panel]) -> Learning:
     )
 
 
-def reward_trend(service: AdminService, run: str) -> marks.Trend | None:
-    """Return the reward of a run over its steps, None for fewer than two points."""
-    curves = service.curves(run, REWARD, _SPARK_POINTS)
-    values = [value for curve in curves[:1] for value in curve.values if value is not None]
-    return marks.trend(values, base=min(values, default=0.0))
+def learning_trends(service: AdminService, run: str) -> list[tuple[str, marks.Trend]]:
+    """Return titles and trends of the main metrics of a run that have two points or more."""
+    by_name: dict[str, models.Curve] = {}
+    limit = 4 * len(_SPARKS)
+    for curve in service.curves(run, _SPARKS, max_points=_SPARK_POINTS, limit=limit):
+        # A curve without attributes is the metric of all samples.
+        if curve.name not in by_name or not curve.attributes:
+            by_name[curve.name] = curve
+    trends = []
+    for name in _SPARKS:
+        values = by_name[name].values if name in by_name else []
+        known = [value for value in values if value is not None]
+        trend = marks.trend(known, base=min(known, default=0.0))
+        if trend is not None:
+            trends.append((_title(name), trend))
+    return trends
 
 
 def number(value: float | None) -> str:

@@ -10,7 +10,7 @@ from threading import Lock
 from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.headline import headline, newest_pace, runs_to_judge
-from dataplane_admin.pages.learning import reward_trend
+from dataplane_admin.pages.learning import learning_trends
 from dataplane_admin.pages.links import to
 from dataplane_admin.pages.partition import is_streaming
 from dataplane_admin.service import AdminService, ServiceError
@@ -79,7 +79,8 @@ class Overview:
         last: the step that the headline names, else the newest one.
         durations: durations of the last steps.
         alerts: raised alerts, the most severe first.
-        reward: reward of the run of ``last`` over its steps; None without any.
+        has_rules: whether alerts can be raised.
+        learning: titles and trends of metrics of the run of ``last``.
     """
 
     state: str
@@ -95,8 +96,9 @@ class Overview:
     run: str | None
     runs: Sequence[models.Run]
     durations: marks.Trend | None
-    reward: marks.Trend | None
+    learning: Sequence[tuple[str, marks.Trend]]
     alerts: Sequence[models.Alert]
+    has_rules: bool
 
     @property
     def knows_free(self) -> bool:
@@ -177,10 +179,11 @@ def overview(
         run=run,
         runs=service.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
-        reward=reward_trend(service, last.facts.run_id) if last else None,
+        learning=learning_trends(service, last.facts.run_id) if last else [],
         alerts=[
             alert for alert in service.raised_alerts() if run is None or alert.run_id in ("", run)
         ],
+        has_rules=bool(service.watch.rules.rules),
     )
 
 

@@ -360,9 +360,11 @@ class AdminService:
         """Replace the tags of a run. Raises as `clear`."""
         return self._actions.tag_run(change, actor)
 
-    def curves(self, run: str, name: str, max_points: int) -> list[models.Curve]:
-        """Return the curves of a metric of a run, each with about ``max_points`` points."""
-        return self._store.curves(run, names=[name], max_points=max_points, limit=runs.MAX_CURVES)
+    def curves(
+        self, run: str, names: Sequence[str], *, max_points: int, limit: int
+    ) -> list[models.Curve]:
+        """Return ``limit`` curves of metrics of a run, each with about ``max_points`` points."""
+        return self._store.curves(run, names=names, max_points=max_points, limit=limit)
 
     def run_with_curves(self) -> str:
         """Return the run whose curves changed last; empty if no run has any."""

@@ -1,9 +1,12 @@
 // Follows the service's event stream. After a change it fetches the page and swaps the parts marked
-// data-live: at most once a second, and not while the page is hidden.
+// data-live: at most once a second, and not while the page is hidden. It skips a part marked data-pause
+// while the pointer or the focus is in it, so that no link changes under a click.
 import { visit } from "./swap.js";
 
 const MIN_INTERVAL_MS = 1000;
 const RETRY_MS = 10_000;
+// On a touch screen, the last element touched stays hovered.
+const IN_USE = matchMedia("(hover: hover)").matches ? ":is(:hover, :focus-within)" : ":focus-within";
 // By status of the answer. A session that has expired is redirected to the login page.
 const PROBLEMS = { 302: "signed out", 404: "not found", 422: "invalid request", 503: "unavailable", 504: "timed out" };
 // Relative to this file, /static/<digest>/live.js below the root path.
@@ -26,7 +29,12 @@ export function follow() {
     due = 0;
     last = performance.now();
     try {
-      if (await visit(location.href, parts(), { quietly: true })) show("live", "live");
+      const paused = [...document.querySelectorAll(`[data-pause]${IN_USE}`)];
+      for (const part of paused) {
+        for (const end of ["mouseleave", "focusout"]) part.addEventListener(end, changed, { once: true });
+      }
+      const ids = parts().filter((id) => !paused.some((part) => part.id === id));
+      if (await visit(location.href, ids, { live: true })) show("live", "live");
       else changed();
     } catch (error) {
       if (error.name === "AbortError") changed();
@@ -47,6 +55,14 @@ export function follow() {
       if (stream.readyState === EventSource.CLOSED) setTimeout(listen, RETRY_MS);
     });
   };
+  document.getElementById("newer")?.addEventListener("click", async () => {
+    try {
+      await visit(location.href, parts());
+      document.getElementById("main").focus({ preventScroll: true });
+    } catch (error) {
+      if (error.name !== "AbortError") location.reload();
+    }
+  });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) changed(); });
   addEventListener("pagehide", () => stream?.close());
   addEventListener("pageshow", (event) => { if (event.persisted) listen(); });

@@ -1,12 +1,14 @@
 // Fetches pages of this service and swaps parts of the one that is shown.
+import { holdRows, offerRows } from "./hold.js";
 import { morph } from "./morph.js";
 
+const NONE = { added: 0, gone: 0, all: false };
 let current = null;
 
 // Swaps the parts with these ids, then emits `swapped` on the document. Only one fetch runs at a time:
-// a quiet fetch returns false if another one runs; any other fetch aborts the running one.
-export async function visit(url, ids, { quietly = false } = {}) {
-  if (quietly && current) return false;
+// a live update returns false if another one runs; any other fetch aborts the running one.
+export async function visit(url, ids, { live = false } = {}) {
+  if (live && current) return false;
   if (current) current.abort();
   const own = new AbortController();
   current = own;
@@ -17,7 +19,9 @@ export async function visit(url, ids, { quietly = false } = {}) {
     for (const id of ids) {
       const old = document.getElementById(id);
       const wanted = fresh.getElementById(id);
-      if (old && wanted) morph(old, wanted);
+      if (!old || !wanted) continue;
+      if (old.querySelector("[data-hold]")) offerRows(live ? holdRows(old, wanted) : NONE);
+      morph(old, wanted);
     }
     document.dispatchEvent(new CustomEvent("swapped"));
     return true;

@@ -1,0 +1,166 @@
+"""Live updates that add rows move nothing: layout shifts as a real Chromium counts them."""
+
+import json
+import time
+from urllib.parse import quote
+
+import pytest
+from alerting import raised
+from made_up_traces import RUN, STEPS, trace_id_of
+from playwright.sync_api import expect
+from waiting import until
+
+TIMEOUT_MS = 40_000
+MAX_SHIFT = 0.03
+"""Maximum sum of layout-shift scores of an update; browsers rate up to 0.1 as good."""
+
+
+def now_s(otlp):
+    return (time.time_ns() - otlp.start_ns) / 1e9
+
+
+def add_alert(job, otlp, name):
+    job.send(otlp.run("started", name), otlp.curve([0.5], run=name, name="rl.logprob_gap.mean"))
+
+
+def add_cleared_alert(job, otlp, name):
+    add_alert(job, otlp, name)
+    until(lambda: name in [run for _, run in raised(job)])
+    job.send(otlp.run("finished", name, at_s=1))
+
+
+def add_step(job, otlp, name):
+    job.send(otlp.trace(run=name, step=77, start_s=now_s(otlp) - 3, seconds=2.5))
+
+
+def add_curves(job, otlp, name):
+    job.send(*[otlp.curve([1.0, 2.0], run=RUN, name=metric) for metric in ("rl.kl", name)])
+
+
+def add_waits(job, otlp, name):
+    for number in range(3):
+        since_ns = time.time_ns() - (5 + number) * 10**9
+        facts = {"wait": f"{name} {number}", "task": name, "fields": ["a"], "samples": 8}
+        job.send(otlp.log("waiting", at_s=now_s(otlp), run=name, since_ns=since_ns, **facts))
+
+
+def add_partition(job, otlp, name):
+    job.site.plane.more.append(name)
+    job.site.change()
+
+
+def add_samples(job, otlp, name):
+    facts = {"reward": [0.125] * 4, "state": ["generated"] * 4, "group": [name] * 4}
+    body = {"ids": [f"{name}_g{number}" for number in range(4)], **facts}
+    request = otlp.log("", run=name, body=json.dumps(body), step=7)
+    request.resource_logs[0].scope_logs[0].log_records[0].event_name = "rl.sample.facts"
+    job.send(request)
+
+
+def add_span(job, otlp, name):
+    trace_id = bytes.fromhex(trace_id_of(STEPS - 1))
+    named = {"run": RUN, "step": STEPS - 1, "names": [name], "service": name, "root": False}
+    job.send(otlp.trace(trace_id, start_s=now_s(otlp), **named))
+
+
+PAGES = [
+    ("/", add_alert),
+    ("/", add_step),
+    ("/", add_waits),
+    ("/", add_partition),
+    ("/alerts", add_alert),
+    ("/alerts", add_cleared_alert),
+    ("/audit", add_cleared_alert),
+    ("/samples", add_samples),
+    ("/runs", add_step),
+    ("/traces", add_step),
+    (f"/trace?id={trace_id_of(STEPS - 1)}", add_span),
+    (f"/run?run={quote(RUN, safe='')}", add_curves),
+]
+LISTS = [page for page in PAGES if page[0] in ("/audit", "/samples", "/runs", "/traces")]
+
+
+def named(value):
+    return value.split("?")[0] if isinstance(value, str) else value.__name__
+
+
+@pytest.fixture
+def grow(job, otlp):
+    """Return a function that adds rows, and removes what they would change for other tests."""
+    names = []
+
+    def add(rows, width):
+        names.append(f"{rows.__name__}-{width}")
+        rows(job, otlp, names[-1])
+        return names[-1]
+
+    yield add
+    job.site.plane.more.clear()
+    for name in names:
+        job.send(otlp.run("finished", name, at_s=2))
+    until(lambda: not {*names} & {run for _, run in raised(job)})
+
+
+def live(page):
+    """Wait until a page shows the newest state."""
+    page.wait_for_selector('#live[data-state="live"]')
+    page.evaluate(
+        "() => { window.swaps = 0; document.addEventListener('swapped', () => { swaps += 1; }); }"
+    )
+    page.wait_for_function("swaps > 0")
+
+
+@pytest.mark.parametrize(("path", "rows"), PAGES, ids=named)
+@pytest.mark.parametrize("width", [390, 1280])
+def test_new_rows_move_nothing(watched, grow, path, rows, width):
+    page = watched(viewport={"width": width, "height": 900}).go(path)
+    live(page)
+    page.evaluate(
+        "() => { window.shifts = [];"
+        "window.observer = new PerformanceObserver((list) => shifts.push(...list.getEntries()));"
+        "observer.observe({ type: 'layout-shift' }); }"
+    )
+    name = grow(rows, width)
+    page.wait_for_function(
+        "(name) => document.querySelector('main').innerHTML.includes(name)"
+        " || document.querySelector('#newer:not([hidden])')",
+        arg=name,
+        timeout=TIMEOUT_MS,
+    )
+    # Shifts are recorded when a frame is drawn.
+    shifts = page.evaluate(
+        "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {"
+        " shifts.push(...observer.takeRecords());"
+        " done(shifts.filter((one) => !one.hadRecentInput).map((one) => [one.value,"
+        " one.sources.map(({ node }) => node?.id || node?.className || node?.nodeName)])); })))"
+    )
+    assert sum(value for value, _ in shifts) <= MAX_SHIFT, shifts
+
+
+@pytest.mark.parametrize(("path", "rows"), LISTS, ids=named)
+def test_new_rows_are_shown_on_request(watched, grow, path, rows):
+    page = watched().go(path)
+    live(page)
+    keys = "[...document.querySelectorAll('[data-hold] > tr')].map((row) => row.dataset.key)"
+    before = page.evaluate(keys)
+    grow(rows, "shown")
+    button = page.locator("#newer")
+    expect(button).to_have_text("Show 4 new" if rows is add_samples else "Show 1 new")
+    assert page.evaluate(keys) == before
+    button.click()
+    expect(button).to_be_hidden()
+    assert page.evaluate(keys)[-1:] == before[-1:] or len(before) >= 50
+    assert page.evaluate(keys) != before
+
+
+def test_the_steps_rest_under_the_pointer(watched, grow):
+    page = watched(viewport={"width": 1280, "height": 1600}).go("/")
+    live(page)
+    steps = page.locator("#steps tbody th")
+    before = steps.all_inner_texts()
+    steps.nth(1).hover()
+    grow(add_step, "hovered")
+    expect(page.locator("h1")).to_contain_text("tep 77")
+    assert steps.all_inner_texts() == before
+    page.mouse.move(2, 2)
+    expect(steps.nth(0)).to_have_text("77")
