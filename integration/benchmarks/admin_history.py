@@ -31,6 +31,7 @@ _LIFE: Sequence[tuple[str, str, str, str]] = (
     ("cleared", "grpo.driver", "", ""),
 )
 EVENTS_A_SAMPLE = len(_LIFE)
+_LARGE_TURNS = 2_485
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,17 @@ def steps(count: int, *, samples: int, start_ns: int, seed: int = 20_263) -> Ite
         yield _step(number, samples, start_ns + number * _STEP_NS, rng)
 
 
+def large_step(number: int, *, start_ns: int, seed: int = 20_266) -> Step:
+    """Return one step with `LARGE_SPANS` spans, 32 concurrent rollouts and no samples.
+
+    Args:
+        number: number of the step.
+        start_ns: start of the step, in nanoseconds since 1970.
+        seed: seed of ids and durations.
+    """
+    return _step(number, 0, start_ns, random.Random(seed), turns=_LARGE_TURNS, concurrent=32)
+
+
 def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> Iterator[bytes]:
     """Yield export requests of gauges by step, a thousand steps of one metric each.
 
@@ -93,7 +105,15 @@ def sample_id(step: int, number: int) -> str:
     return f"prompt-{step:06d}-{number // 16:03d}_g{number % 16}"
 
 
-def _step(number: int, samples: int, start_ns: int, rng: random.Random) -> Step:
+def _step(
+    number: int,
+    samples: int,
+    start_ns: int,
+    rng: random.Random,
+    *,
+    turns: int = 2,
+    concurrent: int = 1,
+) -> Step:
     trace_id = rng.randbytes(16)
     traces: dict[str, TracesData] = {}
     spans: dict[str, bytes] = {}
@@ -105,7 +125,7 @@ def _step(number: int, samples: int, start_ns: int, rng: random.Random) -> Step:
         if not data.resource_spans:
             _describe(data.resource_spans.add().resource, process)
             data.resource_spans[0].scope_spans.add().scope.name = "rl-dataplane"
-        jitter = rng.uniform(-0.01, 0.01)
+        jitter = rng.uniform(-0.03, 0.03) * (last - first)
         record = (
             data.resource_spans[0]
             .scope_spans[0]
@@ -134,12 +154,16 @@ def _step(number: int, samples: int, start_ns: int, rng: random.Random) -> Step:
     root = span("grpo.driver", "grpo.step", "", 0.0, 1.9, "")
     rollout = span("grpo.driver", "rollout", root, 0.02, 0.7, "idle")
     actor = span("grpo.rollout", "rollout_to_tq", rollout, 0.03, 0.69, "")
-    for turn in range(2):
-        at = 0.04 + turn * 0.3
-        group = span("grpo.rollout", "turn", actor, at, at + 0.28, "")
-        request = span("grpo.rollout", "generate", group, at, at + 0.25, "idle")
-        span("grpo.generation", "generate", request, at + 0.01, at + 0.24, "productive")
-        span("grpo.rollout", "environment_step", group, at + 0.25, at + 0.28, "idle")
+    turn_s = 0.6 * concurrent / turns
+    for turn in range(turns):
+        worker = f" {turn % concurrent}" if concurrent > 1 else ""
+        process = f"grpo.rollout{worker}"
+        at = 0.04 + turn // concurrent * turn_s
+        generated, end = at + 0.83 * turn_s, at + 0.93 * turn_s
+        group = span(process, "turn", actor, at, end, "")
+        request = span(process, "generate", group, at, generated, "idle")
+        span(f"grpo.generation{worker}", "generate", request, at, generated, "productive")
+        span(process, "environment_step", group, generated, end, "idle")
     span("grpo.rollout", f"send {PARTITION}", actor, 0.65, 0.68, "overhead")
     for stage, method, first in (
         ("logprobs", "compute_logprobs", 0.7),

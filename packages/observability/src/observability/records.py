@@ -348,11 +348,13 @@ def _has_valid_ids(span: SpanMessage) -> bool:
 
 
 def _span(span: SpanMessage, process: Process, run: Any, scope: str) -> Span:
+    # A trace may have many thousands of spans, most without links and events.
     start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
+    parent_id, status, links, events = span.parent_span_id, span.status, span.links, span.events
     return Span(
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
-        parent_id=span.parent_span_id.hex() if any(span.parent_span_id) else None,
+        parent_id=parent_id.hex() if any(parent_id) else None,
         name=span.name or UNNAMED,
         kind=_KINDS.get(span.kind, "unspecified"),
         start_ns=start_ns or end_ns,
@@ -361,17 +363,21 @@ def _span(span: SpanMessage, process: Process, run: Any, scope: str) -> Span:
         process=process,
         links=tuple(
             Link(link.trace_id.hex(), link.span_id.hex())
-            for link in span.links
+            for link in links
             if valid_id(link.trace_id, TRACE_ID_BYTES)
-        ),
-        outcome=_OUTCOMES.get(span.status.code, "unset"),
-        message=span.status.message,
+        )
+        if links
+        else (),
+        outcome=_OUTCOMES.get(status.code, "unset"),
+        message=status.message,
         has_start=start_ns > 0,
         has_end=end_ns > 0,
         events=tuple(
             SpanEvent(event.name or UNNAMED, event.time_unix_nano, _attributes(event.attributes))
-            for event in span.events
-        ),
+            for event in events
+        )
+        if events
+        else (),
         scope=scope,
     )
 

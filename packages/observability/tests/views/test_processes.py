@@ -65,6 +65,16 @@ def test_each_second_counts_for_innermost_bucket_or_bubble(records):
     assert bucket_seconds(step) in ({}, sums)
 
 
+def test_the_innermost_of_10000_nested_spans_counts():
+    maker = TraceMaker()
+    span = maker.span("root", DRIVER, 0, 10, bucket="idle")
+    for _ in range(9_998):
+        span = maker.span("deeper", DRIVER, 0, 10, span, "overhead")
+    maker.span("innermost", DRIVER, 2, 3, span, "productive")
+    [times] = process_times(step_of(maker.records))
+    assert times.seconds == {"productive": 1.0, "overhead": 9.0, "wasted": 0.0, "idle": 0.0}
+
+
 def test_idle_time_is_not_busy_time():
     times = times_of(grpo_step())
     assert times[GENERATION].busy_seconds == pytest.approx(0.38 + 2 * 1.46)

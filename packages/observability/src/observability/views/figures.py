@@ -90,13 +90,10 @@ def waste(step: Step) -> Waste:
         for span in step.spans
         if (stage := step.stage(span.span_id)) and stage.name == "rollout"
     ]
-    productive = sum(
-        nanoseconds_in({"productive"}, step, rollout_spans, process) for process in step.processes
-    )
     return Waste(
         dropped=len(_samples(step, "dropped")),
         put=len(_samples(step, "put")),
-        productive_seconds=productive / 1e9,
+        productive_seconds=nanoseconds_in("productive", step, rollout_spans) / 1e9,
     )
 
 

@@ -6,7 +6,8 @@ of several threads run at the same time, the first bucket in the order of `BUCKE
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from observability.records import Process, Span
@@ -49,8 +50,9 @@ def process_times(step: Step) -> list[ProcessTime]:
     """Return the time of each process of a step, the root's process first, then by name."""
     step_ns = step.end_ns - step.start_ns
     result = []
+    intervals_of = _bucket_intervals(step, step.spans)
     for process in step.processes:
-        intervals = _bucket_intervals(step, step.spans, process)
+        intervals = intervals_of.get(process, {})
         busy = union(interval for bucket in BUSY_BUCKETS for interval in intervals.get(bucket, ()))
         total_busy_ns = total_ns(busy)
         result.append(
@@ -80,51 +82,63 @@ def summed_buckets(times: Iterable[ProcessTime]) -> dict[str, float]:
     return {bucket: sum(each[bucket] for each in seconds_of_processes) for bucket in BUCKETS}
 
 
-def nanoseconds_in(
-    buckets: Collection[str], step: Step, spans: Iterable[Span], process: Process
-) -> int:
-    """Return the nanoseconds that a process spent in ``buckets``, according to some spans."""
-    intervals = _bucket_intervals(step, spans, process)
-    return sum(total_ns(intervals[bucket]) for bucket in intervals if bucket in buckets)
+def nanoseconds_in(bucket: str, step: Step, spans: Iterable[Span]) -> int:
+    """Return the process-nanoseconds of a step in a bucket, according to some of its spans."""
+    intervals_of = _bucket_intervals(step, spans)
+    return sum(total_ns(intervals[bucket]) for intervals in intervals_of.values())
 
 
 def _bucket_intervals(
-    step: Step, spans: Iterable[Span], process: Process
-) -> dict[str, list[Interval]]:
-    """Return the intervals of each bucket within the step.
+    step: Step, spans: Iterable[Span]
+) -> dict[Process, dict[str, list[Interval]]]:
+    """Return the intervals of each bucket within the step, by process.
 
-    Intervals never overlap, even across buckets.
+    Intervals of a process never overlap, even across buckets. Processes without a bucket are
+    missing.
 
     Args:
         step: the step.
         spans: spans of the step to consider.
-        process: the process.
-
-    Returns:
-        An empty mapping if none of the process's spans has a bucket.
     """
-    bucket_spans = [
-        span for span in spans if span.process == process and attributes.bucket(span) in BUCKETS
-    ]
-    if not bucket_spans:
-        return {}
-    # For each span, the intervals of its nearest descendants that have a bucket.
-    inner: dict[str, list[Interval]] = {span.span_id: [] for span in bucket_spans}
-    for span in bucket_spans:
-        for ancestor in step.tree.ancestry(span.span_id)[1:]:
-            if ancestor.span_id in inner:
-                inner[ancestor.span_id].append((span.start_ns, span.end_ns))
-                break
-    # Intervals in which a span of the bucket is an innermost one; buckets may overlap.
-    innermost: dict[str, list[Interval]] = {bucket: [] for bucket in BUCKETS}
-    for span in bucket_spans:
-        bucket = attributes.bucket(span)
-        assert bucket is not None
-        innermost[bucket] += difference([(span.start_ns, span.end_ns)], inner[span.span_id])
-    by_bucket: dict[str, list[Interval]] = {}
-    preceding: list[Interval] = []  # intervals of buckets with precedence
-    for bucket in BUCKETS:
-        intervals = clip(innermost[bucket], (step.start_ns, step.end_ns))
-        by_bucket[bucket] = difference(intervals, preceding)
-        preceding = union([*preceding, *intervals])
-    return by_bucket
+    bucket_of = {
+        span.span_id: bucket for span in spans if (bucket := attributes.bucket(span)) in BUCKETS
+    }
+    # By process and bucket, the intervals in which a span of the bucket is an innermost one;
+    # buckets may overlap.
+    innermost: dict[Process, dict[str, list[Interval]]] = {}
+    for span, inner in _with_inner(step, bucket_of):
+        if span.process not in innermost:
+            innermost[span.process] = {bucket: [] for bucket in BUCKETS}
+        own = [(span.start_ns, span.end_ns)]
+        innermost[span.process][bucket_of[span.span_id]] += difference(own, inner) if inner else own
+    result: dict[Process, dict[str, list[Interval]]] = {}
+    for process, intervals_of in innermost.items():
+        by_bucket = result[process] = {}
+        preceding: list[Interval] = []  # intervals of buckets with precedence
+        for bucket in BUCKETS:
+            intervals = clip(intervals_of[bucket], (step.start_ns, step.end_ns))
+            by_bucket[bucket] = difference(intervals, preceding)
+            preceding = union([*preceding, *intervals])
+    return result
+
+
+def _with_inner(step: Step, span_ids: Container[str]) -> Iterator[tuple[Span, list[Interval]]]:
+    """Yield some spans of a step, each with the intervals of its nearest descendants among them.
+
+    Only descendants in the same process count.
+    """
+    # By process, the chosen spans on the path from the top to the current span.
+    open_spans: defaultdict[Process, list[tuple[Span, list[Interval]]]] = defaultdict(list)
+    pending = [(span, False) for span in step.tree.tops]
+    while pending:
+        span, is_left = pending.pop()
+        if is_left:  # all its descendants were visited
+            yield open_spans[span.process].pop()
+            continue
+        if span.span_id in span_ids:
+            above = open_spans[span.process]
+            if above:
+                above[-1][1].append((span.start_ns, span.end_ns))
+            above.append((span, []))
+            pending.append((span, True))
+        pending += [(child, False) for child in step.children(span.span_id)]
