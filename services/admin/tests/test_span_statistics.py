@@ -1,6 +1,7 @@
 """Statistics of a trace: self times, names, paths, services and calls of models."""
 
 import os
+import re
 
 import pytest
 from hypothesis import given
@@ -191,6 +192,37 @@ def test_a_requested_span_is_shown_however_short(job, trace):
     page = job.client.get("/trace", params={"id": trace.id.hex(), "span": short.hex()})
     assert "was not received for this trace" not in page.text
     assert "<h2>short</h2>" in page.text
+
+
+def test_a_page_of_10000_spans_draws_the_longest_and_counts_the_rest(job, trace):
+    root = trace.span("root", 0, 9_000)
+    long = [trace.span("long", 0, 8_999 - number, root).hex() for number in range(5_000)]
+    short = [trace.span("short", 0, 3_999 - number // 2, root).hex() for number in range(4_999)]
+    job.send(trace.data)
+
+    def page(**query):
+        """Return the page's text, the ids of its bars, and those that are not marked."""
+        text = job.client.get("/trace", params={"id": trace.id.hex(), **query}).text
+        bars = re.findall(r'<a class="bar( dim)?" href="[^"]*" data-stop data-key="(\w+)"', text)
+        return text, {key for _, key in bars}, {key for dim, key in bars if dim}
+
+    text, drawn, _ = page()
+    assert drawn == {root.hex(), *long[:1_499]}
+    assert '8,500 short spans omitted. <a href="#names-head">Select a name</a>' in text
+    assert 'id="names-head"' in text
+    assert re.findall(r'<td class="n">([\d,]+)</td><td class="n wide-only bad">', text) == [
+        "5,000",
+        "4,999",
+        "1",
+    ]
+    assert text.count('<span class="indent"') == 400
+    assert "9,600 more spans omitted." in text
+    _, drawn, dim = page(name="short")
+    assert drawn == {root.hex(), *long[:499], *short[:1_000]}
+    assert dim == {root.hex(), *long[:499]}
+    text, drawn, _ = page(span=short[-1])
+    assert "was not received for this trace" not in text
+    assert "<h2>short</h2>" in text
 
 
 @pytest.fixture(scope="module")

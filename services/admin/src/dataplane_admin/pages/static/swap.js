@@ -30,25 +30,27 @@ export async function visit(url, ids, { live = false } = {}) {
   }
 }
 
-// Links with data-swap="id id" swap these parts; data-history="replace" adds no history entry.
+// Links with data-swap="id id", on them or on their group, swap these parts; data-history="replace"
+// adds no history entry.
 export function swapOnClick() {
   const here = () => location.pathname + location.search;
   let shown = here();
   document.addEventListener("click", async (event) => {
-    const link = event.target.closest?.("a[data-swap]");
-    if (!link || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
+    const link = event.target.closest?.("a");
+    const options = link?.closest("[data-swap]")?.dataset;
+    if (!options || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
     event.preventDefault();
     const url = hrefOf(link);
     try {
-      await visit(url, link.dataset.swap.split(" "));
+      await visit(url, options.swap.split(" "));
     } catch (error) {
       if (error.name !== "AbortError") location.assign(url);
       return;
     }
-    history[link.dataset.history === "replace" ? "replaceState" : "pushState"]({}, "", url);
+    history[options.history === "replace" ? "replaceState" : "pushState"]({}, "", url);
     shown = here();
     const say = document.getElementById("say");
-    if (say) say.textContent = link.dataset.say || "";
+    if (say) say.textContent = link.getAttribute("aria-label") || "";
     document.getElementById(link.dataset.focus || "")?.focus();
   });
   // A change of only the fragment also emits popstate.
