@@ -31,7 +31,8 @@ _LIFE: Sequence[tuple[str, str, str, str]] = (
     ("cleared", "grpo.driver", "", ""),
 )
 EVENTS_A_SAMPLE = len(_LIFE)
-_LARGE_TURNS = 2_485
+LARGE_SPANS = 10_000
+_LARGE_TURNS = 2_487
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def steps(count: int, *, samples: int, start_ns: int, seed: int = 20_263) -> Ite
 
 
 def large_step(number: int, *, start_ns: int, seed: int = 20_266) -> Step:
-    """Return one step with `LARGE_SPANS` spans, 32 concurrent rollouts and no samples.
+    """Return one step with `LARGE_SPANS` spans of 69 processes, and without samples.
 
     Args:
         number: number of the step.

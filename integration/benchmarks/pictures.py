@@ -260,7 +260,8 @@ def _admin(ingest: IngestResult, pages: PagesResult) -> Figure:
         median = Summary.of(pages.seconds[path]).value * 1e3
         times.plot([median, pages.p95(path) * 1e3], [place] * 2, color=_LIGHT_BLUE, linewidth=4)
         times.plot(median, place, "o", color=_BLUE, markersize=4)
-    shown = [path if len(path) <= 40 else f"{path[:39]}…" for path in paths]
+    labels = map(pages.label, paths)
+    shown = [label if len(label) <= 40 else f"{label[:39]}…" for label in labels]
     times.set_yticks(range(len(paths)), shown, fontsize=7)
     times.set_xlim(left=0)
     _titled(times, "pages and answers, ms: median to p95", grid="x")
