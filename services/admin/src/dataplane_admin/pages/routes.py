@@ -295,7 +295,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
             max_rows=MAX_BARS,
             span_id=params.maybe("span"),
             prefer=marks_of(query),
-            events_of=query["span"],
+            details_of=query["span"],
         )
         facts = service.trace(params.required("id"), chosen)
         return shell.page(

@@ -67,14 +67,15 @@ class Selection:
         span_id: span to return, with its parent and children, however short it is.
         prefer: selects spans that get up to two thirds of the rows, before longer spans.
         max_events: maximum number of lifecycle events, the earliest.
-        events_of: the only span whose lifecycle events to return; None for those of all spans.
+        details_of: the only span whose attributes, links, events and lifecycle events to return;
+            None for those of all spans.
     """
 
     max_rows: int = MAX_ROWS
     span_id: str | None = None
     prefer: Callable[[Span], bool] | None = None
     max_events: int = MAX_EVENTS
-    events_of: str | None = None
+    details_of: str | None = None
 
 
 def trace(
@@ -88,13 +89,13 @@ def trace(
     """
     trace_id = canonical_trace_id(trace_id)
     facts, records, more_events = _read(
-        store, trace_id, max_events=chosen.max_events, events_of=chosen.events_of
+        store, trace_id, max_events=chosen.max_events, events_of=chosen.details_of
     )
     step = _step(facts, records)
     path = critical_path(step)
     out, into = store.linked(trace_id)
     shown = _shown(step, chosen)
-    rows = _rows(step, path, shown)
+    rows = _rows(step, path, shown, chosen.details_of)
     logs, logs_full = store.logs(trace_id)
     self_ns = self_times_ns(step)
     names, names_omitted = name_statistics(step, self_ns)
@@ -233,8 +234,13 @@ def _incomplete(store: Store, facts: models.TraceFacts, step: Step) -> list[str]
     return reasons
 
 
-def _rows(step: Step, path: Iterable[Segment], shown: Collection[str]) -> list[models.SpanRow]:
-    """Return the spans with these ids, parents first, siblings by start."""
+def _rows(
+    step: Step, path: Iterable[Segment], shown: Collection[str], details_of: str | None
+) -> list[models.SpanRow]:
+    """Return the spans with these ids, parents first, siblings by start.
+
+    ``details_of`` is that of `Selection`.
+    """
     critical = {segment.span.span_id for segment in path}
     rows: list[models.SpanRow] = []
     stack = [(span, 0) for span in reversed(step.tree.tops)]
@@ -243,6 +249,9 @@ def _rows(step: Step, path: Iterable[Segment], shown: Collection[str]) -> list[m
         stack += [(child, depth + 1) for child in reversed(step.children(span.span_id))]
         if span.span_id not in shown:
             continue
+        has_details = details_of in (None, span.span_id)
+        links = span.links if has_details else ()
+        events = span.events[:MAX_SPAN_EVENTS] if has_details else ()
         rows.append(
             models.SpanRow.of(
                 span,
@@ -252,17 +261,17 @@ def _rows(step: Step, path: Iterable[Segment], shown: Collection[str]) -> list[m
                 start_s=(span.start_ns - step.start_ns) / 1e9,
                 seconds=span.reported_seconds,
                 bucket=attributes.bucket(span),
-                attributes=dict(span.attributes),
-                links=[models.SpanLink.of(link) for link in span.links],
+                attributes=dict(span.attributes) if has_details else {},
+                links=[models.SpanLink.of(link) for link in links],
                 events=[
                     models.SpanEvent.of(
                         event,
                         time_s=(event.time_ns - step.start_ns) / 1e9 if event.time_ns else None,
                         attributes=dict(event.attributes),
                     )
-                    for event in span.events[:MAX_SPAN_EVENTS]
+                    for event in events
                 ],
-                events_omitted=max(0, len(span.events) - MAX_SPAN_EVENTS),
+                events_omitted=len(span.events) - len(events),
                 critical=span.span_id in critical,
             )
         )
