@@ -265,7 +265,7 @@ def test_alerts_on_pages_and_in_metrics_are_escaped(alerted, otlp):
         assert "&lt;img src=x onerror" in page
         assert '<span class="alert-count critical">2<' in page
     overview = job.client.get("/").text
-    assert "Critical alert staleness" in overview
+    assert "Critical alert, first of 2: staleness" in overview
     assert "Warning alert" not in overview
     metrics = job.client.get("/metrics").text
     assert (
