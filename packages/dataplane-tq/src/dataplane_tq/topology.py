@@ -155,7 +155,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             for name, actor in bound.items()
         ]
         ray.get(started, timeout=START_S)
-    except BaseException as error:
+    except BaseException as error:  # an interrupt, too, must leave no actor behind
         for actor in actors.values():
             end_actor(actor)
         storage.stop()

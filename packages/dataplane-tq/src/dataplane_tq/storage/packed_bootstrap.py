@@ -98,7 +98,7 @@ def start(conf: Any) -> dict[str, Any]:
                 "watch": directory.publish.remote([], *storage.watched),
             },
         )
-    except BaseException:
+    except BaseException:  # an interrupt, too, must leave no actor behind
         storage.stop()
         raise
     with open_dict(conf):  # Hydra's configurations take no new keys otherwise
