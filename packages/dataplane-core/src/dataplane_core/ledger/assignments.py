@@ -19,12 +19,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dataplane_core.ledger.rows import Row
+from dataplane_core.ledger.rows import Holding, Row
 from dataplane_core.ledger.selection import Ranks
 
 
 @dataclass(eq=False)
-class Assignment:
+class Assignment(Holding):
     """Samples assigned to a data-parallel rank, which has not claimed them yet.
 
     Attributes:

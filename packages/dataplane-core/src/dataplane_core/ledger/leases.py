@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dataplane_core.errors import InvalidRequestError, LeaseLostError, SamplesLeasedError, listed
-from dataplane_core.ledger.rows import Row, Rows
+from dataplane_core.ledger.rows import Holding, NamedTask, Row, Rows
 from dataplane_core.ledger.selection import Ranks
-
-if TYPE_CHECKING:
-    from dataplane_core.ledger.tasks import Task
 
 
 @dataclass(eq=False)
-class Lease:
+class Lease(Holding):
     """A claim that is not fully acknowledged yet.
 
     Attributes:
@@ -34,7 +30,7 @@ class Lease:
 
     token: str
     name: str
-    task: Task
+    task: NamedTask
     owner: str
     claimed: frozenset[str]
     rows: dict[str, Row]
@@ -63,7 +59,7 @@ class Leases(dict[str, Lease]):
         super().__init__()
         self._partition_id = partition_id
 
-    def of(self, task: Task) -> list[Lease]:
+    def of(self, task: NamedTask) -> list[Lease]:
         """Return the leases of a task."""
         return [lease for lease in self.values() if lease.task is task]
 
@@ -127,18 +123,18 @@ class Leases(dict[str, Lease]):
             )
         return lease
 
-    def refuse_leased(self, tasks: Iterable[Task], rows: Sequence[Row] | None = None) -> None:
+    def refuse_leased(self, rows: Sequence[Row] | None = None) -> None:
         """Raise `SamplesLeasedError` if a lease holds one of the rows; None means all rows."""
         held: dict[str, str] = {}
         if rows is None:
-            for task in tasks:
-                for lease in self.of(task):
-                    held.update(dict.fromkeys(lease.rows, task.name))
-        else:
-            for task in tasks:
-                if task.leased:
-                    leased = (row.sample_id for row in rows if task.lease_of(row) is not None)
-                    held.update(dict.fromkeys(leased, task.name))
+            for lease in self.values():
+                held.update(dict.fromkeys(lease.rows, lease.task.name))
+        elif self:
+            for row in rows:
+                for task, state in row.states.items():
+                    # A task that is no longer declared leaves its state behind, but no lease.
+                    if isinstance(state, Lease) and state.token in self:
+                        held[row.sample_id] = task.name
         if held:
             raise SamplesLeasedError(
                 f"clear_samples(partition={self._partition_id!r}): {len(held)} samples "

@@ -312,7 +312,7 @@ class Ledger:
             ids = sample_ids or ()
             named = [row for each in ids if (row := partition.rows.get(each)) is not None]
             held = None if sample_ids is None else named
-            partition.leases.refuse_leased(partition.tasks.values(), held)
+            partition.leases.refuse_leased(held)
         rows = partition.drop(list(partition.rows) if sample_ids is None else sample_ids)
         if withdrawn:
             partition.put_total -= len(rows)
@@ -336,7 +336,7 @@ class Ledger:
         if partition is None:
             return None
         if not force:
-            partition.leases.refuse_leased(partition.tasks.values())
+            partition.leases.refuse_leased()
         del self.partitions[partition_id]
         self.totals["clears"] += 1
         self.totals["samples_cleared"] += len(partition.rows)

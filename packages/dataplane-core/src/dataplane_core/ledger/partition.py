@@ -358,7 +358,7 @@ class Partition:
             InvalidRequestError, LeaseLostError: as `Leases.holding`.
         """
         lease = self.leases.holding(token, sample_ids, task)
-        lease.task.move(self.leases.take(lease, sample_ids), lease.token)
+        self.task(lease.task.name).move(self.leases.take(lease, sample_ids), lease.token)
         self.totals["samples_acknowledged"] += len(sample_ids)
         self.touch()
         return lease.task.name
@@ -370,7 +370,7 @@ class Partition:
             InvalidRequestError, LeaseLostError: as `Leases.holding`.
         """
         lease = self.leases.holding(token, sample_ids, task)
-        self.reopen(lease.task, self.leases.take(lease, sample_ids))
+        self.reopen(self.task(lease.task.name), self.leases.take(lease, sample_ids))
         self.totals["samples_released"] += len(sample_ids)
 
     def renew(
@@ -384,7 +384,7 @@ class Partition:
         lease = self.leases.holding(token, sample_ids, task)
         lease.deadline = now + lease.seconds
         if lease.ranks is not None and lease.rank is not None:
-            lease.task.assignments.extend(lease.ranks, lease.rank, now)
+            self.task(lease.task.name).assignments.extend(lease.ranks, lease.rank, now)
         self.touch()
 
     def reopen(self, task: Task, rows: list[Row]) -> None:
@@ -403,7 +403,7 @@ class Partition:
         rows = self.leases.take(lease, list(lease.rows))
         self.totals["leases_expired"] += 1
         self.totals["samples_redelivered"] += len(rows)
-        self.reopen(lease.task, rows)
+        self.reopen(self.task(lease.task.name), rows)
         return len(rows)
 
     def expire(self, now: float) -> bool:

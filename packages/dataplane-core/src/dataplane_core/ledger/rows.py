@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any  # Any: cells belong to the storage, tags to the caller
+from typing import Any, TypeAlias  # Any: cells belong to the storage, tags to the caller
 
 from dataplane_core.ledger.cells import Place
 from dataplane_core.ledger.parted_dict import PartedDict
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
 from dataplane_core.tags import LENGTH_TAG, group_of
-
-if TYPE_CHECKING:
-    from dataplane_core.ledger.tasks import State, Task
 
 NO_ORIGINS: Mapping[str, str] = MappingProxyType({})
 """Origins of samples whose puts had no origin."""
@@ -24,7 +21,30 @@ NO_CELLS: Mapping[str, Any] = {}
 NO_TAGS: dict[str, Any] = {}
 """Tags of samples without tags; never changed."""
 
-NO_STATES: Mapping[Task, State] = {}
+
+class NamedTask:
+    """A task as rows and leases know it, compared by identity; see `tasks.Task`."""
+
+    name: str
+
+
+class Holding:
+    """Samples that are assigned to a rank, or leased, for one task.
+
+    Attributes:
+        rows: the samples, by id; those that are acknowledged, cleared or open again are removed.
+    """
+
+    rows: dict[str, Row]
+
+
+State: TypeAlias = Holding | str
+"""State of a sample that is not open: assigned, leased, or acknowledged (a str).
+
+The str is the lease's token; it is empty for a claim without a lease.
+"""
+
+NO_STATES: Mapping[NamedTask, State] = {}
 """States of samples that are open to every task; never changed."""
 
 
@@ -71,7 +91,7 @@ class Row:
         self.place: Place = ()
         self.origins: Mapping[str, str] = NO_ORIGINS
         self.tags: dict[str, Any] = NO_TAGS
-        self.states: Mapping[Task, State] = NO_STATES
+        self.states: Mapping[NamedTask, State] = NO_STATES
         self.pins = 0
         self.stale: Sequence[Any] = ()
         self.dropped = False

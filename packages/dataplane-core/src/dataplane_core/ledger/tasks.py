@@ -13,7 +13,7 @@ from dataplane_core.ledger.assignments import Assignment, Assignments
 from dataplane_core.ledger.leases import Lease
 from dataplane_core.ledger.order import ClaimOrder, Positions
 from dataplane_core.ledger.queues import GroupQueue, Queue, SampleQueue, Terms
-from dataplane_core.ledger.rows import NO_STATES, Row, Rows
+from dataplane_core.ledger.rows import NO_STATES, NamedTask, Row, Rows, State
 from dataplane_core.ledger.samples import Samples
 from dataplane_core.ledger.selection import ClaimRequest, TagFilter
 from dataplane_core.ledger.sequence_set import CHUNK_BITS
@@ -30,12 +30,6 @@ Most are dropped earlier, see `Task.enqueue`.
 QueueKey: TypeAlias = tuple[frozenset[str], frozenset[TagFilter], int | None]
 """Terms of claims: required fields, conditions and seed."""
 
-
-State: TypeAlias = Assignment | Lease | str
-"""State of a sample that is not open: assigned, leased, or acknowledged (a str).
-
-The str is the lease's token; it is empty for a claim without a lease.
-"""
 
 OPEN, ASSIGNED, LEASED, ACKNOWLEDGED = range(4)
 _CODES: dict[type, int] = {
@@ -65,7 +59,7 @@ class Claimed:
 
 
 @dataclass(eq=False)
-class Task:
+class Task(NamedTask):
     """The state of each sample for one task: open, assigned, leased or acknowledged.
 
     The sample's row holds the state, so that a task needs no memory until it claims.
@@ -136,13 +130,15 @@ class Task:
         claimed: dict[int, int] = {}
         # Samples of one claim share their states. Keyed by the id() of the old states; the value
         # keeps these alive, so that no new ones get the same id().
-        replacements: dict[int, tuple[Mapping[Task, State], Mapping[Task, State]]] = {}
+        replacements: dict[int, tuple[Mapping[NamedTask, State], Mapping[NamedTask, State]]] = {}
         for row in rows:
             states = row.states
             before = _CODES[type(states.get(self))]
             pair = replacements.get(id(states))
             if pair is None:
-                new = {task: state for task, state in states.items() if task is not self}
+                new: dict[NamedTask, State] = {
+                    task: state for task, state in states.items() if task is not self
+                }
                 if to is not None:
                     new[self] = to
                 pair = replacements[id(states)] = states, new or NO_STATES
