@@ -11,12 +11,15 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any  # Any: Ray's options
 
 import ray
 from ray._private import ray_constants, services
+from ray._private.node import Node
 
 from dataplane_core import UnavailableError
 
@@ -38,11 +41,23 @@ def start_local_ray(**options: Any) -> None:
         options: options of `ray.init`, except ``address``.
 
     Raises:
-        UnavailableError: this version of Ray does not stay on loopback; it is shut down again.
-        Exception: any error of `ray.init`.
+        UnavailableError: Ray did not start, or this version of it does not stay on loopback; what
+            was started is stopped again.
+        TypeError, ValueError: an option is wrong.
     """
-    with _keep_loopback():
-        ray.init(address="local", _node_ip_address=_LOOPBACK, **options)
+    was_running = ray.is_initialized()
+    started = time.monotonic()
+    try:
+        with _keep_loopback():
+            ray.init(address="local", _node_ip_address=_LOOPBACK, **options)
+    except BaseException as error:  # an interrupt, too, must leave no process of Ray behind
+        stopped = "" if was_running else _stop_parts(error)
+        if isinstance(error, TypeError | ValueError) or not isinstance(error, Exception):
+            raise
+        raise UnavailableError(
+            f"Ray did not start on {_LOOPBACK}, after {time.monotonic() - started:.0f} s: "
+            f"{_reason(error)}{stopped}"
+        ) from None
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         ray.shutdown()
@@ -62,12 +77,45 @@ def join_ray(address: str, **options: Any) -> None:
         options: options of `ray.init`, except ``address``.
 
     Raises:
-        UnavailableError: no Ray answers at the address within `ANSWER_S` seconds.
-        Exception: any error of `ray.init`.
+        UnavailableError: no Ray answers at the address within `ANSWER_S` seconds, or this process
+            cannot join it, because its version differs for example.
+        TypeError, ValueError: an option is wrong.
     """
     with _keep_loopback():
         _check_answers(address)
-        ray.init(address=address, **options)
+        try:
+            ray.init(address=address, **options)
+        except (TypeError, ValueError):
+            raise
+        except Exception as error:  # noqa: BLE001  # Ray raises that class itself
+            raise UnavailableError(f"Ray at {address} cannot be joined: {_reason(error)}") from None
+
+
+def _stop_parts(error: BaseException) -> str:
+    """Stop the processes that a failed start left; return what is known about them.
+
+    Until Ray has started, only the frames of the error refer to its record of these processes.
+    """
+    text = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            for name, (part, *_) in node.all_processes.items():
+                if part.process.poll() is not None:
+                    text += f"; {name} ended with status {part.process.returncode}"
+            node.kill_all_processes(check_alive=False)
+            text += (
+                f"; its logs are in {node.get_logs_dir_path()}; start again when this machine has "
+                "free processor time and memory"
+            )
+            break
+    ray.shutdown()
+    return text
+
+
+def _reason(error: Exception) -> str:
+    """Return the text of Ray's error in one line, without the traceback that some texts have."""
+    return " ".join(str(error).partition("Traceback (most")[0].split()).rstrip(".")
 
 
 def _check_answers(address: str) -> None:

@@ -129,7 +129,7 @@ class RayConnector:
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             self._leave()
             reason = one_line(error)
-            differs = reason.startswith("Version mismatch")
+            differs = "Version mismatch" in reason
             sentence = _USE_SAME_VERSIONS if differs else "no Ray cluster"
             raise UnavailableError(f"{sentence} at {self._address!r}: {reason}") from None
 
