@@ -12,7 +12,7 @@ from queue_setup import local_ray
 from ray._private import services
 
 from dataplane_core import UnavailableError
-from dataplane_tq import start_local_ray
+from dataplane_tq import join_ray, start_local_ray
 
 
 def test_failed_start_is_one_error_and_leaves_no_process(unforked_workers, monkeypatch):
@@ -39,6 +39,13 @@ def test_wrong_option_of_a_start_is_refused_as_ray_does():
         start_local_ray(num_cpus=-1)
     with pytest.raises(UnavailableError, match=r"Unknown keyword argument\(s\): num_cpu$"):
         start_local_ray(num_cpu=1)
+
+
+def test_join_without_a_cluster_is_one_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    with pytest.raises(UnavailableError, match=r"'auto' cannot be joined: Could not find") as error:
+        join_ray("auto", _temp_dir=str(tmp_path))
+    assert error.value.__suppress_context__
 
 
 def test_second_start_is_one_error_and_harms_nothing(cluster):

@@ -81,14 +81,14 @@ def join_ray(address: str, **options: Any) -> None:
             cannot join it, because its version differs for example.
         TypeError, ValueError: an option is wrong.
     """
-    with _keep_loopback():
-        _check_answers(address)
-        try:
+    try:
+        with _keep_loopback():
+            _check_answers(address)
             ray.init(address=address, **options)
-        except (TypeError, ValueError):
-            raise
-        except Exception as error:  # noqa: BLE001  # Ray raises that class itself
-            raise UnavailableError(f"Ray at {address} cannot be joined: {_reason(error)}") from None
+    except (TypeError, ValueError, UnavailableError):
+        raise
+    except Exception as error:  # noqa: BLE001  # Ray raises that class itself
+        raise UnavailableError(f"Ray at {address!r} cannot be joined: {_reason(error)}") from None
 
 
 def _stop_parts(error: BaseException) -> str:
