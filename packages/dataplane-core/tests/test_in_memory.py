@@ -132,3 +132,13 @@ def test_tags_hold_unsigned_integers_of_64_bits():
         client.register_partition("train", ["x"], 1, ["train"])
         client.put_samples(["a"], "train", tags=[{"largest": 2**64 - 1}])
         assert client.claim_meta("train", "train", [], 1).tags == [{"largest": 2**64 - 1}]
+
+
+def test_attaching_with_another_value_than_the_store_is_refused():
+    own = {"enabled": True, "impl": "in_memory"}
+    with InMemoryDataPlaneClient({**own, "storage_capacity": 8}):
+        for agreeing in (own, {**own, "storage_capacity": 8, "ack_timeout_ms": 5}):
+            InMemoryDataPlaneClient(agreeing, bootstrap=False).close()
+        other = {**own, "storage_capacity": 9, "claim_order": "builtins:len"}
+        with pytest.raises(ConfigError, match=r"storage_capacity: found 9; expected 8.*'builtins"):
+            InMemoryDataPlaneClient(other, bootstrap=False)

@@ -69,6 +69,8 @@ for bootstrap in (True, False):
         ({"unit_resources": {"nodes": 2.0}}, "need .* of it, but the nodes of this Ray have 0"),
         ({"sampler": "nowhere:Sampler"}, "nowhere:Sampler"),
         ({"sampler": "collections:OrderedDict"}, "not a subclass"),
+        ({"backend": "ray", "unit_resources": {"n": 1.0}}, "unit_resources: .* packed, simple"),
+        ({"backend": "simple", "packed_transport": "tcp"}, "packed_transport: .* one of packed"),
     ],
 )
 def test_wrong_configuration_is_refused_by_name(cluster, config, change, named):
@@ -80,6 +82,33 @@ def test_missing_key_is_refused_by_name(config):
     del config["storage_capacity"]
     with pytest.raises(ConfigError, match="storage_capacity"):
         TQDataPlaneClient(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("backend", "simple"),
+        ("storage_capacity", 5),
+        ("num_storage_units", 1),
+        ("global_segment_size", 1 << 20),
+        ("local_buffer_size", 5),
+        ("unit_resources", {"nodes": 1.0}),
+        ("packed_transport", "tcp"),
+        ("claim_order", "builtins:len"),
+        ("sampler", "transfer_queue.sampler:SequentialSampler"),
+        ("transfer_queue_mirror", False),
+    ],
+)
+def test_attaching_with_another_value_than_the_store_is_refused(owner, config, key, value):
+    with pytest.raises(ConfigError, match=rf"{key}: found .*; expected .*remove the keys") as error:
+        TQDataPlaneClient({**config, key: value}, bootstrap=False)
+    assert repr(value) in str(error.value)
+
+
+def test_attaching_client_needs_no_key_of_the_store(owner, partition):
+    own = {"enabled": True, "impl": "transfer_queue", "claim_lease_s": 60.0}
+    with TQDataPlaneClient(own, bootstrap=False) as client:
+        assert client.get_samples(["a"], partition, ["x"]).batch_size == (1,)
 
 
 def test_all_parts_of_a_local_ray_listen_on_loopback_only(owner, partition):

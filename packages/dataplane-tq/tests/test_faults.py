@@ -1,6 +1,6 @@
 """Faults: killed parts, exhausted capacity, and what is left after closing.
 
-Imports internals: a patch holds a producer in the step that reports its rows.
+Imports internals: a patch holds a producer in the step that reports its rows, or makes a part fail.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tensordict import TensorDict
 
 from dataplane_core import CapacityExceeded, ConfigError, UnavailableError
 from dataplane_tq import TQDataPlaneClient
+from dataplane_tq import client as client_module  # noqa: TID251
 from dataplane_tq.mirror import rows as rows_in  # noqa: TID251
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ def batch(count):
 @pytest.fixture
 def config(config):
     """Return a configuration with one storage unit, which starts faster than two."""
-    return {**config, "num_storage_units": 1}
+    return {**config, "num_storage_units": 1, "storage_capacity": 8}
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def make_store(cluster, config):
     stores = []
 
     def make(**changes):
-        client = TQDataPlaneClient({**config, "storage_capacity": 8, **changes})
+        client = TQDataPlaneClient({**config, **changes})
         stores.append(client)
         client.register_partition("train", ["x"], 8, ["train"])
         client.put_samples(["a", "b"], "train", batch(2))
@@ -263,9 +264,30 @@ def test_attach_without_a_bootstrap_ends_at_the_deadline(cluster, config):
         TQDataPlaneClient(config, bootstrap=False)
 
 
+@pytest.mark.parametrize("part", ["Link", "Reporter", "PackedStore"])
+def test_failed_construction_leaves_no_actor_and_no_thread(cluster, config, monkeypatch, part):
+    def fail(*arguments, **keywords):
+        raise OSError("no memory")
+
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr(client_module, part, fail)
+        with pytest.raises(OSError, match="no memory") as error:
+            TQDataPlaneClient(config)
+    assert error.tb  # the traceback holds the actors' handles, which keep unstopped actors alive
+    assert_no_actors()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_closing_the_owner_leaves_no_actor_behind(cluster, config):
     client = TQDataPlaneClient(config)
     client.close()
+    assert_no_actors()
+
+
+def assert_no_actors():
     for name in ("TransferQueueController", "DataPlaneDirectory", "DataPlanePackedUnit#0"):
         with pytest.raises(ValueError, match=name):
             ray.get_actor(name, namespace="transfer_queue")

@@ -179,7 +179,7 @@ def test_any_error_of_a_start_stops_what_was_started(cluster, monkeypatch):
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 def test_plain_transfer_queue_process_knows_the_manager(name):
     """Unpickling the configuration registers a manager of this package, and loads no other."""
-    config = _for_transfer_queue(ConnectionData(name, None, {}, None))
+    config = _for_transfer_queue(ConnectionData(name, None, {}, None, {}))
     code = """
         import pickle, sys, transfer_queue
         from transfer_queue.storage.managers.base import StorageManagerFactory

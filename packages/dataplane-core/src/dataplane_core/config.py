@@ -2,7 +2,8 @@
 
 The types are plain TypedDicts, as a trainer's YAML holds them. `validate_config` checks a config
 against its type and names unknown keys. With `require_keys` an adapter demands keys that the type
-leaves optional.
+leaves optional. With `check_agreement` it refuses an attaching client whose keys contradict the
+store.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ class ObservabilityConfig(TypedDict):
 class DataPlaneConfig(TypedDict):
     """Configuration of a data-plane client: which client to build, and its sizes.
 
-    A client of an external store needs every key up to ``local_buffer_size``; none has a default.
+    The client that bootstraps an external store needs every key up to ``local_buffer_size``; none
+    has a default. Except for the keys that say otherwise, its values hold for all clients of the
+    store. A client that attaches may omit those keys, and is refused if it sets another value.
 
     Attributes:
         enabled: False makes the factory raise, so that no run starts without its data plane.
         impl: name of the client, an entry point in the group ``dataplane_core.clients``.
-        backend: storage engine of the client.
+        backend: storage engine of the store.
         storage_capacity: maximum samples in the store, over all its units.
-        num_storage_units: number of storage processes.
+        num_storage_units: number of storage processes of ``packed``, ``simple`` and
+            ``mooncake_cpu``; other backends ignore it.
         claim_meta_poll_interval_s: interval of clients that poll, in seconds. The clients of this
             repository are notified and ignore it; a `KeyValueClient` polls at its own ``poll_s``.
         global_segment_size: bytes of each storage unit (``packed``) or of the store's memory
@@ -62,24 +66,23 @@ class DataPlaneConfig(TypedDict):
         local_buffer_size: bytes per local buffer, for ``mooncake_cpu`` only.
         controller_address: address of the store, for clients that attach from outside the cluster.
             The clients of this repository attach through Ray and ignore it.
-        ack_timeout_ms: deadline of one store operation, in milliseconds.
+        ack_timeout_ms: deadline of one store operation, in milliseconds; each client has its own.
         claim_lease_s: how long a claim stays exclusive without being acknowledged or renewed, in
-            seconds. Without it a claim is final.
+            seconds. Without it a claim is final. Each client sets it for its own claims.
         unit_resources: custom Ray resource to the amount that each storage unit reserves, so that
-            units run on the nodes that have it (``packed`` and ``simple``). Without it units are
-            spread over all nodes.
-        packed_transport: how clients of backend ``packed`` reach its units: ``shm``, ``tcp``, or
-            ``auto`` (the default): ``shm`` on the unit's own node, ``tcp`` elsewhere.
-        claim_order: ``module:function`` that maps a sample's id and tags to a number; the client
-            that bootstraps the store sets it for all. Claims without a seed take the samples with
-            the smallest numbers first; equal ones, and all without this key, in the order of first
-            puts.
+            units run on the nodes that have it (``packed`` and ``simple`` only). Without it units
+            are spread over all nodes.
+        packed_transport: how clients of backend ``packed``, and no other, reach its units: ``shm``,
+            ``tcp``, or ``auto`` (the default): ``shm`` on the unit's own node, ``tcp`` elsewhere.
+        claim_order: ``module:function`` that maps a sample's id and tags to a number. Claims
+            without a seed take the samples with the smallest numbers first; equal ones, and all
+            without this key, in the order of first puts.
         sampler: ``module:Class`` of a TransferQueue sampler, which serves TransferQueue's own
             clients. Without it TransferQueue's controller serves rows in order.
         transfer_queue_mirror: whether rows, tags and consumption are mirrored to TransferQueue's
             controller, for readers through TransferQueue's own API (the default). False, with
             backend ``packed``, starts no controller.
-        observability: optional middleware.
+        observability: optional middleware; each client has its own.
     """
 
     __pydantic_config__ = ConfigDict(  # type: ignore[misc]
@@ -114,7 +117,7 @@ REQUIRED_OF_STORES: tuple[str, ...] = (
     "global_segment_size",
     "local_buffer_size",
 )
-"""Keys that every client of an external store needs, besides ``enabled`` and ``impl``."""
+"""Keys that a client needs to bootstrap an external store, besides ``enabled`` and ``impl``."""
 
 
 @lru_cache(maxsize=1)
@@ -149,4 +152,23 @@ def require_keys(cfg: DataPlaneConfig, keys: Iterable[str], *, impl: str) -> Non
         raise ConfigError(
             f"data-plane config: impl {impl!r} needs {', '.join(missing)}; "
             "set every key explicitly, none has a default"
+        )
+
+
+def check_agreement(cfg: DataPlaneConfig, store: Mapping[str, object]) -> None:
+    """Raise `ConfigError` naming the keys of an attaching client that contradict the store.
+
+    Args:
+        cfg: configuration of the client; a key that it lacks contradicts nothing.
+        store: the store's value for each key that the store determines.
+    """
+    differing = [
+        f"{key}: found {cfg[key]!r}; expected {value!r}"  # type: ignore[literal-required]
+        for key, value in store.items()
+        if key in cfg and cfg[key] != value  # type: ignore[literal-required]
+    ]
+    if differing:
+        raise ConfigError(
+            f"data-plane config: {'; '.join(differing)}: the running store has these values for "
+            "all of its clients; remove the keys or set the same values"
         )

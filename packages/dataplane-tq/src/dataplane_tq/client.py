@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar  # Any: tags and Ray handles
 
@@ -39,7 +39,7 @@ from dataplane_core.boundary import (
     check_put,
     check_read,
 )
-from dataplane_core.config import REQUIRED_OF_STORES, require_keys
+from dataplane_core.config import REQUIRED_OF_STORES, check_agreement, require_keys
 from dataplane_core.declaration import (
     PartitionDeclaration,
     check_enums,
@@ -83,10 +83,11 @@ class TQDataPlaneClient(DataPlaneClient):
         cfg: see `DataPlaneConfig`; ``backend`` names the storage. ``ack_timeout_ms`` is the
             deadline of each request (default 30 s); a put or clear makes several requests.
         bootstrap: True starts TransferQueue, and `close` stops it. False attaches to the running
-            one and leaves it running.
+            one and leaves it running; then ``cfg`` needs no key that the store determines.
 
     Raises:
-        ConfigError: (a ValueError) the configuration is wrong, or TransferQueue already runs.
+        ConfigError: (a ValueError) the configuration is wrong or contradicts the running store's,
+            or TransferQueue already runs.
         UnavailableError: Ray is not initialized, or there is nothing to attach to.
     """
 
@@ -110,28 +111,36 @@ class TQDataPlaneClient(DataPlaneClient):
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
         valid = validate_config(cfg)
-        require_keys(valid, REQUIRED_OF_STORES, impl="transfer_queue")
+        if bootstrap:
+            require_keys(valid, REQUIRED_OF_STORES, impl="transfer_queue")
         self._timeout_s = valid.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000
         self._lease_s = valid.get("claim_lease_s")
         self._closed = False
         self._pid = os.getpid()
-        self._owned = topology.bootstrap(valid) if bootstrap else None
-        try:
-            running = self._owned or topology.attach(self._timeout_s)
+        with ExitStack() as opened:  # if a step fails, the caller gets no client to close
+            if bootstrap:
+                running = topology.bootstrap(valid)
+                opened.callback(running.stop)
+            else:
+                running = topology.attach(self._timeout_s)
+                check_agreement(valid, running.connection.settings)
             connection = running.connection
-            self._link = Link(connection.directory, timeout_s=self._timeout_s)
+            self._node = ray.get_runtime_context().get_node_id()
             self._engine = self._connect_engine(running)
-        except BaseException:  # the caller gets no client that it could close
-            if self._owned is not None:
-                self._owned.stop()
-            raise
-        self.capabilities = replace(  # type: ignore[misc]  # it depends on the backend
-            type(self).capabilities, survivable=BACKENDS[connection.backend].survivable
-        )
-        self._reporter = None if self._engine is None else Reporter(self._engine, self._link)
-        self._node = ray.get_runtime_context().get_node_id()
-        self._store = self._store_of(connection)
-        self._store_key = connection.directory.host, connection.directory.port
+            if self._engine is not None:
+                opened.callback(self._engine.close)
+            self._store = self._store_of(connection)
+            opened.callback(self._store.close)
+            self._link = Link(connection.directory, timeout_s=self._timeout_s)
+            self._reporter = None if self._engine is None else Reporter(self._engine, self._link)
+            if self._reporter is not None:
+                opened.callback(self._reporter.flush)
+            opened.callback(self._link.close)
+            self.capabilities = replace(  # type: ignore[misc]  # it depends on the backend
+                type(self).capabilities, survivable=BACKENDS[connection.backend].survivable
+            )
+            self._store_key = connection.directory.host, connection.directory.port
+            self._opened = opened.pop_all()
 
     def _connect_engine(self, running: topology.Topology) -> Engine | None:
         """Connect to TransferQueue's controller; return None if the mirror is off."""
@@ -470,12 +479,7 @@ class TQDataPlaneClient(DataPlaneClient):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._link.close()
-        if self._reporter is not None:
-            self._reporter.close()
-        self._store.close()
-        if self._owned is not None:
-            self._owned.stop()
+        self._opened.close()
 
     def _ask_open(self, what: str, request: p.Request, answer: type[T]) -> T:
         self._check_open()

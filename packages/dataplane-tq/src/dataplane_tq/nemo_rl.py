@@ -43,7 +43,7 @@ class NeMoRLClient(TQDataPlaneClient):
 
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
         own = {name: value for name, value in cfg.items() if name != "observability"}
-        if own.get("backend") == "packed":
+        if bootstrap and own.get("backend") == "packed":
             own.setdefault("transfer_queue_mirror", False)
         super().__init__(own, bootstrap=bootstrap)
 

@@ -9,7 +9,7 @@ usual name, so TransferQueue's own tools find it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar  # Any: Ray handles and OmegaConf nodes have no static types
 
@@ -38,6 +38,20 @@ from dataplane_tq.upstream import StorageManagerFactory, TransferQueueController
 
 T = TypeVar("T")
 
+_DEFAULTS: dict[str, Any] = {
+    "unit_resources": {},
+    "packed_transport": "auto",
+    "claim_order": None,
+    "sampler": None,
+    "transfer_queue_mirror": True,
+}
+_STORE_KEYS = (
+    *("backend", "storage_capacity", "num_storage_units"),
+    *("global_segment_size", "local_buffer_size"),
+    *_DEFAULTS,
+)
+"""Keys whose values the bootstrapping client sets for all clients of the store."""
+
 _RAY_GRACE_S = 1.0
 _FOREIGN = (
     f"this Ray cluster runs a TransferQueue that dataplane-tq did not start: there is a "
@@ -59,12 +73,14 @@ class ConnectionData:
             off.
         storage: configuration of the storage manager.
         directory: address of the directory.
+        settings: the store's values of the configuration keys that it determines.
     """
 
     backend: str
     controller: Any
     storage: dict[str, Any]
     directory: Address
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,9 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             f"data-plane config: backend: found {backend!r}; expected one of {', '.join(BACKENDS)}"
         )
     BACKENDS[backend].check(cfg)
-    mirrored = cfg.get("transfer_queue_mirror", True)
+    settings = {**_DEFAULTS, **{key: cfg[key] for key in _STORE_KEYS if key in cfg}}  # type: ignore[literal-required]
+    _check_used(BACKENDS[backend], settings)
+    mirrored = settings["transfer_queue_mirror"]
     if not mirrored and (backend != "packed" or "sampler" in cfg):
         raise ConfigError(
             "data-plane config: transfer_queue_mirror: found False; expected True: only backend "
@@ -141,7 +159,7 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             ],
             timeout=START_S,
         )
-        connection = ConnectionData(backend, zmq_info, storage.connection, address)
+        connection = ConnectionData(backend, zmq_info, storage.connection, address, settings)
         actors.update(storage.actors)
         # The directory connects to packed units; all other actors connect to the directory.
         watched = storage.watched if isinstance(storage, Packed) else ()
@@ -166,6 +184,17 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
             f"{ACTOR_CPUS} CPU): {error}"
         ) from error
     return Topology(actors, connection, storage)
+
+
+def _check_used(backend: type[StorageBackend], settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if ``settings`` has a value that the backend would ignore."""
+    for key in ("unit_resources", "packed_transport"):
+        if settings[key] != _DEFAULTS[key] and key not in backend.options:
+            users = ", ".join(name for name, each in BACKENDS.items() if key in each.options)
+            raise ConfigError(
+                f"data-plane config: {key}: found {settings[key]!r}, which backend "
+                f"{settings['backend']!r} does not use; remove the key, or use one of {users}"
+            )
 
 
 def _for_transfer_queue(connection: ConnectionData) -> Any:

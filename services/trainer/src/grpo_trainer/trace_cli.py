@@ -352,8 +352,7 @@ def _live_partitions() -> list[PartitionSummary]:
     except (RuntimeError, OSError) as error:
         raise TrainerError(f"--live: no Ray cluster on this machine: {error}") from None
     try:
-        # An attached client does not size the store, so the demo's configuration serves.
-        plane = load_config(DEMO_CONFIG).data_plane
+        plane = {"enabled": True, "impl": "transfer_queue"}
         with build_data_plane_client(plane, bootstrap=False) as client:
             return client.list_partitions()
     finally:

@@ -27,12 +27,11 @@ from dataplane_core.boundary import (
 )
 from dataplane_core.capabilities import Capabilities
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.config import DataPlaneConfig, validate_config
+from dataplane_core.config import DataPlaneConfig, check_agreement, validate_config
 from dataplane_core.declaration import PartitionDeclaration, check_enums
 from dataplane_core.errors import ClosedError, ConfigError
 from dataplane_core.in_memory.inspector import InMemoryInspector
 from dataplane_core.ledger import (
-    ClaimOrder,
     Ledger,
     PutTicket,
     Shortage,
@@ -56,8 +55,9 @@ _DEFAULT_PUT_TIMEOUT_S = 60.0
 class Store:
     """The store that the clients of one process share."""
 
-    def __init__(self, capacity: int | None, order: ClaimOrder | None) -> None:
-        self.ledger = Ledger(capacity, order=order, measure=_bytes_of)
+    def __init__(self, capacity: int | None, order: str | None) -> None:
+        self.ledger = Ledger(capacity, order=load_order(order), measure=_bytes_of)
+        self.settings = {"storage_capacity": capacity, "claim_order": order}
         self.changed = threading.Condition()
         self.closed = False
 
@@ -71,14 +71,14 @@ class InMemoryDataPlaneClient(DataPlaneClient):
 
     Args:
         cfg: uses ``storage_capacity`` (samples; default unlimited), ``ack_timeout_ms`` (how long a
-            put waits for free capacity; default 60 s), ``claim_lease_s`` and ``claim_order``. None
-            is an unlimited store without leases.
+            put waits for free capacity; default 60 s), ``claim_lease_s`` and ``claim_order``; it
+            ignores the other keys. None is an unlimited store without leases.
         bootstrap: True creates a store, which closes with this client; False attaches to the
             newest store of this process.
 
     Raises:
-        ConfigError: (a ValueError) the configuration is invalid, or there is no open store for
-            ``bootstrap=False``.
+        ConfigError: (a ValueError) the configuration is invalid; or, with ``bootstrap=False``,
+            there is no open store, or it has another ``storage_capacity`` or ``claim_order``.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -112,7 +112,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
         with _attachable_lock:
             if bootstrap:
                 self._store = _attachable = Store(
-                    valid.get("storage_capacity"), load_order(valid.get("claim_order"))
+                    valid.get("storage_capacity"), valid.get("claim_order")
                 )
             elif _attachable is None or _attachable.closed:
                 raise ConfigError(
@@ -120,6 +120,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                     "build a client with bootstrap=True first"
                 )
             else:
+                check_agreement(valid, _attachable.settings)
                 self._store = _attachable
 
     @property

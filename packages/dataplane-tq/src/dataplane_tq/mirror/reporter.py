@@ -162,15 +162,12 @@ class Reporter:
         """Remove an empty partition from TransferQueue's list; raise as `Engine.wait`."""
         self._engine.run(what, rows.forget, self._engine.client, partition_id)
 
-    def close(self) -> None:
-        """Wait briefly for reports under way, and close the connection; log failed reports."""
-        self._flush(min(self._engine.timeout_s, _FLUSH_S))
-        self._engine.close()
-
     async def _set_flushing(self) -> None:
         self._flushing.set()
 
-    def _flush(self, timeout_s: float) -> None:
+    def flush(self) -> None:
+        """End all reports, before the engine is closed: wait briefly for them, log failed ones."""
+        timeout_s = min(self._engine.timeout_s, _FLUSH_S)
         with self._lock:
             waiting = [
                 *self._pending,

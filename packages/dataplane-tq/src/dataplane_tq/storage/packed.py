@@ -28,6 +28,7 @@ class Packed(StorageBackend):
     """Backend of ``num_storage_units`` units with ``global_segment_size`` bytes each."""
 
     manager = BACKEND
+    options = ("unit_resources", "packed_transport")
 
     def __init__(self) -> None:
         super().__init__()

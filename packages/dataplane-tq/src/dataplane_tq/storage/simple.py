@@ -23,6 +23,7 @@ class Simple(StorageBackend):
     """Backend of ``num_storage_units`` storage units, spread over the nodes."""
 
     manager = "SimpleStorage"
+    options = ("unit_resources",)
 
     @classmethod
     def check(cls, cfg: DataPlaneConfig) -> None:

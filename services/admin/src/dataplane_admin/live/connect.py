@@ -16,17 +16,7 @@ from dataplane_core import DataPlaneClient, DataPlaneError, DataPlaneInspector, 
 if TYPE_CHECKING:
     from dataplane_tq import QueueInspector
 
-_PLANE = {
-    # Sizes are required but unused: a client that attaches does not create the store.
-    "enabled": True,
-    "impl": "transfer_queue",
-    "backend": "simple",
-    "storage_capacity": 1,
-    "num_storage_units": 1,
-    "claim_meta_poll_interval_s": 1.0,
-    "global_segment_size": 1,
-    "local_buffer_size": 1,
-}
+_PLANE = {"enabled": True, "impl": "transfer_queue"}
 _CONNECT_S = 3.0
 _MAX_REASON = 500
 _USE_SAME_VERSIONS = "run the admin service with the Ray and the Python 3.x of the cluster"
