@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dataplane_core import (
     CapacityExceeded,
     CheckpointError,
+    DeadlineExceededError,
     InMemoryDataPlaneClient,
     InvalidRequestError,
     PartitionNotFoundError,
@@ -324,6 +325,17 @@ def test_change_during_save_raises_and_keeps_the_old_checkpoint(tmp_path: Path):
         save_partition(busy, "train", tmp_path / "p")
     assert restore_partition(store(), tmp_path / "p") == 9
     assert os.listdir(tmp_path) == ["p"]
+
+
+def test_deadline_of_the_store_during_a_save_is_raised_as_such(tmp_path: Path, monkeypatch):
+    def never(*arguments):
+        raise DeadlineExceededError("no answer")
+
+    with filled() as client:
+        monkeypatch.setattr(client, "get_samples", never)
+        with pytest.raises(DeadlineExceededError, match=r"^no answer$"):
+            save_partition(client, "train", tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # Any: the manifest, decoded from JSON
 
-from dataplane_core.errors import CheckpointError
+from dataplane_core.errors import CheckpointError, DataPlaneError
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -79,6 +79,8 @@ def write_folder(folder: Path) -> Iterator[FolderWriter]:
                 shutil.rmtree(partial, ignore_errors=True)
                 _recover_old(folder, old)
                 raise
+    except DataPlaneError:  # those of a deadline are OSErrors too
+        raise
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
 

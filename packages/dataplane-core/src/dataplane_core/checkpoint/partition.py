@@ -99,6 +99,7 @@ def save_partition(
         InvalidRequestError: (a ValueError) there is no such partition, ``batch`` is out of bounds,
             or a tag or object value cannot be stored; the error names it.
         UnsupportedError: the client cannot be inspected.
+        DataPlaneError: the store did not answer a query or a read.
     """
     folder = Path(folder)
     batch = checked_int("save_partition", "batch", batch, minimum=1, maximum=MAX_PAGE_ROWS)
