@@ -377,6 +377,10 @@ def test_acknowledged_claims_are_neither_kept_nor_renewed(monkeypatch):
         ({"acknowledge_on": "comit"}, "acknowledge_on is 'comit' .*expected 'next' or 'commit'"),
         ({"renew_every_s": 0}, "renew_every_s is 0; expected more than 0"),
         ({"renew_every_s": "5"}, "renew_every_s is '5' .*expected a number of seconds"),
+        ({"num_workers": -1}, "num_workers is -1; expected"),
+        ({"prefetch_factor": 0}, "prefetch_factor is 0; expected"),
+        ({"batch_timeout_s": "5"}, "batch_timeout_s is '5' .*expected a number of seconds"),
+        ({"multiprocessing_context": "clone"}, "multiprocessing_context is 'clone' .*'spawn'"),
     ],
 )
 def test_wrong_argument_of_the_loader_is_refused_by_name(argument, message):

@@ -16,7 +16,7 @@ import torch.multiprocessing
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from dataplane_core.arguments import checked_period, repr_with_type
+from dataplane_core.arguments import checked_int, checked_period, repr_with_type
 from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -95,8 +95,8 @@ class StreamingDataLoader:
     Raises:
         DeadlineExceededError: (TimeoutError) while iterating: no worker delivered a batch within
             the dataset's ``timeout_s`` and ``batch_timeout_s`` together.
-        InvalidRequestError: (a ValueError) ``acknowledge_on`` or ``renew_every_s`` is invalid; or,
-            while iterating: the result of ``collate`` in a worker cannot be pickled.
+        InvalidRequestError: (a ValueError) an argument is invalid; or, while iterating: the result
+            of ``collate`` in a worker cannot be pickled.
         LeaseLostError: while iterating: for ``timeout_s`` each batch lost its lease before it could
             be delivered.
     """
@@ -120,14 +120,20 @@ class StreamingDataLoader:
                 f"{call}: acknowledge_on is {repr_with_type(acknowledge_on)}; expected 'next' or "
                 "'commit'"
             )
+        methods = torch.multiprocessing.get_all_start_methods()
+        if multiprocessing_context not in methods:
+            raise InvalidRequestError(
+                f"{call}: multiprocessing_context is {repr_with_type(multiprocessing_context)}; "
+                f"expected one of {listed(methods)}"
+            )
         renew_every_s = checked_period(call, "renew_every_s", renew_every_s)
         self.dataset = dataset
-        self._num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
+        self._num_workers = checked_int(call, "num_workers", num_workers)
+        self._prefetch_factor = checked_int(call, "prefetch_factor", prefetch_factor, minimum=1)
         self._pin_memory = pin_memory
         self._collate = collate
         self._acknowledge_on = acknowledge_on
-        self._batch_timeout_s = batch_timeout_s
+        self._batch_timeout_s = checked_period(call, "batch_timeout_s", batch_timeout_s)
         self._context = multiprocessing_context
         self._check_every_s = max(_POLL_S, renew_every_s / 10)
         self._client = dataset.make_client()
