@@ -330,6 +330,23 @@ def test_close_ends_blocked_claims_although_other_calls_hang():
     asyncio.run(scenario())
 
 
+def test_close_that_was_cancelled_can_be_repeated():
+    async def scenario():
+        inner = Stuck()
+        client = AsyncDataPlaneClient(inner, close_timeout_s=TIMEOUT_S)
+        stuck = asyncio.create_task(client.list_partitions())
+        await until(lambda: bool(client._running))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.close(), 0.05)
+        inner.over.set()
+        await client.close()
+        assert await stuck == []
+        with pytest.raises(ClosedError):
+            inner.register_partition("train", ["x"], 1, ["train"])
+
+    asyncio.run(scenario())
+
+
 def test_zero_threads_is_refused():
     with pytest.raises(InvalidRequestError, match="threads is 0"):
         AsyncDataPlaneClient(InMemoryDataPlaneClient(), threads=0)

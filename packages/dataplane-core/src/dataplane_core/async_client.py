@@ -98,7 +98,7 @@ class AsyncDataPlaneClient:
         self._claim_slots = asyncio.Semaphore(claim_threads)
         self._running: set[Future[Any]] = set()
         self._blocked: set[Future[Any]] = set()
-        self._closed = False
+        self._closed = self._ended = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -243,9 +243,9 @@ class AsyncDataPlaneClient:
             DeadlineExceededError: (a TimeoutError) calls are still running after
                 ``close_timeout_s``; their threads end at the calls' own deadlines.
         """
-        if self._closed:
+        if self._ended:
             return
-        self._closed = True
+        self._closed = True  # if this await is cancelled, another close continues
         deadline = time.monotonic() + self._close_timeout_s
         await _wait_for_all(self._running - self._blocked, deadline)
         # A separate thread: calls that are stuck would delay the close, and with it the end of the
@@ -254,6 +254,7 @@ class AsyncDataPlaneClient:
         closing = closer.submit(self._inner.close)
         unfinished = await _wait_for_all({closing}, deadline)
         unfinished |= await _wait_for_all(set(self._running), deadline)
+        self._ended = True
         for pool in (self._claims, self._puts, self._reads, self._calls, closer):
             pool.shutdown(wait=False)
         if closing.done():
