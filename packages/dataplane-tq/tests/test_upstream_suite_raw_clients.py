@@ -290,6 +290,7 @@ def test_images_and_other_values_of_verl_are_stored(client, partition_id):
     [
         ({"allow_pickle": "yes"}, "allow_pickle: found 'yes'; expected true or false"),
         ({"color": "red"}, "color"),
+        ({"claim_order": "builtins:len"}, r"found the keys 'claim_order'; expected"),
         ({"packed_transport": "pigeon"}, "packed_transport"),
         ({"global_segment_size": 7}, "global_segment_size"),
     ],

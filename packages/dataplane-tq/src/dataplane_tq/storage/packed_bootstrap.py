@@ -12,7 +12,8 @@ import. Pass a configuration such as::
         storage_capacity: 1000000  # rows in all partitions; this is the default
         allow_pickle: false  # the default
 
-``packed_transport`` and ``ack_timeout_ms`` are optional, as in `dataplane_core.DataPlaneConfig`.
+``packed_transport``, ``unit_resources`` and ``ack_timeout_ms`` are optional, as in
+`dataplane_core.DataPlaneConfig`; other keys are refused.
 With ``allow_pickle`` the store takes any Python value that pickle takes, and whoever can put values
 can run code in every process that gets them. The actors live until the process that started them
 calls ``transfer_queue.close`` or exits.
@@ -28,6 +29,7 @@ import ray
 from omegaconf import OmegaConf, open_dict
 
 from dataplane_core import ConfigError, validate_config
+from dataplane_core.errors import listed
 from dataplane_tq.directory.actor import DirectoryActor
 from dataplane_tq.storage.base import ACTOR_CPUS, collect_results
 from dataplane_tq.storage.packed import Packed
@@ -37,6 +39,10 @@ from dataplane_tq.upstream import StorageBootstrapProvider
 _DIRECTORY = "DataPlanePackedDirectory"
 _DEFAULT_TIMEOUT_MS = 30_000
 _DEFAULT_CAPACITY = 1_000_000
+_KEYS = (
+    *("num_storage_units", "global_segment_size", "storage_capacity"),
+    *("packed_transport", "unit_resources", "ack_timeout_ms"),
+)
 
 
 class _WithoutCloseWarning(logging.Filter):
@@ -70,6 +76,12 @@ def start(conf: Any) -> dict[str, Any]:
     allow_pickle = section.pop("allow_pickle", False)
     if not isinstance(allow_pickle, bool):
         raise ConfigError(f"{BACKEND}.allow_pickle: found {allow_pickle!r}; expected true or false")
+    unknown = sorted(map(str, section.keys() - {*_KEYS}))
+    if unknown:
+        raise ConfigError(
+            f"{BACKEND}: found the keys {listed(unknown)}; expected keys of {', '.join(_KEYS)} and "
+            "allow_pickle"
+        )
     cfg = validate_config(
         {
             "enabled": True,
