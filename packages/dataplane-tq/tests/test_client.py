@@ -5,6 +5,7 @@ Imports internals: one test patches the wire to lose an answer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -21,6 +22,7 @@ import pytest
 import torch
 from directory_calls import stop, until
 from queue_setup import batch, pid_of
+from transfer_queue.sampler import SequentialSampler
 
 from dataplane_core import (
     ClosedError,
@@ -33,6 +35,11 @@ from dataplane_core import (
 from dataplane_tq import TQDataPlaneClient
 from dataplane_tq.directory import protocol as p  # noqa: TID251
 from dataplane_tq.directory import wire  # noqa: TID251
+
+
+class SamplerOfGroups(SequentialSampler):
+    def __init__(self, group_size):
+        super().__init__()
 
 
 @pytest.fixture
@@ -69,6 +76,7 @@ for bootstrap in (True, False):
         ({"unit_resources": {"nodes": 2.0}}, "need .* of it, but the nodes of this Ray have 0"),
         ({"sampler": "nowhere:Sampler"}, "nowhere:Sampler"),
         ({"sampler": "collections:OrderedDict"}, "not a subclass"),
+        ({"sampler": f"{__name__}:SamplerOfGroups"}, "without arguments .*missing 1 required"),
         ({"backend": "ray", "unit_resources": {"n": 1.0}}, "unit_resources: .* packed, simple"),
         ({"backend": "simple", "packed_transport": "tcp"}, "packed_transport: .* one of packed"),
     ],
@@ -109,6 +117,22 @@ def test_attaching_client_needs_no_key_of_the_store(owner, partition):
     own = {"enabled": True, "impl": "transfer_queue", "claim_lease_s": 60.0}
     with TQDataPlaneClient(own, bootstrap=False) as client:
         assert client.get_samples(["a"], partition, ["x"]).batch_size == (1,)
+
+
+def test_closing_a_client_ends_its_running_calls(owner, config):
+    client = TQDataPlaneClient(config, bootstrap=False)
+    began = threading.Event()
+
+    async def hang():
+        began.set()
+        await asyncio.Event().wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client._engine.run, "put", hang)
+        assert began.wait(20)
+        client.close()
+        with pytest.raises(ClosedError, match=r"put: .* was closed"):
+            running.result(20)
 
 
 def test_all_parts_of_a_local_ray_listen_on_loopback_only(owner, partition):

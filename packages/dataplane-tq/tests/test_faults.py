@@ -281,6 +281,19 @@ def test_failed_construction_leaves_no_actor_and_no_thread(cluster, config, monk
         assert not thread.is_alive()
 
 
+def by_id(sample_id, tags):
+    return 0
+
+
+def test_claim_order_that_the_directory_lacks_is_one_error(cluster, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "only_here", sys.modules[__name__])
+    with pytest.raises(UnavailableError, match=r"claim_order: found 'only_here:by_id'") as error:
+        TQDataPlaneClient({**config, "claim_order": "only_here:by_id"})
+    assert "Traceback" not in str(error.value)
+    assert "\n" not in str(error.value)
+    assert_no_actors()
+
+
 def test_closing_the_owner_leaves_no_actor_behind(cluster, config):
     client = TQDataPlaneClient(config)
     client.close()

@@ -117,6 +117,18 @@ def test_ranges_outside_the_memory_are_refused_before_sending(unit, transport, s
         assert client.read([(0, 4)], 10).tolist() == [0] * 4
 
 
+def test_process_without_a_free_descriptor_gets_one_error(unit, monkeypatch):
+    def receive_without_descriptors(sock, nbytes, count, flags):
+        return sock.recv(nbytes), [], socket.MSG_CTRUNC, None  # as the kernel does
+
+    monkeypatch.setattr(socket, "recv_fds", receive_without_descriptors)
+    with (
+        client_of(unit.address, "shm") as client,
+        pytest.raises(UnavailableError, match="Too many open files"),
+    ):
+        client.connect(TIMEOUT_S)
+
+
 @both
 def test_wrong_token_is_refused(unit, transport):
     with (

@@ -25,7 +25,7 @@ from transfer_queue.controller import TransferQueueController
 from dataplane_core import ConfigError, UnavailableError
 from dataplane_tq import TQDataPlaneClient
 from dataplane_tq.storage import BACKENDS
-from dataplane_tq.storage.daemon import DaemonActor  # noqa: TID251  # see above
+from dataplane_tq.storage.daemon import DaemonActor, end_daemon  # noqa: TID251  # see above
 from dataplane_tq.topology import ConnectionData, _for_transfer_queue  # noqa: TID251  # see above
 
 pytestmark = pytest.mark.slow
@@ -76,6 +76,11 @@ def test_stop_leaves_no_process_and_no_file(cluster, require_backend, name):
     assert not [line for line in mapped if "/dev/shm/" in line]
     backend.stop()
     until(lambda: gone(pids, folder), timeout_s=2)  # the kernel finishes the exit
+
+
+def test_stopping_after_a_shutdown_of_ray_starts_no_other(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    end_daemon(None)  # a call would raise
 
 
 @pytest.fixture

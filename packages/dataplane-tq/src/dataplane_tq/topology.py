@@ -31,6 +31,7 @@ from dataplane_tq.storage.base import (
     Registration,
     StorageBackend,
     end_actor,
+    reason_of,
 )
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.simple import defaults
@@ -179,9 +180,10 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
         storage.stop()
         if isinstance(error, DataPlaneError) or not isinstance(error, RayError | ValueError):
             raise
+        reason = reason_of(error) if isinstance(error, RayError) else error
         raise UnavailableError(
             f"TransferQueue did not start (deadline {START_S:g} s; each actor needs "
-            f"{ACTOR_CPUS} CPU): {error}"
+            f"{ACTOR_CPUS} CPU): {reason}"
         ) from error
     return Topology(actors, connection, storage)
 

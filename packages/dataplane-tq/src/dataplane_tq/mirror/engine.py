@@ -21,7 +21,12 @@ import ray
 import zmq
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from dataplane_core import DataPlaneError, DeadlineExceededError, UnavailableError
+from dataplane_core import (
+    ClosedError,
+    DataPlaneError,
+    DeadlineExceededError,
+    UnavailableError,
+)
 from dataplane_tq.upstream import AsyncTransferQueueClient
 
 T = TypeVar("T")
@@ -117,6 +122,7 @@ class Engine:
         Raises:
             UnavailableError: an actor is dead, or the operation failed.
             DeadlineExceededError: the deadline expired, though all actors are alive.
+            ClosedError: `close` was called meanwhile.
         """
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -135,6 +141,8 @@ class Engine:
             if cancel:
                 future.cancel()
             raise
+        except futures.CancelledError:
+            raise ClosedError(f"{what}: the TransferQueue client was closed") from None
         except FAILURES as error:
             self.check_alive(what)
             raise UnavailableError(f"{what}: TransferQueue failed: {error}") from error

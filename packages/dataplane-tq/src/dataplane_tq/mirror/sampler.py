@@ -25,7 +25,7 @@ def load_sampler(path: str | None) -> BaseSampler | None:
     """Build the sampler that is configured as ``module:Class``; None if none is.
 
     Raises:
-        ConfigError: (a ValueError) the class does not exist or is no sampler.
+        ConfigError: (a ValueError) the class does not exist, is no sampler, or needs arguments.
     """
     if path is None:
         return None
@@ -41,7 +41,13 @@ def load_sampler(path: str | None) -> BaseSampler | None:
             f"data-plane config: sampler: {path!r} is not a subclass of "
             "transfer_queue.sampler.BaseSampler"
         )
-    return sampler()
+    try:
+        return sampler()
+    except TypeError as error:
+        raise ConfigError(
+            f"data-plane config: sampler: {path!r} cannot be built without arguments ({error}); "
+            "name a subclass that sets them"
+        ) from error
 
 
 class ConsumptionSampler(BaseSampler):

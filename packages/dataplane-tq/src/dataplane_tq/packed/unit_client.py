@@ -9,6 +9,7 @@ opened them.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -240,6 +241,8 @@ class UnitClient:
             except BlockingIOError:
                 raise wire.DeadlinePassed from None
             _check_answer(answer)
+            if not fds:  # the kernel drops a descriptor for which this process has no number left
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             arena = Arena.attach(fds[0], self._address.capacity)
         connections.memory, connections.liveness = arena, sock
 

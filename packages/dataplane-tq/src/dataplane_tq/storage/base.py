@@ -187,6 +187,14 @@ def collect_results(
     except RayTaskError as error:
         if isinstance(error.cause, DataPlaneError):
             raise error.cause from None
-        raise UnavailableError(f"{what} did not start: {error}") from error
+        raise UnavailableError(f"{what} did not start: {reason_of(error)}") from error
     except RayError as error:
-        raise UnavailableError(f"{what} did not start: {error}") from error
+        raise UnavailableError(f"{what} did not start: {reason_of(error)}") from error
+
+
+def reason_of(error: RayError) -> str:
+    """Return an error of Ray without the traceback of another process, which its text contains."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if isinstance(error, RayTaskError) or "creation task" in lines[0]:
+        return lines[-1]  # the error that the actor's code raised
+    return lines[0]

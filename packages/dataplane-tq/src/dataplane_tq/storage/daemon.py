@@ -16,10 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any  # Any: Ray handles have no static types
 
 import ray
+from ray.exceptions import RayError
 
 from dataplane_core import UnavailableError
 from dataplane_tq.storage import supervise
@@ -118,8 +120,13 @@ class DaemonActor:
 
 
 def end_daemon(actor: Any) -> None:
-    """Have a `DaemonActor` stop its daemon, and wait for at most 20 s."""
-    ray.wait([actor.stop.remote()], timeout=2 * _STOP_TIMEOUT_S)
+    """Have a `DaemonActor` stop its daemon, and wait for at most 20 s.
+
+    If its Ray cluster was shut down, actor and daemon are gone; a call would start another one.
+    """
+    if ray.is_initialized():
+        with suppress(RayError, ValueError):  # a handle of an earlier cluster
+            ray.wait([actor.stop.remote()], timeout=2 * _STOP_TIMEOUT_S)
 
 
 def free_port(host: str) -> int:
