@@ -175,6 +175,7 @@ def test_a_step_counts_samples_that_an_earlier_one_put(job, otlp):
 
 
 def test_a_put_without_version_does_not_hide_a_later_one(job, otlp):
+    runs = {}
     for number, order in enumerate(itertools.permutations(range(5))):
         run = f"run {number}"
         logs = [
@@ -184,15 +185,17 @@ def test_a_put_without_version_does_not_hide_a_later_one(job, otlp):
             otlp.log("cleared", ["a"], at_s=5, run=run),
             otlp.log("put", ["a"], at_s=6, run=run),
         ]
-        for place in order:
-            job.send(logs[place])
-        job.send(otlp.log("trained", ["a"], at_s=4, version=5, step=1, run=run))
-        assert staleness(job, run) == ({2: 1}, 0)
-        job.send(
-            otlp.log("put", ["a"], at_s=7, version=8, run=run),
-            otlp.log("trained", ["a"], at_s=8, version=9, step=2, run=run),
-        )
-        assert staleness(job, run) == ({1: 1, 2: 1}, 0)
+        trained = otlp.log("trained", ["a"], at_s=4, version=5, step=1, run=run)
+        runs[run] = [*(logs[place] for place in order), trained]
+    for requests in zip(*runs.values(), strict=True):  # all runs share a request
+        job.send(*requests)
+    assert {run: staleness(job, run) for run in runs} == dict.fromkeys(runs, ({2: 1}, 0))
+    for name, facts in (
+        ("put", {"at_s": 7, "version": 8}),
+        ("trained", {"at_s": 8, "version": 9, "step": 2}),
+    ):
+        job.send(*(otlp.log(name, ["a"], run=run, **facts) for run in runs))
+    assert {run: staleness(job, run) for run in runs} == dict.fromkeys(runs, ({1: 1, 2: 1}, 0))
 
 
 @pytest.mark.parametrize("of_partition", [False, True])
