@@ -57,7 +57,7 @@ def benchmarks(
             from integration.benchmarks.refit_planning import measure_planning
             from integration.benchmarks.run import run_sessions
             from integration.benchmarks.tables import tables
-            from integration.benchmarks.tracing import DEMO, LARGER, measure_tracing
+            from integration.benchmarks.tracing import measure_tracing
 
             measured_on = circumstances()
             service.wait()
@@ -72,22 +72,21 @@ def benchmarks(
     parts.begin("starting Ray")
     with cluster.ray_cluster(full=full):
         sessions = run_sessions(parts, backend=backend, full=full)
-        loads = (DEMO, LARGER) if full else (DEMO,)
-        costs = [measure_tracing(load, parts.begin, full=full) for load in loads]
+        cost = measure_tracing(parts.begin, full=full)
         async_results = measure_async(parts.begin) if full else []
         growth = measure_growth(parts, full=True) if full else None
     refits = measure_refit(parts.begin, full=full)
     planning = measure_planning(parts.begin) if full else None
     parts.begin("writing the results")
     large = [part for part in (planning, soak, growth) if part is not None]
-    measured = [*sessions, *refits, *costs, *async_results, ingest, pages, *large]
+    measured = [*sessions, *refits, cost, *async_results, ingest, pages, *large]
     entries = [entry for part in measured for entry in part.entries()]
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
     on = ("Measured on", CIRCUMSTANCES_HEADINGS, measured_on)
     for title, headings, rows in (
         on,
-        *tables(sessions, costs, async_results, refits, planning, (ingest, pages, soak), growth),
+        *tables(sessions, cost, async_results, refits, planning, (ingest, pages, soak), growth),
     ):
         if not rows:
             continue
@@ -97,7 +96,7 @@ def benchmarks(
     if pictures is not None:
         from integration.benchmarks.pictures import save_pictures
 
-        for path in save_pictures(pictures, sessions[0], refits, costs, ingest, pages):
+        for path in save_pictures(pictures, sessions[0], refits, ingest, pages):
             console.print(f"picture: {path}")
     console.print("ratios:")
     for entry in entries:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from integration.benchmarks.admin_ingest import IngestResult
 from integration.benchmarks.admin_pages import PagesResult
 from integration.benchmarks.refit import RefitResult
 from integration.benchmarks.report import DATA_PLANE, RAW, Session
 from integration.benchmarks.summary import Summary
 from integration.benchmarks.systems import Operation
-from integration.benchmarks.tracing import TracingCost
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,22 +38,19 @@ _REFIT_COLORS = {
     "file": _GREY,
     "memcpy": _LIGHT,
 }
-_MODES = {"off_again": ("off again", _GREY), "on": ("on", _BLUE), "verbose": ("verbose", _ORANGE)}
 
 
 def save_pictures(
     folder: Path,
     session: Session,
     refits: Sequence[RefitResult],
-    costs: Sequence[TracingCost],
     ingest: IngestResult,
     pages: PagesResult,
 ) -> list[Path]:
-    """Draw speed.png, refit-speed.png, tracing-cost.png and admin-speed.png; return the paths."""
+    """Draw speed.png, refit-speed.png and admin-speed.png; return the paths."""
     figures = {
         "speed": _data_plane(session),
         "refit-speed": _refit(refits),
-        "tracing-cost": _tracing(costs),
         "admin-speed": _admin(ingest, pages),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,51 +186,6 @@ def _refit(refits: Sequence[RefitResult]) -> Figure:
     _titled(ratios, "duration / refit-mx over NIXL")
     ratios.set_xlabel("publish and fetch; raw NIXL: fetch only", fontsize=8)
     return figure
-
-
-def _tracing(costs: Sequence[TracingCost]) -> Figure:
-    """Draw each round's cost, and the time measured inside the processes."""
-    figure, (rounds, inside) = _figure([3, 2])
-    labels = []
-    for cost in costs:
-        for mode, (label, color) in _MODES.items():
-            if mode not in cost.seconds:
-                continue
-            percent = np.array(cost.overhead(mode))
-            place = len(labels)
-            spread = np.linspace(-0.25, 0.25, len(percent))
-            rounds.plot(place + spread, percent, "o", markersize=3, color=color, alpha=0.6)
-            median = float(np.median(percent))
-            rounds.plot([place - 0.32, place + 0.32], [median] * 2, color="#111827")
-            labels.append(_labeled(label, cost))
-    rounds.set_xticks(range(len(labels)), labels, fontsize=7)
-    rounds.axhline(0, color=_GREY, linewidth=1)
-    _titled(rounds, "each round's step, % slower than untraced; line: median")
-    places: list[str] = []
-    for cost in costs:
-        step = Summary.of(cost.seconds["off"]).value
-        for mode in cost.inside:
-            if mode == "off":
-                continue
-            longer = _scaled(cost.critical(mode), 100 / step)
-            inside.bar(
-                len(places),
-                longer.value,
-                0.6,
-                yerr=longer.spread / 2,
-                error_kw={"elinewidth": 0.8, "ecolor": "#374151"},
-                color=_MODES[mode][1],
-            )
-            places.append(_labeled(_MODES[mode][0], cost))
-    inside.set_xticks(range(len(places)), places, fontsize=7)
-    for budget, color in ((1, _BLUE), (2, _ORANGE)):
-        inside.axhline(budget, color=color, linewidth=1, linestyle=":")
-    _titled(inside, "measured inside, % of the step; dotted: budgets")
-    return figure
-
-
-def _labeled(mode: str, cost: TracingCost) -> str:
-    return "\n".join([mode, *textwrap.wrap(cost.load.title.removeprefix("the "), 12)])
 
 
 def _admin(ingest: IngestResult, pages: PagesResult) -> Figure:

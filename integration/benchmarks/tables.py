@@ -22,7 +22,7 @@ from integration.benchmarks.tracing import INSIDE_HEADINGS, TRACING_HEADINGS, Tr
 
 def tables(
     sessions: Sequence[Session],
-    costs: Sequence[TracingCost],
+    cost: TracingCost,
     async_results: Sequence[AsyncResult],
     refits: Sequence[RefitResult],
     planning: PlanningResult | None,
@@ -39,10 +39,8 @@ def tables(
         yield refit.title, REFIT_HEADINGS, refit.rows()
         yield refit.title, STAGE_HEADINGS, refit.stage_rows()
     yield "Refit: planning", PLANNING_HEADINGS, [] if planning is None else planning.rows()
-    for cost in costs:
-        title = f"Tracing of a GRPO step: {cost.load.title}"
-        yield title, TRACING_HEADINGS, cost.rows()
-        yield title, INSIDE_HEADINGS, cost.inside_rows()
+    yield "Tracing of a GRPO step", TRACING_HEADINGS, cost.rows()
+    yield "Tracing of a GRPO step", INSIDE_HEADINGS, cost.inside_rows()
     rows = [row for result in async_results for row in result.rows()]
     yield "Asynchronous GRPO", ASYNC_HEADINGS, rows
     rows = [row for result in async_results for row in result.what_if_rows()]

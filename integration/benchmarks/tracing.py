@@ -54,50 +54,16 @@ Mode = Literal["off", "off_again", "on", "verbose"]
 BUDGET_STEP_S = 5.0
 """Duration of the step for which the budget of 1 % is stated; the demo's steps are shorter."""
 
-QUICK_ROUNDS = 4
+_QUICK_ROUNDS, _FULL_ROUNDS = 4, 10
+_LEAD_IN, _IN_A_ROW = 8, 8
+"""Steps of one mode in a round of a full run. The first ones do not count: telemetry is sent every
+five seconds, so without them the steps of one mode would pay for another's."""
 _QUICK_MODES: tuple[Mode, ...] = ("off", "on")
 _FULL_MODES: tuple[Mode, ...] = ("off", "off_again", "on", "verbose")
 _WARM_UPS = 1
 SEED = 20_261
 _RESAMPLES = 4_000
 _INSIDE_STEPS, _QUICK_INSIDE_STEPS = 20, 1
-
-
-@dataclass(frozen=True)
-class Load:
-    """Step to measure.
-
-    Attributes:
-        title: title in tables.
-        name: prefix of the names of its results.
-        rounds: number of rounds in a full run.
-        in_a_row: number of consecutive steps of one mode in a round.
-        lead_in: number of steps before them that do not count. Telemetry is sent every five
-            seconds, so without them the steps of one mode would pay for another's.
-        overrides: overrides of the demo's configuration.
-    """
-
-    title: str
-    name: str
-    rounds: int
-    in_a_row: int
-    lead_in: int
-    overrides: tuple[str, ...] = ()
-
-
-DEMO = Load("the demo's step", "trace.step", 10, 8, 8)
-LARGER = Load(
-    "the same with a larger model",
-    "trace.larger_step",
-    5,
-    4,
-    4,
-    (
-        "policy.model.hidden_size=192",
-        "policy.model.head_dim=48",
-        "policy.model.intermediate_size=512",
-    ),
-)
 
 
 INSIDE_HEADINGS = [
@@ -127,7 +93,6 @@ class TracingCost:
     """Result of the tracing benchmark.
 
     Attributes:
-        load: the step.
         inside: mode to the time in tracing code of each step, by process; see `Spent`.
         seconds: mode to the mean duration of each round's steps.
         cpu_seconds: mode to the mean CPU time of each round's steps, over all processes except the
@@ -138,7 +103,6 @@ class TracingCost:
             put and a get of an instrumented client; empty in a quick run.
     """
 
-    load: Load
     inside: dict[Mode, list[dict[str, Spent]]]
     seconds: dict[Mode, list[float]]
     cpu_seconds: dict[Mode, list[float]]
@@ -239,15 +203,14 @@ class TracingCost:
     def entries(self) -> list[Entry]:
         """Return entries for the file of results."""
         names = {"on": "", "verbose": "_verbose", "off_again": "_noise"}
-        own = self.load.name
         entries = []
         for mode, name in names.items():
             if mode in self.seconds:
                 for what, cost in (("", self.overhead(mode)), ("_cpu", self.cpu_overhead(mode))):
                     summary = Summary.of(cost)
-                    name_of_cost = f"{own}{name}{what}_overhead_pct"
+                    name_of_cost = f"trace.step{name}{what}_overhead_pct"
                     entries.append(Entry.of(name_of_cost, summary, "%", baseline="off"))
-        entries.append(Entry.ms(f"{own}_off_ms", Summary.of(self.seconds["off"])))
+        entries.append(Entry.ms("trace.step_off_ms", Summary.of(self.seconds["off"])))
         for mode in self.inside:
             if mode == "off":
                 continue
@@ -260,10 +223,8 @@ class TracingCost:
                 ("us_per_span", per_span, "us"),
             ):
                 entries.append(
-                    Entry.of(f"{own}{suffix}_inside_{what}", longer, unit, factor=factor)
+                    Entry.of(f"trace.step{suffix}_inside_{what}", longer, unit, factor=factor)
                 )
-        if self.load is not DEMO:
-            return entries
         for mode in self.spans:
             suffix = "" if mode == "on" else f"_{mode}"
             for name, counted in (("spans", self.spans), ("events", self.events)):
@@ -275,18 +236,17 @@ class TracingCost:
         return entries
 
 
-def measure_tracing(load: Load, announce: Callable[[str], None], *, full: bool) -> TracingCost:
+def measure_tracing(announce: Callable[[str], None], *, full: bool) -> TracingCost:
     """Run the rounds on the running Ray; start and stop all other processes.
 
     Args:
-        load: the step.
         announce: called with the title of each part.
-        full: whether to run all modes and the load's number of rounds; if False, the minimum.
+        full: whether to run all modes and rounds; if False, the minimum.
     """
-    announce(f"starting the processes of a GRPO run: {load.title}")
+    announce("starting the processes of a GRPO run")
     modes = _FULL_MODES if full else _QUICK_MODES
     with tempfile.TemporaryDirectory(prefix="bench-trace-") as folder, collector() as collecting:
-        config = _config(load, Path(folder), collecting.endpoint)
+        config = _config(Path(folder), collecting.endpoint)
         inputs = read_inputs(config)
         model = str(initial_model(config, Path(folder)))
         telemetry = TelemetrySettings("bench", collecting.endpoint)
@@ -295,14 +255,14 @@ def measure_tracing(load: Load, announce: Callable[[str], None], *, full: bool) 
             actors = RunActors(config, model=model, tokenizer=inputs.tokenizer, telemetry=telemetry)
             stack.callback(actors.close)
             steps = Steps(config, inputs, actors, collecting.pid)
-            announce(f"tracing of a GRPO step: {load.title}")
+            announce("tracing of a GRPO step")
             order = random.Random(SEED)
             seconds: dict[Mode, list[float]] = defaultdict(list)
             cpu_seconds: dict[Mode, list[float]] = defaultdict(list)
-            rounds = load.rounds if full else QUICK_ROUNDS
+            rounds = _FULL_ROUNDS if full else _QUICK_ROUNDS
             inside_steps = _INSIDE_STEPS if full else _QUICK_INSIDE_STEPS
-            lead_in = load.lead_in if full else 0
-            in_a_row = lead_in + load.in_a_row if full else 1
+            lead_in = _LEAD_IN if full else 0
+            in_a_row = lead_in + _IN_A_ROW if full else 1
             for number in range(_WARM_UPS + rounds):
                 if number == _WARM_UPS:
                     steps.settle()
@@ -323,7 +283,6 @@ def measure_tracing(load: Load, announce: Callable[[str], None], *, full: bool) 
     last = done - 1
     reported: list[Mode] = [mode for mode in ("on", "verbose") if mode in modes]
     return TracingCost(
-        load,
         inside,
         dict(seconds),
         dict(cpu_seconds),
@@ -333,7 +292,7 @@ def measure_tracing(load: Load, announce: Callable[[str], None], *, full: bool) 
     )
 
 
-def _config(load: Load, folder: Path, endpoint: str) -> TrainerConfig:
+def _config(folder: Path, endpoint: str) -> TrainerConfig:
     return load_config(
         overrides=[
             f"run.output={folder}",
@@ -342,7 +301,6 @@ def _config(load: Load, folder: Path, endpoint: str) -> TrainerConfig:
             "validation.every_steps=0",
             "tracing.enabled=true",
             f"tracing.endpoint={endpoint}",
-            *load.overrides,
         ]
     )
 
