@@ -168,7 +168,9 @@ def test_a_failing_engine_is_one_warning_and_a_gap(engine, scraping, tmp_path):
                     handler.wfile.write(b"#")
 
         engine.answer = drip
-        service, process = scraping("--engine", engine.url, "--engine", good.url)
+        service, process = scraping(
+            "--interval-s", "1", "--engine", engine.url, "--engine", good.url
+        )
         until(lambda: engine.requests > 2 and subjects(service))
         log = tmp_path / "scrape.log"
         assert len(warnings_of(log, engine)) == 1
