@@ -23,8 +23,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
+from typer.testing import CliRunner
 
 from dataplane_admin import Settings, create_app
+from dataplane_admin.cli import app as command_line
 
 # Tests are imported by path, so their shared modules need this folder.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -97,20 +99,14 @@ def start(tmp_path):
 
 
 @pytest.fixture
-def refused(tmp_path):
-    """Run a command that must exit; return its status and standard error."""
+def refused(tmp_path, monkeypatch):
+    """Start the service with wrong options; return its exit status and standard error."""
+    monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        done = subprocess.run(
-            [COMMAND, "serve", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            cwd=tmp_path,
-        )
+        done = CliRunner().invoke(command_line, ["serve", *arguments])
         assert done.stdout == ""
-        return done.returncode, done.stderr
+        return done.exit_code, done.stderr
 
     return run
 

@@ -183,13 +183,21 @@ def test_a_traceback_shows_no_local_variables(start):
     assert "what the user said" not in written
 
 
-def test_a_port_in_use_is_reported_on_one_line(refused):
+def test_a_port_in_use_is_reported_on_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, errors = refused("--port", str(port))
-    assert status == 1
+        done = subprocess.run(
+            [sys.executable, "-m", "dataplane_admin", "serve", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (1, "")
     in_use = "Address already in use"
-    assert errors == f"dataplane-admin: --port: cannot listen on 127.0.0.1:{port}: {in_use}\n"
+    assert done.stderr == (
+        f"dataplane-admin: --port: cannot listen on 127.0.0.1:{port}: {in_use}\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
