@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from refit_server.cli import app
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "refit-server")
 TIMEOUT_S = 60.0
@@ -54,7 +57,19 @@ def start():
 
 @pytest.fixture
 def refused():
-    """Run the command, which must exit; return its status and its standard error."""
+    """Start a server with wrong options in this process; return the lines of standard error."""
+
+    def run(*arguments, lines=1):
+        done = CliRunner().invoke(app, ["serve", *arguments])
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", lines)
+        return done.stderr
+
+    return run
+
+
+@pytest.fixture
+def failed():
+    """Start a server that must exit with status 1; return its line of standard error."""
 
     def run(*arguments):
         done = subprocess.run(
@@ -64,8 +79,8 @@ def refused():
             timeout=TIMEOUT_S,
             check=False,
         )
-        assert done.stdout == ""
-        return done.returncode, done.stderr
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        return done.stderr
 
     return run
 
