@@ -464,15 +464,9 @@ def test_namespace_container_resolves_its_host_names(
     assert done.stdout == "127.0.0.1 localhost\n10.77.0.1 one\n10.77.0.2 admin\n"
 
 
-def test_workflow_is_valid_pinned_and_pushes_only_tags() -> None:
-    path = ROOT / ".github" / "workflows" / "images.yml"
-    workflow = load(path)
-    # YAML 1.1 reads the key `on` as true.
-    events = workflow.pop(True)
-    jsonschema.validate({**workflow, "on": events}, schema("github-workflows"))
-    assert workflow["permissions"] == {}
-    for used in re.findall(r"uses: ([^.\s]\S*.*)$", path.read_text(), re.MULTILINE):
-        assert re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", used), used
+def test_workflow_pushes_only_tags_of_services() -> None:
+    workflow = load(ROOT / ".github" / "workflows" / "images.yml")
+    events = workflow[True]  # YAML 1.1 reads the key `on` as true
     tags = {tag.partition("==")[0] for tag in events["push"]["tags"]}
     names = {
         re.findall(

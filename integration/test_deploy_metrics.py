@@ -11,7 +11,6 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any  # Any: JSON
 
 import promql_parser
 import pytest
@@ -215,12 +214,6 @@ def test_data_plane_dashboard_shows_every_metric_of_a_run(run: Series) -> None:
     assert families <= {re.sub("_(bucket|count|sum|total)$", "", name) for name in queried}
 
 
-def panels(board: str) -> list[dict[str, Any]]:
-    content = json.loads((MONITORING / "dashboards" / board).read_text())
-    listed: list[dict[str, Any]] = content["panels"]
-    return listed
-
-
 def test_single_failure_is_visible() -> None:
     """Queries of failures use no rate: such a series has no value before its first failure."""
     failure_queries = [
@@ -232,17 +225,6 @@ def test_single_failure_is_visible() -> None:
     assert len(failure_queries) == 3
     for query in failure_queries:
         assert not re.search(r"rate\(|increase\(", query), query
-
-
-def test_panels_that_may_stay_empty_say_why() -> None:
-    kinds = [(panel["type"], panel["title"]) for panel in panels("admin.json")]
-    live_panels = panels("admin.json")[kinds.index(("row", "Live data plane")) + 1 :]
-    assert len(live_panels) == 5
-    for panel in live_panels:
-        assert "Needs --ray-address" in panel["description"], panel["title"]
-    for panel in panels("data-plane.json"):
-        if "claim_age" in json.dumps(panel) or "dataplane_ready" in json.dumps(panel):
-            assert "Only tasks that claim" in panel["description"], panel["title"]
 
 
 def test_processes_export_metrics_during_a_short_run() -> None:

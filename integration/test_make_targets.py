@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from integration.changed import changed_files, members_of
 from integration.git_commands import git
-from integration.system_packages import NEEDS, packages_of
+from integration.system_packages import packages_of
 from integration.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -116,18 +116,6 @@ def test_skipped_tests_are_listed_by_name_and_number(tmp_path: Path) -> None:
     source = (ROOT / files[0]).read_text()
     assert all(f"def {name}(" in source for name in names)
     assert len(names) <= int(number)
-
-
-def test_tests_declare_the_programs_they_use() -> None:
-    uses = re.compile(r'[\[( ]"(?:chromium|initdb|ip|jq|nft|nginx|openssl)"[],)]')
-    unlisted = [
-        path.relative_to(ROOT)
-        for path in ROOT.glob("*/*/tests/**/test_*.py")
-        if uses.search(source := path.read_text())
-        and "debian(" not in source
-        and not any(fixture in source for need in NEEDS.values() for fixture in need.fixtures)
-    ]
-    assert unlisted == []
 
 
 def test_tests_ignore_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
