@@ -30,16 +30,16 @@ def test_partition_tables_fit_a_desktop(watched):
 
 
 def test_every_page_is_safe_and_fits_the_screen(watched):
-    watch = watched()
+    watch, widths = watched(), [390, 2560]
     for path in PAGES:
         if path == "/docs":
             continue  # it renders after it has loaded: see test_the_api_page_sends_requests
         page = watch.go(path)
-        for width in (390, 2560):
+        widths.reverse()  # the page has opened at the last one
+        for width in widths:
             page.set_viewport_size({"width": width, "height": 800})
             wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wider <= 0, f"{path} is {wider} pixels too wide for {width} pixels"
-        page.set_viewport_size({"width": 1280, "height": 900})
         watch.check()
 
 
