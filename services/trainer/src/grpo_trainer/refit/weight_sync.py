@@ -165,7 +165,6 @@ class RefitWeightSync:
         self._begun = None
         self._count += 1
         version_id = f"{self._model_name}-{version}-{self._count}"
-        carrier = {"carrier": inject()}
         try:
             self._request(
                 lambda control: control.create_version(
@@ -176,11 +175,9 @@ class RefitWeightSync:
                 )
             )
             self._begun = version_id
-            for method, workers in (
-                ("publish_weights", self._sources),
-                ("install_weights", self._targets),
-            ):
-                self._calls.each(method, dict.fromkeys(workers, ((version_id,), carrier)))
+            arguments = ((version_id,), {"carrier": inject()})
+            self._publish(version_id, arguments)
+            self._calls.each("install_weights", dict.fromkeys(self._targets, arguments))
             if (former := self._published) is not None:
                 # This frees the version's arenas for the next one. A control plane that restarted
                 # without its state has no such version.
@@ -189,6 +186,20 @@ class RefitWeightSync:
         except RefitError as error:
             raise WorkerError(f"refit: {error}") from error
         self._installed, self._published = version, version_id
+
+    def _publish(self, version_id: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Publish on every policy worker; if one fails, release the version.
+
+        A version that stays STAGING would fill an arena of each worker that has published it, and
+        the next publish would release the version that the generators serve.
+        """
+        try:
+            self._calls.each("publish_weights", dict.fromkeys(self._sources, arguments))
+        except BaseException:  # release it also on an interrupt
+            with suppress(RefitError):
+                deadline = Deadline(_PROBE_S, "refit: the control plane")
+                self._control.within(deadline).delete_version(version_id)
+            raise
 
     def _is_forgotten(self) -> bool:
         """Return whether the control plane answers, and lacks the version created last."""
