@@ -13,12 +13,13 @@ vLLM reads reports the failure.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
 
-from refit_mx.errors import FencedError
+from refit_mx.errors import FencedError, RefitError
 
 _LOGITS = "compute_logits"
 
@@ -67,15 +68,18 @@ class ModelFence:
         raise FencedError(f"{self._why()}; the weights are a mixture, so nothing is computed")
 
 
-def gather_from_ranks(text: str) -> Sequence[str]:
+def gather_from_ranks(text: str, timeout_s: float) -> Sequence[str]:
     """Exchange a text with all ranks of this vLLM server; collective.
 
-    It waits for all ranks, up to the timeout of torch's group. If each rank had a deadline, one
-    could fail while another succeeds, and the ranks must fail together. A caller of vLLM's routes
-    has its own deadline.
+    Args:
+        text: text of this rank.
+        timeout_s: time limit for the other ranks to call this.
 
     Returns:
         The texts in the order of the ranks.
+
+    Raises:
+        RefitError: a rank is gone or did not come in time. All ranks that did come raise, too.
     """
     from vllm.distributed.parallel_state import get_world_group
 
@@ -83,5 +87,12 @@ def gather_from_ranks(text: str) -> Sequence[str]:
     if group.world_size == 1:
         return [text]
     answers: list[str] = [""] * group.world_size
-    dist.all_gather_object(answers, text, group=group.cpu_group)
+    try:
+        # Torch's group alone would wait for half an hour, and not name the rank.
+        dist.monitored_barrier(group.cpu_group, timedelta(seconds=timeout_s), wait_all_ranks=True)
+        dist.all_gather_object(answers, text, group=group.cpu_group)
+    except RuntimeError as error:
+        raise RefitError(
+            f"not all {group.world_size} ranks of this vLLM server answer; restart it: {error}"
+        ) from error
     return answers

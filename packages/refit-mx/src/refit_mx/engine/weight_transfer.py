@@ -34,6 +34,8 @@ from refit_mx.receive.receiver import MxV2RefitReceiver
 from refit_mx.spans import phase
 
 _MAX_NAMED = 5
+_RANKS_S = 120.0
+"""Time limit for the other ranks to finish the same step."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,7 @@ class MxWeightTransfer:
             return
         previous = self.drop()
         init = self._info
-        timeout_s = info.timeout_s or (init or MxInitInfo).timeout_s
-        deadline = Deadline(timeout_s, f"update to version {info.version_id}")
+        deadline = Deadline(self._timeout_of(info), f"update to version {info.version_id}")
 
         def fetch(receiver: MxV2RefitReceiver, init: MxInitInfo) -> _Fetched:
             if previous is not None:
@@ -171,13 +172,18 @@ class MxWeightTransfer:
             future.set_exception(error)
         self._fetch = _Fetch(info.version_id, deadline, future)
 
+    def _timeout_of(self, info: MxUpdateInfo) -> float:
+        return info.timeout_s or (self._info or MxInitInfo).timeout_s
+
     def join(self, info: MxUpdateInfo) -> None:
         """Wait until all ranks have fetched a version; begin if needed. Collective.
 
         Raises:
             RefitError: the fetch failed on this or another rank. No live weight has changed.
         """
-        with self._raise_on_all_ranks(f"the fetch of version {info.version_id}"):
+        # A rank that has the version waits for the fetches of the others.
+        limit_s = self._timeout_of(info) + _RANKS_S
+        with self._raise_on_all_ranks(f"the fetch of version {info.version_id}", limit_s):
             self.begin(info)
             fetch = self._fetch
             assert fetch is not None
@@ -198,7 +204,7 @@ class MxWeightTransfer:
         """
         fetch = self._fetch
         state = "no fetch" if fetch is None else str(fetch)  # read once: the fetch may complete
-        states = gather_from_ranks(state)
+        states = gather_from_ranks(state, _RANKS_S)
         try:
             if len(set(states)) > 1 or (fetch is not None and state != fetch.success_text):
                 with self._raise_on_all_ranks("finish_weight_update"):
@@ -225,17 +231,20 @@ class MxWeightTransfer:
         self._fence.open()
 
     @contextmanager
-    def _raise_on_all_ranks(self, what: str, *, always: bool = False) -> Iterator[None]:
+    def _raise_on_all_ranks(
+        self, what: str, timeout_s: float = _RANKS_S, *, always: bool = False
+    ) -> Iterator[None]:
         """Make all ranks raise if the block fails on one of them; collective.
 
         With ``errors: status`` a failure is only recorded, on the rank where it happens.
 
         Args:
             what: name of the block, for the message.
+            timeout_s: time limit for the other ranks to come to the block's end.
             always: raise, whatever ``errors`` is.
 
         Raises:
-            RefitError: this rank's failure, or one that names the failed ranks.
+            RefitError: this rank's failure, or one that names the failed or missing ranks.
         """
         failure: Exception | None = None
         try:
@@ -245,7 +254,12 @@ class MxWeightTransfer:
         self._error = None if failure is None else _text(failure)
         if self._status_only and not always:
             return
-        answers = gather_from_ranks(self._error or "")
+        answers: Sequence[str] = ()
+        try:
+            answers = gather_from_ranks(self._error or "", timeout_s)
+        except RefitError as error:
+            failure = failure or error
+            self._error = _text(failure)
         if failure is not None:
             raise failure
         failed = {rank: answer for rank, answer in enumerate(answers) if answer}

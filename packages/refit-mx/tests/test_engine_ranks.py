@@ -1,0 +1,65 @@
+"""Ranks of a vLLM server fail together: a missing rank is an error on all others, in time.
+
+These tests use internals and replace vLLM's group by one of torch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+RANKS = 3
+LIMIT_S = 3
+PROGRAM = """
+import os, sys, time, types
+import torch.distributed as dist
+from refit_mx import RefitError
+
+file, rank, ranks, late_s, limit_s = sys.argv[1], *map(int, sys.argv[2:])
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+state = types.ModuleType("vllm.distributed.parallel_state")
+state.get_world_group = lambda: types.SimpleNamespace(world_size=ranks, cpu_group=dist.group.WORLD)
+for name in ("vllm", "vllm.distributed", state.__name__):
+    sys.modules[name] = state
+from refit_mx.engine.fence import gather_from_ranks
+
+assert gather_from_ranks(f"rank {rank}", 60) == [f"rank {n}" for n in range(ranks)]
+if rank == 1:
+    if not late_s:
+        os._exit(9)
+    time.sleep(late_s)
+began = time.monotonic()
+try:
+    gather_from_ranks("again", limit_s)
+except RefitError as error:
+    print(time.monotonic() - began, str(error).replace("\\n", " "), flush=True)
+os._exit(0)  # the store of a group that has failed may block at exit
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late_s", [0, LIMIT_S + 2], ids=["killed", "late"])
+def test_missing_rank_is_an_error_on_all_ranks(tmp_path, late_s):
+    arguments = (str(RANKS), str(late_s), str(LIMIT_S))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path / "group"), str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        written = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for number, (out, err) in enumerate(written):
+        if number != 1 or late_s:
+            seconds, _, error = out.partition(" ")
+            assert float(seconds) < LIMIT_S + 10, err
+            assert "not all 3 ranks of this vLLM server answer" in error
+    assert "Ranks 1 failed" in written[0][0]
