@@ -219,7 +219,7 @@ def test_failed_fetch_pauses_no_server(rig, serving, spoil, named):
 @pytest.mark.parametrize("change", [pytest.param("changed byte", marks=LONG), "swapped rows"])
 def test_wrong_bytes_are_noticed_before_the_pause(rig, serving, change):
     version_id = rig.publish(1)
-    memory = rig.trainer.publishers[0]._arenas.arena_of(version_id).memory
+    memory = rig.trainer.publishers[0]._held[version_id].arena.memory
     right = memory.clone()
     if change == "changed byte":
         memory[5] ^= 1

@@ -50,8 +50,9 @@ def state():
 def server():
     """Run a control plane that retains all versions."""
     from refit_mx import EmbeddedControlServer
+    from refit_mx.control import Limits
 
-    with EmbeddedControlServer(retention=0) as running:
+    with EmbeddedControlServer(limits=Limits(retention=0)) as running:
         yield running
 
 
@@ -89,7 +90,9 @@ def world():
     """Yield a `World` whose control plane releases versions only on request."""
     from refit_fixtures import a_world
 
-    with a_world(retention=100) as fresh:
+    from refit_mx.control import Limits
+
+    with a_world(limits=Limits(retention=100)) as fresh:
         yield fresh
 
 

@@ -166,15 +166,12 @@ def picked(target: TargetTensor, content: Mapping[str, npt.NDArray[Any]]) -> npt
     return expected
 
 
-def is_held(
-    targets: Sequence[TargetTensor], held_by: Sequence[Held], excluded: Iterable[int] = ()
-) -> bool:
-    """Return whether each wanted element is in a source that is not excluded."""
-    skipped = set(excluded)
+def is_held(targets: Sequence[TargetTensor], held_by: Sequence[Held]) -> bool:
+    """Return whether each wanted element is in a source."""
     for part in (part for target in targets for part in target.parts):
         missing = np.ones([a + n for a, n in zip(part.box.start, part.box.shape, strict=True)])
-        for number, held in enumerate(held_by):
-            for name, box in held if number not in skipped else ():
+        for held in held_by:
+            for name, box in held:
                 if name == part.tensor:
                     missing[box.slices()] = 0
         if missing[part.box.slices()].any():
@@ -223,15 +220,12 @@ def plan_checked(
     held_by: Sequence[Held],
     targets: Sequence[TargetTensor],
     *,
-    exclude: Iterable[int] = (),
     seed: int = 0,
 ) -> Plan:
     """Publish a model, plan reads, check the plan and return it."""
     sources = publish(model, held_by, seed=seed)
     shards = ShardTable.of(sources.manifests)
-    out = [f"worker-{number}" for number in exclude]
-    plan = plan_reads(shards, targets, exclude=out, seed=seed)
-    assert not {source for source, _ in plan.source_reads} & set(exclude)
+    plan = plan_reads(shards, targets, seed=seed)
     check_plan(plan, shards, targets, sources, model)
     return plan
 

@@ -355,11 +355,11 @@ def _receiver(settings: dict[str, Any]) -> None:
 
 def _control(settings: dict[str, Any]) -> None:
     from refit_mx import EmbeddedControlServer
-    from refit_mx.control import SqliteStore
+    from refit_mx.control import Limits, SqliteStore
 
     store = SqliteStore(Path(settings["state"])) if settings.get("state") else None
-    port, retention = settings.get("port", 0), settings.get("retention", 2)
-    with EmbeddedControlServer(port=port, store=store, retention=retention) as server:
+    limits = Limits(retention=settings.get("retention", 2))
+    with EmbeddedControlServer(port=settings.get("port", 0), store=store, limits=limits) as server:
         _say(ready=True, address=server.address)
         while _command() is not None:
             _say(leases=server.plane.counts().leases)

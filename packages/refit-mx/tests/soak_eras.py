@@ -160,23 +160,20 @@ class Receiving:
         parts = [picked(self.targets[name], self.era.places) for name in names or self.targets]
         return np.unique(np.concatenate([part.reshape(-1) for part in parts]))
 
-    def counts(self) -> list[scratch.ScratchCounts]:
-        return [pool.counts() for pool in self.receiver._receiving._transports._pools.values()]
+    def pools(self) -> list[scratch.ScratchPool]:
+        return list(self.receiver._receiving._transports._pools.values())
 
     def close(self) -> None:
         """Close it; check that its scratch memory is released and none is in quarantine."""
         never_freed = len(scratch._NEVER_FREED)
-        pools = list(self.receiver._receiving._transports._pools.values())
+        pools = self.pools()
         deadline = time.monotonic() + PLENTY_S
-        while any(counts.quarantined for counts in self.counts()):
-            assert time.monotonic() < deadline, self.counts()
+        while any(pool.has_quarantined for pool in self.pools()):
+            assert time.monotonic() < deadline
             assert self.refit(self.era.versions[-1], None, PLENTY_S) is None
-        assert all(counts.in_use == 0 for counts in self.counts())
+        assert not any(pool._in_use for pool in self.pools())
         self.receiver.close()
-        assert all(
-            pool.counts() == scratch.ScratchCounts(0, 0, 0, pool.counts().quarantines)
-            for pool in pools
-        )
+        assert not any(pool._in_use or pool._idle or pool._quarantined for pool in pools)
         assert len(scratch._NEVER_FREED) == never_freed
         if self.halfway:
             self.transport.close()

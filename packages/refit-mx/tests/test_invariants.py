@@ -163,7 +163,7 @@ def test_invariant_2_a_version_that_is_released_is_refused(world):
 
 def overwrite_during(world: World, transport: str, publisher, phase_of_it: str):
     """Return a receiver whose source's arena is overwritten at the start of a phase."""
-    arena = publisher._arenas.arena_of("v1")
+    arena = publisher._held["v1"].arena
 
     def overwrite(phase):
         if phase == phase_of_it:
@@ -253,7 +253,7 @@ def test_invariant_4_late_bytes_never_reach_a_reused_buffer(monkeypatch, transpo
                 assert same(dict(got), weights(2, shapes))
                 (pool,) = receiver._receiving._transports._pools.values()
                 # TCP and shared memory leave no read behind.
-                assert bool(pool.counts().quarantined) == (transport == "nixl")
+                assert pool.has_quarantined == (transport == "nixl")
                 stopped.signal(signal.SIGCONT)
                 assert "error" in stopped.ask(do="publish", version="none", seed=1)
                 let_late_bytes_in(inner)
@@ -377,7 +377,7 @@ def test_invariant_7_a_bit_changed_in_an_arena_is_noticed(world, transport, axis
         }
     )
     before = {name: tensor.clone() for name, tensor in live.items()}
-    memory = publisher._arenas.arena_of("v1").memory
+    memory = publisher._held["v1"].arena.memory
     memory[5] ^= 1
     with pytest.raises(DigestMismatchError):
         receiver.refit("v1", live)

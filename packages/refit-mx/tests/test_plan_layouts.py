@@ -170,17 +170,13 @@ def test_complete_shard_is_one_contiguous_read() -> None:
 
 
 def test_missing_rows_are_named() -> None:
-    shards = ShardTable.of(publish(Model.of([W]), holding(W, sharded(W, 0, 4))).manifests)
+    manifests = publish(Model.of([W]), holding(W, sharded(W, 0, 4))).manifests
     with pytest.raises(LayoutError) as error:
-        plan_reads(shards, [replicated_target(W)], exclude=["worker-1", "worker-2"])
+        plan_reads(ShardTable.of([manifests[0], manifests[3]]), [replicated_target(W)])
     assert str(error.value) == (
         "target 'w': no source has rows 2:6 of axis 0 of 'w', shape (8, 6); checked 2 sources "
-        "of version 'v1': slot-0 (worker-0), slot-3 (worker-3); ignored 2 that are excluded"
+        "of version 'v1': slot-0 (worker-0), slot-3 (worker-3)"
     )
-    with pytest.raises(LayoutError, match=r"no source has all of 'w', .*; checked 0 sources"):
-        plan_reads(
-            shards, [replicated_target(W)], exclude=[f"worker-{number}" for number in range(4)]
-        )
 
 
 def test_missing_corner_is_named_as_a_box() -> None:
@@ -208,12 +204,6 @@ def test_tensor_published_differently_or_not_at_all_is_refused() -> None:
     beyond = TargetTensor("w", "bfloat16", (2, 6), (TargetPart("w", Box((7, 0), (2, 6)), (0, 0)),))
     with pytest.raises(LayoutError, match="1 parts do not match"):
         plan_reads(shards, [beyond])
-
-
-def test_two_targets_with_the_same_name_are_refused() -> None:
-    shards = ShardTable.of(publish(Model.of([W]), holding(W, sharded(W, 0, 2))).manifests)
-    with pytest.raises(LayoutError, match="'w' occurs 2 times"):
-        plan_reads(shards, [replicated_target(W), replicated_target(W)])
 
 
 def large_replicas(spec: TensorSpec, replicas: int) -> list[Manifest]:

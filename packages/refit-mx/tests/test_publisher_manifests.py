@@ -14,7 +14,9 @@ from control_clients import until
 
 from refit_mx import Deadline, ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc  # noqa: TID251
+from refit_mx.receive import manifests  # noqa: TID251
 from refit_mx.receive.manifests import request_manifest  # noqa: TID251
+from refit_mx.source import manifest_service  # noqa: TID251
 from refit_mx.source.manifest_service import ManifestService, manifest_digest  # noqa: TID251
 
 DATA = b"a manifest is opaque here"
@@ -22,16 +24,14 @@ DATA = b"a manifest is opaque here"
 
 @pytest.fixture
 def service():
-    manifests = ManifestService(max_bytes=1 << 20)
-    yield manifests
-    manifests.close()
+    running = ManifestService()
+    yield running
+    running.close()
 
 
-def fetch(endpoint, digest, *, timeout_s=5.0, max_bytes=1 << 20):
+def fetch(endpoint, digest, *, timeout_s=5.0):
     deadline = Deadline(timeout_s, "a test")
-    return request_manifest(
-        endpoint, "v1", "fsdp-0", digest=digest, deadline=deadline, max_bytes=max_bytes
-    )
+    return request_manifest(endpoint, "v1", "fsdp-0", digest=digest, deadline=deadline)
 
 
 def test_modelexpress_stub_fetches_the_manifest(service):
@@ -60,22 +60,17 @@ def test_dropped_manifest_is_not_served(service):
         fetch(service.endpoint, digest)
 
 
-def test_version_cannot_get_another_manifest(service):
-    service.put("v1", "fsdp-0", DATA)
-    service.put("v1", "fsdp-0", DATA)
-    with pytest.raises(RefitConfigError, match="another manifest"):
-        service.put("v1", "fsdp-0", b"changed")
-
-
-def test_too_large_manifest_is_refused_by_the_service(service):
+def test_too_large_manifest_is_refused_by_the_service(service, monkeypatch):
+    monkeypatch.setattr(manifest_service, "MAX_MANIFEST_BYTES", 1 << 20)
     with pytest.raises(RefitConfigError, match="expected at most"):
         service.put("v1", "fsdp-0", bytes((1 << 20) + 1))
 
 
-def test_too_large_manifest_is_refused_by_the_receiver(service):
+def test_too_large_manifest_is_refused_by_the_receiver(service, monkeypatch):
+    monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 1000)
     digest = service.put("v1", "fsdp-0", bytes(1 << 20))
     with pytest.raises(ProtocolError, match="too large"):
-        fetch(service.endpoint, digest, max_bytes=1000)
+        fetch(service.endpoint, digest)
 
 
 def test_missing_service_is_reported_at_once():

@@ -6,9 +6,7 @@ These tests use internals: the test's own service serves false manifests.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -48,21 +46,6 @@ def ranks(world):
     return publishers
 
 
-def test_discovery_waits_for_busy_threads(world, ranks, monkeypatch):
-    listed = threading.Event()
-    list_shards = world.control.list_shards
-
-    def listing(version_id):
-        shards = list_shards(version_id)
-        listed.set()
-        return shards
-
-    monkeypatch.setattr(world.control, "list_shards", listing)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(listed.wait, 10)
-        assert len(discover(world, threads=pool).manifests) == 4
-
-
 def workers(sources: SourceSet) -> list[str]:
     return [manifest.worker_id for manifest in sources.manifests]
 
@@ -75,7 +58,8 @@ def test_live_sources_are_in_the_order_of_slots(world, ranks):
 
 
 def test_ranks_ask_different_sources_first(world, ranks, monkeypatch):
-    monkeypatch.setattr("refit_mx.receive.discovery.MAX_CONCURRENT_CALLS", 1)
+    for module in ("discovery", "receiving"):
+        monkeypatch.setattr(f"refit_mx.receive.{module}.MAX_CONCURRENT_CALLS", 1)
     requested = []
     manifest = SourceCache.manifest
 
@@ -84,9 +68,9 @@ def test_ranks_ask_different_sources_first(world, ranks, monkeypatch):
         return manifest(cache, shard, **settings)
 
     monkeypatch.setattr(SourceCache, "manifest", asking)
-    first = workers(discover(world))
+    world.receiver(rank=0).refit("v1", zeros())
     order, requested[:] = list(requested), []
-    assert workers(discover(world, rank=5)) == first
+    world.receiver(rank=5).refit("v1", zeros())
     assert requested == [*order[1:], *order[:1]]
 
 

@@ -9,6 +9,7 @@ from refit_fixtures import Meddling, a_world, new_transport, zeros
 from refit_processes import fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx import Box, DigestMismatchError, LocalShard, MxV2RefitReceiver, ReceiverSettings
+from refit_mx.control import Limits
 
 BLOCK_BYTES = 1 << 20
 # A shard of several blocks, one of a single block, a small one, and a scalar.
@@ -27,7 +28,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def world():
-    with a_world(retention=100) as fresh:
+    with a_world(limits=Limits(retention=100)) as fresh:
         publishers = [fresh.publisher(f"fsdp-{rank}") for rank in range(2)]
         fresh.version("v1", ["fsdp-0", "fsdp-1"])
         for rank, publisher in enumerate(publishers):
@@ -196,7 +197,7 @@ def test_wrong_bytes_are_reported_despite_a_lost_source():
     with a_world() as world:
         dead, bad = world.publish_replicas("v1", weights(1), 2)
         dead._manifests.close()
-        bad._arenas.arena_of("v1").memory[100] ^= 1
+        bad._held["v1"].arena.memory[100] ^= 1
         with pytest.raises(DigestMismatchError) as wrong:
             world.receiver().refit("v1", zeros(), timeout_s=20)
         assert wrong.value.worker_ids == (bad.worker_id,)

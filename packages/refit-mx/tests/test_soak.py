@@ -126,7 +126,7 @@ class Refit:
             return
         error = self.receiving.refit(version, None, PLENTY_S)
         assert error is None, repr(error)
-        assert all(counts.in_use == 0 for counts in self.receiving.counts())
+        assert not any(pool._in_use for pool in self.receiving.pools())
 
     def needs(self, victim: Source) -> bool:
         """Return whether a wanted element is in no other source."""

@@ -46,13 +46,14 @@ def structures(monkeypatch):
     """
     monkeypatch.setattr("refit_mx.source.publisher._BRIEF_BYTES", 1)
     versions = []
-    structure = SourceClient.structure
+    get = SourceClient.get
 
-    def asking(client, *, version_id, **settings):
-        versions.append(version_id)
-        return structure(client, version_id=version_id, **settings)
+    def asking(client, what, *, version_id, **settings):
+        if what == "structure":
+            versions.append(version_id)
+        return get(client, what, version_id=version_id, **settings)
 
-    monkeypatch.setattr(SourceClient, "structure", asking)
+    monkeypatch.setattr(SourceClient, "get", asking)
     return versions
 
 
@@ -81,7 +82,7 @@ def test_manifest_with_another_digest_is_fetched_again(world, calls):
     refit(world, receiver, 1, publisher)
     world.version("v2")
     publisher.publish("v2", weights(2))
-    publisher._server._held["v2"].manifest = b"another"
+    publisher._server._held["v2"].stored["manifest"] = b"another"
     live = zeros()
     receiver.refit("v2", live)
     assert same(live, weights(2))
@@ -164,10 +165,10 @@ def test_structure_outlives_its_source(structures, world):
 def test_structure_with_another_digest_leaves_its_source_out(structures, world):
     publisher = world.publish_state("v1", weights(1))
     held = publisher._server._held["v1"]
-    true, held.structure = held.structure, b"another"
+    true, held.stored["structure"] = held.stored["structure"], b"another"
     with pytest.raises(SourceLostError, match="structure of version 'v1' does not match"):
         discover_v2_sources_for_slice(world.control, "v1", deadline=soon())
-    held.structure = true
+    held.stored["structure"] = true
     (manifest,) = discover_v2_sources_for_slice(world.control, "v1", deadline=soon()).manifests
     assert Structure(manifest.table_digest, manifest.table, manifest.shards).encode() == true
 
@@ -186,11 +187,11 @@ def test_forged_table_digest_does_not_mix_tables(structures, world):
     brief = [publisher._held["v1"].manifest.brief() for publisher in publishers]
     first, second = (cache._completed(manifest, soon()) for manifest in brief)
     assert first.table is second.table
-    held = publishers[1]._server._held["v1"]
-    held.structure = msgspec.structs.replace(
-        Structure.decode(held.structure), table=b"another"
+    stored = publishers[1]._server._held["v1"].stored
+    stored["structure"] = msgspec.structs.replace(
+        Structure.decode(stored["structure"]), table=b"another"
     ).encode()
     forged = msgspec.structs.replace(
-        brief[1], structure_digest=hashlib.sha256(held.structure).digest()
+        brief[1], structure_digest=hashlib.sha256(stored["structure"]).digest()
     )
     assert cache._completed(forged, soon()).table == b"another"

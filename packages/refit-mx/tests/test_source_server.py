@@ -236,7 +236,7 @@ def test_reads_outside_the_arena_are_refused(rows):
         refused = answer(sock)
         assert refused.status == "refused"
         assert "not inside the source" in refused.message
-        sock.sendall(protocol.frame(protocol.Ping("v1")))
+        sock.sendall(protocol.frame(protocol.Get("v1")))
         assert answer(sock).status == "ok"
 
 

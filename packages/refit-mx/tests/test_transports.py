@@ -24,6 +24,7 @@ from refit_mx import (
     SourceLostError,
     Transport,
 )
+from refit_mx.memory.arena import Arena  # noqa: TID251
 from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
 from refit_mx.transports import nixl as nixl_module  # noqa: TID251
 from refit_mx.transports import shm as shm_module  # noqa: TID251
@@ -83,9 +84,18 @@ def rows(count: int, nbytes: int = MIB, first: int = 0) -> ReadTable:
 
 
 @contextlib.contextmanager
+def taken(pool: ScratchPool, nbytes: int) -> Iterator[Arena]:
+    scratch = pool.take(nbytes, soon())
+    try:
+        yield scratch
+    finally:
+        pool.release(scratch)
+
+
+@contextlib.contextmanager
 def registered(transport: Transport, nbytes: int) -> Iterator[torch.Tensor]:
     pool = ScratchPool(transport, max_bytes=nbytes + 4096)
-    with pool.take(nbytes, soon()) as scratch:
+    with taken(pool, nbytes) as scratch:
         scratch.memory.zero_()
         yield scratch.memory
     pool.close()
@@ -160,7 +170,7 @@ def test_killed_source_is_lost_at_once(kind, transport, small_batches):
     with source(kind, 32 * MIB) as dies, source(kind, 32 * MIB) as lives:
         pool = ScratchPool(transport, max_bytes=200 * MIB)
         started = time.monotonic()
-        with pool.take(32 * MIB, soon()) as scratch:
+        with taken(pool, 32 * MIB) as scratch:
 
             def kill(*_: int) -> None:
                 dies.kill()
@@ -170,7 +180,7 @@ def test_killed_source_is_lost_at_once(kind, transport, small_batches):
                 transport.read([wanted], scratch.memory, deadline=soon(300), on_done=kill)
             assert lost.value.worker_ids == (dies.manifest.worker_id,)
         assert time.monotonic() - started < 100
-        with pool.take(32 * MIB, soon()) as scratch:
+        with taken(pool, 32 * MIB) as scratch:
             wanted = SourceReads(lives.manifest, rows(32))
             transport.read([wanted], scratch.memory, deadline=soon())
             assert torch.equal(scratch.memory, pattern(32 * MIB, 1))
@@ -191,7 +201,7 @@ def test_stopped_source_times_out_and_can_be_retried(kind, transport, small_batc
     with source(kind, 8 * MIB) as there:
         pool = ScratchPool(transport, max_bytes=200 * MIB)
         wanted = SourceReads(there.manifest, rows(8))
-        with pool.take(8 * MIB, soon()) as scratch:
+        with taken(pool, 8 * MIB) as scratch:
             transport.read([wanted], scratch.memory, deadline=soon())
             there.stop()
             started = time.monotonic()
@@ -199,7 +209,7 @@ def test_stopped_source_times_out_and_can_be_retried(kind, transport, small_batc
                 transport.read([wanted], scratch.memory, deadline=soon(0.5))
             assert 0.4 < time.monotonic() - started < 20
         there.resume()
-        with pool.take(8 * MIB, soon()) as scratch:
+        with taken(pool, 8 * MIB) as scratch:
             scratch.memory.zero_()
             transport.read([wanted], scratch.memory, deadline=soon())
             assert torch.equal(scratch.memory, pattern(8 * MIB, 1))
@@ -289,7 +299,7 @@ def test_error_of_the_caller_leaves_no_pending_writes(kind, transport, small_bat
         with pytest.raises(ZeroDivisionError):
             transport.read([wanted], scratch.memory, deadline=soon(), on_done=fail)
         pool.release(scratch)
-        with pool.take(100 * MIB - 4096, soon()) as again:  # needs the first buffer's memory
+        with taken(pool, 100 * MIB - 4096) as again:  # needs the first buffer's memory
             transport.read([wanted], again.memory, deadline=soon())
             assert torch.equal(again.memory[: 8 * MIB], pattern(8 * MIB, 1))
         pool.close()

@@ -26,9 +26,6 @@ class CallGroup:
     Once `end` has returned or raised, no call is running and none will start. This holds even if
     the caller is interrupted while it waits, or a thread cannot be started. After a call has
     failed, no further call starts.
-
-    Args:
-        threads: the pool.
     """
 
     def __init__(self, threads: Executor) -> None:
@@ -179,9 +176,6 @@ class BoundedCalls:
 
     The thread of a call that timed out stays until that call returns. No later call starts before
     then, so at most one such thread exists.
-
-    Args:
-        name: name of the threads.
     """
 
     def __init__(self, name: str) -> None:

@@ -9,8 +9,6 @@ from refit_mx.errors import RefitConfigError
 CONTROL_RETRY_S = 6.0
 """Retry time for an unreachable control plane: enough for it to restart. Silent peers that occupy
 all its connections are dropped after 2 s; a refused client reconnects up to 1.2 s later."""
-MAX_MANIFEST_BYTES = 256 << 20
-"""Size limit of one manifest: about four million shards."""
 MAX_COPY_THREADS = 4
 
 
@@ -22,14 +20,12 @@ class PublisherSettings:
         rpc_timeout_s: time limit of one control-plane call.
         control_retry_s: time limit of retries while the control plane cannot be reached. It
             applies to queries of a version; other calls are retried until the publish times out.
-        poll_s: polling interval while waiting for the leases of a version.
         source_timeout_s: time after which a receiver that accepts no bytes is disconnected.
         max_connections: limit of concurrent connections to the source server, each with a thread
             in this process. Beyond it, the connection idle for longest is closed, and its receiver
             reconnects when needed; if none is idle, new receivers wait. A receiver uses one
             connection for reads (``connections_per_source`` over TCP), one for manifests, and
             sometimes one for digests.
-        max_manifest_bytes: size limit of a manifest; a larger one is refused.
         copy_threads: threads that copy into the arena and compute digests. None is one per core
             that this process may use, up to `MAX_COPY_THREADS`.
         stale_on_sigterm: whether SIGTERM marks the publisher STALE, after which it can publish no
@@ -38,10 +34,8 @@ class PublisherSettings:
 
     rpc_timeout_s: float = 10.0
     control_retry_s: float = CONTROL_RETRY_S
-    poll_s: float = 0.05
     source_timeout_s: float = 30.0
     max_connections: int = 1024
-    max_manifest_bytes: int = MAX_MANIFEST_BYTES
     copy_threads: int | None = None
     stale_on_sigterm: bool = True
 
@@ -70,7 +64,6 @@ class ReceiverSettings:
         connections_per_source: connections of the TCP transport to each source.
         scratch_copies: limit of scratch memory, as a multiple of the size of all targets. It
             includes quarantined buffers, into which an abandoned read may still write.
-        max_manifest_bytes: size limit of a manifest; a larger one is refused.
         min_overlapped_verify_bytes: a fetch of at least this size is verified while bytes still
             arrive.
     """
@@ -85,7 +78,6 @@ class ReceiverSettings:
     connect_timeout_s: float = 5.0
     connections_per_source: int = 2
     scratch_copies: int = 3
-    max_manifest_bytes: int = MAX_MANIFEST_BYTES
     min_overlapped_verify_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:

@@ -161,6 +161,21 @@ def allocate_outputs(
     }
 
 
+def run_pass(
+    compiler: CompilePass,
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
+    out: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Run a pass into ``out``, from `allocate_outputs`; return all outputs, in their order."""
+    if out:
+        compiler.run(tensors, out)
+    return {
+        spec.name: out[spec.name] if spec.name in out else tensors[spec.name]
+        for spec in compiler.output_specs(specs)
+    }
+
+
 def _entry_point_values() -> dict[str, str]:
     """Return ``module:attribute`` by compile target, from installed packages."""
     values: dict[str, str] = {}

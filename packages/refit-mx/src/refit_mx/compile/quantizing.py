@@ -27,9 +27,6 @@ class QuantizingPass(ABC):
     A tensor of two axes is one matrix ``[rows, columns]`` as in the checkpoint, output features
     first. One of three axes is a stack of matrices, each quantized separately. Values that are not
     finite are refused, since a NaN in a scale corrupts all values that it scales.
-
-    Args:
-        selection: function that selects the tensors to quantize; others stay unchanged.
     """
 
     name: str

@@ -45,10 +45,6 @@ def read_token(path: Path) -> str:
 def checked_token(text: str, source: str) -> str:
     """Return the token in a text, without surrounding white space.
 
-    Args:
-        text: text that should hold a token.
-        source: place that the text came from, for the error.
-
     Raises:
         RefitConfigError: the text is not a token.
     """
@@ -78,12 +74,7 @@ def is_allowed(token: str, metadata: Iterable[tuple[str, str | bytes]] | None) -
 
 
 class TokenInterceptor(grpc.ServerInterceptor):
-    """Interceptor that refuses calls without the token before their request is decoded.
-
-    Args:
-        token: token that calls must send.
-        log: log for the peers that send none.
-    """
+    """Interceptor that refuses calls without the token before their request is decoded."""
 
     def __init__(self, token: str, log: PeerLog) -> None:
         self._token = token

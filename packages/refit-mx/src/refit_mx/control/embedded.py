@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 
 import grpc
 
@@ -35,8 +34,7 @@ class EmbeddedControlServer:
         port: port to listen on; 0 picks a free one.
         store: storage of the state; None keeps it in memory only. Closed with the server,
             and also if the server cannot start.
-        retention: READY versions that each model retains; overrides that of ``limits``.
-        limits: other limits on what is retained, and for how long.
+        limits: bounds on what is retained, and for how long.
         token: token that calls must send as ``authorization: Bearer``; None requires none.
         restart_grace_s: see `ControlPlane`.
         observe: callback for each call.
@@ -53,7 +51,6 @@ class EmbeddedControlServer:
         advertised_host: str | None = None,
         port: int = 0,
         store: Store | None = None,
-        retention: int = 2,
         limits: Limits | None = None,
         token: str | None = None,
         restart_grace_s: float = 30.0,
@@ -84,11 +81,7 @@ class EmbeddedControlServer:
                 raise RefitConfigError(f"cannot listen on {bind_address}: {error}") from None
             self.address = host_and_port(advertised, bound)
             """HOST:PORT that clients connect to."""
-            self.plane = ControlPlane(
-                store,
-                limits=replace(limits or Limits(), retention=retention),
-                restart_grace_s=restart_grace_s,
-            )
+            self.plane = ControlPlane(store, limits=limits, restart_grace_s=restart_grace_s)
             opened.callback(self.plane.close)
             add_servicers(self._server, self.plane, observe)
             self._server.start()

@@ -14,12 +14,7 @@ from refit_mx.control.records import Lease, Shard, Version, VersionState, Worker
 
 
 class Expiry:
-    """The rules that apply without a call.
-
-    Args:
-        ledger: the records.
-        limits: bounds on what is retained, and for how long.
-    """
+    """The rules that apply without a call."""
 
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self._ledger = ledger

@@ -23,7 +23,7 @@ from types import FrameType
 
 from refit_mx.control.client import ControlClient
 from refit_mx.control.records import WorkerRole
-from refit_mx.errors import ControlError, ControlUnavailableError, RefitConfigError, RefitError
+from refit_mx.errors import RefitConfigError, RefitError
 
 _STALE_TIMEOUT_S = 2.0
 
@@ -64,8 +64,6 @@ class Heartbeat:
         self._model_name = model_name
         self._ttl_s = ttl_s
         self._pid = os.getpid()
-        self._error: RefitError | None = None
-        self._refused = False
         self._signalled = False
         try:
             self.renew()
@@ -88,19 +86,9 @@ class Heartbeat:
             _chain_sigterm()
 
     @property
-    def is_live(self) -> bool:
-        """True while the control plane is sure to count the worker as live."""
-        return not self._closed and not self._refused and time.monotonic() < self._until
-
-    @property
     def stale_by_sigterm(self) -> bool:
         """True if SIGTERM made the worker STALE; the process may handle the signal and continue."""
         return self._signalled
-
-    @property
-    def error(self) -> RefitError | None:
-        """Error of the last renewal; None if it succeeded."""
-        return self._error
 
     def renew(self, client: ControlClient | None = None) -> None:
         """Register now, before the next beat, for a control plane that forgot the worker.
@@ -111,19 +99,9 @@ class Heartbeat:
         Raises:
             RefitError: the registration failed.
         """
-        sent_at = time.monotonic()
-        try:
-            (client or self._client).register_worker(
-                self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
-            )
-        except RefitError as error:
-            self._error = error
-            self._refused = isinstance(error, ControlError) and not isinstance(
-                error, ControlUnavailableError
-            )
-            raise
-        self._error, self._refused = None, False
-        self._until = sent_at + self._ttl_s
+        (client or self._client).register_worker(
+            self.worker_id, self._role, self._model_name, ttl_s=self._ttl_s
+        )
 
     def close(self) -> None:
         """Mark the worker STALE and stop, within a few seconds. May be called again."""
@@ -163,11 +141,11 @@ class Heartbeat:
             except RefitError:
                 pause_s = min(self._ttl_s / 10, 1.0)  # retry soon, while the worker lives
         try:
-            self._client.mark_stale(
-                self.worker_id, self._role, self._model_name, timeout_s=_STALE_TIMEOUT_S
-            )
-        except RefitError as error:
-            self._error = error
+            # If the call fails, the worker expires.
+            with contextlib.suppress(RefitError):
+                self._client.mark_stale(
+                    self.worker_id, self._role, self._model_name, timeout_s=_STALE_TIMEOUT_S
+                )
         finally:
             self._done.release()
 

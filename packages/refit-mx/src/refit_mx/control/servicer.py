@@ -84,12 +84,7 @@ def _step(step: Step) -> Callable[[Any, Message, Abort], Message]:
 
 
 class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
-    """``RefitService``: versions, workers, shards and leases.
-
-    Args:
-        plane: the control plane.
-        observe: callback for each call.
-    """
+    """``RefitService``: versions, workers, shards and leases."""
 
     @_step
     def CreateWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
@@ -193,12 +188,7 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
 
 
 class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
-    """The part of ``P2pService`` that RL refit uses.
-
-    Args:
-        plane: the control plane.
-        observe: callback for each call.
-    """
+    """The part of ``P2pService`` that RL refit uses."""
 
     def PublishMetadata(self, request: Message, context: Abort) -> Message:
         def call() -> Message:

@@ -29,11 +29,7 @@ from refit_mx.control.records import (
 
 
 class ControlState:
-    """Versions, workers, shards and leases, with the operations on them.
-
-    Args:
-        limits: bounds on what is retained, and for how long.
-    """
+    """Versions, workers, shards and leases, with the operations on them."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()

@@ -65,12 +65,7 @@ REPEATABLE_ON_CPU: frozenset[str] = frozenset(
 
 
 class LayerwiseReload:
-    """Install of a model's weights, from the form that its loaders expect.
-
-    Args:
-        model: vLLM's model on this rank.
-        model_config: vLLM's configuration of the model.
-    """
+    """Install of a model's weights, from the form that its loaders expect."""
 
     # Any: vLLM's objects.
     def __init__(self, model: Any, model_config: Any) -> None:

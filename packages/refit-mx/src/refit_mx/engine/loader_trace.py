@@ -86,9 +86,7 @@ class TracedParameter:
 class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Recorder of copies from sources into parameters, which are not executed.
 
-    Args:
-        parameters: tensors by name, with or without memory; none is written to.
-        sources: tensors without memory, by name.
+    The parameters may be without memory; none is written to.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from refit_mx.compile.base import CompilePass, allocate_outputs, compile_pass
+from refit_mx.compile.base import CompilePass, allocate_outputs, compile_pass, run_pass
 from refit_mx.control.access import ControlAccess
 from refit_mx.control.client import ControlClient
 from refit_mx.deadline import Deadline
@@ -83,14 +83,7 @@ class _Fetch:
 
 
 class MxWeightTransfer:
-    """Updates of one worker, called in the worker's thread only.
-
-    Args:
-        model: vLLM's model on this rank.
-        model_config: vLLM's configuration of the model.
-        rank: rank of this worker in its server.
-        device: device of the weights and of scratch memory.
-    """
+    """Updates of one worker, called in the worker's thread only."""
 
     # Any: vLLM's objects.
     def __init__(self, model: Any, model_config: Any, *, rank: int, device: torch.device) -> None:
@@ -401,19 +394,11 @@ class MxWeightTransfer:
             for name, tensor in received.items()
         ]
         self._compiler.check(specs)
-        outputs = self._compiler.output_specs(specs)
-        unchanged = self._compiler.unchanged(specs)
-        wanted = [spec.name for spec in outputs if spec.name not in unchanged]
-        if any(name not in self._compiled for name in wanted):
-            self._compiled.update(allocate_outputs(self._compiler, specs, self._device))
-        compiled = {name: self._compiled[name] for name in wanted}
-        if compiled:
-            self._compiler.run(received, compiled)
-            synchronize([self._device])
-        return {
-            spec.name: received[spec.name] if spec.name in unchanged else compiled[spec.name]
-            for spec in outputs
-        }
+        if not self._compiled:
+            self._compiled = allocate_outputs(self._compiler, specs, self._device)
+        outputs = run_pass(self._compiler, specs, received, self._compiled)
+        synchronize([self._device])
+        return outputs
 
     def _close_receiver(self, running: Future[None] | None) -> None:
         receiver, self._receiver = self._receiver, None

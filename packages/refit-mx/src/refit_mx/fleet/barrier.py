@@ -11,16 +11,19 @@ import contextlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from refit_mx.concurrency import BoundedCalls
 from refit_mx.deadline import Deadline
 from refit_mx.errors import FleetError, RefitConfigError, RefitError
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 _Result = TypeVar("_Result")
 
-_OK = b"ok"
-_FAILED = b"failed: "
+_OK = "ok"
+_FAILED = "failed: "
 _MAX_TEXT = 500
 _REPORT_S = 3.0
 _LIST_MISSING_S = 1.0
@@ -36,35 +39,13 @@ class Point(Enum):
     RESUMED = "resumed"
 
 
-class Store(Protocol):
-    """The methods of ``torch.distributed.Store`` that the barrier uses.
-
-    A ``TCPStore`` has them, and needs no process group.
-    """
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Read a value."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Wait until all keys exist."""
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key."""
-
-
 class PhaseBarrier:
     """One rank's part of the barrier. All ranks begin the same rounds in the same order.
 
     Every call ends in time, even if the store's server is stopped and never answers.
 
     Args:
-        store: store that all ranks share.
+        store: store that all ranks share, such as a ``TCPStore``; it needs no process group.
         rank: this rank, from 0.
         world_size: number of ranks.
         name: name of the barrier within the store.
@@ -124,7 +105,7 @@ class PhaseBarrier:
         """
         points = list(Point)
         deadline = Deadline(timeout_s, "refit: reporting a failure to other ranks")
-        value = _FAILED + reason[:_MAX_TEXT].encode()
+        value = _FAILED + reason[:_MAX_TEXT]
         number = self._round
         self._bounded(lambda: self._write(number, points[points.index(point) :], value), deadline)
 
@@ -144,7 +125,7 @@ class PhaseBarrier:
     # An abandoned call may still run in a later round, so each call has its own round's number.
     # Otherwise the failure of one round would fail the next.
 
-    def _write(self, number: int, points: Iterable[Point], value: bytes) -> None:
+    def _write(self, number: int, points: Iterable[Point], value: str) -> None:
         for point in points:
             # This rank's value of two rounds ago, which no rank reads any more.
             self._store.delete_key(self._key(number - 2, point, self._rank))
@@ -160,9 +141,9 @@ class PhaseBarrier:
             except RuntimeError:
                 # A timeout or a lost connection; `check` finds the missing ranks.
                 break
-            value = bytes(self._store.get(key))
+            value = self._store.get(key).decode(errors="replace")
             if value != _OK:
-                failed[f"rank {rank}"] = value.removeprefix(_FAILED).decode(errors="replace")
+                failed[f"rank {rank}"] = value.removeprefix(_FAILED)
         if failed:
             raise FleetError(
                 f"refit: at the point {point.value!r}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Calls:
         client: HTTP client without redirects or persistent connections. vLLM closes a connection
             after an unhandled error; the next request on it would fail as if the server were dead.
         deadline: time limit of all requests.
-        max_answer_s: time limit of one query by `ask` or `get`.
+        max_answer_s: time limit of one query by `ask`.
     """
 
     client: httpx.AsyncClient
@@ -49,18 +49,17 @@ class Calls:
     max_answer_s: float = math.inf
 
     # Any: JSON objects, whose fields the callers check.
-    async def get(self, address: str, path: str) -> dict[str, Any]:
-        """Send a query and return the answer's JSON object; retry if the connection is closed.
+    async def ask(
+        self, address: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Send a query, a POST if it has a body; retry if the connection is closed.
 
         Raises:
             ServerCallError: as in `post`; or no answer within ``max_answer_s``.
         """
-        return await self._repeat("GET", address, path, repeatable=True, max_s=self.max_answer_s)
-
-    async def ask(self, address: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a query with a body; otherwise like `get`."""
+        method = "GET" if body is None else "POST"
         return await self._repeat(
-            "POST", address, path, body, repeatable=True, max_s=self.max_answer_s
+            lambda: self._send(method, address, path, body, None, self.max_answer_s)
         )
 
     async def post(
@@ -84,24 +83,20 @@ class Calls:
         Raises:
             ServerCallError: no complete answer came in time, or its status is not 200.
         """
-        return await self._repeat("POST", address, path, body, query, repeatable=repeatable)
+
+        def send() -> Coroutine[Any, Any, dict[str, Any]]:
+            return self._send("POST", address, path, body, query, math.inf)
+
+        return await (self._repeat(send) if repeatable else send())
 
     async def _repeat(
-        self,
-        method: str,
-        address: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
-        *,
-        repeatable: bool,
-        max_s: float = math.inf,
+        self, send: Callable[[], Coroutine[Any, Any, dict[str, Any]]]
     ) -> dict[str, Any]:
         while True:
             try:
-                return await self._send(method, address, path, body, query, max_s)
+                return await send()
             except ServerCallError as error:
-                if not (repeatable and error.disconnected and self.deadline.left_s > _RETRY_S):
+                if not error.disconnected or self.deadline.left_s <= _RETRY_S:
                     raise
             await asyncio.sleep(_RETRY_S)
 

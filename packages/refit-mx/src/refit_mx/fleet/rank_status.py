@@ -13,13 +13,7 @@ from refit_mx.fleet.calls import ServerCallError
 
 
 class FetchStatus(msgspec.Struct, frozen=True):
-    """The fetch of a version into a worker's scratch memory.
-
-    Attributes:
-        version_id: version that is fetched.
-        state: state of the fetch; ``received`` means verified and compiled.
-        error: reason of a failure.
-    """
+    """The fetch of a version into a worker's scratch memory; ``received`` is also compiled."""
 
     version_id: str
     state: Literal["running", "received", "failed"]
@@ -27,20 +21,7 @@ class FetchStatus(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """State of one worker, from `refit_mx.engine.status.RefitStatus.refit_status`.
-
-    Attributes:
-        nonce: nonce of the answered query.
-        vllm: version of vLLM.
-        backend: ``mx``, the class of another engine, or None.
-        session: whether vLLM's session from ``start`` to ``finish`` is open.
-        rank: rank of the worker in its server.
-        initialized: whether it is connected to a control plane.
-        version_id: version of the live weights; None for those of the launch.
-        fenced: why it must not serve; None if it may.
-        error: error of the last call; None if it succeeded.
-        fetch: state of its fetch; None without one.
-    """
+    """State of one worker, with the fields of `refit_mx.engine.status.RefitStatus.refit_status`."""
 
     nonce: str
     vllm: str

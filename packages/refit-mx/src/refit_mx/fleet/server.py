@@ -92,7 +92,7 @@ class Server:
                 needs. The message says what to do.
             ServerCallError: it does not answer, or has another number of workers than before.
         """
-        version = (await calls.get(self.address, "/version")).get("version")
+        version = (await calls.ask(self.address, "/version")).get("version")
         check_vllm_version(version)
         try:
             ranks = await self.status(calls)
@@ -112,7 +112,7 @@ class Server:
                 f"its weight transfer backend is {ranks[0].backend!r}; start vLLM with "
                 '--weight-transfer-config \'{"backend": "mx"}\''
             )
-        size = (await calls.get(self.address, "/get_world_size")).get("world_size")
+        size = (await calls.ask(self.address, "/get_world_size")).get("world_size")
         if type(size) is not int or size != len(ranks):
             raise RefitConfigError(
                 f"/get_world_size is {size!r}, but {len(ranks)} workers answer; start one server "
@@ -174,7 +174,7 @@ class Server:
 
         A restarted server is not paused.
         """
-        paused = (await calls.get(self.address, "/is_paused")).get("is_paused")
+        paused = (await calls.ask(self.address, "/is_paused")).get("is_paused")
         if paused is not expected:
             raise ServerCallError(
                 f"/is_paused: {paused!r}; expected {expected}"
@@ -183,29 +183,27 @@ class Server:
 
     async def init(self, calls: Calls, info: Mapping[str, Any]) -> None:
         """Connect its workers to a control plane; do nothing if connected with the same info."""
-        path = "/init_weight_transfer_engine"
         await self._reach(
             calls,
-            calls.post(self.address, path, {"init_info": dict(info)}, repeatable=True),
-            path,
+            "/init_weight_transfer_engine",
+            {"init_info": dict(info)},
             lambda rank: rank.initialized,
+            repeatable=True,
         )
 
     async def start(self, calls: Calls) -> None:
         """Open vLLM's session, after closing one that was left open."""
         if (await self.status(calls))[0].session:
             await self.abort(calls)
-        path = "/start_weight_update"
-        await self._reach(calls, calls.post(self.address, path, {}), path, lambda r: r.session)
+        await self._reach(calls, "/start_weight_update", {}, lambda rank: rank.session)
 
     async def fetch(self, calls: Calls, version_id: str, timeout_s: float) -> None:
         """Begin to fetch a version while another is served."""
-        path = "/update_weights"
         info = {"version_id": version_id, "timeout_s": timeout_s, "background": True}
         await self._reach(
             calls,
-            calls.post(self.address, path, {"update_info": info}),
-            path,
+            "/update_weights",
+            {"update_info": info},
             lambda rank: rank.fetch is not None and rank.fetch.version_id == version_id,
         )
 
@@ -246,12 +244,11 @@ class Server:
 
     async def finish(self, calls: Calls, version_id: str) -> None:
         """Install the received version, which vLLM then reports with its answers."""
-        path = "/finish_weight_update"
         self.held_version = self.UNKNOWN
         await self._reach(
             calls,
-            calls.post(self.address, path, {"weight_version": version_id}),
-            path,
+            "/finish_weight_update",
+            {"weight_version": version_id},
             lambda rank: rank.version_id == version_id and not rank.fenced and not rank.session,
         )
 
@@ -259,28 +256,26 @@ class Server:
         """Drop the fetch and close the session; do nothing if none is open."""
         if not (await self.status(calls))[0].session:
             return
-        path = "/update_weights"
         await self._reach(
             calls,
-            calls.post(self.address, path, {"update_info": {"abort": True}}, repeatable=True),
-            path,
+            "/update_weights",
+            {"update_info": {"abort": True}},
             lambda rank: rank.fetch is None,
+            repeatable=True,
         )
         # Nothing is fetched, so this installs nothing and keeps vLLM's name of the weights.
-        path = "/finish_weight_update"
-        await self._reach(calls, calls.post(self.address, path, {}), path, lambda r: not r.session)
+        await self._reach(calls, "/finish_weight_update", {}, lambda rank: not rank.session)
 
     async def correct_name(self, calls: Calls, wrong: str) -> None:
         """Make vLLM report the version that its workers hold.
 
-        Args:
-            calls: calls of the operation.
-            wrong: version of the failed refit, which vLLM may report although it was not installed.
+        ``wrong`` is the version of the failed refit, which vLLM may report although it was not
+        installed.
         """
         if self.held_version in (wrong, self.UNKNOWN):
             return
         try:
-            name = (await calls.get(self.address, "/weight_info")).get("weight_version")
+            name = (await calls.ask(self.address, "/weight_info")).get("weight_version")
         except ServerCallError as error:
             if error.status == _NOT_FOUND:  # versions before 0.27 have no names
                 return
@@ -292,9 +287,11 @@ class Server:
     async def _reach(
         self,
         calls: Calls,
-        call: Awaitable[object],
         path: str,
+        body: Mapping[str, Any],
         reached: Callable[[RankStatus], bool],
+        *,
+        repeatable: bool = False,
     ) -> None:
         """Make a call, and check the state of every rank afterwards.
 
@@ -303,7 +300,7 @@ class Server:
         """
         failure: ServerCallError | None = None
         try:
-            await call
+            await calls.post(self.address, path, body, repeatable=repeatable)
         except ServerCallError as error:
             failure = error
         try:

@@ -19,14 +19,7 @@ _MAX_NAMED = 8
 
 
 class ServerGroup:
-    """All servers of a fleet.
-
-    Args:
-        servers: servers, each once.
-        pause_mode: mode of `Server.pause`.
-        clear_cache: option of `Server.pause`.
-        cleanup_timeout_s: time limit of the cleanup after a failure.
-    """
+    """All servers of a fleet."""
 
     def __init__(
         self,

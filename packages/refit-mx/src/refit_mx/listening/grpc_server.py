@@ -31,11 +31,7 @@ Context = Any
 
 
 def server_options(share: float) -> tuple[tuple[str, int], ...]:
-    """Return the options of a gRPC server.
-
-    Args:
-        share: fraction of this process's file descriptors that its connections may use.
-    """
+    """Return the options of a gRPC server."""
     return (
         # A second server on the same port must fail, not receive some of the calls.
         ("grpc.so_reuseport", 0),

@@ -14,10 +14,6 @@ from refit_mx.errors import RefitConfigError
 def resolve_advertised_host(host: str, advertised_host: str | None) -> str:
     """Return the host that clients connect to.
 
-    Args:
-        host: host to listen on.
-        advertised_host: host to advertise instead; None for ``host``.
-
     Raises:
         RefitConfigError: clients cannot connect to the advertised host.
     """

@@ -41,11 +41,7 @@ def bounded_connections(wanted: int, share: float) -> int:
 
 
 class PeerLog:
-    """Warnings about peers: up to one line per peer and minute, and 60 lines per minute in all.
-
-    Args:
-        listener: name of the listener, for the line.
-    """
+    """Warnings about peers: up to one line per peer and minute, and 60 lines per minute in all."""
 
     def __init__(self, listener: str) -> None:
         self._listener = listener

@@ -24,7 +24,6 @@ from refit_mx.manifest.byte_spans import (
     Chunk,
     Side,
     boxes,
-    check_reads,
     contiguous,
     host_bytes,
 )
@@ -42,14 +41,7 @@ def block_digests(memory: torch.Tensor, offset: int, nbytes: int) -> bytes:
 
     Returns:
         `DIGEST_BYTES` for each block of `BLOCK_BYTES`, of which the last may be shorter.
-
-    Raises:
-        ValueError: the shard is not inside the memory.
     """
-    if offset < 0 or nbytes < 0 or offset + nbytes > memory.numel():
-        raise ValueError(
-            f"shard at {offset} of {nbytes} bytes is not inside the memory of {memory.numel()}"
-        )
     if memory.device.type == "cpu":
         return host_block_digests(host_bytes(memory).data, offset, offset + nbytes)
     spans = ByteSpans(memory)
@@ -90,16 +82,12 @@ def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> by
     Args:
         memory: the source's arena or the receiver's scratch: one contiguous uint8 tensor of one
             axis, on the CPU or a CUDA device.
-        reads: reads inside the memory.
+        reads: reads inside the memory; those of a peer need `check_reads` before.
         side: kind of memory, which selects the addresses of the rows.
 
     Returns:
         `DIGEST_BYTES` per row.
-
-    Raises:
-        ValueError: a row reaches outside the memory.
     """
-    check_reads(reads, memory.numel(), side)
     spans = ByteSpans(memory)
     sizes = reads.sizes.tolist()
     starts = reads.rows[:, 0 if side == "source" else 1].tolist()
@@ -148,9 +136,6 @@ class PublishedBlocks:
         offsets: offset of each shard in the arena, in bytes, ascending.
         sizes: size of each shard, in bytes.
         digests: digests of the blocks of all shards, concatenated.
-
-    Raises:
-        ValueError: the number of digests differs from the number of blocks.
     """
 
     def __init__(self, offsets: Sequence[int], sizes: Sequence[int], digests: bytes) -> None:
@@ -159,19 +144,10 @@ class PublishedBlocks:
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         self._starts = np.repeat(first, counts) + number * BLOCK_BYTES
         self._stops = np.minimum(self._starts + BLOCK_BYTES, np.repeat(first + size, counts))
-        if len(digests) != len(self._starts) * DIGEST_BYTES:
-            raise ValueError(
-                f"{len(digests)} bytes of digests for {len(self._starts)} blocks; "
-                f"expected {len(self._starts) * DIGEST_BYTES}"
-            )
         self._digests = digests
 
     def changed(self, memory: torch.Tensor, reads: ReadTable) -> tuple[int, int] | None:
         """Return the first block that the reads touch and that differs from what was published.
-
-        Args:
-            memory: the arena.
-            reads: reads inside the arena.
 
         Returns:
             Its first byte in the arena and the byte after its last; None if no block differs.

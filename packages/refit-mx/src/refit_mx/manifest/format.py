@@ -21,6 +21,8 @@ BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 """Size of an XXH3-128 digest from `xxhash.xxh3_128_digest`."""
 
+MAX_MANIFEST_BYTES = 256 << 20
+"""Size limit of a manifest, and of its structure: about four million shards."""
 MANIFEST_FRAME_BYTES = 1 << 16
 """Upper bound of the bytes that a gRPC response adds to a manifest."""
 

@@ -82,11 +82,8 @@ class DoubleArena:
 
     Only one thread at a time may use it.
 
-    Args:
-        device: device of the memory.
-        shared: whether other processes on this machine may map it; only on ``cpu``.
-        on_new: callback for a new arena, to register it for transfers.
-        on_old: callback for an arena that is replaced or closed, to unregister it.
+    ``on_new`` gets each new arena, to register it for transfers, and ``on_old`` each one that is
+    replaced or closed.
     """
 
     def __init__(
@@ -134,12 +131,6 @@ class DoubleArena:
     def hold(self, arena: Arena, version_id: str) -> None:
         """Mark an arena as holding a version until `release`."""
         self._versions[self._arenas.index(arena)] = version_id
-
-    def arena_of(self, version_id: str) -> Arena:
-        """Return the arena that holds a version."""
-        arena = self._arenas[self._versions.index(version_id)]
-        assert arena is not None
-        return arena
 
     def release(self, version_id: str) -> None:
         """Free the arena of a version that has no readers; do nothing if none holds it."""

@@ -23,10 +23,7 @@ def split_at_blocks(shards: ShardTable, plan: Plan, max_read_bytes: int) -> Plan
 
     So no block of a shard, the unit of digests, spans two reads.
 
-    Args:
-        shards: shards that the plan reads.
-        plan: plan with reads of any length.
-        max_read_bytes: size limit of a contiguous read; a multiple of `BLOCK_BYTES`.
+    ``max_read_bytes`` is the size limit of a contiguous read, a multiple of `BLOCK_BYTES`.
 
     Raises:
         ValueError: ``max_read_bytes`` is no such multiple.

@@ -48,11 +48,7 @@ class HeldBoxes:
     ) -> HeldBoxes:
         """Decode a manifest's shards.
 
-        Args:
-            shards: shards of the manifest.
-            tensors: the merged columns.
-            rows: row in ``tensors`` of each tensor in the manifest's table.
-            worker: sender, for messages.
+        ``rows`` has the row in ``tensors`` of each tensor in the manifest's table.
 
         Raises:
             ProtocolError: a column has a wrong length, or a shard belongs to no tensor of the table

@@ -47,32 +47,22 @@ class Overlaps:
         )
 
 
-def find_overlaps(
-    held: Sequence[HeldBoxes], live: Sequence[int], wanted: TargetColumns, tensors: int
-) -> Overlaps:
+def find_overlaps(held: Sequence[HeldBoxes], wanted: TargetColumns, tensors: int) -> Overlaps:
     """Return every overlap of the wanted parts that a source has.
-
-    Args:
-        held: boxes of all sources.
-        live: indices of those to consider.
-        wanted: wanted parts.
-        tensors: number of published tensors.
 
     Raises:
         LayoutError: a source has so many shards of one tensor that matching would take too long.
     """
-    by_source = [_overlaps_of(held[index], index, wanted, tensors) for index in live]
+    by_source = [_overlaps_of(boxes, index, wanted, tensors) for index, boxes in enumerate(held)]
     if len(by_source) == 1:
         return by_source[0]
-    empty = np.zeros(0, dtype=np.int64)
-    wide = np.zeros((0, wanted.start.shape[1]), dtype=np.int64)
-    part = np.concatenate([empty, *(each.part for each in by_source)])
+    part = np.concatenate([each.part for each in by_source])
     together = Overlaps(
         part,
-        np.concatenate([empty, *(each.held for each in by_source)]),
-        np.concatenate([empty, *(each.row for each in by_source)]),
-        np.concatenate([wide, *(each.start for each in by_source)]),
-        np.concatenate([wide, *(each.stop for each in by_source)]),
+        np.concatenate([each.held for each in by_source]),
+        np.concatenate([each.row for each in by_source]),
+        np.concatenate([each.start for each in by_source]),
+        np.concatenate([each.stop for each in by_source]),
     )
     return together.of(np.argsort(part, kind="stable"))
 

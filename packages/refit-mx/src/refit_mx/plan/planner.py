@@ -15,7 +15,7 @@ is done on columns: a large model has a hundred thousand tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,6 @@ def plan_reads(
     shards: ShardTable,
     targets: Sequence[TargetTensor],
     *,
-    exclude: Collection[str] = (),
     seed: int = 0,
 ) -> Plan:
     """Plan the reads for a receiver's targets.
@@ -92,8 +91,7 @@ def plan_reads(
 
     Args:
         shards: shards of the sources of one version.
-        targets: wanted tensors, with distinct names.
-        exclude: worker ids to avoid.
+        targets: wanted tensors.
         seed: receivers use different seeds, such as their rank, to prefer different sources of the
             same bytes. Equal arguments give equal plans.
 
@@ -105,16 +103,13 @@ def plan_reads(
     if seed < 0:
         raise ValueError(f"plan_reads: seed {seed}; expected 0 or more")
     wanted = TargetColumns.of(targets, shards)
-    excluded = frozenset(exclude)
     sources_of_held: list[list[int]] = [[] for _ in shards.held]
-    for source, manifest in enumerate(shards.manifests):
-        if manifest.worker_id not in excluded:
-            sources_of_held[shards.held_of_source[source]].append(source)
-    live = [index for index, sources in enumerate(sources_of_held) if sources]
-    overlaps = find_overlaps(shards.held, live, wanted, len(shards.tensors.names))
+    for source, held in enumerate(shards.held_of_source):
+        sources_of_held[held].append(source)
+    overlaps = find_overlaps(shards.held, wanted, len(shards.tensors.names))
     boxes = choices(overlaps, wanted)
     if isinstance(boxes, Missing):
-        raise LayoutError(_describe_missing(boxes, shards, targets, wanted, excluded))
+        raise LayoutError(_describe_missing(boxes, shards, targets, wanted))
     assignment = _chosen(shards, wanted, overlaps, boxes, sources_of_held, seed)
     return _as_plan(shards, wanted, assignment)
 
@@ -286,7 +281,6 @@ def _describe_missing(
     shards: ShardTable,
     targets: Sequence[TargetTensor],
     wanted: TargetColumns,
-    excluded: Collection[str],
 ) -> str:
     spec = shards.tensors.spec(int(wanted.tensor[missing.part]))
     start, stop = missing.boxes[0]
@@ -298,21 +292,15 @@ def _describe_missing(
         what = f"rows {ranges[partial[0]]} of axis {partial[0]}"
     else:
         what = f"[{', '.join(ranges)}]" if partial else "all"
-    live = [m for m in shards.manifests if m.worker_id not in excluded]
-    named = ", ".join(f"{m.source_slot_id} ({m.worker_id})" for m in live[:_NAMED_SOURCES])
-    more = len(live) - _NAMED_SOURCES
+    checked = shards.manifests
+    named = ", ".join(f"{m.source_slot_id} ({m.worker_id})" for m in checked[:_NAMED_SOURCES])
+    more = len(checked) - _NAMED_SOURCES
     others = len(missing.boxes) - 1
     return (
         f"target {targets[wanted.target[missing.part]].name!r}: no source has {what}"
         + (f" and {others} other boxes" if others else "")
         + f" of {spec.name!r}, shape {spec.shape}"
         + (f"; {missing.parts - 1} other parts are incomplete too" if missing.parts > 1 else "")
-        + f"; checked {len(live)} sources of version {shards.manifests[0].version_id!r}"
-        + (f": {named}" if live else "")
+        + f"; checked {len(checked)} sources of version {checked[0].version_id!r}: {named}"
         + (f" and {more} more" if more > 0 else "")
-        + (
-            f"; ignored {len(shards.manifests) - len(live)} that are excluded"
-            if len(live) < len(shards.manifests)
-            else ""
-        )
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -53,10 +52,9 @@ class TargetColumns:
         """Place the targets one after another in scratch.
 
         Raises:
-            LayoutError: two targets have the same name; or a part's tensor is not published, has
-                another dtype or shape, or does not contain the part's box.
+            LayoutError: a part's tensor is not published, has another dtype or shape, or does not
+                contain the part's box.
         """
-        _check_names(targets)
         parts = [part for target in targets for part in target.parts]
         target = np.repeat(
             np.arange(len(targets)), np.array([len(t.parts) for t in targets], dtype=np.int64)
@@ -112,13 +110,6 @@ def _padded(
     columns[held] = np.fromiter(chain.from_iterable(numbers), np.int64, int(counts.sum()))
     # A box with too many axes is refused later, by its number of axes.
     return counts, columns[:, :MAX_AXES]
-
-
-def _check_names(targets: Sequence[TargetTensor]) -> None:
-    names = Counter(target.name for target in targets)
-    if len(names) != len(targets):
-        name, times = names.most_common(1)[0]
-        raise LayoutError(f"target {name!r} occurs {times} times; expected distinct names")
 
 
 def _check_published(

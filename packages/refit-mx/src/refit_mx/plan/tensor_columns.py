@@ -43,10 +43,6 @@ class TensorColumns:
     def decode(cls, data: bytes, worker: str) -> TensorColumns:
         """Decode a `TensorTable`.
 
-        Args:
-            data: table of the manifest.
-            worker: sender, for messages.
-
         Raises:
             ProtocolError: the data is no table, or has invalid dtypes or shapes.
         """

@@ -31,7 +31,7 @@ from refit_mx.layout import Box, TargetTPLayout
 from refit_mx.manifest.format import Manifest, Registry, Scalar
 from refit_mx.plan.shards import ShardTable
 from refit_mx.receive.source_cache import SourceCache
-from refit_mx.settings import CONTROL_RETRY_S
+from refit_mx.settings import CONTROL_RETRY_S, ReceiverSettings
 
 _MAX_NAMED = 5
 MAX_CONCURRENT_CALLS = 16
@@ -58,6 +58,50 @@ class SourceSet:
     registry: Registry | None
 
 
+@dataclass(frozen=True)
+class SourceFilter:
+    """What the registry of a source must have; without either, any source is accepted.
+
+    Attributes:
+        targets: accepted compile targets; None for any.
+        metadata: values that its metadata must have; it may have more.
+
+    Raises:
+        RefitConfigError: ``targets`` is empty.
+    """
+
+    targets: AbstractSet[str] | None = None
+    metadata: Mapping[str, Scalar] | None = None
+
+    def __post_init__(self) -> None:
+        if self.targets is not None and not self.targets:
+            raise RefitConfigError(
+                "compile_target_filter is empty; expected a compile target, or None"
+            )
+
+    def __bool__(self) -> bool:
+        return self.targets is not None or bool(self.metadata)
+
+    def __str__(self) -> str:
+        targets = (
+            "any compile target" if self.targets is None else " or ".join(sorted(self.targets))
+        )
+        return targets + (f" with {dict(self.metadata)}" if self.metadata else "")
+
+    def mismatch(self, registry: Registry | None) -> str | None:
+        """Return why a registry does not match; None if it does."""
+        if registry is None:
+            return "it published no compile target, and a filter is set"
+        if self.targets is not None and registry.compile_target not in self.targets:
+            return f"it published {_registry_text(registry)}"
+        for key, value in (self.metadata or {}).items():
+            published = registry.compile_metadata.get(key)
+            # Types must match too: 1, 1.0 and True are equal in Python, but are different metadata.
+            if type(published) is not type(value) or published != value:
+                return f"it published {_registry_text(registry)}, without {key}={value!r}"
+        return None
+
+
 def discover_v2_sources_for_slice(
     control: ControlClient,
     version_id: str,
@@ -68,9 +112,6 @@ def discover_v2_sources_for_slice(
     required_compile_metadata: Mapping[str, Scalar] | None = None,
     deadline: Deadline,
     exclude: Collection[str] = (),
-    source_timeout_s: float = 5.0,
-    threads: Executor | None = None,
-    rank: int = 0,
 ) -> SourceSet:
     """Find the live sources of a version, or of one slice of one of its tensors.
 
@@ -87,10 +128,6 @@ def discover_v2_sources_for_slice(
         required_compile_metadata: values that the source's metadata must have; it may have more.
         deadline: time limit.
         exclude: worker ids to skip.
-        source_timeout_s: time limit for each source; a stopped one delays the call by at most this
-            time.
-        threads: pool for the calls; None for a new one.
-        rank: rank of the receiver; receivers of different ranks start with different sources.
 
     Raises:
         SourceLostError: no source answers.
@@ -102,28 +139,25 @@ def discover_v2_sources_for_slice(
     """
     if layout is not None and tensor is None:
         raise RefitConfigError("discover_v2_sources_for_slice: a layout needs a tensor")
-    if compile_target_filter is not None and not compile_target_filter:
-        raise RefitConfigError("compile_target_filter is empty; expected a compile target, or None")
+    source_filter = SourceFilter(compile_target_filter, required_compile_metadata)
     with ExitStack() as stack:
         cache = SourceCache()
         stack.callback(cache.close)
-        if threads is None:
-            threads = stack.enter_context(
-                ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="refit-discovery")
-            )
+        threads = stack.enter_context(
+            ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="refit-discovery")
+        )
         version, shards = _describe(control, version_id, deadline, threads)
         answering = select_sources(
             version_id,
             shards,
             version.model_name,
-            compile_target_filter=compile_target_filter,
-            required_compile_metadata=required_compile_metadata,
+            source_filter=source_filter,
             deadline=deadline,
             exclude=exclude,
-            source_timeout_s=source_timeout_s,
+            source_timeout_s=ReceiverSettings.manifest_timeout_s,
             cache=cache,
             threads=threads,
-            rank=rank,
+            rank=0,
         )
     missing = missing_slots(version, answering.manifests)
     if tensor is None:
@@ -144,8 +178,7 @@ def select_sources(
     shards: Sequence[Shard],
     model_name: str,
     *,
-    compile_target_filter: AbstractSet[str] | None,
-    required_compile_metadata: Mapping[str, Scalar] | None,
+    source_filter: SourceFilter,
     deadline: Deadline,
     exclude: Collection[str],
     source_timeout_s: float,
@@ -159,7 +192,12 @@ def select_sources(
         version_id: version of the shards.
         shards: shards listed by the control plane.
         model_name: model of the version; sources of another model are left out.
-        compile_target_filter: this and the others as in `discover_v2_sources_for_slice`.
+        source_filter: what sources must have published.
+        deadline: time limit.
+        exclude: worker ids to skip.
+        source_timeout_s: time limit for each source; a stopped one delays the call by at most this
+            time.
+        rank: rank of the receiver; receivers of different ranks start with different sources.
 
     Returns:
         The sources; ``missing_slots`` stays empty, since only the version lists its slots.
@@ -198,9 +236,7 @@ def select_sources(
             f"{_summarize(excluded)}",
             tuple(shard.worker_id for shard in candidates),
         )
-    fitting = _select_matching(
-        version_id, answered, compile_target_filter, required_compile_metadata, excluded
-    )
+    fitting = _select_matching(version_id, answered, source_filter, excluded)
     return SourceSet(version_id, tuple(_slots_first(fitting)), excluded, (), fitting[0].registry)
 
 
@@ -248,8 +284,7 @@ def _slots_first(manifests: Sequence[Manifest]) -> list[Manifest]:
 def _select_matching(
     version_id: str,
     manifests: Sequence[Manifest],
-    targets: AbstractSet[str] | None,
-    metadata: Mapping[str, Scalar] | None,
+    source_filter: SourceFilter,
     excluded: dict[str, str],
 ) -> list[Manifest]:
     """Return the largest group of matching manifests with one registry.
@@ -257,11 +292,11 @@ def _select_matching(
     Raises:
         CompileTargetError: none matches.
     """
-    if targets is None and not metadata:
+    if not source_filter:
         return list(manifests)
     alike: list[tuple[Registry, list[Manifest]]] = []
     for manifest in manifests:
-        why = _mismatch(manifest.registry, targets, metadata or {})
+        why = source_filter.mismatch(manifest.registry)
         if why is not None or manifest.registry is None:
             excluded[manifest.worker_id] = why or ""
             continue
@@ -273,11 +308,9 @@ def _select_matching(
             alike.append((manifest.registry, [manifest]))
     if not alike:
         published = sorted({_registry_text(manifest.registry) for manifest in manifests})
-        wanted = "any compile target" if targets is None else " or ".join(sorted(targets))
-        wanted += f" with {dict(metadata)}" if metadata else ""
         raise CompileTargetError(
-            f"version {version_id}: no source has {wanted}; {len(manifests)} sources publish "
-            f"{', '.join(published[:_MAX_NAMED])}"
+            f"version {version_id}: no source has {source_filter}; {len(manifests)} sources "
+            f"publish {', '.join(published[:_MAX_NAMED])}"
         )
     alike.sort(key=lambda pair: -len({manifest.source_slot_id for manifest in pair[1]}))
     for registry, group in alike[1:]:
@@ -294,22 +327,6 @@ def _registry_text(registry: Registry | None) -> str:
         return "no compile target"
     metadata = f" {dict(registry.compile_metadata)}" if registry.compile_metadata else ""
     return f"{registry.compile_target}{metadata}"
-
-
-def _mismatch(
-    registry: Registry | None, targets: AbstractSet[str] | None, metadata: Mapping[str, Scalar]
-) -> str | None:
-    """Return why a registry does not match; None if it does."""
-    if registry is None:
-        return "it published no compile target, and a filter is set"
-    if targets is not None and registry.compile_target not in targets:
-        return f"it published {_registry_text(registry)}"
-    for key, value in metadata.items():
-        published = registry.compile_metadata.get(key)
-        # Types must match too: 1, 1.0 and True are equal in Python, but are different metadata.
-        if type(published) is not type(value) or published != value:
-            return f"it published {_registry_text(registry)}, without {key}={value!r}"
-    return None
 
 
 def _select_holders(

@@ -10,31 +10,20 @@ import grpc
 from refit_mx.control.protocol import Message, refit_pb2, refit_pb2_grpc
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, SourceLostError
-from refit_mx.manifest.format import MANIFEST_FRAME_BYTES, manifest_digest
-from refit_mx.settings import MAX_MANIFEST_BYTES
+from refit_mx.manifest.format import (
+    MANIFEST_FRAME_BYTES,
+    MAX_MANIFEST_BYTES,
+    manifest_digest,
+)
 
 _FULL_PAUSE_S = 0.1
 """Pause before another call to a publisher that accepts no further connection."""
 
 
 def request_manifest(
-    endpoint: str,
-    version_id: str,
-    source_slot_id: str,
-    *,
-    digest: str,
-    deadline: Deadline,
-    max_bytes: int = MAX_MANIFEST_BYTES,
+    endpoint: str, version_id: str, source_slot_id: str, *, digest: str, deadline: Deadline
 ) -> bytes:
     """Return a publisher's encoded manifest.
-
-    Args:
-        endpoint: host:port of its `ManifestService`.
-        version_id: version in the control plane.
-        source_slot_id: slot in the control plane.
-        digest: digest from the control plane.
-        deadline: time limit of all calls.
-        max_bytes: size limit of the manifest.
 
     Raises:
         SourceLostError: no answer came in time, or the publisher no longer holds the manifest.
@@ -42,7 +31,7 @@ def request_manifest(
     """
     while True:
         try:
-            data = _call(endpoint, version_id, source_slot_id, deadline, max_bytes).manifest
+            data = _call(endpoint, version_id, source_slot_id, deadline).manifest
             break
         except grpc.RpcError as error:
             code, details = error.code(), str(error.details())
@@ -60,13 +49,11 @@ def request_manifest(
     return data
 
 
-def _call(
-    endpoint: str, version_id: str, source_slot_id: str, deadline: Deadline, max_bytes: int
-) -> Message:
+def _call(endpoint: str, version_id: str, source_slot_id: str, deadline: Deadline) -> Message:
     channel = grpc.insecure_channel(
         endpoint,
         options=[
-            ("grpc.max_receive_message_length", max_bytes + MANIFEST_FRAME_BYTES),
+            ("grpc.max_receive_message_length", MAX_MANIFEST_BYTES + MANIFEST_FRAME_BYTES),
             ("grpc.max_send_message_length", MANIFEST_FRAME_BYTES),
             # Otherwise a call to a publisher restarted on the same port waits for gRPC's back-off.
             ("grpc.use_local_subchannel_pool", 1),

@@ -149,12 +149,7 @@ class OpenReceives:
         return version_id in self._open
 
     def begin(self, lease: VersionLease, control: ControlClient) -> None:
-        """Record that a version is being received.
-
-        Args:
-            lease: lease on the version.
-            control: client with which the lease was made.
-        """
+        """Record that a version is being received."""
         self._open[lease.version_id] = _Open(lease, control)
 
     def dropping(self, version_id: str, discard: Callable[[], None]) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from refit_mx.compile.base import CompilePass, allocate_outputs
+from refit_mx.compile.base import CompilePass, allocate_outputs, run_pass
 from refit_mx.control.client import ControlClient
 from refit_mx.control.heartbeat import Heartbeat
 from refit_mx.control.leases import VersionLease
@@ -34,6 +34,7 @@ from refit_mx.manifest.format import Scalar
 from refit_mx.memory.arena import PAGE_BYTES
 from refit_mx.plan.target_columns import ALIGNMENT
 from refit_mx.plan.target_tensors import TargetTensor
+from refit_mx.receive.discovery import SourceFilter
 from refit_mx.receive.install import check_install, install_tensors
 from refit_mx.receive.received import OpenReceives, ReceivedWeights, RefitStats
 from refit_mx.receive.receiving import Receiving
@@ -182,8 +183,7 @@ class MxV2RefitReceiver:
                 self._targets_of(names),
                 Deadline(timeout_s, f"refit of version {version_id}"),
                 attempts,
-                compile_target_filter,
-                required_compile_metadata,
+                SourceFilter(compile_target_filter, required_compile_metadata),
             )
 
     def refit(
@@ -235,17 +235,11 @@ class MxV2RefitReceiver:
         if isinstance(install, Mapping):
             outputs = specs if compile_pass is None else compile_pass.output_specs(specs)
             check_install({spec.name: spec for spec in outputs}, install)
+        source_filter = SourceFilter(compile_target_filter, required_compile_metadata)
         stats = RefitStats(version_id)
         with self._recorded(stats):
             deadline = Deadline(timeout_s, f"refit of version {version_id}")
-            with self._receive(
-                stats,
-                targets,
-                deadline,
-                attempts,
-                compile_target_filter,
-                required_compile_metadata,
-            ) as received:
+            with self._receive(stats, targets, deadline, attempts, source_filter) as received:
                 tensors: Mapping[str, torch.Tensor] = received
                 if compile_pass is not None:
                     tensors = self._compile(compile_pass, specs, received, stats)
@@ -316,8 +310,7 @@ class MxV2RefitReceiver:
         targets: Sequence[TargetTensor],
         deadline: Deadline,
         attempts: int,
-        compile_target_filter: AbstractSet[str] | None,
-        required_compile_metadata: Mapping[str, Scalar] | None,
+        source_filter: SourceFilter,
     ) -> ReceivedWeights:
         if attempts < 1:
             raise RefitConfigError(f"attempts {attempts}; expected at least 1")
@@ -360,8 +353,7 @@ class MxV2RefitReceiver:
                         deadline,
                         lease,
                         exclude=lost | twice,
-                        compile_target_filter=compile_target_filter,
-                        required_compile_metadata=required_compile_metadata,
+                        source_filter=source_filter,
                     )
                     break
                 except SourceLostError as error:
@@ -409,12 +401,7 @@ class MxV2RefitReceiver:
         started = time.monotonic()
         with phase("compile", stats.version_id, self._on_phase) as span:
             compiled = allocate_outputs(compile_pass, specs, self._device)
-            compile_pass.run(received, compiled)
-            unchanged = compile_pass.unchanged(specs)
-            outputs = {
-                spec.name: received[spec.name] if spec.name in unchanged else compiled[spec.name]
-                for spec in compile_pass.output_specs(specs)
-            }
+            outputs = run_pass(compile_pass, specs, received, compiled)
             record_bytes(span, _nbytes(outputs), time.monotonic() - started)
         stats.seconds["compile"] += time.monotonic() - started
         return outputs

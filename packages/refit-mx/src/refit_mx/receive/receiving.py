@@ -26,20 +26,21 @@ from refit_mx.errors import (
     RefitTimeoutError,
     SourceLostError,
 )
-from refit_mx.manifest.format import Manifest, Registry, Scalar
+from refit_mx.manifest.format import Manifest, Registry
 from refit_mx.manifest.reads import ReadTable
+from refit_mx.memory.arena import Arena
 from refit_mx.memory.cuda import synchronize
 from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.target_tensors import TargetTensor
 from refit_mx.receive.discovery import (
     MAX_CONCURRENT_CALLS,
+    SourceFilter,
     SourceSet,
     missing_slots,
     select_sources,
 )
 from refit_mx.receive.received import RefitStats
-from refit_mx.receive.scratch import Scratch
 from refit_mx.receive.source_cache import SourceCache
 from refit_mx.receive.transport_choice import Transports
 from refit_mx.receive.verify import Verifier
@@ -76,15 +77,8 @@ class Attempt:
 class Receiving:
     """The parts of a receiver that move bytes: transports, scratch memory and the last plan.
 
-    Args:
-        model_name: model of the versions.
-        control: client of the control plane.
-        max_scratch_bytes: limit of the scratch memory of one transport.
-        transport: ``nixl``, ``shm``, ``tcp``, ``auto`` or an instance that the caller closes.
-        rank: rank of the receiver, the seed of its plans.
-        device: device of the scratch memory.
-        settings: time limits and bounds.
-        on_phase: callback for each phase as it begins.
+    Arguments are those of `refit_mx.receive.receiver.MxV2RefitReceiver`; ``max_scratch_bytes`` is
+    the limit of the scratch memory of one transport.
 
     Raises:
         RefitConfigError: the transport is unknown or not available.
@@ -110,7 +104,7 @@ class Receiving:
         self._rank = rank
         self._settings = settings
         self._on_phase = on_phase
-        self._cache = SourceCache(settings.max_manifest_bytes, seed=rank)
+        self._cache = SourceCache(seed=rank)
         self._asking = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="refit-asking")
         self._verifying = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="refit-verify")
 
@@ -122,8 +116,7 @@ class Receiving:
         lease: VersionLease,
         *,
         exclude: Collection[str],
-        compile_target_filter: AbstractSet[str] | None,
-        required_compile_metadata: Mapping[str, Scalar] | None,
+        source_filter: SourceFilter,
     ) -> Attempt:
         """Receive once; after a failure the scratch memory is released or quarantined.
 
@@ -133,8 +126,7 @@ class Receiving:
             deadline: time limit.
             lease: lease on the version, held until the caller is done.
             exclude: worker ids to avoid.
-            compile_target_filter: as in `discover_v2_sources_for_slice`.
-            required_compile_metadata: as in `discover_v2_sources_for_slice`.
+            source_filter: what sources must have published.
 
         Raises:
             RefitError: as in `refit_mx.receive.receiver.MxV2RefitReceiver.receive_weights_scratch`.
@@ -142,13 +134,7 @@ class Receiving:
         version_id = stats.version_id
         started = time.monotonic()
         with phase("discover", version_id, self._on_phase) as span:
-            sources = self._discover(
-                version_id,
-                deadline,
-                exclude=exclude,
-                compile_target_filter=compile_target_filter,
-                required_compile_metadata=required_compile_metadata,
-            )
+            sources = self._discover(version_id, deadline, exclude, source_filter)
             span.set_attribute("refit.sources", len(sources.manifests))
         stats.seconds["discover"] += time.monotonic() - started
         started = time.monotonic()
@@ -205,10 +191,8 @@ class Receiving:
         self,
         version_id: str,
         deadline: Deadline,
-        *,
         exclude: Collection[str],
-        compile_target_filter: AbstractSet[str] | None,
-        required_compile_metadata: Mapping[str, Scalar] | None,
+        source_filter: SourceFilter,
     ) -> SourceSet:
         """Find sources from the version's shards; request the version only to explain an error."""
         shards = self._ask(lambda client: client.list_shards(version_id), deadline)
@@ -217,8 +201,7 @@ class Receiving:
                 version_id,
                 shards,
                 self._model_name,
-                compile_target_filter=compile_target_filter,
-                required_compile_metadata=required_compile_metadata,
+                source_filter=source_filter,
                 deadline=deadline,
                 exclude=exclude,
                 source_timeout_s=self._settings.manifest_timeout_s,
@@ -287,7 +270,7 @@ class Receiving:
         plan: Plan,
         used: Sequence[Manifest],
         transport: Transport,
-        scratch: Scratch,
+        scratch: Arena,
         verifier: Verifier,
         deadline: Deadline,
     ) -> None:

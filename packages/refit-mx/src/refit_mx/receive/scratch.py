@@ -7,9 +7,6 @@ else uses it, and its memory is not freed, until the transport is sure that no b
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-
-import torch
 
 from refit_mx.deadline import Deadline
 from refit_mx.errors import RefitConfigError, ScratchExhaustedError
@@ -25,56 +22,10 @@ POLL_S = 0.05
 _NEVER_FREED: list[Arena] = []
 
 
-@dataclass(frozen=True)
-class ScratchCounts:
-    """Bytes of buffers by state, for metrics.
-
-    Attributes:
-        in_use: bytes of buffers that are taken.
-        idle: bytes of buffers that can be taken.
-        quarantined: bytes of buffers that an abandoned read may still write into.
-        quarantines: number of times that a buffer was quarantined.
-    """
-
-    in_use: int
-    idle: int
-    quarantined: int
-    quarantines: int
-
-
-class Scratch:
-    """A taken buffer; a context manager that releases it.
-
-    Attributes:
-        memory: uint8 (bytes,), the complete registered buffer, at least as large as requested.
-    """
-
-    def __init__(self, arena: Arena, pool: ScratchPool) -> None:
-        self.memory: torch.Tensor = arena.memory
-        self._arena = arena
-        self._pool = pool
-
-    def __enter__(self) -> Scratch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.release(self)
-
-
 class ScratchPool:
-    """Scratch buffers of one transport.
-
-    Like a transport it is for one thread at a time, but any thread may call `counts`.
-
-    Args:
-        transport: transport that reads into the buffers.
-        max_bytes: limit of all buffers, including those in quarantine.
-        device: device of the memory.
-    """
+    """Scratch buffers of one transport, which one thread at a time may take; any may release."""
 
     def __init__(self, transport: Transport, *, max_bytes: int, device: str = "cpu") -> None:
-        if max_bytes < 1:
-            raise RefitConfigError(f"ScratchPool: max_bytes {max_bytes}; expected at least 1")
         self._transport = transport
         self._max_bytes = max_bytes
         self._device = device
@@ -82,10 +33,9 @@ class ScratchPool:
         self._idle: list[Arena] = []
         self._in_use: list[Arena] = []
         self._quarantined: list[Arena] = []
-        self._quarantines = 0
         self._closed = False
 
-    def take(self, nbytes: int, deadline: Deadline) -> Scratch:
+    def take(self, nbytes: int, deadline: Deadline) -> Arena:
         """Return a buffer of at least ``nbytes`` that nothing writes into.
 
         Args:
@@ -108,7 +58,7 @@ class ScratchPool:
                 arena = self._fitting(nbytes)
                 if arena is not None:
                     self._in_use.append(arena)
-                    return Scratch(arena, self)
+                    return arena
                 left = deadline.left_s
                 if not left:
                     raise ScratchExhaustedError(
@@ -119,43 +69,36 @@ class ScratchPool:
                     )
                 self._lock.wait(min(POLL_S, left) if self._quarantined else left)
 
-    def release(self, scratch: Scratch) -> None:
+    def release(self, arena: Arena) -> None:
         """Release a buffer; quarantine it if a read may still write into it.
 
         Do nothing if it was released before.
         """
         with self._lock:
-            arena = scratch._arena
             if not _removed(self._in_use, arena):
                 return
             if self._closed:
                 self._dispose(arena)
             elif self._transport.busy(arena.memory):
-                self._quarantines += 1
                 self._quarantined.append(arena)
             else:
                 self._idle.append(arena)
             self._lock.notify_all()
 
-    def discard(self, scratch: Scratch) -> None:
+    def discard(self, arena: Arena) -> None:
         """Remove a buffer whose tensors may still be in use: it is never taken again.
 
         Do nothing if it was released before.
         """
         with self._lock:
-            if _removed(self._in_use, scratch._arena):
-                self._dispose(scratch._arena)
+            if _removed(self._in_use, arena):
+                self._dispose(arena)
                 self._lock.notify_all()
 
-    def counts(self) -> ScratchCounts:
-        """Return the bytes of buffers by state."""
-        with self._lock:
-            return ScratchCounts(
-                in_use=_total(self._in_use),
-                idle=_total(self._idle),
-                quarantined=_total(self._quarantined),
-                quarantines=self._quarantines,
-            )
+    @property
+    def has_quarantined(self) -> bool:
+        """True while an abandoned read may still write into a released buffer."""
+        return bool(self._quarantined)
 
     def close(self) -> None:
         """Unregister and free the buffers; call this before the transport's `close`.

@@ -38,7 +38,6 @@ from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.target_tensors import TargetTensor
 from refit_mx.receive.manifests import request_manifest
 from refit_mx.receive.verify import RowChecks, row_checks
-from refit_mx.settings import MAX_MANIFEST_BYTES
 from refit_mx.transports.source_client import SourceClient
 
 _MAX_IDLE_S = 60.0
@@ -65,12 +64,10 @@ class SourceCache:
     Any thread may request manifests. Tables and plans are for one thread at a time.
 
     Args:
-        max_manifest_bytes: size limit of a manifest, and of a structure.
         seed: seed of plans, which spreads receivers over replicas.
     """
 
-    def __init__(self, max_manifest_bytes: int = MAX_MANIFEST_BYTES, *, seed: int = 0) -> None:
-        self._max_bytes = max_manifest_bytes
+    def __init__(self, *, seed: int = 0) -> None:
         self._seed = seed
         self._lock = threading.Lock()
         # Clients and the monotonic time of their last use, by endpoint of the manifests; the least
@@ -110,7 +107,6 @@ class SourceCache:
                 shard.source_slot_id,
                 digest=shard.manifest_digest,
                 deadline=limit,
-                max_bytes=self._max_bytes,
             )
         manifest = Manifest.decode(data)
         actual = (
@@ -224,9 +220,7 @@ class SourceCache:
         if time.monotonic() - last_use > _MAX_IDLE_S:
             client.close()
         try:
-            data = client.manifest(
-                version_id=version_id, max_bytes=self._max_bytes, deadline=deadline
-            )
+            data = client.get("manifest", version_id=version_id, deadline=deadline)
         except RefitError:
             client.close()
             return None
@@ -262,9 +256,7 @@ class SourceCache:
 
     def _request_structure(self, manifest: Manifest, deadline: Deadline) -> Structure:
         with closing(SourceClient(manifest)) as client:
-            data = client.structure(
-                version_id=manifest.version_id, max_bytes=self._max_bytes, deadline=deadline
-            )
+            data = client.get("structure", version_id=manifest.version_id, deadline=deadline)
         if hashlib.sha256(data).digest() != manifest.structure_digest:
             raise ProtocolError(
                 f"source {manifest.worker_id!r} at {manifest.endpoint}: its structure of version "

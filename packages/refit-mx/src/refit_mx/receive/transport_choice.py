@@ -25,11 +25,7 @@ an attempt; where it failed only once, TCP is slower for that long."""
 class Transports:
     """The transports of one receiver, created on first use.
 
-    Args:
-        transport: ``nixl``, ``shm``, ``tcp``, ``auto`` or an instance that the caller closes.
-        max_scratch_bytes: limit of the scratch memory of one transport.
-        device: device of the scratch memory.
-        settings: time limits and bounds.
+    Arguments are those of `refit_mx.receive.receiving.Receiving`.
 
     Raises:
         RefitConfigError: the transport is unknown or not available.
@@ -73,7 +69,7 @@ class Transports:
                 other
                 for other in self._open
                 if other != name
-                and (other not in self._pools or not self._pools[other].counts().quarantined)
+                and (other not in self._pools or not self._pools[other].has_quarantined)
             ]
         )
         if name not in self._open:

@@ -115,14 +115,7 @@ def _checks(
 
 
 class Verifier:
-    """Verification of the bytes of one receive.
-
-    Args:
-        shards: shards of the version.
-        plan: executed plan.
-        checks: checks of the plan, in its order.
-        scratch: memory that the plan was read into.
-    """
+    """Verification of the bytes of one receive."""
 
     def __init__(
         self,

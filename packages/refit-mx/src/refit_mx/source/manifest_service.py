@@ -15,8 +15,11 @@ from refit_mx.control.protocol import Message, refit_pb2, refit_pb2_grpc
 from refit_mx.errors import RefitConfigError
 from refit_mx.listening.grpc_server import RequestGuard, server_options
 from refit_mx.listening.hosts import host_and_port, resolve_advertised_host
-from refit_mx.manifest.format import MANIFEST_FRAME_BYTES, manifest_digest
-from refit_mx.settings import MAX_MANIFEST_BYTES
+from refit_mx.manifest.format import (
+    MANIFEST_FRAME_BYTES,
+    MAX_MANIFEST_BYTES,
+    manifest_digest,
+)
 
 _WORKERS = 4
 _CONNECTIONS_SHARE = 0.125
@@ -26,11 +29,7 @@ _CONNECTIONS_SHARE = 0.125
 class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
     """gRPC server for manifests, in threads of this process.
 
-    Args:
-        host: host to listen on.
-        advertised_host: host that clients connect to; None for ``host``.
-        port: port to listen on; 0 picks a free one.
-        max_bytes: size limit of a manifest.
+    Arguments are those of `refit_mx.control.embedded.EmbeddedControlServer`.
 
     Raises:
         RefitConfigError: the server cannot listen on the address, or clients cannot connect to the
@@ -43,10 +42,8 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
         host: str = "127.0.0.1",
         advertised_host: str | None = None,
         port: int = 0,
-        max_bytes: int = MAX_MANIFEST_BYTES,
     ) -> None:
         advertised = resolve_advertised_host(host, advertised_host)
-        self._max_bytes = max_bytes
         self._manifests: dict[tuple[str, str], tuple[bytes, str]] = {}
         self._lock = threading.Lock()
         self._guard = RequestGuard("manifest service", _WORKERS)
@@ -54,7 +51,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
             futures.ThreadPoolExecutor(_WORKERS, thread_name_prefix="refit-manifests"),
             options=[
                 *server_options(_CONNECTIONS_SHARE),
-                ("grpc.max_send_message_length", max_bytes + MANIFEST_FRAME_BYTES),
+                ("grpc.max_send_message_length", MAX_MANIFEST_BYTES + MANIFEST_FRAME_BYTES),
                 ("grpc.max_receive_message_length", MANIFEST_FRAME_BYTES),
             ],
             interceptors=[self._guard],
@@ -78,20 +75,16 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
             Its digest, for the control plane.
 
         Raises:
-            RefitConfigError: it is too large, or another one is served for this version and slot.
+            RefitConfigError: it is too large.
         """
-        if len(data) > self._max_bytes:
+        if len(data) > MAX_MANIFEST_BYTES:
             raise RefitConfigError(
-                f"manifest of {version_id}: {len(data)} bytes; expected at most {self._max_bytes}"
+                f"manifest of {version_id}: {len(data)} bytes; expected at most "
+                f"{MAX_MANIFEST_BYTES}"
             )
         digest = manifest_digest(data)
         with self._lock:
-            known = self._manifests.setdefault((version_id, source_slot_id), (data, digest))
-        if known[1] != digest:
-            raise RefitConfigError(
-                f"another manifest is served for version {version_id}, slot {source_slot_id}; "
-                "drop it first"
-            )
+            self._manifests[version_id, source_slot_id] = (data, digest)
         return digest
 
     def drop(self, version_id: str, source_slot_id: str) -> None:

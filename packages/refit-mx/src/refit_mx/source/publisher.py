@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 HF_RAW = Registry("hf_raw")
 _ARENAS = 2
+_POLL_S = 0.05
+"""Polling interval while receivers lease a version, and between attempts to register a shard."""
 _BRIEF_BYTES = 64 << 10
 """Structures of at least this size are not sent with each version's manifest."""
 
@@ -177,11 +179,7 @@ class MxV2TrainingPublisher:
                 on_old=self._unregister,
             )
             stack.callback(self._arenas.close)
-            self._manifests = ManifestService(
-                host=host,
-                advertised_host=advertised_host,
-                max_bytes=self._settings.max_manifest_bytes,
-            )
+            self._manifests = ManifestService(host=host, advertised_host=advertised_host)
             stack.callback(self._manifests.close)
             self._heartbeat = Heartbeat(
                 control,
@@ -376,7 +374,7 @@ class MxV2TrainingPublisher:
             except ControlUnavailableError:
                 if not deadline.left_s:
                     raise
-            time.sleep(min(self._settings.poll_s, deadline.left_s))
+            time.sleep(min(_POLL_S, deadline.left_s))
         self._drop(version_id)
 
     def _drop(self, version_id: str) -> None:
@@ -451,7 +449,6 @@ class MxV2TrainingPublisher:
         the call or releasing the version resolves this.
         """
         with phase("register", version_id, self._on_phase):
-            pause_s = self._settings.poll_s
             reregistered = False
             while True:
                 try:
@@ -463,7 +460,7 @@ class MxV2TrainingPublisher:
                     return
                 except (ControlUnavailableError, RefitTimeoutError) as error:
                     held.maybe_registered = True
-                    if deadline.left_s <= pause_s:
+                    if deadline.left_s <= _POLL_S:
                         raise
                     reason = str(error)
                 except ControlError as error:
@@ -475,7 +472,7 @@ class MxV2TrainingPublisher:
                     if not held.maybe_registered and not held.registered:
                         self._drop(version_id)
                     raise
-                time.sleep(min(pause_s, deadline.check(reason)))
+                time.sleep(min(_POLL_S, deadline.check(reason)))
 
 
 def _nixl_source() -> NixlSource:

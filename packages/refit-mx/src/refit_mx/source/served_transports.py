@@ -14,10 +14,6 @@ from refit_mx.transports.nixl_library import nixl_available
 def served_transports(transports: Sequence[str] | None, device: torch.device) -> set[str]:
     """Return the requested transports, or all that this process can serve if None.
 
-    Args:
-        transports: transports as in `refit_mx.source.publisher.MxV2TrainingPublisher`.
-        device: device of the arenas.
-
     Raises:
         RefitConfigError: a transport is unknown, or is requested and not available.
     """

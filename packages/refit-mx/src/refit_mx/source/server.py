@@ -31,11 +31,10 @@ from refit_mx.transports.source_protocol import (
     MAX_READ_BYTES,
     Answer,
     Digest,
-    GetManifest,
-    GetStructure,
+    Get,
     Hello,
-    Ping,
     Read,
+    Stored,
     decode_reads,
     decode_request,
     frame,
@@ -52,32 +51,17 @@ class _Held:
 
     memory: torch.Tensor
     blocks: PublishedBlocks | None
-    structure: bytes
-    manifest: bytes
+    stored: dict[Stored, bytes]
     dropped: bool = False
-
-
-def _stored(held: _Held, request: Ping | GetStructure | GetManifest) -> bytes:
-    if isinstance(request, Ping):
-        return b""
-    return held.structure if isinstance(request, GetStructure) else held.manifest
 
 
 class SourceServer:
     """Server for a publisher's versions. It listens from its creation on, in separate threads.
 
-    Args:
-        host: host to bind; loopback unless the network is private.
-        advertised_host: host that receivers connect to; None for ``host``.
-        port: port to bind; 0 picks a free one.
-        incarnation: random id of this process, never used before.
-        timeout_s: time limit for a peer to finish sending a request, or to accept a chunk.
-        handshake_timeout_s: time limit for a peer's greeting.
-        idle_timeout_s: time limit for a peer's next request.
-        max_connections: limit of concurrent connections, at most half of the file descriptors that
-            this process may open. Beyond it an older connection is closed: the oldest without a
-            greeting, else the one idle for longest (at least a second). If there is neither, the
-            new connection is refused.
+    ``incarnation`` is a random id of this process, never used before. ``timeout_s`` limits the time
+    for a peer to finish sending a request or to accept a chunk, ``handshake_timeout_s`` that for
+    its greeting, ``idle_timeout_s`` that until its next request. For ``max_connections`` see
+    `refit_mx.listening.threaded.ThreadedListener`.
 
     Raises:
         RefitConfigError: the server cannot listen on the address, or clients cannot connect to the
@@ -150,7 +134,9 @@ class SourceServer:
             manifest: encoded manifest, for receivers that are connected already.
         """
         with self._lock:
-            self._held[version_id] = _Held(memory, blocks, structure, manifest)
+            self._held[version_id] = _Held(
+                memory, blocks, {"nothing": b"", "manifest": manifest, "structure": structure}
+            )
 
     def drop_version(self, version_id: str) -> None:
         """Stop serving a version; its memory may change once this has returned.
@@ -221,12 +207,12 @@ class SourceServer:
             answer = self._read(sock, request)
         elif isinstance(request, Digest):
             answer = self._digest(request)
-        elif isinstance(request, Ping | GetStructure | GetManifest):
+        elif isinstance(request, Get):
             held = self._version(request.version_id)
             if held is None:
                 answer = self._gone(request.version_id)
             else:
-                answer = Answer("ok", data=_stored(held, request))
+                answer = Answer("ok", data=held.stored[request.what])
         else:
             raise ProtocolError("HELLO was sent twice")
         self._send(sock, answer)

@@ -93,8 +93,6 @@ class NixlTransport:
     max_read_bytes = BATCH_BYTES
 
     def __init__(self, *, connect_timeout_s: float = 5.0, lanes: int | None = None) -> None:
-        if lanes is not None and lanes < 1:
-            raise RefitConfigError(f"lanes {lanes}; expected at least 1")
         self._lanes = [Lane()]
         # Lanes that an attempt to connect blocks, or that still have reads in progress.
         self._abandoned_lanes: list[Lane] = []

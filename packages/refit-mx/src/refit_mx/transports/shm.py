@@ -71,10 +71,8 @@ class ShmTransport:
     last, that the version is still held. Only its threads write into its buffers, so they are never
     busy after a fetch.
 
-    Args:
-        connect_timeout_s: time limit of the connection to a source's server with its greeting.
-        lanes: threads that copy a large fetch; None is one per core that this process may use, up
-            to `MAX_LANES`.
+    ``lanes`` is the number of threads that copy a large fetch; None is one per core that this
+    process may use, up to `MAX_LANES`.
 
     Raises:
         RefitConfigError: this system cannot share memory.
@@ -87,8 +85,6 @@ class ShmTransport:
         why = shared_memory_missing()
         if why is not None:
             raise RefitConfigError(f"transport 'shm': {why}")
-        if lanes is not None and lanes < 1:
-            raise RefitConfigError(f"lanes {lanes}; expected at least 1")
         self._connect_timeout_s = connect_timeout_s
         self._max_lanes = lanes or min(MAX_LANES, len(os.sched_getaffinity(0)))
         self._threads: ThreadPoolExecutor | None = None

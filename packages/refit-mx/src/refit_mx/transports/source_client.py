@@ -18,7 +18,7 @@ from refit_mx.errors import (
     SourceLostError,
 )
 from refit_mx.manifest.byte_spans import ByteSpans, chunks
-from refit_mx.manifest.format import DIGEST_BYTES, Manifest
+from refit_mx.manifest.format import DIGEST_BYTES, MAX_MANIFEST_BYTES, Manifest
 from refit_mx.manifest.reads import ReadTable
 from refit_mx.transports.batches import batches
 from refit_mx.transports.source_protocol import (
@@ -27,12 +27,11 @@ from refit_mx.transports.source_protocol import (
     MAX_READS,
     Answer,
     Digest,
-    GetManifest,
-    GetStructure,
+    Get,
     Hello,
-    Ping,
     Read,
     Request,
+    Stored,
     decode_answer,
     encode_reads,
     frame,
@@ -153,11 +152,6 @@ class SourceClient:
     def digests(self, reads: ReadTable, *, version_id: str, deadline: Deadline) -> bytes:
         """Request digests of reads, to compare with `refit_mx.manifest.digests.digest_of_reads`.
 
-        Args:
-            reads: any number of reads.
-            version_id: version that the source must hold meanwhile.
-            deadline: time limit.
-
         Returns:
             `DIGEST_BYTES` per row.
 
@@ -175,25 +169,14 @@ class SourceClient:
             digests += data
         return bytes(digests)
 
-    def structure(self, *, version_id: str, max_bytes: int, deadline: Deadline) -> bytes:
-        """Request the encoded `refit_mx.manifest.format.Structure` of a version.
-
-        Args:
-            version_id: version that the source must hold.
-            max_bytes: size limit; more raises a `ProtocolError`.
-            deadline: time limit.
-        """
-        request = GetStructure(version_id)
-        return self._request(request, deadline, "asking for the structure", max_bytes + MAX_FRAME)
-
-    def manifest(self, *, version_id: str, max_bytes: int, deadline: Deadline) -> bytes:
-        """Request the encoded manifest of a version. Arguments as for `structure`."""
-        request = GetManifest(version_id)
-        return self._request(request, deadline, "asking for the manifest", max_bytes + MAX_FRAME)
+    def get(self, what: Stored, *, version_id: str, deadline: Deadline) -> bytes:
+        """Request the encoded manifest or structure of a version."""
+        max_bytes = MAX_MANIFEST_BYTES + MAX_FRAME
+        return self._request(Get(version_id, what), deadline, f"asking for the {what}", max_bytes)
 
     def check_held(self, *, version_id: str, deadline: Deadline) -> None:
         """Raise `SourceLostError` unless the source holds the version."""
-        self._request(Ping(version_id), deadline, "asking for the version")
+        self._request(Get(version_id), deadline, "asking for the version")
 
     def abort(self) -> None:
         """End a call in another thread at once; it raises `SourceLostError`."""

@@ -31,6 +31,7 @@ MAX_FRAME = MAX_READS * len(COLUMNS) * 8 + MAX_HELLO_FRAME
 LENGTH = struct.Struct("<I")
 ROW_BYTES = len(COLUMNS) * 8
 
+Stored = Literal["nothing", "manifest", "structure"]
 Status = Literal["ok", "gone", "incarnation", "refused", "full", "changed"]
 
 
@@ -64,25 +65,20 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
     rows: bytes
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Request to check that a version is held."""
+class Get(msgspec.Struct, frozen=True, tag=True):
+    """Request for what the source stores with a version, in `Answer.data`.
+
+    Attributes:
+        version_id: version that the source must hold.
+        what: encoded `refit_mx.manifest.format.Manifest` or `refit_mx.manifest.format.Structure`;
+            ``nothing`` only checks that the version is held.
+    """
 
     version_id: str
+    what: Stored = "nothing"
 
 
-class GetStructure(msgspec.Struct, frozen=True, tag=True):
-    """Request for a version's encoded `refit_mx.manifest.format.Structure`, in `Answer.data`."""
-
-    version_id: str
-
-
-class GetManifest(msgspec.Struct, frozen=True, tag=True):
-    """Request for the `refit_mx.manifest.format.Manifest` of a version, in `Answer.data`."""
-
-    version_id: str
-
-
-Request = Hello | Read | Digest | Ping | GetStructure | GetManifest
+Request = Hello | Read | Digest | Get
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -31,9 +31,7 @@ class TcpTransport:
 
     Its buffers are never busy after a fetch: no read is in progress when `read` raises.
 
-    Args:
-        connect_timeout_s: time limit of the connection to a source with its greeting.
-        connections_per_source: connections to a source that a large fetch uses in parallel.
+    Arguments are those of `refit_mx.settings.ReceiverSettings`.
     """
 
     name = "tcp"
