@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
 
@@ -61,10 +61,6 @@ class Address:
                 f"{self} is reachable from other machines; set a TLS certificate and key and a "
                 "token, or use a loopback address"
             )
-
-    def with_port(self, port: int) -> Address:
-        """Return this address with another port."""
-        return replace(self, port=port)
 
     def check_free(self) -> None:
         """Bind the address and release it.

@@ -179,4 +179,4 @@ def _bind(
             port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
         raise BindError(f"cannot listen on {address}: {error}") from None
-    return address.with_port(port)
+    return Address(address.host, port)

@@ -107,15 +107,6 @@ def register_compile_pass(name: str, factory: Factory) -> None:
         _registered[name] = factory
 
 
-def compile_pass_names() -> tuple[str, ...]:
-    """Return the compile targets that `compile_pass` can create here, sorted.
-
-    Raises:
-        RefitConfigError: two packages use the same name.
-    """
-    return tuple(sorted({*_BUILT_IN, *_registered, *_entry_point_values()}))
-
-
 def compile_pass(name: str, **options: Any) -> CompilePass:
     """Create the pass for a compile target.
 
@@ -135,9 +126,8 @@ def compile_pass(name: str, **options: Any) -> CompilePass:
     elif name in from_packages:
         factory = _load(from_packages[name])
     else:
-        raise RefitConfigError(
-            f"compile_pass({name!r}): expected one of {', '.join(compile_pass_names())}"
-        )
+        known = sorted({*_BUILT_IN, *_registered, *from_packages})
+        raise RefitConfigError(f"compile_pass({name!r}): expected one of {', '.join(known)}")
     try:
         compiler = factory(**options)
     except TypeError as error:
