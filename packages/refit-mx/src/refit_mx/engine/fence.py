@@ -27,9 +27,7 @@ _LOGITS = "compute_logits"
 class ModelFence:
     """Fence of one model; open at first.
 
-    Args:
-        model: model of this rank.
-        reason: function that returns why the model must not serve.
+    ``reason`` returns why the model must not serve.
     """
 
     def __init__(self, model: nn.Module, reason: Callable[[], str]) -> None:

@@ -57,11 +57,6 @@ def host_block_digests(memory: memoryview, begin: int, end: int) -> bytes:
 
     The first block begins at the first byte of the range.
 
-    Args:
-        memory: bytes.
-        begin: first byte.
-        end: byte after the last one, inside the memory.
-
     Returns:
         Digests as from `block_digests`.
     """

@@ -140,13 +140,6 @@ OnDone = Callable[[int, int, int], None]
 class BatchQueue:
     """Queue of the batches of one source; safe to use from many threads.
 
-    Args:
-        index: index of the source in ``source_reads`` of `Transport.read`.
-        source_reads: reads from the source.
-        batch_bytes: size limit of a batch.
-        batch_reads: limit of reads in a batch.
-        batch_runs: limit of runs in a batch; None for no limit.
-
     Attributes:
         index: index of the source in ``source_reads`` of `Transport.read`.
         source: source of the reads.
