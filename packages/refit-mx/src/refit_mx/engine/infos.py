@@ -82,10 +82,7 @@ class MxInitInfo:
                 raise RefitConfigError(
                     f"init_info: receiver_settings: {name} {value!r}; expected a number"
                 )
-        try:
-            return ReceiverSettings(**self.receiver_settings)
-        except RefitConfigError as error:
-            raise RefitConfigError(f"init_info: receiver_settings: {error}") from None
+        return ReceiverSettings(**self.receiver_settings)
 
 
 @dataclass

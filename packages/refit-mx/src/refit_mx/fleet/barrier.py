@@ -18,7 +18,7 @@ from refit_mx.deadline import Deadline
 from refit_mx.errors import FleetError, RefitConfigError, RefitError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store  # torch.distributed does not export its type
 
 _Result = TypeVar("_Result")
 
