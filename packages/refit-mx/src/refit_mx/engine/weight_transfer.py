@@ -397,7 +397,8 @@ class MxWeightTransfer:
         if not self._compiled:
             self._compiled = allocate_outputs(self._compiler, specs, self._device)
         outputs = run_pass(self._compiler, specs, received, self._compiled)
-        synchronize([self._device])
+        if self._compiled:
+            synchronize([self._device])
         return outputs
 
     def _close_receiver(self, running: Future[None] | None) -> None:

@@ -60,7 +60,7 @@ class SourceSet:
 
 @dataclass(frozen=True)
 class SourceFilter:
-    """What the registry of a source must have; without either, any source is accepted.
+    """Requirements on the registry of a source; without either, any source is accepted.
 
     Attributes:
         targets: accepted compile targets; None for any.
