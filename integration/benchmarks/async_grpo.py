@@ -5,9 +5,10 @@ A part of a full run of the benchmarks, and ``python -m integration.benchmarks.a
 
 Generation is simulated: each response takes at least a log-normal time, while the processor is
 idle, as it would be with a GPU. Training is real and bound by the processor. Every variant has as
-many responses in generation at the same time: a synchronous step plays its batch in one rollout, an
-asynchronous generator plays as many prompts in concurrent rollouts of one prompt each. A second
-case has no simulated time, so that both sides need the same processor and nothing can be gained.
+many responses in generation at the same time: a synchronous step generates its batch in one
+rollout, an asynchronous generator as many prompts in concurrent rollouts of one prompt each. A
+second case has no simulated time, so that both sides need the same processor and nothing can be
+gained.
 
 Variants alternate in shuffled rounds. The random numbers of a round depend on its number. The
 learning rate is 0 and no group is dropped for equal rewards, so that all steps do the same work.

@@ -4,10 +4,10 @@
 simulated slow generation at random moments after a checkpoint, and resumes the runs at once. Both
 variants are killed at the same moments, and alternate.
 
-A play is the generation of one prompt's group. A play is lost if a kill interrupts it, or if a
-later play of the same prompt replaces it. A replaced play costs its duration. An interrupted play
-costs the time from its start, or from the last record of its responses, to the kill: a resumed run
-continues from that record. Each lost play counts for the first crash after its start.
+A rollout generates one prompt's group. It is lost if a kill interrupts it, or if a later rollout of
+the same prompt replaces it. A replaced rollout costs its duration. An interrupted one costs the
+time from its start, or from the last record of its responses, to the kill: a resumed run continues
+from that record. Each lost rollout counts for the first crash after its start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from statistics import median
 from typing import Annotated, Any  # Any: events
 
 import typer
-from integration.benchmarks.crash_driver import PLAYS
+from integration.benchmarks.crash_driver import ROLLOUTS_FILE
 from integration.benchmarks.parts import Parts
 from integration.benchmarks.report import markdown_table
 from integration.killable_run import EVERYTHING, KillableRun
@@ -74,7 +74,7 @@ _OVERRIDES = (
 
 
 @dataclass(frozen=True)
-class Play:
+class Rollout:
     """Generation of one prompt's group.
 
     Attributes:
@@ -92,7 +92,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Loss:
-    """Plays that a crash cost: their number and seconds."""
+    """Rollouts that a crash cost: their number and seconds."""
 
     finished: int
     finished_s: float
@@ -136,12 +136,12 @@ class Crash:
         ]
 
 
-def plays_of(events: Iterable[dict[str, Any]]) -> list[Play]:
-    """Return the plays in the events that a run's processes recorded, ordered by start."""
+def rollouts_of(events: Iterable[dict[str, Any]]) -> list[Rollout]:
+    """Return the rollouts in the events that a run's processes recorded, ordered by start."""
     ends: dict[str, float] = {}
     begins: list[tuple[int, str, float]] = []
     recorded: dict[tuple[int, str], float] = {}
-    newest: dict[int, str] = {}  # a prompt's plays do not overlap
+    newest: dict[int, str] = {}  # a prompt's rollouts do not overlap
     for event in sorted(events, key=lambda event: event["time"]):
         if event["event"] == "end":
             ends[event["id"]] = event["time"]
@@ -152,27 +152,27 @@ def plays_of(events: Iterable[dict[str, Any]]) -> list[Play]:
             elif event["event"] == "recorded":
                 recorded[position, newest[position]] = event["time"]
     return [
-        Play(position, begin, ends.get(play), recorded.get((position, play), begin))
-        for position, play, begin in begins
+        Rollout(position, begin, ends.get(rollout), recorded.get((position, rollout), begin))
+        for position, rollout, begin in begins
     ]
 
 
-def losses(plays: Iterable[Play], kills: Sequence[float]) -> list[Loss]:
+def losses(rollouts: Iterable[Rollout], kills: Sequence[float]) -> list[Loss]:
     """Return the loss of each kill; ``kills`` are their times in order."""
-    of_position: dict[int, list[Play]] = defaultdict(list)
-    for play in plays:
-        of_position[play.position].append(play)
-    lost: list[list[Play]] = [[] for _ in kills]
+    of_position: dict[int, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        of_position[rollout.position].append(rollout)
+    lost: list[list[Rollout]] = [[] for _ in kills]
     for same in of_position.values():
-        for play in same:
-            number = next((i for i, kill in enumerate(kills) if kill > play.begin), None)
-            # The last complete play of a prompt was trained or dropped, or still will be.
-            if number is not None and (play.end is None or play is not same[-1]):
-                lost[number].append(play)
+        for rollout in same:
+            number = next((i for i, kill in enumerate(kills) if kill > rollout.begin), None)
+            # The last complete rollout of a prompt was trained or dropped, or still will be.
+            if number is not None and (rollout.end is None or rollout is not same[-1]):
+                lost[number].append(rollout)
     result = []
     for own, kill in zip(lost, kills, strict=True):
-        finished = [play.end - play.begin for play in own if play.end is not None]
-        unfinished = [kill - play.recorded for play in own if play.end is None]
+        finished = [rollout.end - rollout.begin for rollout in own if rollout.end is not None]
+        unfinished = [kill - rollout.recorded for rollout in own if rollout.end is None]
         result.append(Loss(len(finished), sum(finished), len(unfinished), sum(unfinished)))
     return result
 
@@ -199,18 +199,18 @@ def crash_run(folder: Path, *, journal: bool, seed: int, delays: Sequence[float]
             run.process.wait()
             kills.append(run.events()[-1]["time"])
             run.start()
-            # Up to this step the run trains what was in the store, and plays again what was lost.
+            # Up to this step the run trains what was stored, and generates again what was lost.
             reached = _last_step(run.events()) + _STALENESS + 1
             _await(run, lambda: _last_step(run.events()) > reached)  # noqa: B023
         events = run.events()
     finally:
         run.close()
-    lines = (folder / PLAYS).read_text().splitlines()
-    plays: list[dict[str, Any]] = []
+    lines = (folder / ROLLOUTS_FILE).read_text().splitlines()
+    rollout_events: list[dict[str, Any]] = []
     for line in lines:
         with suppress(json.JSONDecodeError):  # cut by a kill
-            plays.append(json.loads(line))
-    costs = losses(plays_of(plays), kills)
+            rollout_events.append(json.loads(line))
+    costs = losses(rollouts_of(rollout_events), kills)
     return [
         _crash(events, kill - checkpoint, kill, loss)
         for kill, checkpoint, loss in zip(kills, saved, costs, strict=True)

@@ -1,7 +1,7 @@
-"""Driver of the runs that `integration.benchmarks.crash` kills; it records each play of a prompt.
+"""Driver of the runs that `integration.benchmarks.crash` kills; it records each rollout.
 
 ``python -m integration.benchmarks.crash_driver FOLDER`` does what `integration.killable_run` does.
-Its processes also append to ``plays.jsonl`` in FOLDER: a generator when it starts and ends a
+Its processes also append to ``rollouts.jsonl`` in FOLDER: a generator when it starts and ends a
 prompt's group, a generation worker when it has recorded responses in the journal.
 """
 
@@ -24,21 +24,21 @@ from grpo_trainer.rollout.worker import GenerationWorker  # noqa: TID251  # as a
 from grpo_trainer.run import processes  # noqa: TID251  # starts the recorded class instead
 from grpo_trainer.samples.partition import position_of  # noqa: TID251
 
-PLAYS = "plays.jsonl"
-_VARIABLE = "CRASH_BENCHMARK_PLAYS"
+ROLLOUTS_FILE = "rollouts.jsonl"
+_VARIABLE = "CRASH_BENCHMARK_ROLLOUTS"
 
 
 class RecordedGenerator(Generator):
-    """Generator that records its plays; its process inherits the driver's environment."""
+    """Generator that records its rollouts; its process inherits the driver's environment."""
 
     def _generate_groups(self, claim: KVBatchMeta) -> list[str]:
-        play = {
+        rollout = {
             "id": uuid.uuid4().hex,
             "positions": sorted({position_of(each) for each in claim.sample_ids}),
         }
-        _append("begin", play)
+        _append("begin", rollout)
         filtered = super()._generate_groups(claim)
-        _append("end", play)
+        _append("end", rollout)
         return filtered
 
 
@@ -58,8 +58,8 @@ class RecordedWorker(GenerationWorker):
         self._journal = _NotedJournal(Path(folder))
 
 
-def _append(event: str, play: dict[str, Any]) -> None:
-    line = json.dumps({"event": event, "time": time.time(), **play}).encode()
+def _append(event: str, rollout: dict[str, Any]) -> None:
+    line = json.dumps({"event": event, "time": time.time(), **rollout}).encode()
     # One write, after a line that a kill may have cut: what was written survives the process.
     with Path(os.environ[_VARIABLE]).open("ab", buffering=0) as file:
         file.write(b"\n" + line)
@@ -67,7 +67,7 @@ def _append(event: str, play: dict[str, Any]) -> None:
 
 def record(folder: Path) -> None:
     """Train or resume the run in ``folder``, with recorded generators and workers."""
-    os.environ[_VARIABLE] = str(folder / PLAYS)
+    os.environ[_VARIABLE] = str(folder / ROLLOUTS_FILE)
     processes.Generator = RecordedGenerator  # type: ignore[misc]
     processes.GenerationWorker = RecordedWorker  # type: ignore[misc]
     main(folder)
