@@ -15,7 +15,7 @@ from observability.views.arrivals import clock_shifts
 from observability.views.clocks import align_event, clock_offsets
 from observability.views.distinct import distinct_events, timed_events
 from observability.views.printable import join_printable, printable
-from observability.views.steps import root_of, stage_of
+from observability.views.steps import root_of, stages_of
 from observability.views.tree import Tree
 
 _EVENT_ORDER = (
@@ -131,8 +131,16 @@ def lineage_of(sample_id: str, records: Records) -> list[LineageEvent]:
         raise SampleNotFound(sample_id, _similar_ids(sample_id, records.events))
     # The stage of a clear of the partition needs the tree of its trace, too.
     trees |= _trees(records, {event.trace_id for event in lineage} - trees.keys())
+    stages = {trace_id: stages_of(tree, root_of(tree)) for trace_id, tree in trees.items()}
     first_ns = shifted_ns(lineage[0])
-    return [_lineage_event(event, (shifted_ns(event) - first_ns) / 1e9, trees) for event in lineage]
+    return [
+        _lineage_event(
+            event,
+            (shifted_ns(event) - first_ns) / 1e9,
+            stages.get(event.trace_id, {}).get(event.span_id),
+        )
+        for event in lineage
+    ]
 
 
 def _may_concern(event: Event, sample_id: str) -> bool:
@@ -169,7 +177,7 @@ def _without_other_clears(events: Iterable[Event]) -> Iterator[Event]:
         yield event
 
 
-def _lineage_event(event: Event, seconds: float, trees: dict[str, Tree]) -> LineageEvent:
+def _lineage_event(event: Event, seconds: float, stage: Span | None) -> LineageEvent:
     values = event.attributes
     batch = attributes.count(values, "dataplane.samples") or len(event.sample_ids)
     n_bytes = attributes.integer(values, "dataplane.bytes")
@@ -180,7 +188,7 @@ def _lineage_event(event: Event, seconds: float, trees: dict[str, Tree]) -> Line
         process=event.process,
         partition=attributes.text(values, "dataplane.partition"),
         step=attributes.integer(values, "rl.step"),
-        stage=_stage(event, trees),
+        stage=stage.name if stage else "",
         weight_version=attributes.integer(values, "rl.weight_version"),
         task=attributes.text(values, "dataplane.task"),
         fields=tuple(sorted(attributes.names(values, "dataplane.fields"))),
@@ -203,14 +211,6 @@ def _detail(event: Event) -> str:
     if _clears_partition(event):
         parts.append("entire partition")
     return ", ".join(part for part in parts if part)
-
-
-def _stage(event: Event, trees: dict[str, Tree]) -> str:
-    tree = trees.get(event.trace_id)
-    if tree is None:
-        return ""
-    stage = stage_of(tree, root_of(tree), event.span_id)
-    return stage.name if stage else ""
 
 
 def _trees(records: Records, trace_ids: set[str]) -> dict[str, Tree]:

@@ -98,6 +98,10 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
     times = process_times(step)
     seconds = summed_buckets(times)
     critical_ids = {segment.span.span_id for segment in path}
+    depths: dict[str | None, int] = {}
+    for span, is_before in step.tree.walk():
+        if is_before:
+            depths[span.span_id] = depths.get(span.parent_id, 0) + 1
 
     def since_start(time_ns: int) -> float:
         return (time_ns - step.start_ns) / 1e9
@@ -113,7 +117,7 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
                 span.parent_id,
                 span.name,
                 step.labels[span.process],
-                len(step.tree.ancestry(span.span_id)),
+                depths[span.span_id],
                 since_start(span.start_ns),
                 span.seconds,
                 attributes.bucket(span),

@@ -19,7 +19,7 @@ from typing import Any  # Any: JSON values
 from observability.records import Process, Span
 from observability.views import attributes
 from observability.views.files import write_atomically
-from observability.views.lanes import SpanKey, assign_threads, key_of
+from observability.views.lanes import SpanKey, assign_threads, enclosing_spans, key_of
 from observability.views.printable import printable
 from observability.views.steps import Step
 
@@ -49,13 +49,16 @@ def chrome_trace(steps: Sequence[Step]) -> dict[str, Any]:
     pids = {process: pid for pid, process in enumerate(processes, 1)}
     trees = {step.trace_id: step.tree for step in steps}
     by_process: dict[Process, list[Span]] = {process: [] for process in processes}
+    enclosing: dict[SpanKey, SpanKey] = {}
     for tree in trees.values():
-        for span in tree.spans:
-            by_process[span.process].append(span)
+        enclosing |= enclosing_spans(tree)
+        for span, is_before in tree.walk():
+            if is_before:
+                by_process[span.process].append(span)
     slices: dict[SpanKey, Entry] = {}
     thread_counts: dict[Process, int] = {}
     for process, spans in by_process.items():
-        threads = assign_threads(spans, lambda span: trees[span.trace_id].ancestry(span.span_id))
+        threads = assign_threads(spans, enclosing)
         thread_counts[process] = 1 + max(threads.values(), default=0)
         for span in spans:
             slices[key_of(span)] = _slice(span, begin_ns, pids[process], threads[key_of(span)])

@@ -129,16 +129,13 @@ def _with_inner(step: Step, span_ids: Container[str]) -> Iterator[tuple[Span, li
     """
     # By process, the chosen spans on the path from the top to the current span.
     open_spans: defaultdict[Process, list[tuple[Span, list[Interval]]]] = defaultdict(list)
-    pending = [(span, False) for span in step.tree.tops]
-    while pending:
-        span, is_left = pending.pop()
-        if is_left:  # all its descendants were visited
-            yield open_spans[span.process].pop()
+    for span, is_before in step.tree.walk():
+        if span.span_id not in span_ids:
             continue
-        if span.span_id in span_ids:
-            above = open_spans[span.process]
-            if above:
-                above[-1][1].append((span.start_ns, span.end_ns))
-            above.append((span, []))
-            pending.append((span, True))
-        pending += [(child, False) for child in step.children(span.span_id)]
+        above = open_spans[span.process]
+        if not is_before:
+            yield above.pop()
+            continue
+        if above:
+            above[-1][1].append((span.start_ns, span.end_ns))
+        above.append((span, []))

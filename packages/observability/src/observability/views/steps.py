@@ -126,7 +126,11 @@ class Step:
             None for the root, for an unknown id, and for a span that is not below the root. In a
             step without a root, the topmost ancestor of the span, or the span itself.
         """
-        return stage_of(self.tree, self.root, span_id)
+        return self._stages.get(span_id)
+
+    @cached_property
+    def _stages(self) -> Mapping[str, Span]:
+        return stages_of(self.tree, self.root)
 
     @cached_property
     def incomplete(self) -> list[str]:
@@ -271,12 +275,18 @@ def root_of(tree: Tree) -> Span | None:
     return min(tree.roots, key=lambda span: span.name != ROOT, default=None)
 
 
-def stage_of(tree: Tree, root: Span | None, span_id: str) -> Span | None:
-    """Return the stage of a span of any trace; see `Step.stage`."""
-    ancestry = tree.ancestry(span_id)
-    if root is None:
-        return ancestry[-1] if ancestry else None
-    return ancestry[-2] if len(ancestry) > 1 and ancestry[-1] is root else None
+def stages_of(tree: Tree, root: Span | None) -> dict[str, Span]:
+    """Return the stage of each span of any trace that has one, by span id; see `Step.stage`."""
+    stages: dict[str, Span] = {}
+    for span, is_before in tree.walk():
+        if is_before:
+            # The parent of a span that tops its ring comes later, so it has no stage yet.
+            stage = stages.get(span.parent_id or "")
+            if stage is None and (root is None or span.parent_id == root.span_id):
+                stage = span
+            if stage is not None:
+                stages[span.span_id] = stage
+    return stages
 
 
 def _with_artificial_root(spans: list[Span]) -> list[Span]:

@@ -7,7 +7,7 @@ ancestor that has a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from observability.records import Span
@@ -66,6 +66,16 @@ class Tree:
             parent_id = None if span.span_id in self._circular_ids else span.parent_id
             span = None if parent_id is None else self._by_id.get(parent_id)
         return ancestry
+
+    def walk(self) -> Iterator[tuple[Span, bool]]:
+        """Yield each span twice: with True before its descendants, with False after them."""
+        pending = [(span, True) for span in reversed(self.tops)]
+        while pending:
+            span, is_before = pending.pop()
+            yield span, is_before
+            if is_before:
+                pending.append((span, False))
+                pending += [(child, True) for child in reversed(self.children(span.span_id))]
 
     def _cut_rings(self) -> tuple[Span, ...]:
         """Remove the earliest span of each ring from its parent's children, and return it."""

@@ -163,10 +163,13 @@ def _rows(step: Step, group_key: Callable[[Span], _Key]) -> list[_Row]:
     """Return the rows of the tree from top to bottom; siblings with the same key share a row."""
     rows: list[_Row] = []
     # A stack of groups, the next one on top: its spans, its guide, the guide of lines below it.
+    # Omitted lines have no guide: in a deep tree, guides take far more memory than the spans.
     pending = [(spans, "", "") for spans in reversed(_grouped(step.tree.tops, group_key))]
     while pending:
         spans, guide, guide_below = pending.pop()
         rows.append((spans, guide))
+        if len(rows) >= _MAX_SHOWN:
+            guide_below = ""
         children = _grouped(
             [child for span in spans for child in step.children(span.span_id)], group_key
         )
