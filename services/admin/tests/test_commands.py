@@ -171,6 +171,9 @@ def test_a_failed_command_prints_one_line(running, token_file):
         (["sample", "nothing", "--url", running.url, "--token-file", token_file], 1, "no event"),
         (["partitions", "--url", "http://127.0.0.1:1"], 1, "cannot be reached"),
         (["partitions", "--url", "nonsense"], 2, "--url"),
+        (["runs", "--state", "x", "--url", running.url, "--token-file", token_file], 2, "state"),
+        (["runs", "--sort", "x", "--url", running.url, "--token-file", token_file], 2, "sort"),
+        (["trace", "x", "--url", running.url, "--token-file", token_file], 2, "trace id"),
         (["partitions", "--token-file", "no/such/file"], 2, "no/such/file"),
         (["sample"], 2, "sample_id: missing"),
     ):

@@ -15,8 +15,8 @@ class RequestError(Exception):
     """A failed request; the text is one line with the reason."""
 
 
-class UrlError(RequestError):
-    """A wrong URL of the service."""
+class OptionError(RequestError):
+    """A request that failed because an option or argument has a wrong value."""
 
 
 def fetch(
@@ -37,7 +37,7 @@ def fetch(
         body: what to post as JSON; None to get.
 
     Raises:
-        UrlError: ``url`` is not a URL of HTTP.
+        OptionError: ``url`` is not a URL of HTTP, or the service refuses a value of the query.
         RequestError: the service is unreachable or refuses the request.
     """
     given = {name: value for name, value in query.items() if value is not None}
@@ -50,7 +50,7 @@ def fetch(
             address = f"{url.rstrip('/')}{path}"
             answer = client.request(method, address, params=given, headers=headers, json=body)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-        raise UrlError(
+        raise OptionError(
             f"--url: found {shown!r}; expected a URL such as http://127.0.0.1:8080"
         ) from None
     except UnicodeEncodeError:
@@ -64,7 +64,8 @@ def fetch(
     if answer.status_code == 401:
         raise RequestError(f"{shown}: requires a token; set --token-file")
     if answer.status_code != 200:
-        raise RequestError(f"{shown}: {_detail(answer)}")
+        error_class = OptionError if answer.status_code in (400, 422) else RequestError
+        raise error_class(f"{shown}: {_detail(answer)}")
     return answer.text
 
 

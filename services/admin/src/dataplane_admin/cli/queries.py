@@ -180,7 +180,7 @@ def _show(
     as_json: bool,
     body: object = None,
 ) -> None:
-    from dataplane_admin.cli.client import RequestError, UrlError, fetch
+    from dataplane_admin.cli.client import OptionError, RequestError, fetch
     from dataplane_admin.cli.terminal import show
 
     try:
@@ -191,4 +191,4 @@ def _show(
         else:
             show(path, answer)
     except (RequestError, OSError, ValueError) as error:
-        refuse(str(error), status=2 if isinstance(error, UrlError) else 1)
+        refuse(str(error), status=2 if isinstance(error, OptionError) else 1)
