@@ -22,7 +22,6 @@ from types import FrameType
 import structlog
 from opentelemetry._logs import LoggerProvider as AnyLoggerProvider
 from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.metrics import MeterProvider as AnyMeterProvider
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk.metrics import MeterProvider, _Gauge
 from opentelemetry.sdk.metrics.export import (
@@ -233,7 +232,7 @@ class Telemetry:
         settings = resolve_settings(arguments, self._warning_log)
         resource = _resource(arguments)
         tracers = loggers = meters = steps = None
-        readers: list[MetricReader] = []
+        exported: dict[Signal, tuple[Delivery, MetricReader]] = {}
         for name, otlp in settings.otlp.items():
             try:
                 delivery = Delivery(name, otlp, self._warning_log)
@@ -242,10 +241,20 @@ class Telemetry:
                 elif name == "events":
                     loggers = self._logger_provider(resource, delivery)
                 else:
-                    readers.append(self._periodic_reader(delivery))
                     step_settings = otlp.for_steps(arguments.export_interval_s)
                     step_delivery = Delivery("steps", step_settings, self._warning_log)
-                    steps = self._step_meter_provider(resource, step_delivery)
+                    # With delta temporality, the SDK exports a gauge's point once and then discards
+                    # it with its attributes. Otherwise it would retain those of every step.
+                    delta: dict[type, AggregationTemporality] = {
+                        _Gauge: AggregationTemporality.DELTA
+                    }
+                    exported = {
+                        "metrics": (delivery, _reader(CountedMetricExporter(delivery))),
+                        "steps": (
+                            step_delivery,
+                            _reader(CountedMetricExporter(step_delivery, delta)),
+                        ),
+                    }
             except Exception as error:  # noqa: BLE001  # a bad environment must not end a run
                 self._warning_log.warn(
                     f"exporter not created: {type(error).__name__}",
@@ -253,6 +262,9 @@ class Telemetry:
                     endpoint=redacted(otlp.endpoint),
                     reason=str(error),
                 )
+        readers = [exported["metrics"][1]] if exported else []
+        if exported:
+            steps = MeterProvider([exported["steps"][1]], resource, shutdown_on_exit=False)
         if settings.prometheus is not None:
             readers += self._prometheus_readers(settings.prometheus)
         if readers:
@@ -263,6 +275,8 @@ class Telemetry:
                 unit="{item}",
                 description="Spans, events and exports of step metrics that this process dropped.",
             )
+        for name, (delivery, reader) in exported.items():
+            self._pipelines[name] = _metric_pipeline(delivery, reader)
         providers.set_providers(
             tracers=tracers,
             loggers=loggers,
@@ -293,30 +307,6 @@ class Telemetry:
         self._pipelines["events"] = _Pipeline(delivery, processor.force_flush, processor.shutdown)
         return provider
 
-    def _periodic_reader(self, delivery: Delivery) -> MetricReader:
-        reader = PeriodicExportingMetricReader(
-            CountedMetricExporter(delivery),
-            export_interval_millis=delivery.otlp.interval_s * 1000,
-        )
-        # The pipeline flushes this reader, not the provider. A flush of the provider would also
-        # collect for the Prometheus reader, which stores every collection until the next scrape.
-        self._pipelines["metrics"] = _Pipeline(delivery, reader.force_flush, reader.shutdown)
-        return reader
-
-    def _step_meter_provider(self, resource: Resource, delivery: Delivery) -> AnyMeterProvider:
-        # With delta temporality, the SDK exports a gauge's point once and then discards it with its
-        # attributes. Otherwise the SDK would retain the attributes of every step.
-        exporter = CountedMetricExporter(delivery, {_Gauge: AggregationTemporality.DELTA})
-        reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
-
-        def shutdown() -> None:
-            pipeline.flush()  # a reader with an infinite interval does not collect at its shutdown
-            reader.shutdown()
-
-        pipeline = _Pipeline(delivery, reader.force_flush, shutdown, flushes_at_intervals=True)
-        self._pipelines["steps"] = pipeline
-        return MeterProvider([reader], resource, shutdown_on_exit=False)
-
     def _prometheus_readers(self, prometheus: Prometheus) -> list[MetricReader]:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
@@ -338,7 +328,8 @@ class Telemetry:
 
     def _observe_dropped(self, options: CallbackOptions) -> Iterable[Observation]:
         """Yield all counts, including zeros: without a first 0, Prometheus sees no increase."""
-        for name, pipeline in self._pipelines.items():
+        # A copy: Prometheus may scrape before the pipelines of metrics exist.
+        for name, pipeline in list(self._pipelines.items()):
             if name == "metrics":
                 continue  # a failed export loses nothing, since the next one has newer totals
             counts = pipeline.delivery.ledger.counts()
@@ -394,6 +385,29 @@ class Telemetry:
 
 
 _EMPTY_LEDGER = Ledger(0)
+
+
+def _reader(exporter: CountedMetricExporter) -> MetricReader:
+    """Return a reader that collects only when its pipeline flushes it.
+
+    A reader with an interval may collect before its provider registers it. Then the SDK warns.
+    """
+    return PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
+
+
+def _metric_pipeline(delivery: Delivery, reader: MetricReader) -> _Pipeline:
+    """Return the pipeline of a registered reader.
+
+    It flushes this reader, not the provider. A flush of the provider would also collect for the
+    Prometheus reader, which stores every collection until the next scrape.
+    """
+
+    def shutdown() -> None:
+        pipeline.flush()  # a reader with an infinite interval does not collect at its shutdown
+        reader.shutdown()
+
+    pipeline = _Pipeline(delivery, reader.force_flush, shutdown, flushes_at_intervals=True)
+    return pipeline
 
 
 def _resource(arguments: Arguments) -> Resource:
