@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -81,6 +83,45 @@ def test_hanging_collector_costs_one_warning_and_bounded_time() -> None:
     assert is_balanced(result.reports[0]["counts"])
 
 
+def trickles(beginning: bytes) -> Callable[[Any], None]:
+    """Return an answer that continues with a byte every 50 ms for 20 s."""
+
+    def answer(handler: Any) -> None:
+        handler.close_connection = True
+        handler.wfile.write(beginning)
+        with suppress(OSError):  # the client closes the connection
+            for _ in range(400):
+                time.sleep(0.05)
+                handler.wfile.write(b"x")
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"HTTP/1.1 200 OK\r\nX-Header: ", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"],
+    ids=["headers", "body"],
+)
+def test_trickling_collector_is_bounded_by_the_export_timeout(beginning: bytes) -> None:
+    with collector(trickles(beginning)) as server:
+        result = run_script(
+            """
+telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=3600)
+spans(1)
+begin = time.monotonic()
+flushed = telemetry.flush(15)
+report(flushed=flushed, seconds=time.monotonic() - begin)
+telemetry.shutdown(1)
+""",
+            server.endpoint,
+            **SPANS_ONLY,
+            OTEL_EXPORTER_OTLP_TIMEOUT="0.5",
+        )
+    assert not result.reports[0]["flushed"]
+    assert result.reports[0]["seconds"] < 8
+    assert result.troubles == ["collector timed out"]
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [
@@ -100,6 +141,18 @@ def test_unreachable_endpoint_warns_once_without_password(
     assert len(result.troubles) == 1
     assert "secret" not in json.dumps(result.warnings)
     assert all(each["exported"] == 0 for each in result.reports[0]["counts"].values())
+
+
+def test_interval_shorter_than_the_setup_costs_no_warning() -> None:
+    result = run_script(
+        """
+telemetry = setup("svc", endpoint=ENDPOINT, export_interval_s=1e-5)
+telemetry.shutdown()
+report()
+""",
+        "http://127.0.0.1:9",
+    )
+    assert result.troubles == ["collector is unreachable"]
 
 
 def test_a_malformed_endpoint_costs_one_warning_per_signal() -> None:

@@ -15,6 +15,7 @@ import socketserver
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any  # Any: socketserver's own types of requests and addresses
@@ -185,7 +186,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
         """
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_DeadlineStream(self))
+        self.rfile = io.BufferedReader(DeadlineStream(self.connection, lambda: self.deadline))
 
     def handle_one_request(self) -> None:
         """Wait for a request and answer it."""
@@ -197,24 +198,36 @@ class BoundedHandler(BaseHTTPRequestHandler):
         """Log nothing; the base class logs a line per request."""
 
 
-class _DeadlineStream(io.RawIOBase):
-    """A stream of a handler's connection whose reads fail after the handler's deadline."""
+class DeadlineStream(io.RawIOBase):
+    """A stream of a connection whose reads fail after a deadline.
 
-    def __init__(self, handler: BoundedHandler) -> None:
-        self._handler = handler
+    Args:
+        connection: the connection.
+        deadline: function that returns the deadline, a time of `time.monotonic`.
+    """
+
+    def __init__(self, connection: socket.socket, deadline: Callable[[], float]) -> None:
+        self._connection, self._deadline = connection, deadline
+        # While it is open, the connection stays open for reads, also after its own `close`.
+        self._stream = connection.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
         """Return True."""
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def close(self) -> None:
+        """Close the stream, but not the connection."""
+        self._stream.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int | None:
         """Wait for bytes, and read those that have arrived.
 
         Raises:
             TimeoutError: no bytes arrived before the deadline.
         """
-        remaining_s = self._handler.deadline - time.monotonic()
+        remaining_s = self._deadline() - time.monotonic()
         if remaining_s <= 0:
-            raise TimeoutError("the request did not arrive before its deadline")
-        self._handler.connection.settimeout(remaining_s)
-        return self._handler.connection.recv_into(buffer)
+            raise TimeoutError("the message did not arrive before its deadline")
+        self._connection.settimeout(remaining_s)
+        return self._stream.readinto(buffer)

@@ -6,13 +6,19 @@ redirect as a failure, counts rejected items, and reads only the first part of a
 
 from __future__ import annotations
 
+import io
+import socket
 import time
-from typing import Any  # Any: keyword arguments of requests pass through
+from functools import partial
+from http.client import HTTPResponse
+from typing import Any  # Any: keyword arguments of requests and urllib3 pass through
 
 import requests
 import urllib3
 from google.protobuf.message import DecodeError
+from requests.adapters import HTTPAdapter
 
+from observability.bounded_http import DeadlineStream
 from observability.wire import OtlpSignal, rejected_count
 
 _MAX_RESPONSE_BYTES = 1 << 16
@@ -35,6 +41,7 @@ class CollectorSession(requests.Session):
     Attributes:
         no_retry: whether to prevent the SDK from retrying a failed request.
         deadline: monotonic time at which every request ends; None for no deadline.
+        response_deadline: monotonic time at which the current response must be complete.
         is_sent: whether a request was sent for the current batch.
         rejected: number of items of the last request that the collector rejected.
         trouble: kind and details of the last request's failure; None if it succeeded.
@@ -47,6 +54,9 @@ class CollectorSession(requests.Session):
         self._signal = signal
         self.no_retry = False
         self.deadline: float | None = None
+        self.response_deadline = 0.0
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, _DeadlineAdapter(self))
         self.reset()
 
     def reset(self) -> None:
@@ -65,11 +75,11 @@ class CollectorSession(requests.Session):
         """
         self.reset()
         self.is_sent = True
-        timeouts = [] if kwargs.get("timeout") is None else [kwargs["timeout"]]
+        timeout_s = kwargs["timeout"]
         if self.deadline is not None:
-            timeouts.append(self.deadline - time.monotonic())
-        if timeouts:
-            kwargs["timeout"] = max(min(timeouts), _MIN_TIMEOUT_S)
+            timeout_s = min(timeout_s, self.deadline - time.monotonic())
+        kwargs["timeout"] = timeout_s = max(timeout_s, _MIN_TIMEOUT_S)
+        self.response_deadline = time.monotonic() + timeout_s
         try:
             response = super().request(method, url, *args, **{**kwargs, "stream": True})
             with response:
@@ -103,9 +113,41 @@ class CollectorSession(requests.Session):
         return response
 
 
+class _DeadlineAdapter(HTTPAdapter):
+    """An adapter whose responses must be complete at the deadline of the session.
+
+    A timeout of `requests` begins anew with every byte that arrives.
+    """
+
+    def __init__(self, session: CollectorSession) -> None:
+        super().__init__()
+        self._session = session
+
+    def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a pool whose connections read responses until the deadline."""
+        pool = super().get_connection_with_tls_context(*args, **kwargs)
+        connection_class = type(pool).ConnectionCls
+
+        def connect(**options: Any) -> Any:
+            connection = connection_class(**options)
+            connection.response_class = partial(_response, self._session)
+            return connection
+
+        pool.ConnectionCls = connect
+        return pool
+
+
+def _response(session: CollectorSession, connection: socket.socket, **kwargs: Any) -> HTTPResponse:
+    """Return a response that is read from the connection until the deadline of the session."""
+    response = HTTPResponse(connection, **kwargs)
+    response.fp.close()
+    response.fp = io.BufferedReader(DeadlineStream(connection, lambda: session.response_deadline))
+    return response
+
+
 def _describe(error: Exception) -> tuple[str, str]:
     """Return the kind and the details of a failure."""
-    if isinstance(error, requests.Timeout):
+    if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError):
         return "collector timed out", type(error).__name__
     if isinstance(error, requests.RequestException) and isinstance(error, ValueError):
         return "invalid endpoint", type(error).__name__
