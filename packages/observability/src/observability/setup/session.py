@@ -125,7 +125,7 @@ class _DeadlineAdapter(HTTPAdapter):
 
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
         """Return a pool whose connections read responses until the deadline."""
-        pool = super().get_connection_with_tls_context(*args, **kwargs)
+        pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
         connection_class = type(pool).ConnectionCls
 
         def connect(**options: Any) -> Any:
