@@ -36,8 +36,6 @@ _STATEMENT_MS = 30_000
 # Field of a file's header: https://sqlite.org/fileformat2.html#application_id
 _APPLICATION_ID = 0x6470_6164  # "dpad"
 _APPLICATION_AT = 68
-# Tables in a file of an older version, which did not stamp its files.
-_FIRST_TABLES = frozenset({"alembic_version", "span_chunks", "open_waits"})
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _SHORT_READ = sqlite3.SQLITE_IOERR_SHORT_READ
 
@@ -104,16 +102,14 @@ class Database:
             header = file.read(100)
         application = int.from_bytes(header[_APPLICATION_AT : _APPLICATION_AT + 4], "big")
         tables: list[str] = []
-        if header.startswith(b"SQLite format 3\0") and application == 0:
-            # Not stamped: empty, older than stamping, or another program's.
+        is_database = header.startswith(b"SQLite format 3\0")
+        if is_database and application == 0:
+            # Empty, another program's, or stamped in the write-ahead log only.
             with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
                 [application] = connection.execute("PRAGMA application_id").fetchone()
                 rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
                 tables = [str(name) for (name,) in rows]
-        is_own = not tables or set(tables) >= _FIRST_TABLES
-        if header.startswith(b"SQLite format 3\0") and (
-            application not in (0, _APPLICATION_ID) or (application == 0 and not is_own)
-        ):
+        if is_database and application != _APPLICATION_ID and (application or tables):
             what = f"tables {', '.join(sorted(tables)[:3])}" if tables else f"id {application:#x}"
             raise StoreError(
                 f"{self.url.render_as_string()}: another program's database, with {what}; expected "

@@ -1,7 +1,8 @@
 """Migrations of a database to the newest version of the tables.
 
-They run in one transaction under the writers' lock, so that two services can open a database at the
-same time.
+A new database gets the newest tables at once; migrations change those of an older version. Both run
+in one transaction under the writers' lock, so that two services can open a database at the same
+time.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert
 
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import StoreError
+from dataplane_admin.store.tables import Base, StateRow
 
 
 def migrate(database: Database) -> None:
-    """Run missing migrations.
+    """Create the tables, or run missing migrations.
 
     Raises:
         StoreError: a newer version of this service created the database.
@@ -37,7 +39,13 @@ def migrate(database: Database) -> None:
                 f"knows versions up to {known.get_current_head()}. Use the newer service that "
                 "created them, or another database"
             )
-        if current != known.get_current_head():
+        if current is None:
+            # Without checks: tables of these names would be another program's.
+            Base.metadata.create_all(connection, checkfirst=False)
+            counters = dict.fromkeys(StateRow.__table__.columns.keys(), 0)
+            connection.execute(insert(StateRow).values(counters | {"id": 1}))
+            command.stamp(config, "head")
+        elif current != known.get_current_head():
             command.upgrade(config, "head")
         database.stamp(connection)
 

@@ -1,6 +1,6 @@
 """Tables, the same for SQLite and PostgreSQL.
 
-Change a table here and add a migration in `migrations/versions`; a test compares the two.
+Change a table here and add a migration in `migrations/versions` for existing databases.
 
 A database may reject untrusted text or index it badly. So ids of traces, spans and samples are
 bytes, and names are stored in the form of `texts.storable`. The writer draws keys (`id`, `key`)
@@ -18,7 +18,6 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     Text,
-    false,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -111,11 +110,11 @@ class TraceModel(Base):
     errors: Mapped[int]
     processes: Mapped[int]
     process_digests: Mapped[bytes]
-    service_names: Mapped[str] = mapped_column(server_default="")
+    service_names: Mapped[str]
     rejected: Mapped[int]
     nbytes: Mapped[int]
     updated_ns: Mapped[int]
-    arrival: Mapped[int] = mapped_column(server_default="0")
+    arrival: Mapped[int]
 
 
 class ChunkModel(Base):
@@ -310,9 +309,9 @@ class OpenWaitModel(Base):
     event_id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
     wait: Mapped[bytes]
     place_id: Mapped[int]
-    process: Mapped[str] = mapped_column(server_default="")
-    process_id: Mapped[bytes] = mapped_column(server_default="")
-    is_periodic: Mapped[bool] = mapped_column(server_default=false())
+    process: Mapped[str]
+    process_id: Mapped[bytes]
+    is_periodic: Mapped[bool]
 
 
 class SeriesModel(Base):
@@ -334,11 +333,11 @@ class SeriesModel(Base):
     histogram: Mapped[str | None]
     time_ns: Mapped[int]
     updated_ns: Mapped[int]
-    process_id: Mapped[bytes] = mapped_column(server_default="")
-    scope: Mapped[str] = mapped_column(server_default="")
-    run_id: Mapped[str] = mapped_column(server_default="")
-    sums: Mapped[str] = mapped_column(server_default="{}")
-    points: Mapped[bytes] = mapped_column(server_default="")
+    process_id: Mapped[bytes]
+    scope: Mapped[str]
+    run_id: Mapped[str]
+    sums: Mapped[str]
+    points: Mapped[bytes]
 
 
 class CurveModel(Base):
