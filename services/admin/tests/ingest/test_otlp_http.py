@@ -294,7 +294,7 @@ def test_events_above_the_limits_are_rejected_one_by_one(job_of):
     answer = job.post("logs", data.SerializeToString())
     partial = ExportLogsServiceResponse.FromString(answer.content).partial_success
     assert partial.rejected_log_records == 2
-    assert "the event has more than 2 samples" in partial.error_message
+    assert "the record has more than 2 samples" in partial.error_message
     hits = job.get("samples")["samples"]
     assert [hit["sample_id"] for hit in hits] == ["\0", "\\ud800"]
 

@@ -18,10 +18,11 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, LogsData, ResourceLogs, ScopeLogs
 
 from dataplane_admin.ingest.limits import Limits
-from dataplane_admin.ingest.logs import LogRefused, names_trace, trace_log
+from dataplane_admin.ingest.logs import names_trace, trace_log
 from dataplane_admin.ingest.redaction import Redaction
-from dataplane_admin.ingest.samples import InvalidSamples, samples_of
-from dataplane_admin.ingest.values import cut, digest_of
+from dataplane_admin.ingest.refusal import RecordRefused
+from dataplane_admin.ingest.samples import samples_of
+from dataplane_admin.ingest.values import cut, digest_of, ids_within
 from dataplane_admin.store import Batch, LifecycleEvent
 from dataplane_admin.store.batch import (
     RunChange,
@@ -32,7 +33,7 @@ from dataplane_admin.store.batch import (
 )
 from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.compressed import compress
-from dataplane_admin.store.texts import bytes_of_id, storable
+from dataplane_admin.store.texts import storable
 from observability.records import (
     EVENT_PREFIX,
     Process,
@@ -62,10 +63,6 @@ _READ_OF_RUN = _READ | {
 }
 
 
-class _Refused(Exception):
-    """A rejected record; the text is the reason."""
-
-
 def batch_of_logs(
     request: LogsData, limits: Limits, now_ns: int, *, redaction: Redaction | None = None
 ) -> Batch:
@@ -90,35 +87,22 @@ def batch_of_logs(
         for scope_logs in resource_logs.scope_logs:
             encoder = _Encoder(resource_logs, scope_logs)
             for record in scope_logs.log_records:
-                keeps_text = redaction is not None
-                if record.event_name == FACTS or (record.event_name == TEXT and keeps_text):
-                    facts = event_of(record, process, run, only=_READ).attributes
-                    try:
-                        if sample_records >= limits.events:
-                            raise InvalidSamples(f"more than {limits.events} in a request")
-                        sample_records += 1
-                        samples += samples_of(record, facts, limits, now_ns, redaction)
-                    except InvalidSamples as reason:
-                        refused.append(digest_of(record))
-                        reasons[str(reason)] += 1
-                    continue
-                if not record.event_name.startswith(EVENT_PREFIX):
-                    if record.event_name == TEXT or not names_trace(record):
-                        ignored.append(digest_of(record))
-                        continue
-                    try:
-                        if len(logs) >= limits.events:
-                            raise LogRefused(f"more than {limits.events} in a request")
-                        logs.append(trace_log(record, encoder.encode, limits, redaction))
-                    except LogRefused as reason:
-                        refused.append(digest_of(record))
-                        reasons[str(reason)] += 1
-                    continue
+                name = record.event_name
                 try:
-                    if len(events) >= limits.events:
-                        raise _Refused(f"more than {limits.events} in a request")
-                    events.append(_event(record, process, run, encoder, limits, now_ns))
-                except _Refused as reason:
+                    if name == FACTS or (name == TEXT and redaction is not None):
+                        _check_count(sample_records, limits)
+                        sample_records += 1
+                        facts = event_of(record, process, run, only=_READ).attributes
+                        samples += samples_of(record, facts, limits, now_ns, redaction)
+                    elif name.startswith(EVENT_PREFIX):
+                        _check_count(len(events), limits)
+                        events.append(_event(record, process, run, encoder, limits, now_ns))
+                    elif name == TEXT or not names_trace(record):
+                        ignored.append(digest_of(record))
+                    else:
+                        _check_count(len(logs), limits)
+                        logs.append(trace_log(record, encoder.encode, limits, redaction))
+                except RecordRefused as reason:
                     refused.append(digest_of(record))
                     reasons[str(reason)] += 1
     return Batch(
@@ -129,6 +113,11 @@ def batch_of_logs(
         ignored=tuple(ignored),
         reasons=tuple(f"{count} log records: {reason}" for reason, count in reasons.items()),
     )
+
+
+def _check_count(taken: int, limits: Limits) -> None:
+    if taken >= limits.events:
+        raise RecordRefused(f"more than {limits.events} in a request")
 
 
 class _Encoder:
@@ -158,7 +147,7 @@ def _event(
 ) -> LifecycleEvent:
     time_ns = record.time_unix_nano or record.observed_time_unix_nano
     if time_ns > MAX_INT:
-        raise _Refused("the time is after the year 2262")
+        raise RecordRefused("the time is after the year 2262")
     sample_ids = _ids(record.body, limits)
     record.ClearField("body")
     cut(record, limits)
@@ -226,10 +215,5 @@ def _config(value: object) -> dict[str, str] | None:
 def _ids(body: AnyValue, limits: Limits) -> tuple[bytes, ...]:
     named = sample_ids_of(body)
     if named is None:
-        raise _Refused("the body is not a JSON list of sample ids")
-    if len(named) > limits.ids:
-        raise _Refused(f"the event has more than {limits.ids} samples")
-    ids = tuple([bytes_of_id(sample_id) for sample_id in named])
-    if ids and max(map(len, ids)) > limits.id_bytes:
-        raise _Refused(f"a sample id is longer than {limits.id_bytes} bytes")
-    return ids
+        raise RecordRefused("the body is not a JSON list of sample ids")
+    return ids_within(named, limits)

@@ -14,6 +14,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
 from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.redaction import Redaction
+from dataplane_admin.ingest.refusal import RecordRefused
 from dataplane_admin.ingest.sample_text import MAX_TEXT
 from dataplane_admin.ingest.values import add_dropped, cut
 from dataplane_admin.store.batch import TraceLog
@@ -24,10 +25,6 @@ _MAX_ATTRIBUTES = 32
 _MAX_SEVERITY = 16
 _MAX_RECORD_BYTES = 1 << 16
 _PLAIN = ("bool_value", "int_value", "double_value")
-
-
-class LogRefused(Exception):
-    """A rejected record; the text is the reason."""
 
 
 def names_trace(record: LogRecord) -> bool:
@@ -50,7 +47,7 @@ def trace_log(
         redaction: applied to the body; None removes its text.
 
     Raises:
-        LogRefused: the record, with its resource, is too long.
+        RecordRefused: the record, with its resource, is too long.
     """
     _reduce_body(record, limits.attribute_length, redaction)
     record.event_name = record.event_name[:MAX_TEXT]
@@ -63,7 +60,7 @@ def trace_log(
     cut(record, limits)
     encoded = encode(record)
     if len(encoded) > _MAX_RECORD_BYTES:
-        raise LogRefused(
+        raise RecordRefused(
             f"a log record with its resource has {len(encoded)} bytes; expected at most "
             f"{_MAX_RECORD_BYTES}"
         )

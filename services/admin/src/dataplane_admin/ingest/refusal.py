@@ -1,4 +1,4 @@
-"""`Refusal`: a request that is answered with an error."""
+"""Refusals of requests, which are answered with an error, and of single records."""
 
 from __future__ import annotations
 
@@ -25,3 +25,7 @@ def too_large(limit: int, what: str = "the body") -> Refusal:
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"{what} is longer than {limit} bytes; send fewer records per request",
     )
+
+
+class RecordRefused(Exception):
+    """A rejected record; the text is the reason."""

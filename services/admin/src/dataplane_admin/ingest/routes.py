@@ -123,31 +123,23 @@ class _Receiver:
     def _decode(self, kind: OtlpSignal, body: bytes, encoding: str, media_type: str) -> Batch:
         plain = inflate(body, encoding, self._limits)
         redaction = self._redaction
+        # Both return whether they changed the request.
+        reduce = remove_sample_text if redaction is None else redaction.attributes
         try:
             if kind == "traces":
                 traces = TracesData()
                 changed = _parse(plain, traces, media_type)
                 changed |= join_steps(traces.resource_spans)
-                changed |= (
-                    remove_sample_text(traces)
-                    if redaction is None
-                    else redaction.attributes(traces)
-                )
+                changed |= reduce(traces)
                 return batch_of_spans(traces, None if changed else plain, self._limits)
             if kind == "logs":
                 logs = LogsData()
                 _parse(plain, logs, media_type)
-                if redaction is None:
-                    remove_sample_text(logs)
-                else:
-                    redaction.attributes(logs)
+                reduce(logs)
                 return batch_of_logs(logs, self._limits, time.time_ns(), redaction=redaction)
             metrics = MetricsData()
             _parse(plain, metrics, media_type)
-            if redaction is None:
-                remove_sample_text(metrics)
-            else:
-                redaction.attributes(metrics)
+            reduce(metrics)
             return batch_of_metrics(metrics, self._limits, time.time_ns())
         except (DecodeError, NotOtlp) as error:
             raise Refusal(

@@ -11,9 +11,11 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
 from dataplane_admin.ingest.limits import Limits
 from dataplane_admin.ingest.redaction import Redaction
+from dataplane_admin.ingest.refusal import RecordRefused
+from dataplane_admin.ingest.values import ids_within
 from dataplane_admin.store.batch import SampleFacts, SampleText
 from dataplane_admin.store.chunk import MAX_INT
-from dataplane_admin.store.texts import bytes_of_id, lines_of, storable
+from dataplane_admin.store.texts import lines_of, storable
 from observability.samples import MAX_CONTENT, MAX_TOKENS, TEXT
 from observability.views import attributes
 
@@ -22,10 +24,6 @@ _MAX_TURNS = 200
 _MAX_TAGS = 16
 _MAX_TOKEN = 200
 _TOKEN_COLUMNS = ("text", "generator", "trainer", "mask", "version")
-
-
-class InvalidSamples(Exception):
-    """A record that is not as documented; the text is the reason."""
 
 
 def samples_of(
@@ -45,14 +43,14 @@ def samples_of(
         redaction: applied to text.
 
     Raises:
-        InvalidSamples: the body is not as documented.
+        RecordRefused: the body is not as documented.
     """
     try:
         body = json.loads(record.body.string_value)
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
-        raise InvalidSamples("the body is not a JSON object")
+        raise RecordRefused("the body is not a JSON object")
     time_ns = min(record.time_unix_nano or record.observed_time_unix_nano or now_ns, MAX_INT)
     run_id = attributes.text(record_attributes, "rl.run_id")
     step = _integer(record_attributes.get("rl.step"))
@@ -70,7 +68,7 @@ def samples_of(
     columns = {name: column for name, column in body.items() if name != "ids"}
     for column in columns.values():
         if not isinstance(column, list) or len(column) != len(ids):
-            raise InvalidSamples("a column does not have one value per sample")
+            raise RecordRefused("a column does not have one value per sample")
     rows = []
     for place, sample in enumerate(ids):
         facts = {name: column[place] for name, column in columns.items()}
@@ -94,15 +92,10 @@ def samples_of(
     return tuple(rows)
 
 
-def _ids(given: object, limits: Limits) -> list[bytes]:
+def _ids(given: object, limits: Limits) -> tuple[bytes, ...]:
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
-        raise InvalidSamples("the ids are not a list of strings")
-    if len(given) > limits.ids:
-        raise InvalidSamples(f"the record has more than {limits.ids} samples")
-    ids = [bytes_of_id(each) for each in given]
-    if ids and max(map(len, ids)) > limits.id_bytes:
-        raise InvalidSamples(f"a sample id is longer than {limits.id_bytes} bytes")
-    return ids
+        raise RecordRefused("the ids are not a list of strings")
+    return ids_within(given, limits)
 
 
 def _turns(body: Mapping[str, Any], redaction: Redaction) -> list[dict[str, str]]:

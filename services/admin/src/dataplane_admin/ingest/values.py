@@ -1,14 +1,17 @@
-"""Limits of OTLP attributes."""
+"""Limits of OTLP attributes and of sample ids."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Protocol  # Any: repeated fields have no common type
 
 from google.protobuf.message import Message
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 from dataplane_admin.ingest.limits import Limits
+from dataplane_admin.ingest.refusal import RecordRefused
+from dataplane_admin.store.texts import bytes_of_id
 
 MAX_COUNT = (1 << 32) - 1
 """Maximum value of a field that counts dropped items."""
@@ -28,6 +31,20 @@ def digest_of(record: Message) -> bytes:
     """Return eight bytes that are the same for equal records."""
     encoded = record.SerializeToString(deterministic=True)
     return hashlib.blake2b(encoded, digest_size=8).digest()
+
+
+def ids_within(named: Sequence[str], limits: Limits) -> tuple[bytes, ...]:
+    """Return the sample ids of a record as bytes.
+
+    Raises:
+        RecordRefused: there are too many, or one is too long.
+    """
+    if len(named) > limits.ids:
+        raise RecordRefused(f"the record has more than {limits.ids} samples")
+    ids = tuple([bytes_of_id(sample_id) for sample_id in named])
+    if ids and max(map(len, ids)) > limits.id_bytes:
+        raise RecordRefused(f"a sample id is longer than {limits.id_bytes} bytes")
+    return ids
 
 
 def add_dropped(record: Attributed, count: int) -> None:
