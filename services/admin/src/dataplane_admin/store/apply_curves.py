@@ -33,11 +33,7 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
             by_curve.setdefault(digest, {})[point.step] = point
     if not by_curve:
         return
-    stored = {
-        row.digest: row
-        for group in in_groups(by_curve)
-        for row in work.connection.execute(_STORED, {"wanted": group})
-    }
+    stored = {row.digest: row for row in work.rows(_STORED, by_curve)}
     ids = {
         digest: stored[digest].id if digest in stored else work.state.next_id()
         for digest in by_curve
@@ -51,8 +47,7 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
         _row(work, digest, ids[digest], of_curve, known.get(ids[digest], set()), stored.get(digest))
         for digest, of_curve in by_curve.items()
     ]
-    work.change(CurveModel, "digest", [row for row in rows if row["digest"] in stored])
-    work.add(CurveModel, [row for row in rows if row["digest"] not in stored])
+    work.save(CurveModel, "digest", rows, stored)
     placed = [
         (ids[digest], step, point)
         for digest, of_curve in by_curve.items()
@@ -64,8 +59,7 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
         work, ((storable(point.run_id), point.time_ns, point.time_ns) for *_, point in placed)
     )
     if len(stored) < len(by_curve):
-        newest = select(CurveModel.id).order_by(CurveModel.updated_ns.desc(), CurveModel.id)
-        drop_curves(work, work.connection.scalars(newest.offset(MAX_CURVES)).all())
+        drop_curves(work, work.beyond(CurveModel.id, CurveModel.updated_ns, MAX_CURVES))
 
 
 def drop_curves(work: Work, ids: Sequence[int]) -> None:

@@ -33,11 +33,7 @@ def apply_load(work: Work, points: Iterable[LoadPoint]) -> None:
         by_series.setdefault(point.digest, {})[point.second] = point
     if not by_series:
         return
-    stored = {
-        row.digest: row
-        for group in in_groups(by_series)
-        for row in work.connection.execute(_STORED, {"wanted": group})
-    }
+    stored = {row.digest: row for row in work.rows(_STORED, by_series)}
     rows: list[dict[str, Any]] = []
     for digest, seconds in by_series.items():
         before, point = stored.get(digest), next(iter(seconds.values()))
@@ -56,8 +52,7 @@ def apply_load(work: Work, points: Iterable[LoadPoint]) -> None:
                 "updated_ns": work.now_ns,
             }
         )
-    work.change(LoadSeriesModel, "digest", [row for row in rows if row["digest"] in stored])
-    work.add(LoadSeriesModel, [row for row in rows if row["digest"] not in stored])
+    work.save(LoadSeriesModel, "digest", rows, stored)
     ids: dict[bytes, int] = {row["digest"]: row["id"] for row in rows}
     placed: list[tuple[float | None, ...]] = [
         (ids[digest], second, point.value, point.total)
@@ -65,20 +60,14 @@ def apply_load(work: Work, points: Iterable[LoadPoint]) -> None:
         for second, point in seconds.items()
     ]
     sent = [second for seconds in by_series.values() for second in seconds]
-    limits = {"first": min(sent), "last": max(sent)}
-    known = {
-        (series, second)
-        for group in in_groups(row.id for row in stored.values())
-        for series, second in work.connection.execute(_KNOWN, {"wanted": group, **limits})
-    }
+    in_store = (row.id for row in stored.values())
+    known = set(map(tuple, work.rows(_KNOWN, in_store, first=min(sent), last=max(sent))))
     new = sum((series, second) not in known for series, second, *_ in placed)
     work.state.nbytes += POINT_BYTES * new
     work.put(LoadPointModel, placed)
     if len(stored) < len(by_series):
-        newest = select(LoadSeriesModel.id).order_by(
-            LoadSeriesModel.updated_ns.desc(), LoadSeriesModel.id
-        )
-        _drop_series(work, work.connection.scalars(newest.offset(MAX_LOAD_SERIES)).all())
+        key, updated_ns = LoadSeriesModel.id, LoadSeriesModel.updated_ns
+        _drop_series(work, work.beyond(key, updated_ns, MAX_LOAD_SERIES))
 
 
 def drop_load(work: Work, before_s: int) -> bool:

@@ -12,7 +12,7 @@ from sqlalchemy import delete, func, select, tuple_
 
 from dataplane_admin.store.batch import Batch
 from dataplane_admin.store.tables import LogModel
-from dataplane_admin.store.work import WANTED, Work, in_groups
+from dataplane_admin.store.work import WANTED, Work
 
 MAX_LOGS = 1_000
 """Maximum number of stored log records of a trace."""
@@ -39,15 +39,10 @@ def apply_logs(work: Work, batches: Sequence[Batch]) -> None:
     logs = {(log.trace_id, log.digest): log for batch in batches for log in batch.logs}
     if not logs:
         return
-    stored = {
-        (row[0], row[1])
-        for group in in_groups(logs)
-        for row in work.connection.execute(_STORED, {"wanted": group})
-    }
+    stored = set(map(tuple, work.rows(_STORED, logs)))
     held = {
-        row[0]: (int(row[1]), int(row[2]))
-        for group in in_groups({trace_id for trace_id, _ in logs})
-        for row in work.connection.execute(_BY_TRACE, {"wanted": group})
+        trace_id: (int(count), int(nbytes))
+        for trace_id, count, nbytes in work.rows(_BY_TRACE, {trace_id for trace_id, _ in logs})
     }
     rows: list[dict[str, Any]] = []
     for key, log in logs.items():

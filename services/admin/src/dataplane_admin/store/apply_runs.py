@@ -31,11 +31,7 @@ def apply_runs(work: Work, times: Iterable[tuple[str, int, int]]) -> None:
             reported[run_id] = min(before[0], known[0]), max(before[1], known[1])
     if not reported:
         return
-    stored = {
-        row.run_id: (row.first_ns, row.last_ns)
-        for group in in_groups(reported)
-        for row in work.connection.execute(_TIMES, {"wanted": group})
-    }
+    stored = {row.run_id: (row.first_ns, row.last_ns) for row in work.rows(_TIMES, reported)}
     rows = [
         {
             "run_id": run_id,
@@ -45,8 +41,7 @@ def apply_runs(work: Work, times: Iterable[tuple[str, int, int]]) -> None:
         }
         for run_id, (first_ns, last_ns) in reported.items()
     ]
-    work.change(RunModel, "run_id", [row for row in rows if row["run_id"] in stored])
-    work.add(RunModel, [row for row in rows if row["run_id"] not in stored])
+    work.save(RunModel, "run_id", rows, stored)
 
 
 def mark_seen(work: Work, run_ids: Iterable[str]) -> None:

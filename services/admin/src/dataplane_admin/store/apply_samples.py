@@ -49,11 +49,7 @@ def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
         facts.setdefault(digest, []).append(each)
     if not facts:
         return
-    stored = {
-        row["digest"]: dict(row)
-        for group in in_groups(facts)
-        for row in work.connection.execute(_STORED, {"wanted": group}).mappings()
-    }
+    stored = {row.digest: dict(row._mapping) for row in work.rows(_STORED, facts)}
     rows = {
         digest: _merged(work, digest, of_sample, stored.get(digest))
         for digest, of_sample in facts.items()

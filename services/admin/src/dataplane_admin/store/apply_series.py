@@ -13,7 +13,7 @@ from dataplane_admin.store.batch import SeriesPoint
 from dataplane_admin.store.series_sums import Sums
 from dataplane_admin.store.tables import SeriesModel
 from dataplane_admin.store.texts import storable
-from dataplane_admin.store.work import Work, in_groups
+from dataplane_admin.store.work import WANTED, Work, in_groups
 
 MAX_SERIES = 10_000
 """Maximum number of series; beyond it, those reported longest ago are deleted."""
@@ -25,6 +25,10 @@ they cover a minute, which is how long exporters retry."""
 _MAX_POINTS_OF_REQUEST = 4096
 """The same maximum for a series with more than `_MAX_POINTS` points in one request."""
 
+_STORED = select(SeriesModel.digest, SeriesModel.sums, SeriesModel.points).where(
+    SeriesModel.digest.in_(WANTED)
+)
+
 
 def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
     """Add new points to their series; return how many series changed."""
@@ -33,27 +37,15 @@ def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
         by_series.setdefault(point.digest, []).append(point)
     if not by_series:
         return 0
-    stored = {
-        row.digest: row
-        for group in in_groups(by_series)
-        for row in work.connection.execute(
-            select(SeriesModel.digest, SeriesModel.sums, SeriesModel.points).where(
-                SeriesModel.digest.in_(group)
-            )
-        )
-    }
+    stored = {row.digest: row for row in work.rows(_STORED, by_series)}
     rows = [
         row
         for digest, series_points in by_series.items()
         if (row := _row(work, series_points, stored.get(digest))) is not None
     ]
-    work.change(SeriesModel, "digest", [row for row in rows if row["digest"] in stored])
-    work.add(SeriesModel, [row for row in rows if row["digest"] not in stored])
+    work.save(SeriesModel, "digest", rows, stored)
     if len(stored) < len(by_series):
-        newest = select(SeriesModel.digest).order_by(
-            SeriesModel.updated_ns.desc(), SeriesModel.digest
-        )
-        excess = [row[0] for row in work.connection.execute(newest.offset(MAX_SERIES))]
+        excess = work.beyond(SeriesModel.digest, SeriesModel.updated_ns, MAX_SERIES)
         for group in in_groups(excess):
             work.connection.execute(delete(SeriesModel).where(SeriesModel.digest.in_(group)))
     return len(rows)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any, TypeVar, cast  # Any: values of rows
 
-from sqlalchemy import BindParameter, Connection, Table, Update, bindparam, insert, select, update
+from sqlalchemy import (
+    BindParameter,
+    Connection,
+    Select,
+    Table,
+    Update,
+    bindparam,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from dataplane_admin.store.tables import StateRow
@@ -117,6 +127,25 @@ class Work:
                     for row in rows
                 ],
             )
+
+    def save(
+        self, model: type[Any], key: str, rows: list[dict[str, Any]], stored: Container[Any]
+    ) -> None:
+        """Update the rows whose key is stored, and insert the others."""
+        self.change(model, key, [row for row in rows if row[key] in stored])
+        self.add(model, [row for row in rows if row[key] not in stored])
+
+    def rows(
+        self, lookup: Select[*tuple[Any, ...]], wanted: Iterable[Any], **values: Any
+    ) -> Iterator[Any]:
+        """Yield the rows of a lookup with `WANTED`; ``values`` are its other parameters."""
+        for group in in_groups(wanted):
+            yield from self.connection.execute(lookup, {"wanted": group, **values})
+
+    def beyond(self, key: Any, updated_ns: Any, maximum: int) -> Sequence[Any]:
+        """Return the keys of the rows beyond a maximum number, those updated longest ago."""
+        newest = select(key).order_by(updated_ns.desc(), key)
+        return self.connection.scalars(newest.offset(maximum)).all()
 
     def present(self, column: Any, wanted: Iterable[bytes]) -> set[bytes]:
         """Return which of these values a column has."""
