@@ -18,7 +18,7 @@ from dataplane_admin.alerts.evaluate import Decision, Facts, Key, Measure, decid
 from dataplane_admin.alerts.rules import AlertRules
 from dataplane_admin.alerts.webhooks import Sender
 from dataplane_admin.store import Batch, Store, StoreError
-from dataplane_admin.store.apply_alerts import StoredAlert, apply_alerts, hold_lease, is_holder
+from dataplane_admin.store.apply_alerts import apply_alerts, hold_lease, is_holder
 from dataplane_admin.store.work import Work
 
 _MIN_LEASE_S = 30.0
@@ -110,7 +110,7 @@ class Watch:
         self._since = decision.since
         self.evaluated_ns = facts.now_ns
 
-    def _save(self, decision: Decision, alerts: Sequence[StoredAlert]) -> None:
+    def _save(self, decision: Decision, alerts: Sequence[tuple[models.Alert, str]]) -> None:
         dropped: list[int] = []
 
         def change(work: Work) -> bool:
@@ -123,26 +123,14 @@ class Watch:
         if any(dropped):
             logger.warning("notifications_dropped", count=dropped[-1])
 
-    def _notifications(self, alert_id: int, alert: StoredAlert) -> Sequence[tuple[str, str, str]]:
+    def _notifications(self, alert: models.Alert, reason: str) -> Sequence[tuple[str, str, str]]:
         """Return webhook, message id and body of each notification about an alert."""
         event = "raised" if alert.cleared_ns is None else "cleared"
-        facts = {
-            "id": alert_id,
-            "name": alert.name,
-            "kind": alert.kind,
-            "severity": alert.severity,
-            "run": alert.run_id,
-            "subject": alert.subject,
-            "value": alert.value,
-            "bound": alert.bound,
-            "sentence": alert.sentence,
-            "raised_ns": alert.raised_ns,
-            "cleared_ns": alert.cleared_ns,
-            "reason": alert.reason,
-        }
+        facts = alert.model_dump() | {"reason": reason}
+        facts["run"] = facts.pop("run_id")
         body = json.dumps({"type": f"alert.{event}", "data": facts})
         # Alert ids start over in a new database; times do not.
-        message = f"alert-{alert_id}-{alert.raised_ns}-{event}"
+        message = f"alert-{alert.id}-{alert.raised_ns}-{event}"
         return [
             (webhook.name, message, body)
             for webhook in self.rules.webhooks
@@ -150,16 +138,19 @@ class Watch:
         ]
 
 
-def _changed(decision: Decision, now_ns: int) -> list[StoredAlert]:
-    """Return the alerts of a decision as they are to be stored."""
-    new = [_stored(measure, None, now_ns) for measure in decision.raised]
-    kept = [_stored(measure, alert.id, alert.raised_ns) for alert, measure in decision.kept]
-    cleared = [_ended(alert, reason, now_ns) for alert, reason in decision.cleared]
+def _changed(decision: Decision, now_ns: int) -> list[tuple[models.Alert, str]]:
+    """Return the alerts of a decision as they are to be stored, with the reason of their end."""
+    new = [(_alert(measure, 0, now_ns), "") for measure in decision.raised]
+    kept = [(_alert(measure, alert.id, alert.raised_ns), "") for alert, measure in decision.kept]
+    cleared = [
+        (alert.model_copy(update={"cleared_ns": now_ns}), reason)
+        for alert, reason in decision.cleared
+    ]
     return [*new, *kept, *cleared]
 
 
-def _stored(measure: Measure, alert_id: int | None, raised_ns: int) -> StoredAlert:
-    return StoredAlert(
+def _alert(measure: Measure, alert_id: int, raised_ns: int) -> models.Alert:
+    return models.Alert(
         id=alert_id,
         name=measure.rule.name,
         kind=measure.rule.kind,
@@ -170,9 +161,5 @@ def _stored(measure: Measure, alert_id: int | None, raised_ns: int) -> StoredAle
         bound=measure.bound,
         sentence=measure.sentence,
         raised_ns=raised_ns,
+        cleared_ns=None,
     )
-
-
-def _ended(alert: models.Alert, reason: str, now_ns: int) -> StoredAlert:
-    fields = {name: getattr(alert, name) for name in models.Alert.model_fields}
-    return StoredAlert(**{**fields, "cleared_ns": now_ns, "reason": reason})

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any  # Any: values of rows
 
 from sqlalchemy import delete, func, select, update
 
-from dataplane_admin.models import AuditEntry
+from dataplane_admin.models import Alert, AuditEntry
 from dataplane_admin.store.apply import apply_audit
 from dataplane_admin.store.tables import AlertHolderModel, AlertModel, NotificationModel
 from dataplane_admin.store.texts import storable
@@ -25,24 +24,6 @@ MAX_AGE_S = 3_600.0
 """Seconds after which a notification is dropped."""
 _MAX_CLEARED = 1_000
 _HOLDER = 1
-
-
-@dataclass(frozen=True)
-class StoredAlert:
-    """An alert to store: ``id`` is None for a new one; ``cleared_ns`` as in `models.Alert`."""
-
-    id: int | None
-    name: str
-    kind: str
-    severity: str
-    run_id: str
-    subject: str
-    value: float
-    bound: float
-    sentence: str
-    raised_ns: int
-    cleared_ns: int | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,33 +58,28 @@ def is_holder(work: Work, holder: str) -> bool:
 
 def apply_alerts(
     work: Work,
-    alerts: Sequence[StoredAlert],
-    notify: Callable[[int, StoredAlert], Sequence[tuple[str, str, str]]],
+    alerts: Sequence[tuple[Alert, str]],
+    notify: Callable[[Alert, str], Sequence[tuple[str, str, str]]],
 ) -> int:
     """Store alerts and their notifications; return the number of dropped notifications.
 
     Args:
         work: the transaction of the holder.
-        alerts: the alerts.
-        notify: takes an alert's id and the alert; returns webhook, message id and body of each
+        alerts: the alerts, each with the reason of its end; the id of a new one is 0.
+        notify: takes a stored alert and the reason; returns webhook, message id and body of each
             notification.
     """
     notifications: list[tuple[str, str, str]] = []
-    for alert in alerts:
-        shown = {"value": alert.value, "bound": alert.bound, "severity": alert.severity}
-        values: dict[str, Any] = {**shown, "sentence": storable(alert.sentence)}
-        alert_id = alert.id
-        if alert_id is None:
-            alert_id = work.state.next_id()
-            named = {name: getattr(alert, name) for name in ("name", "kind", "run_id", "subject")}
-            values |= {"id": alert_id, **named, "raised_ns": alert.raised_ns, "cleared_ns": None}
-            work.add(AlertModel, [values])
+    for given, reason in alerts:
+        alert = given.model_copy(update={"id": given.id or work.state.next_id()})
+        row = alert.model_dump() | {"sentence": storable(alert.sentence)}
+        if not given.id:
+            work.add(AlertModel, [row])
         else:
-            values |= {"id": alert_id, "cleared_ns": alert.cleared_ns}
-            work.change(AlertModel, "id", [values])
-        if alert.id is None or alert.cleared_ns is not None:
-            _audit(work, alert)
-            notifications += notify(alert_id, alert)
+            work.change(AlertModel, "id", [row])
+        if not given.id or alert.cleared_ns is not None:
+            _audit(work, alert, reason)
+            notifications += notify(alert, reason)
     _drop_cleared(work)
     return _queue(work, notifications)
 
@@ -150,7 +126,7 @@ def drop_expired(work: Work, webhook: str) -> int:
     return int(work.connection.execute(chosen).rowcount)
 
 
-def _audit(work: Work, alert: StoredAlert) -> None:
+def _audit(work: Work, alert: Alert, reason: str) -> None:
     raised = alert.cleared_ns is None
     entry = AuditEntry(
         id=0,
@@ -164,7 +140,7 @@ def _audit(work: Work, alert: StoredAlert) -> None:
             "value": float(f"{alert.value:.6g}"),
             "bound": alert.bound,
         },
-        outcome=f"raised: {alert.sentence}" if raised else f"cleared: {alert.reason}",
+        outcome=f"raised: {alert.sentence}" if raised else f"cleared: {reason}",
     )
     apply_audit(work, [entry])
 
