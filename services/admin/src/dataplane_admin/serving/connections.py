@@ -48,7 +48,7 @@ class Connections:
         self._by_peer: Counter[str] = Counter()
         self._open = 0
         # Connections whose peer must send something, by peer, the longest awaited first.
-        self._coroutine_method: dict[str, dict[Connection, None]] = {}
+        self._awaited: dict[str, dict[Connection, None]] = {}
 
     def add(self, connection: Connection) -> bool:
         """Add a connection, dropping another if necessary; return False if none can be dropped."""
@@ -72,20 +72,20 @@ class Connections:
     def start_awaiting(self, connection: Connection) -> None:
         """Record that the service awaits data from the peer from now on."""
         self.stop_awaiting(connection)
-        self._coroutine_method.setdefault(connection.peer, {})[connection] = None
+        self._awaited.setdefault(connection.peer, {})[connection] = None
 
     def stop_awaiting(self, connection: Connection) -> None:
         """Record that the service awaits nothing from the peer."""
-        awaited = self._coroutine_method.get(connection.peer, {})
+        awaited = self._awaited.get(connection.peer, {})
         awaited.pop(connection, None)
         if not awaited:
-            self._coroutine_method.pop(connection.peer, None)
+            self._awaited.pop(connection.peer, None)
 
     def _oldest(self) -> Connection | None:
-        if not self._coroutine_method:
+        if not self._awaited:
             return None
-        peer = max(self._coroutine_method, key=lambda peer: self._by_peer[peer])
-        return next(iter(self._coroutine_method[peer]))
+        peer = max(self._awaited, key=lambda peer: self._by_peer[peer])
+        return next(iter(self._awaited[peer]))
 
 
 class Config(uvicorn.Config):
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
         self._is_counted = False
         self._is_first = True
         self._grpc: GrpcRefusal | None = None
-        self._coroutine_method: Hashable = None
+        self._awaited: Hashable = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -185,9 +185,9 @@ class Connection(H11Protocol):
             awaited, seconds = ("request", cycle), REQUEST_S
         elif cycle.more_body:
             awaited, seconds = ("body", cycle), _BODY_S
-        if awaited == self._coroutine_method:
+        if awaited == self._awaited:
             return
-        self._coroutine_method = awaited
+        self._awaited = awaited
         self._end_deadline()
         if awaited is None:
             self._held.stop_awaiting(self)
