@@ -88,15 +88,11 @@ class Scan:
 
         All False for an unknown task.
         """
-        if task not in self.tasks:
-            return np.zeros(self.rows, dtype=np.bool_)
-        return np.asarray(self.states[:, self.tasks.index(task)] < 2)
+        return np.asarray(self._states_of(task) < 2)
 
     def leased(self, task: str) -> npt.NDArray[np.bool_]:
         """Return a mask, (rows,), of samples that the task has leased."""
-        if task not in self.tasks:
-            return np.zeros(self.rows, dtype=np.bool_)
-        return np.asarray(self.states[:, self.tasks.index(task)] == 2)
+        return np.asarray(self._states_of(task) == 2)
 
     def lacking(self, name: str) -> npt.NDArray[np.bool_]:
         """Return a mask, (rows,), of samples that lack the field; all True if none has it."""
@@ -106,12 +102,16 @@ class Scan:
 
     def ready(self, task: str, needs: Iterable[str]) -> int:
         """Return how many samples the task could claim now, with every field of ``needs``."""
-        if task not in self.tasks:
-            return 0
-        rows = np.asarray(self.states[:, self.tasks.index(task)] == 0)
+        rows = np.asarray(self._states_of(task) == 0)
         for name in needs:
             rows = rows & ~self.lacking(name)
         return int(rows.sum())
+
+    def _states_of(self, task: str) -> Bytes:
+        """Return the task's states, (rows,); of an unknown task, none of the states."""
+        if task not in self.tasks:
+            return np.full(self.rows, _STATES, dtype=np.uint8)
+        return np.asarray(self.states[:, self.tasks.index(task)])
 
 
 class Scanner:
