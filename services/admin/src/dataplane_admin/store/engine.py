@@ -184,8 +184,7 @@ class Database:
 
     def empty_log(self) -> bool:
         """Write SQLite's log to its file and truncate it; return False while readers use it."""
-        raw = self.writer.raw_connection()
-        try:
+        with closing(self.writer.raw_connection()) as raw:
             cursor = raw.cursor()
             cursor.execute("PRAGMA busy_timeout=0")
             try:
@@ -193,8 +192,6 @@ class Database:
             finally:
                 cursor.execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000)}")
             return row is not None and row[0] == 0
-        finally:
-            raw.close()
 
     def free_bytes(self) -> int | None:
         """Return the free bytes on the disk of SQLite's files; None for PostgreSQL."""
@@ -206,30 +203,25 @@ class Database:
         """Release up to ``pages`` free pages to the file system; return whether more are free."""
         if not self.is_sqlite:
             return False
-        raw = self.writer.raw_connection()
-        try:
+        with closing(self.writer.raw_connection()) as raw:
             cursor = raw.cursor()
-            cursor.execute("PRAGMA freelist_count")
-            free = int((cursor.fetchone() or (0,))[0])
+            [free] = cursor.execute("PRAGMA freelist_count").fetchone()
             if free:
                 # The pragma frees one page per step, and only a script runs all steps.
                 cursor.executescript(f"PRAGMA incremental_vacuum({pages:d})")
             cursor.close()
-        finally:
-            raw.close()
-        return free > pages
+        return bool(free > pages)
 
     def close(self) -> None:
         """Close every connection."""
         self.readers.dispose()
         if self.is_sqlite and self._is_own:
             # This fails if there are readers or the file is invalid; the next open repeats it.
-            with suppress(sqlite3.Error, SQLAlchemyError):
-                raw = self.writer.raw_connection()
-                try:
-                    raw.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                finally:
-                    raw.close()
+            with (
+                suppress(sqlite3.Error, SQLAlchemyError),
+                closing(self.writer.raw_connection()) as raw,
+            ):
+                raw.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self.writer.dispose()
 
 
