@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -111,20 +112,18 @@ def _of_alerts(alerts: models.Alerts) -> Iterator[Metric]:
         "Failed evaluations of the alert rules",
         value=alerts.failed_evaluations,
     )
-    failed = CounterMetricFamily(
-        "dataplane_admin_webhook_failures", "Failed delivery attempts", labels=["webhook"]
-    )
-    delivered = CounterMetricFamily(
-        "dataplane_admin_webhook_delivered", "Delivered notifications", labels=["webhook"]
-    )
-    dropped = CounterMetricFamily(
-        "dataplane_admin_webhook_dropped", "Dropped notifications", labels=["webhook"]
-    )
-    for webhook in alerts.webhooks:
-        failed.add_metric([webhook.name], webhook.failed)
-        delivered.add_metric([webhook.name], webhook.delivered)
-        dropped.add_metric([webhook.name], webhook.dropped)
-    yield from (raised, failures, failed, delivered, dropped)
+    yield from (raised, failures)
+    for name, text, count_of in (
+        ("failures", "Failed delivery attempts", attrgetter("failed")),
+        ("delivered", "Delivered notifications", attrgetter("delivered")),
+        ("dropped", "Dropped notifications", attrgetter("dropped")),
+    ):
+        of_webhooks = CounterMetricFamily(
+            f"dataplane_admin_webhook_{name}", text, labels=["webhook"]
+        )
+        for webhook in alerts.webhooks:
+            of_webhooks.add_metric([webhook.name], count_of(webhook))
+        yield of_webhooks
 
 
 def _of_partitions(partitions: list[models.Partition]) -> Iterator[Metric]:
