@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any  # Any: JSON
+from typing import Any  # Any: places of several kinds
 
 from dataplane_admin.service.errors import Refused
-from dataplane_admin.store import SampleCursor, TraceCursor
 
 MAX_CURSOR = 30_000
 """Maximum length of a cursor in characters; the longest sample id needs about 28,000."""
@@ -15,70 +14,47 @@ MAX_CURSOR = 30_000
 _LARGEST = 2**63
 
 
-def trace_cursor(cursor: TraceCursor | None) -> str | None:
-    """Return the cursor after a page of traces, None after the last page."""
-    return None if cursor is None else _encoded("traces", cursor)
+class Cursor:
+    """Encoding of the places in one kind of list.
+
+    Args:
+        kind: what the list contains.
+        types: types of the parts of a place; integers fit a database.
+    """
+
+    def __init__(self, kind: str, *types: type) -> None:
+        self._kind = kind
+        self._types = types
+
+    def write(self, place: tuple[str | float, ...] | None) -> str | None:
+        """Return the cursor of a place; None after the last page."""
+        if place is None:
+            return None
+        text = json.dumps([self._kind, *place], separators=(",", ":"))
+        return base64.urlsafe_b64encode(text.encode("ascii")).decode("ascii").rstrip("=")
+
+    def read(self, text: str | None) -> Any:
+        """Return the place that a cursor encodes, a tuple; None without a cursor.
+
+        Raises:
+            Refused: it is not a cursor of this kind.
+        """
+        if text is None:
+            return None
+        try:
+            padded = text.encode("ascii") + b"=" * (-len(text) % 4)
+            kind, *place = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+            is_valid = kind == self._kind and [type(part) for part in place] == [*self._types]
+            if is_valid and all(type(part) is not int or 0 <= part < _LARGEST for part in place):
+                return tuple(place)
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise Refused(
+            f"cursor: found an invalid cursor; expected the 'next' of a page of {self._kind}"
+        )
 
 
-def read_trace_cursor(text: str | None) -> TraceCursor | None:
-    """Return the place that a cursor encodes. Raises Refused."""
-    place = _decoded("traces", text, int)
-    return None if place is None else place[0]
-
-
-def sample_cursor(cursor: SampleCursor | None) -> str | None:
-    """Return the cursor after a page of samples, None after the last page."""
-    return None if cursor is None else _encoded("samples", *cursor)
-
-
-def read_sample_cursor(text: str | None) -> SampleCursor | None:
-    """Return the place that a cursor encodes. Raises Refused."""
-    place = _decoded("samples", text, str, int)
-    return None if place is None else (place[0], place[1])
-
-
-def fact_cursor(place: tuple[float, int] | None) -> str | None:
-    """Return the cursor after a page of facts of samples, None after the last page."""
-    return None if place is None else _encoded("facts", repr(place[0]), place[1])
-
-
-def read_fact_cursor(text: str | None) -> tuple[float, int] | None:
-    """Return the place that a cursor encodes. Raises Refused."""
-    place = _decoded("facts", text, str, int)
-    if place is None:
-        return None
-    try:
-        return float(place[0]), place[1]
-    except ValueError:
-        raise Refused("cursor: found an invalid cursor; expected the 'next' of a page") from None
-
-
-def audit_cursor(entry_id: int) -> str:
-    """Return the cursor after a page of the audit log."""
-    return _encoded("audit", entry_id)
-
-
-def read_audit_cursor(text: str | None) -> int | None:
-    """Return the place that a cursor encodes. Raises Refused."""
-    place = _decoded("audit", text, int)
-    return None if place is None else place[0]
-
-
-def _encoded(kind: str, *place: str | int) -> str:
-    text = json.dumps([kind, *place], separators=(",", ":"))
-    return base64.urlsafe_b64encode(text.encode("ascii")).decode("ascii").rstrip("=")
-
-
-def _decoded(kind: str, text: str | None, *types: type) -> list[Any] | None:
-    """Return the parts of a cursor, which have these types; integers fit a database."""
-    if text is None:
-        return None
-    try:
-        padded = text.encode("ascii") + b"=" * (-len(text) % 4)
-        given_kind, *place = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-        is_valid = given_kind == kind and [type(part) for part in place] == [*types]
-        if is_valid and all(type(part) is str or 0 <= part < _LARGEST for part in place):
-            return list(place)
-    except (ValueError, TypeError, RecursionError):
-        pass
-    raise Refused(f"cursor: found an invalid cursor; expected the 'next' of a page of {kind}")
+TRACES = Cursor("traces", int)
+SAMPLES = Cursor("samples", str, int)
+FACTS = Cursor("facts", float, int)
+AUDIT = Cursor("audit", int)

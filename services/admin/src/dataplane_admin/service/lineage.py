@@ -8,7 +8,7 @@ from functools import partial
 from dataplane_admin import models
 from dataplane_admin.live import Live
 from dataplane_admin.service import partitions
-from dataplane_admin.service.cursors import read_sample_cursor, sample_cursor
+from dataplane_admin.service.cursors import SAMPLES
 from dataplane_admin.service.errors import NotFound, Refused, ServiceError, TimedOut
 from dataplane_admin.store import Store
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
@@ -51,7 +51,7 @@ def search(
     store: Store, live: Live | None, q: str, partition: str | None, cursor: str | None, limit: int
 ) -> models.SampleHits:
     """Search stored events by id prefix ``q``, and live samples by the complete id."""
-    after = read_sample_cursor(cursor)
+    after = SAMPLES.read(cursor)
     page, following = store.find_samples(q, limit, after)
     hits = [hit for hit in page if partition is None or hit.partition == partition]
     notes: list[str] = []
@@ -60,7 +60,7 @@ def search(
         sample = _live_sample(live, q, partition, notes)
         if sample is not None:
             hits.insert(0, _live_hit(sample.sample_id, sample.partition))
-    return models.SampleHits(samples=hits, next=sample_cursor(following), notes=notes)
+    return models.SampleHits(samples=hits, next=SAMPLES.write(following), notes=notes)
 
 
 def by_tag(

@@ -242,10 +242,10 @@ class AdminService:
             SampleFilter(**chosen),
             sort=sort,
             ascending=ascending,
-            after=cursors.read_fact_cursor(cursor),
+            after=cursors.FACTS.read(cursor),
             limit=limit,
         )
-        return models.SampleFactsPage(samples=page, next=cursors.fact_cursor(after))
+        return models.SampleFactsPage(samples=page, next=cursors.FACTS.write(after))
 
     def group(self, run: str, group: str) -> models.SampleGroup:
         """Return the samples of one prompt. Raises NotFound."""
@@ -399,10 +399,10 @@ class AdminService:
             limits.check("step", step, 0, 2**63 - 1)
         page, after = self._store.traces(
             TraceFilter(run, step, min_s, max_s, error, name or None, service or None),
-            cursors.read_trace_cursor(cursor),
+            cursors.TRACES.read(cursor),
             limit,
         )
-        return models.Traces(traces=page, next=cursors.trace_cursor(after))
+        return models.Traces(traces=page, next=cursors.TRACES.write(after))
 
     def steps(self, run: str | None, *, limit: int = 10) -> list[models.TraceFacts]:
         """Return the newest step traces of a run, or of all runs, newest first."""
@@ -419,13 +419,8 @@ class AdminService:
     def audit(self, *, cursor: str | None = None, limit: int = 50) -> models.Audit:
         """Return a page of the audit log, newest first."""
         limits.check("limit", limit, 1, limits.MAX_PAGE)
-        # Read one entry beyond the page, to know whether another page follows.
-        entries = self._store.audit(cursors.read_audit_cursor(cursor), limit + 1)
-        more = len(entries) > limit
-        return models.Audit(
-            entries=entries[:limit],
-            next=cursors.audit_cursor(entries[limit - 1].id) if more else None,
-        )
+        entries, after = self._store.audit(cursors.AUDIT.read(cursor), limit)
+        return models.Audit(entries=entries, next=cursors.AUDIT.write(after))
 
     def series(self, *, name: str | None = None) -> list[models.Series]:
         """Return the value of each metric series, filtered by ``name`` if given."""

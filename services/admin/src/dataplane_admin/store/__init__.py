@@ -8,10 +8,8 @@ from dataplane_admin.store.retention import Retention
 from dataplane_admin.store.rows import (
     ClaimRow,
     LoadRows,
-    SampleCursor,
     StepRow,
     StoreTotals,
-    TraceCursor,
     TraceFilter,
     WaitRecords,
 )
@@ -26,7 +24,6 @@ __all__ = [
     "LoadRows",
     "QueueFull",
     "Retention",
-    "SampleCursor",
     "SampleFilter",
     "SeriesPoint",
     "StepRow",
@@ -34,7 +31,6 @@ __all__ = [
     "StoreError",
     "StoreTotals",
     "StoreUnavailable",
-    "TraceCursor",
     "TraceFilter",
     "WaitRecords",
     "WriteRefused",

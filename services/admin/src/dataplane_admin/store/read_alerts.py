@@ -121,8 +121,7 @@ def read_raised_alerts(reader: Reader) -> list[Alert]:
         .where(AlertModel.cleared_ns.is_(None))
         .order_by(AlertModel.severity == "warning", AlertModel.raised_ns.desc(), AlertModel.id)
     )
-    with reader.connect() as connection:
-        return [Alert.of(row) for row in connection.execute(query.limit(_MAX_RAISED))]
+    return [Alert.of(row) for row in reader.rows(query.limit(_MAX_RAISED))]
 
 
 def read_cleared_alerts(reader: Reader, limit: int) -> list[Alert]:
@@ -132,8 +131,7 @@ def read_cleared_alerts(reader: Reader, limit: int) -> list[Alert]:
         .where(AlertModel.cleared_ns.is_not(None))
         .order_by(AlertModel.cleared_ns.desc(), AlertModel.id.desc())
     )
-    with reader.connect() as connection:
-        return [Alert.of(row) for row in connection.execute(query.limit(limit))]
+    return [Alert.of(row) for row in reader.rows(query.limit(limit))]
 
 
 def read_pending(reader: Reader) -> dict[str, tuple[int, str, int]]:
@@ -147,8 +145,6 @@ def read_pending(reader: Reader) -> dict[str, tuple[int, str, int]]:
     query = select(
         NotificationModel.webhook, count, NotificationModel.error, NotificationModel.next_ns
     ).join(oldest, NotificationModel.id == first)
-    with reader.connect() as connection:
-        return {
-            webhook: (number, error, next_ns)
-            for webhook, number, error, next_ns in connection.execute(query)
-        }
+    return {
+        webhook: (number, error, next_ns) for webhook, number, error, next_ns in reader.rows(query)
+    }

@@ -67,8 +67,7 @@ def read_run_with_curves(reader: Reader) -> str | None:
 
 def read_curve_facts(reader: Reader, run_id: str) -> list[CurveFacts]:
     """Return the curves of a run without their points, by name and attributes."""
-    with reader.connect() as connection:
-        rows = connection.execute(_curves(run_id, None).limit(_MAX_FACTS)).all()
+    rows = reader.rows(_curves(run_id, None).limit(_MAX_FACTS))
     return [CurveFacts.of(row, attributes=json.loads(row.attributes)) for row in rows]
 
 

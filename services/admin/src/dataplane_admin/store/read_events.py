@@ -99,7 +99,6 @@ def read_samples(
         )
         .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
         .order_by(SampleModel.head, SampleModel.tail, SampleModel.key)
-        .limit(limit + 1)  # one more, to know whether another page follows
     )
     head, tail = wanted[:HEAD_BYTES], wanted[HEAD_BYTES:]
     if tail:
@@ -113,21 +112,16 @@ def read_samples(
         if end is not None:
             query = query.where(SampleModel.head < end)
     if after is not None:
-        last = bytes_of_id(after[0])
+        before = bytes_of_id(after[0])
         query = query.where(
-            SampleModel.head >= last[:HEAD_BYTES],
-            place > (last[:HEAD_BYTES], last[HEAD_BYTES:], after[1]),
+            SampleModel.head >= before[:HEAD_BYTES],
+            place > (before[:HEAD_BYTES], before[HEAD_BYTES:], after[1]),
         )
-    with reader.connect() as connection:
-        rows = connection.execute(query).all()
+    rows, last = reader.page(query, limit, lambda row: (id_of_bytes(row.head + row.tail), row.key))
     hits = [
-        SampleHit.of(row, sample_id=id_of_bytes(row.head + row.tail), live=False)
-        for row in rows[:limit]
+        SampleHit.of(row, sample_id=id_of_bytes(row.head + row.tail), live=False) for row in rows
     ]
-    if len(rows) <= limit or not hits:
-        return hits, None
-    bottom = rows[limit - 1]
-    return hits, (id_of_bytes(bottom.head + bottom.tail), bottom.key)
+    return hits, last
 
 
 def read_generator_events(reader: Reader, partition: str) -> list[Event]:
@@ -167,8 +161,7 @@ def read_claimants(reader: Reader, partition: str) -> set[str]:
     tasks = select(EventModel.task).where(
         EventModel.place_id.in_(places), EventModel.name == "claimed"
     )
-    with reader.connect() as connection:
-        return set(connection.scalars(tasks.distinct()))
+    return {row.task for row in reader.rows(tasks.distinct())}
 
 
 def read_newest_claims(

@@ -57,19 +57,17 @@ def read_runs(reader: Reader, *, silent_after_s: float = 300.0) -> list[Run]:
 
     A run without a reported end is silent ``silent_after_s`` seconds after its last record.
     """
-    with reader.connect() as connection:
-        rows = connection.execute(_RUNS.order_by(*NEWEST_RUN).limit(_MAX_RUNS)).all()
+    rows = reader.rows(_RUNS.order_by(*NEWEST_RUN).limit(_MAX_RUNS))
     return [Run(**_facts(row, silent_after_s)) for row in rows]
 
 
 def read_run(reader: Reader, run_id: str, *, silent_after_s: float = 300.0) -> RunDetail | None:
     """Return one run as `read_runs` does, with its configuration; None if it is not stored."""
     wanted = _RUNS.add_columns(RunModel.config).where(RunModel.run_id == storable(run_id))
-    with reader.connect() as connection:
-        row = connection.execute(wanted).first()
-    if row is None:
+    rows = reader.rows(wanted)
+    if not rows:
         return None
-    return RunDetail(**_facts(row, silent_after_s), config=json.loads(row.config))
+    return RunDetail(**_facts(rows[0], silent_after_s), config=json.loads(rows[0].config))
 
 
 def _facts(row: Any, silent_after_s: float) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def read_sample_facts(
     """
     key = SampleFactModel.id
     column: Any = key if sort == "newest" else getattr(SampleFactModel, sort)
-    query = _FACTS.where(*_conditions(chosen)).limit(limit + 1)
+    query = _FACTS.where(*_conditions(chosen))
     if sort != "newest":
         query = query.where(column.is_not(None))
     if after is not None:
@@ -78,13 +78,10 @@ def read_sample_facts(
         query = query.where(or_(beyond, and_(column == number, further)))
     for each in dict.fromkeys((column, key)):
         query = query.order_by(each.asc() if ascending else each.desc())
-    with reader.connect() as connection:
-        rows = connection.execute(query).all()
-    facts = [_facts(row) for row in rows[:limit]]
-    if len(rows) <= limit:
-        return facts, None
-    bottom = rows[limit - 1]
-    return facts, (float(0 if sort == "newest" else getattr(bottom, sort)), bottom.id)
+    rows, bottom = reader.page(
+        query, limit, lambda row: (float(0 if sort == "newest" else getattr(row, sort)), row.id)
+    )
+    return [_facts(row) for row in rows], bottom
 
 
 def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
@@ -92,8 +89,7 @@ def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
     query = _FACTS.where(
         SampleFactModel.run_id == storable(run_id), SampleFactModel.group_id == storable(group)
     )
-    with reader.connect() as connection:
-        rows = connection.execute(query.order_by(SampleFactModel.sample).limit(_MAX_GROUP)).all()
+    rows = reader.rows(query.order_by(SampleFactModel.sample).limit(_MAX_GROUP))
     return [_facts(row) for row in rows]
 
 
@@ -105,17 +101,15 @@ def read_sample_text(
     query = _FACTS.add_columns(SampleTextModel.blob).outerjoin(
         SampleTextModel, SampleTextModel.id == SampleFactModel.id
     )
-    with reader.connect() as connection:
-        if run_id is None:
-            query = query.where(SampleFactModel.sample == sample)
-        else:
-            digest = digest_of_sample(run_id, sample)
-            query = query.where(SampleFactModel.digest == digest)
-        row = connection.execute(query.order_by(SampleFactModel.id.desc()).limit(1)).first()
-    if row is None:
+    if run_id is None:
+        query = query.where(SampleFactModel.sample == sample)
+    else:
+        query = query.where(SampleFactModel.digest == digest_of_sample(run_id, sample))
+    rows = reader.rows(query.order_by(SampleFactModel.id.desc()).limit(1))
+    if not rows:
         return None, None
-    text = None if row.blob is None else json.loads(zlib.decompress(row.blob))
-    return _facts(row), text
+    blob = rows[0].blob
+    return _facts(rows[0]), None if blob is None else json.loads(zlib.decompress(blob))
 
 
 def _conditions(chosen: SampleFilter) -> list[Any]:

@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from dataplane_admin.models import AuditEntry, Series
 from dataplane_admin.store.reader import Reader
+from dataplane_admin.store.rows import AuditCursor
 from dataplane_admin.store.tables import AuditModel, SeriesModel
 from dataplane_admin.store.texts import storable
 
@@ -66,17 +67,15 @@ def _series(reader: Reader, name: str | None) -> Sequence[Any]:
     query = query.order_by(SeriesModel.name, SeriesModel.process, SeriesModel.digest)
     if name is not None:
         query = query.where(SeriesModel.name == storable(name))
-    with reader.connect() as connection:
-        return connection.execute(query.limit(_MAX_SERIES)).all()
+    return reader.rows(query.limit(_MAX_SERIES))
 
 
-def read_audit(reader: Reader, before: int | None = None, limit: int = 50) -> list[AuditEntry]:
-    """Return entries of the audit log, newest first, older than the id ``before``."""
-    query = select(AuditModel.__table__).order_by(AuditModel.id.desc()).limit(limit)
-    if before is not None:
-        query = query.where(AuditModel.id < before)
-    with reader.connect() as connection:
-        return [
-            AuditEntry.of(row, parameters=json.loads(row.parameters))
-            for row in connection.execute(query)
-        ]
+def read_audit(
+    reader: Reader, after: AuditCursor | None = None, limit: int = 50
+) -> tuple[list[AuditEntry], AuditCursor | None]:
+    """Return a page of the audit log, newest first, and the cursor of the next page."""
+    query = select(AuditModel.__table__).order_by(AuditModel.id.desc())
+    if after is not None:
+        query = query.where(AuditModel.id < after[0])
+    rows, last = reader.page(query, limit, lambda row: (row.id,))
+    return [AuditEntry.of(row, parameters=json.loads(row.parameters)) for row in rows], last

@@ -1,17 +1,20 @@
-"""Queries for traces and the steps of runs."""
+"""Queries for traces with their log records, and for the steps of runs."""
 
 from __future__ import annotations
 
 from itertools import islice
 from typing import Any  # Any: rows
 
+from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
 from sqlalchemy import Select, exists, func, or_, select
 
 from dataplane_admin.models import TraceFacts
+from dataplane_admin.store.apply_logs import is_full
+from dataplane_admin.store.compressed import expand_all
 from dataplane_admin.store.read_runs import NEWEST_RUN
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
 from dataplane_admin.store.rows import StepRow, TraceCursor, TraceFilter
-from dataplane_admin.store.tables import EventModel, LinkModel, RunModel, TraceModel
+from dataplane_admin.store.tables import EventModel, LinkModel, LogModel, RunModel, TraceModel
 from dataplane_admin.store.texts import one_line, storable, texts_in
 from observability.records import Records
 from observability.views.steps import ROOT
@@ -64,30 +67,26 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
         .order_by(finished.c.arrival.desc())
         .limit(limit + 1)
     )
-    with reader.connect() as connection:
-        rows = [
-            StepRow(step, trace_id.hex(), start_ns, max(0, end_ns - start_ns) / 1e9, errors)
-            for step, trace_id, start_ns, end_ns, errors, *_ in connection.execute(query)
-        ]
+    rows = [
+        StepRow(step, trace_id.hex(), start_ns, max(0, end_ns - start_ns) / 1e9, errors)
+        for step, trace_id, start_ns, end_ns, errors, *_ in reader.rows(query)
+    ]
     return rows[:limit][::-1], len(rows) > limit
 
 
 def read_traces(
     reader: Reader,
     chosen: TraceFilter = TraceFilter(),  # noqa: B008  # frozen
-    before: TraceCursor | None = None,
+    after: TraceCursor | None = None,
     limit: int = 50,
 ) -> tuple[list[TraceFacts], TraceCursor | None]:
     """Return a page of traces, newest first, and the cursor of the next page."""
     query = _filtered(select(*_COLUMNS, TraceModel.arrival), chosen)
-    if before is not None:
-        query = query.where(TraceModel.arrival < before)
+    if after is not None:
+        query = query.where(TraceModel.arrival < after[0])
     query = query.order_by(TraceModel.arrival.desc())
-    with reader.connect() as connection:
-        rows = connection.execute(query.limit(limit + 1)).all()
-    facts = [_facts(row) for row in rows[:limit]]
-    more = len(rows) > limit and bool(facts)
-    return facts, rows[limit - 1].arrival if more else None
+    rows, last = reader.page(query, limit, lambda row: (row.arrival,))
+    return [_facts(row) for row in rows], last
 
 
 def read_steps(reader: Reader, run_id: str | None, limit: int = 10) -> list[TraceFacts]:
@@ -118,9 +117,8 @@ def read_trace(reader: Reader, trace_id: str) -> TraceFacts | None:
     wanted = trace_bytes(trace_id)
     if wanted is None:
         return None
-    with reader.connect() as connection:
-        row = connection.execute(select(*_COLUMNS).where(TraceModel.trace_id == wanted)).first()
-    return None if row is None else _facts(row)
+    rows = reader.rows(select(*_COLUMNS).where(TraceModel.trace_id == wanted))
+    return _facts(rows[0]) if rows else None
 
 
 def read_trace_records(
@@ -176,6 +174,18 @@ def read_linked(reader: Reader, trace_id: str) -> tuple[list[str], list[str]]:
             for query in (to, back)
         ]
     return linked[0], linked[1]
+
+
+def read_logs(reader: Reader, trace_id: str) -> tuple[LogsData, bool]:
+    """Return the log records of a trace, and whether the limit of stored ones is reached."""
+    logs = LogsData()
+    wanted = trace_bytes(trace_id)
+    if wanted is None:
+        return logs, False
+    query = select(LogModel.record).where(LogModel.trace_id == wanted).order_by(LogModel.id)
+    records = [row.record for row in reader.rows(query)]
+    logs.ParseFromString(expand_all(records))
+    return logs, is_full(len(records), sum(map(len, records)))
 
 
 def _filtered(query: Select[*tuple[Any, ...]], chosen: TraceFilter) -> Select[*tuple[Any, ...]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any  # Any: rows
+from typing import Any, TypeVar  # Any: rows
 
 from sqlalchemy import ColumnElement, Connection, Select, or_, select
 from sqlalchemy.exc import DBAPIError
@@ -18,6 +18,8 @@ from dataplane_admin.store.tables import ChunkModel, EventModel, SampleModel
 from dataplane_admin.store.texts import id_of_bytes
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, Span, decode_logs, decode_traces
+
+_Place = TypeVar("_Place")
 
 _MAX_KNOWN_IDS = 400_000
 # Maximum distance of two wanted keys that are read as one range.
@@ -47,6 +49,18 @@ class Reader:
             reason = error.orig if isinstance(error, DBAPIError) else error
             self._database.note(reason)
             raise StoreUnavailable(f"cannot read the database: {reason}") from error
+
+    def rows(self, query: Select[*tuple[Any, ...]]) -> Sequence[Any]:
+        """Return the rows of a single query. Raises as `connect`."""
+        with self.connect() as connection:
+            return connection.execute(query).all()
+
+    def page(
+        self, query: Select[*tuple[Any, ...]], limit: int, place_of: Callable[[Any], _Place]
+    ) -> tuple[Sequence[Any], _Place | None]:
+        """Return the first ``limit`` rows, and the place of the last one if there are more."""
+        rows = self.rows(query.limit(limit + 1))
+        return rows[:limit], place_of(rows[limit - 1]) if len(rows) > limit else None
 
     def spans(self, connection: Connection, trace_ids: Iterable[bytes]) -> list[Span]:
         """Return the spans of traces in order of arrival."""

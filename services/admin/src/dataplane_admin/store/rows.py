@@ -11,8 +11,11 @@ from typing import TypeAlias
 
 from observability.records import Records
 
-TraceCursor: TypeAlias = int
+TraceCursor: TypeAlias = tuple[int]
 """Cursor after a page of traces: `TraceModel.arrival` of the last one."""
+
+AuditCursor: TypeAlias = tuple[int]
+"""Cursor after a page of the audit log: id of the last entry."""
 
 SampleCursor: TypeAlias = tuple[str, int]
 """Cursor after a page of samples: id and key of the last one."""

@@ -37,7 +37,6 @@ from dataplane_admin.store.read_events import (
     read_samples,
 )
 from dataplane_admin.store.read_load import read_load
-from dataplane_admin.store.read_logs import read_logs
 from dataplane_admin.store.read_runs import read_run, read_runs
 from dataplane_admin.store.read_samples import (
     read_group,
@@ -53,6 +52,7 @@ from dataplane_admin.store.read_series import (
 from dataplane_admin.store.read_staleness import read_staleness, read_trace_staleness
 from dataplane_admin.store.read_traces import (
     read_linked,
+    read_logs,
     read_run_steps,
     read_run_with_steps,
     read_steps,
