@@ -10,8 +10,6 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, TypeAdapter
 
-from dataplane_admin.service import AdminService
-
 AGES_S = 5
 """Seconds for which an answer with ages counts as unchanged."""
 
@@ -27,17 +25,17 @@ def json_reply(answer: object, *, status: int = 200) -> Response:
 
 
 def conditional_reply(
-    request: Request, service: AdminService, answer: Callable[[], object], *, ages: bool = False
+    request: Request, answer: Callable[[], object], *, ages: bool = False
 ) -> Response:
     """Return an answer with an ETag, or 304 without calling ``answer`` if the client has it.
 
     Args:
         request: the request, with or without If-None-Match.
-        service: its revisions grow when the answer may have changed.
         answer: builds the answer.
         ages: whether the answer contains ages.
     """
-    revisions = service.revisions
+    # They grow when the answer may have changed.
+    revisions = request.app.state.service.revisions
     slot = f".{int(time.monotonic()) // AGES_S}" if ages else ""
     tag = f'W/"{_BOOT}.{revisions.store}.{revisions.live}{slot}"'
     headers = {"etag": tag, "cache-control": "private, no-cache"}

@@ -31,6 +31,9 @@ from dataplane_admin.service.service import NAME
 from dataplane_admin.service.traces import canonical_trace_id
 
 Id = Annotated[str, Query(min_length=1, max_length=MAX_ID)]
+OptionalId = Annotated[str | None, Query(min_length=1, max_length=MAX_ID)]
+OptionalText = Annotated[str | None, Query(max_length=MAX_ID)]
+Integer = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
 TraceId = Annotated[
     str,
     BeforeValidator(lambda given: canonical_trace_id(given) if isinstance(given, str) else given),
@@ -108,12 +111,12 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
     @routes.get("/partitions", response_model=models.Partitions, responses=_NOT_MODIFIED)
     def list_partitions(request: Request) -> Response:
         """List partitions and storage units, from one snapshot."""
-        return conditional_reply(request, service, service.partitions, ages=True)
+        return conditional_reply(request, service.partitions, ages=True)
 
     @routes.get("/partition", response_model=models.Partition, responses=_ITEM_RESPONSES)
     def get_partition(request: Request, id: Id) -> Response:  # noqa: A002  # the parameter's name
         """Return one partition, from the newest snapshot."""
-        return conditional_reply(request, service, lambda: service.partition(id), ages=True)
+        return conditional_reply(request, lambda: service.partition(id), ages=True)
 
     @routes.get("/partition/matrix", response_model=models.Matrix, responses=_ITEM_RESPONSES)
     def get_partition_matrix(
@@ -122,16 +125,14 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
         windows: Annotated[int, Query(ge=1, le=MAX_WINDOWS)] = 120,
     ) -> Response:
         """Return the samples of a partition by field and task, in windows."""
-        return conditional_reply(
-            request, service, lambda: service.partition_matrix(id, windows=windows)
-        )
+        return conditional_reply(request, lambda: service.partition_matrix(id, windows=windows))
 
     @routes.get(
         "/partition/history", response_model=models.PartitionHistory, responses=_ITEM_RESPONSES
     )
     def get_partition_history(request: Request, id: Id) -> Response:  # noqa: A002
         """Return the numbers of a partition over the last hour."""
-        return conditional_reply(request, service, lambda: service.partition_history(id))
+        return conditional_reply(request, lambda: service.partition_history(id))
 
     @routes.get("/partition/samples", response_model=models.SamplePage, responses=_LIVE_PROBLEMS)
     def list_partition_samples(
@@ -170,9 +171,9 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/samples", response_model=models.SampleHits, responses=problems(504))
     def search_samples(
         q: Annotated[str, Query(max_length=MAX_ID)] = "",
-        tag: Annotated[str | None, Query(max_length=MAX_ID)] = None,
-        value: Annotated[str | None, Query(max_length=MAX_ID)] = None,
-        partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
+        tag: OptionalText = None,
+        value: OptionalText = None,
+        partition: OptionalId = None,
         cursor: Cursor = None,
         limit: Limit = 50,
     ) -> Response:
@@ -189,7 +190,7 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/sample", response_model=models.SampleLife, responses=_LIVE_PROBLEMS)
     def get_sample(
         id: Id,  # noqa: A002
-        partition: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
+        partition: OptionalId = None,
     ) -> Response:
         """Return the lifecycle of one sample."""
         return json_reply(service.sample(id, partition=partition))
@@ -197,13 +198,13 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/samples/facts", response_model=models.SampleFactsPage, responses=_NOT_MODIFIED)
     def list_sample_facts(
         request: Request,
-        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
-        step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
-        group: Annotated[str | None, Query(max_length=MAX_ID)] = None,
-        state: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        run: OptionalText = None,
+        step: Integer = None,
+        group: OptionalText = None,
+        state: OptionalText = None,
         truncated: bool | None = None,
         text: bool | None = None,
-        tag: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        tag: OptionalText = None,
         min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
         max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
         min_length: Annotated[int | None, Query(ge=0, le=2**53)] = None,
@@ -220,7 +221,6 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request,
-            service,
             lambda: service.sample_facts(
                 run=run,
                 step=step,
@@ -243,13 +243,13 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/samples/group", response_model=models.SampleGroup, responses=_ITEM_RESPONSES)
     def get_sample_group(request: Request, run: Id, group: Id) -> Response:
         """Return the samples of one prompt."""
-        return conditional_reply(request, service, lambda: service.group(run, group))
+        return conditional_reply(request, lambda: service.group(run, group))
 
     @routes.get("/sample/content", response_model=models.SampleContent, responses=_ITEM_RESPONSES)
     def get_sample_content(
         request: Request,
         id: Id,  # noqa: A002
-        run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
+        run: OptionalId = None,
         threshold: Annotated[float, Query(gt=0, le=1e3)] = 0.5,
     ) -> Response:
         """Return facts, conversation and tokens of a sample.
@@ -257,42 +257,37 @@ def _history(service: AdminService) -> APIRouter:
         The first token whose log-probabilities differ by more than `threshold` nats is named.
         """
         return conditional_reply(
-            request,
-            service,
-            lambda: service.sample_content(id, run=run, threshold=threshold),
+            request, lambda: service.sample_content(id, run=run, threshold=threshold)
         )
 
     @routes.get("/why", response_model=list[models.Wait], responses=_NOT_MODIFIED)
-    def list_blocked_tasks(
-        request: Request,
-        run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
-    ) -> Response:
+    def list_blocked_tasks(request: Request, run: OptionalId = None) -> Response:
         """List blocked tasks, longest first; those of silent processes last.
 
         `run` filters by the run of the process; idle tasks of the data plane belong to no run.
         """
-        return conditional_reply(request, service, lambda: service.why(run=run), ages=True)
+        return conditional_reply(request, lambda: service.why(run=run), ages=True)
 
     @routes.get("/alerts", response_model=models.Alerts, responses=_NOT_MODIFIED)
     def list_alerts(request: Request, limit: Limit = MAX_CLEARED) -> Response:
         """List raised alerts, most severe first, and the latest `limit` cleared ones."""
-        return conditional_reply(request, service, lambda: service.alerts(limit=limit), ages=True)
+        return conditional_reply(request, lambda: service.alerts(limit=limit), ages=True)
 
     @routes.get("/staleness", response_model=models.Staleness, responses=_NOT_MODIFIED)
     def get_staleness(
         request: Request,
-        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        run: OptionalText = None,
         steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
     ) -> Response:
         """Return the staleness of trained samples, in weight versions."""
-        return conditional_reply(request, service, lambda: service.staleness(run=run, steps=steps))
+        return conditional_reply(request, lambda: service.staleness(run=run, steps=steps))
 
     @routes.get("/runs", response_model=models.Runs, responses=_NOT_MODIFIED)
     def list_runs(
         request: Request,
-        q: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        q: OptionalText = None,
         state: models.RunState | None = None,
-        tag: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        tag: OptionalText = None,
         sort: models.RunSort = "seen",
         ascending: bool = False,
         limit: Limit = MAX_PAGE,
@@ -303,7 +298,6 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request,
-            service,
             lambda: service.runs(
                 q=q, state=state, tag=tag, sort=sort, ascending=ascending, limit=limit
             ),
@@ -313,12 +307,12 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/run", response_model=models.RunDetail, responses=_ITEM_RESPONSES)
     def get_run(request: Request, run: Id) -> Response:
         """Return one run with its configuration."""
-        return conditional_reply(request, service, lambda: service.run(run), ages=True)
+        return conditional_reply(request, lambda: service.run(run), ages=True)
 
     @routes.get("/runs/compare", response_model=models.RunComparison, responses=_ITEM_RESPONSES)
     def compare_runs(request: Request, run: Runs) -> Response:
         """Compare the configurations of runs."""
-        return conditional_reply(request, service, lambda: service.compare_runs(run), ages=True)
+        return conditional_reply(request, lambda: service.compare_runs(run), ages=True)
 
     @routes.get("/runs/curves", response_model=models.ComparedCurves, responses=_ITEM_RESPONSES)
     def compare_run_curves(
@@ -341,7 +335,6 @@ def _history(service: AdminService) -> APIRouter:
         """
         return conditional_reply(
             request,
-            service,
             lambda: service.compare_run_curves(
                 run, axis=axis, names=name, first=first, last=last, max_points=max_points
             ),
@@ -350,23 +343,21 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/run/steps", response_model=models.RunSteps, responses=_NOT_MODIFIED)
     def get_run_steps(
         request: Request,
-        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        run: OptionalText = None,
         ranges: Annotated[int, Query(ge=1, le=MAX_RANGES)] = 10,
     ) -> Response:
         """Return step durations of a run, by default the newest with a finished step."""
-        return conditional_reply(
-            request, service, lambda: service.run_steps(run=run, ranges=ranges)
-        )
+        return conditional_reply(request, lambda: service.run_steps(run=run, ranges=ranges))
 
     @routes.get("/traces", response_model=models.Traces, responses=_NOT_MODIFIED)
     def list_traces(
         request: Request,
-        run: Annotated[str | None, Query(max_length=MAX_ID)] = None,
-        step: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
+        run: OptionalText = None,
+        step: Integer = None,
         min_s: Seconds = None,
         max_s: Seconds = None,
         error: bool | None = None,
-        name: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+        name: OptionalText = None,
         service_name: Annotated[str | None, Query(alias="service", max_length=MAX_ID)] = None,
         cursor: Cursor = None,
         limit: Limit = 50,
@@ -374,7 +365,6 @@ def _history(service: AdminService) -> APIRouter:
         """List traces, newest first."""
         return conditional_reply(
             request,
-            service,
             lambda: service.traces(
                 run=run,
                 step=step,
@@ -391,19 +381,19 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/trace", response_model=models.Trace, responses=_ITEM_RESPONSES)
     def get_trace(request: Request, id: TraceId) -> Response:  # noqa: A002
         """Return one trace across all its processes."""
-        return conditional_reply(request, service, lambda: service.trace(id))
+        return conditional_reply(request, lambda: service.trace(id))
 
     @routes.get("/trace/compare", response_model=models.TraceComparison, responses=_ITEM_RESPONSES)
     def compare_traces(request: Request, a: TraceId, b: TraceId) -> Response:
         """Compare two traces."""
-        return conditional_reply(request, service, lambda: service.trace_compare(a, b))
+        return conditional_reply(request, lambda: service.trace_compare(a, b))
 
     @routes.get("/load", response_model=models.Load, responses=_NOT_MODIFIED)
     def get_load(
         request: Request,
-        start_ns: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
-        end_ns: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
-        run: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
+        start_ns: Integer = None,
+        end_ns: Integer = None,
+        run: OptionalId = None,
         max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 1_000,
     ) -> Response:
         """Return the load of inference engines and nodes, by default in the last hour.
@@ -417,7 +407,6 @@ def _history(service: AdminService) -> APIRouter:
         start = max(0, end - _HOUR_NS) if start_ns is None else min(start_ns, end)
         return conditional_reply(
             request,
-            service,
             lambda: service.load(start, end, run=run, max_points=max_points),
             ages=end_ns is None,
         )
@@ -425,16 +414,11 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/audit", response_model=models.Audit, responses=_NOT_MODIFIED)
     def list_audit_entries(request: Request, cursor: Cursor = None, limit: Limit = 50) -> Response:
         """List manual changes and alerts, newest first."""
-        return conditional_reply(
-            request, service, lambda: service.audit(cursor=cursor, limit=limit)
-        )
+        return conditional_reply(request, lambda: service.audit(cursor=cursor, limit=limit))
 
     @routes.get("/series", response_model=list[models.Series], responses=_NOT_MODIFIED)
-    def list_series(
-        request: Request,
-        name: Annotated[str | None, Query(min_length=1, max_length=MAX_ID)] = None,
-    ) -> Response:
+    def list_series(request: Request, name: OptionalId = None) -> Response:
         """Return the newest value of each metric series."""
-        return conditional_reply(request, service, lambda: service.series(name=name))
+        return conditional_reply(request, lambda: service.series(name=name))
 
     return routes
