@@ -133,15 +133,6 @@ def test_sample_text_is_removed_and_the_rest_stored(job, tmp_path, place, conten
         assert key.encode() in stored
 
 
-@pytest.mark.parametrize("key", QUOTING)
-@pytest.mark.parametrize("content", [SECRET, SECRET.encode(), [SECRET], {"0": SECRET}, [17, 4]])
-def test_text_under_a_content_key_is_removed(key, content):
-    data, span = spans({key: content, "rl.step": 3})
-    assert remove_sample_text(data)
-    assert [pair.key for pair in span.attributes] == ["rl.step"]
-    assert span.dropped_attributes_count == 1
-
-
 def test_facts_about_model_process_and_operation_are_stored():
     data, span = spans(KEPT)
     before = data.SerializeToString()

@@ -24,18 +24,16 @@ def test_ranges_contain_every_step_once(shared, otlp, lengths, count):
     ranges = answer["ranges"]
     assert answer["steps"] == len(ids)
     assert len(ranges) == min(count, len(ids))
-    sizes = [trace_id["steps"] for trace_id in ranges]
+    sizes = [each["steps"] for each in ranges]
     assert sum(sizes) == len(ids)
     assert not sizes or max(sizes) - min(sizes) <= 1
-    assert sum(trace_id["failed"] for trace_id in ranges) == sum(
-        step % 7 == 3 for step in range(len(ids))
-    )
+    assert sum(each["failed"] for each in ranges) == sum(step % 7 == 3 for step in range(len(ids)))
     expected_first = 0
-    for trace_id in ranges:
-        assert trace_id["first_step"] == expected_first
-        expected_first = trace_id["last_step"] + 1
-        inside = lengths[trace_id["first_step"] : expected_first]
-        assert lasted[trace_id["slowest_trace"]] == trace_id["max_s"] == max(inside)
-        assert lasted[trace_id["median_trace"]] == trace_id["median_s"]
-        assert sum(seconds < trace_id["median_s"] for seconds in inside) <= len(inside) // 2
-        assert sum(seconds > trace_id["median_s"] for seconds in inside) <= len(inside) // 2
+    for each in ranges:
+        assert each["first_step"] == expected_first
+        expected_first = each["last_step"] + 1
+        inside = lengths[each["first_step"] : expected_first]
+        assert lasted[each["slowest_trace"]] == each["max_s"] == max(inside)
+        assert lasted[each["median_trace"]] == each["median_s"]
+        assert sum(seconds < each["median_s"] for seconds in inside) <= len(inside) // 2
+        assert sum(seconds > each["median_s"] for seconds in inside) <= len(inside) // 2
