@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 from integration.admin_service import ADMIN, serving
+from integration.environments import UV
 from integration.waiting import wait_until
 
 TIMEOUT_S = 120.0
@@ -23,7 +25,14 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from dataplane_tq import join_ray  # the cluster of the test listens on loopback only
 
-join_ray(sys.argv[1], namespace="job", logging_level="ERROR", log_to_driver=False)
+address, folder, version = sys.argv[1:]  # the folder of a TransferQueue that the workers import too
+# In 0.1.8 and 0.1.9 the first claim that times out ends the controller's thread of requests.
+variables = {"PYTHONPATH": folder, "TQ_CONTROLLER_GET_METADATA_TIMEOUT": "600"} if folder else {}
+workers = {"env_vars": variables}
+join_ray(
+    address, namespace="job", logging_level="ERROR", log_to_driver=False, runtime_env=workers
+)
+assert not folder or tq.__version__ == version and tq.__file__.startswith(folder), tq.__version__
 storage = {"num_data_storage_units": 1, "total_storage_size": 64}
 backend = {"storage_backend": "SimpleStorage", "SimpleStorage": storage}
 tq.init(OmegaConf.create({"controller": {"polling_mode": False}, "backend": backend}))
@@ -62,9 +71,24 @@ def ask(tmp_path: Path, cluster: None) -> Iterator[Callable[..., Any]]:
         yield ask
 
 
-def test_blocked_job_on_any_transfer_queue_is_explained(ask: Callable[..., Any]) -> None:
-    address = ray.get_runtime_context().gcs_address
-    job = subprocess.Popen([sys.executable, "-c", JOB, address], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    "version",
+    ["installed", *(pytest.param(f"0.1.{each}", marks=pytest.mark.long) for each in (8, 9, 10))],
+)
+def test_blocked_job_on_any_transfer_queue_is_explained(
+    version: str, ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = "" if version == "installed" else str(tmp_path / "transfer_queue")
+    if folder:
+        install = [UV, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+        package = f"transferqueue=={version}"
+        subprocess.run([*install, "--target", folder, package], check=True, timeout=TIMEOUT_S)
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, ray.get_runtime_context().gcs_address, folder, version],
+        env={**os.environ, "PYTHONPATH": folder} if folder else None,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert job.stdout is not None
         assert job.stdout.readline() == "waiting\n"
