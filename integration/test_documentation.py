@@ -49,7 +49,7 @@ HERE = (
     "recipes/capacity",
     "recipes/consumer-with-leases",
 )
-APART = ("trace-a-step", "deploy-admin", "compare", "telemetry")
+APART = ("trace-a-step", "compare", "telemetry")
 """Pages that set up telemetry, which a process can do only once."""
 ON_RAY = ("quickstart",)
 """Pages that start and stop a separate Ray."""
