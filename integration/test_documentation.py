@@ -57,7 +57,6 @@ ADAPTER = "adapter"
 ELSEWHERE = {
     "column-io": "packages/column-io/tests/test_readme.py",
     "dataplane-core": "packages/dataplane-core/tests/test_documentation.py",
-    "dataplane-tq": "packages/dataplane-tq/tests/test_documentation.py",
     "refit-mx": "packages/refit-mx/tests/test_readme.py",
     "rollout-actor": "integration/vllm/test_generation_page.py",
     "trainer": "services/trainer/tests/test_readme.py",
