@@ -2,7 +2,8 @@
 
 Chromium takes them for ``docs/images`` while a synchronous and then an asynchronous run train, and
 after their ends; ``sync`` or ``async`` as argument takes those of one. ``pages`` takes every page
-of a third run at three widths. `integration.admin_pictures` takes those of a blocked run.
+of a third run at three widths; it compares runs only if others ran before.
+`integration.admin_pictures` takes those of a blocked run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,22 @@ _ASYNC = (
     "checkpointing.every_steps=0",
     "policy.generation.simulated_latency={median_s: 0.05, sigma: 1.0}",
 )
-_PAGES = ("run.name=demo-pages", "tracing.sample_texts=4")
+_PAGES = (
+    "run.name=demo-pages",
+    "grpo.mode=async",
+    "grpo.num_steps=1000",
+    "grpo.asynchronous.generators=2",
+    "validation.every_steps=0",
+    "checkpointing.every_steps=0",
+    "tracing.sample_texts=4",
+)
+_RULES = """\
+rules:
+  - {name: off-policy, kind: staleness, bound: 0.5}
+  - {name: blocked, kind: blocked, bound: 600, severity: critical}
+webhooks: []
+"""
+"""Rules of alerts: the asynchronous runs raise one, which is cleared at their ends."""
 _SCRAPE = (str(SCRIPTS / "dataplane-admin"), "scrape", "--node", "--to")
 _VIEWPORTS = ((390, 844), (1280, 900), (2560, 1440))
 _SHOWN_HEIGHT, _GAP, _COLORS = 420, 12, 128
@@ -137,7 +153,8 @@ def _take_pages(browser: Browser, url: str) -> None:
     page = opened(browser, url)
     page.goto("/")
     wait_for_step(page, 20)
-    run_id = Admin(url).ask("runs")["runs"][0]["run_id"]  # the newest; others may have run before
+    runs = [each["run_id"] for each in Admin(url).ask("runs")["runs"]]
+    run_id = runs[0]  # the newest; others may have run before
     newest, *_, oldest = steps_of(url, run=run_id)
     sample = Admin(url).ask("samples/facts", run=run_id, text=True)["samples"][0]
     of_run = urlencode({"run": run_id})
@@ -152,12 +169,17 @@ def _take_pages(browser: Browser, url: str) -> None:
         "traces": "/traces",
         "trace": f"/trace?id={newest}",
         "compare": f"/compare?a={oldest}&b={newest}",
+        "compare-runs": f"/runs/compare?{urlencode({'run': runs, 'smooth': 0.6}, doseq=True)}",
         "engines": "/engines",
         "staleness": f"/staleness?{of_run}",
         "alerts": "/alerts",
         "audit": "/audit",
         "api": "/docs",
+        "confirm": "/actions/clear?partition=train",
+        "login": "/login",
     }
+    if len(runs) == 1:
+        del paths["compare-runs"]
     folder = FOLDER / "pages"
     folder.mkdir(exist_ok=True)
     for name, path in paths.items():
@@ -192,12 +214,15 @@ _MODES = {
 def main() -> None:
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        rules = folder / "alerts.yaml"
+        rules.write_text(_RULES)
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         for mode in sys.argv[1:] or _MODES:
             changes, take_all = _MODES[mode]
-            options = ["--port", "0", "--keep-sample-text"]
+            options = ["--port", "0", "--keep-sample-text", "--allow-actions"]
+            options += ["--alert-rules", str(rules)]
             with served_run(folder, changes, options) as started:
                 assert started is not None, (folder / LOG).read_text()
                 url, _, run = started
