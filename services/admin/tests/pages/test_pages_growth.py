@@ -115,23 +115,15 @@ def live(page):
     page.wait_for_function("() => swaps > 0")
 
 
-@pytest.mark.parametrize(("path", "rows"), PAGES, ids=named)
-@pytest.mark.parametrize("width", [390, 1280])
-def test_new_rows_move_nothing(watched, grow, path, rows, width):
-    page = watched(viewport={"width": width, "height": 900}).go(path)
-    live(page)
+def watch_shifts(page):
     page.evaluate(
-        "() => { window.shifts = [];"
+        "() => { window.observer?.disconnect(); window.shifts = [];"
         "window.observer = new PerformanceObserver((list) => shifts.push(...list.getEntries()));"
         "observer.observe({ type: 'layout-shift' }); }"
     )
-    name = grow(rows)
-    page.wait_for_function(
-        "(name) => document.querySelector('main').innerHTML.includes(name)"
-        " || document.querySelector('#newer:not([hidden])')",
-        arg=name,
-        timeout=TIMEOUT_MS,
-    )
+
+
+def assert_unmoved(page):
     # Shifts are recorded when a frame is drawn.
     shifts = page.evaluate(
         "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {"
@@ -140,6 +132,64 @@ def test_new_rows_move_nothing(watched, grow, path, rows, width):
         " one.sources.map(({ node }) => node?.id || node?.className || node?.nodeName)])); })))"
     )
     assert sum(value for value, _ in shifts) <= MAX_SHIFT, shifts
+
+
+def wait_for_text(page, text):
+    page.wait_for_function(
+        "(text) => document.querySelector('main').innerHTML.includes(text)"
+        " || document.querySelector('#newer:not([hidden])')",
+        arg=text,
+        timeout=TIMEOUT_MS,
+    )
+
+
+@pytest.mark.parametrize(("path", "rows"), PAGES, ids=named)
+@pytest.mark.parametrize("width", [390, 1280])
+def test_new_rows_move_nothing(watched, grow, path, rows, width):
+    page = watched(viewport={"width": width, "height": 900}).go(path)
+    live(page)
+    watch_shifts(page)
+    wait_for_text(page, grow(rows))
+    assert_unmoved(page)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_third_alert_moves_nothing(watched, job, grow, width):
+    cleared = grow(add_cleared_alert)
+    before = {grow(add_alert) for _ in range(2)}
+    until(lambda: before <= {run for _, run in raised(job)})
+    page = watched(viewport={"width": width, "height": 900}).go("/alerts")
+    live(page)
+    place = page.locator("#cleared", has_text=cleared).bounding_box()
+    for _ in range(2):
+        watch_shifts(page)
+        wait_for_text(page, grow(add_alert))
+        assert_unmoved(page)
+    assert page.locator("#cleared").bounding_box()["y"] == place["y"]
+    page.get_by_role("button", name="Show all raised").click()
+    expect(page.locator("#all-raised")).to_be_hidden()
+    rows = "document.getElementById('raised-rows')"
+    assert page.evaluate(f"{rows}.scrollHeight <= {rows}.clientHeight")
+
+
+@pytest.mark.parametrize("path", ["/", "/partition?id=train"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_an_unreachable_data_plane_moves_nothing(watched, site, path, width):
+    page = watched(viewport={"width": width, "height": 900}).go(path)
+    live(page)
+    watch_shifts(page)
+    site.plane.is_away = True
+    try:
+        fault = page.locator(".faults .banner")
+        expect(fault).to_contain_text("Cannot read the data plane.", timeout=TIMEOUT_MS)
+        expect(fault).to_be_in_viewport(ratio=1)
+        assert_unmoved(page)
+    finally:
+        site.plane.is_away = False
+        until(lambda: site.service.status().live.attached)
+    watch_shifts(page)
+    expect(fault).to_have_count(0, timeout=TIMEOUT_MS)
+    assert_unmoved(page)
 
 
 @pytest.mark.parametrize(("path", "rows"), LISTS, ids=named)

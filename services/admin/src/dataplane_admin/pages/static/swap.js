@@ -20,6 +20,8 @@ export async function visit(url, ids, { live = false } = {}) {
       const old = document.getElementById(id);
       const wanted = fresh.getElementById(id);
       if (!old || !wanted) continue;
+      // The service could not read its content, so a live update retains the content shown.
+      if (live && "unread" in wanted.dataset) continue;
       if (old.querySelector("[data-hold]")) offerRows(live ? holdRows(old, wanted) : NONE);
       morph(old, wanted);
     }
