@@ -11,9 +11,26 @@ paint();
 systemTheme.addEventListener("change", paint);
 new MutationObserver(paint).observe(root, { attributeFilter: ["data-theme"] });
 
+// A layout without a second main landmark, the heading of the document, and the choice of a server.
+const pageLayout = ({ React: { createElement } }) => ({
+  components: {
+    PageLayout: ({ getComponent, specSelectors }) => {
+      const parts = ["errors"];
+      if (specSelectors.loadingStatus() === "success") parts.push("AuthorizeBtnContainer", "operations", "Models");
+      const shown = parts.map((name) => createElement(getComponent(name, true), { key: name }));
+      return createElement("div", { className: "swagger-ui" }, createElement(getComponent("SvgAssets")), shown);
+    },
+    // No link, since it would be inside the button that expands an operation.
+    DeepLink: ({ text }) => createElement("span", null, text),
+    TextArea: (given) => createElement("textarea", { ...given, "aria-label": "Request body" }),
+  },
+});
+
 SwaggerUIBundle({
   domNode: node,
   url: node.dataset.document,
+  plugins: [pageLayout],
+  layout: "PageLayout",
   deepLinking: true,
   displayOperationId: true,
   // No request to a validator on the internet.
