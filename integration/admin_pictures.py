@@ -74,9 +74,12 @@ def take(browser: Browser, url: str) -> None:
     page.goto(url)
     since = re.compile(r"^(1[5-9]|[2-9]\d) s")  # clearly blocked
     page.locator(".waits .since").filter(has_text=since).first.wait_for()
-    box = page.locator("#waits section").bounding_box()
-    assert box is not None
-    clip = {"x": 0, "y": box["y"] - MARGIN, "width": WIDTH, "height": box["height"] + 2 * MARGIN}
+    heading = page.locator("#waits h2").bounding_box()
+    tasks = page.locator("#waits .waits").first.bounding_box()
+    assert heading is not None
+    assert tasks is not None
+    top, bottom = heading["y"] - MARGIN, tasks["y"] + tasks["height"] + MARGIN
+    clip = {"x": 0, "y": top, "width": WIDTH, "height": bottom - top}
     page.screenshot(path=FOLDER / "admin-blocked.png", clip=clip)
     page.goto(f"{url}/partition?id={_PARTITION}")
     page.locator(".heat-cells svg path").first.wait_for(state="attached")

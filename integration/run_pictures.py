@@ -190,7 +190,9 @@ def _take_pages(browser: Browser, url: str) -> None:
         for each in sheet:
             picture.paste(each, (left, 0))
             left += each.width + _GAP
-        picture.quantize(_COLORS).save(folder / f"{name}.png", optimize=True)
+        # This method retains the color of small marks.
+        reduced = picture.quantize(_COLORS, Image.Quantize.MAXCOVERAGE)
+        reduced.save(folder / f"{name}.png", optimize=True)
     page.close()
 
 

@@ -100,8 +100,9 @@ def shorten(text: str, maximum: int = 32) -> str:
 
 
 def capital(text: str) -> str:
-    """Return a message with its first letter in upper case."""
-    return text[:1].upper() + text[1:]
+    """Return a message with its first letter in upper case, unless it starts with a name."""
+    first = text.partition(" ")[0]
+    return text if "." in first or "_" in first else text[:1].upper() + text[1:]
 
 
 def plain(value: object) -> str:
