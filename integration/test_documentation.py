@@ -345,6 +345,51 @@ def test_figures_match_the_results() -> None:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", results), number
 
 
+VLLM = "integration/vllm"
+VLLM_ON_A_GPU = f"{VLLM}/test_engine_gpu.py"
+MODELEXPRESS = "packages/refit-mx/tests/test_modelexpress_clients.py"
+COUNTED = (
+    ("verl", "CI", ".venv-verl", ["-m", "not long", "integration/verl"]),
+    ("verl", "nightly", ".venv-verl", ["-m", "long", "integration/verl"]),
+    ("NeMo-RL", "CI", ".venv", ["-m", "not long", "integration/nemo_rl"]),
+    ("SkyRL", "nightly", ".venv", ["-m", "long", "integration/test_skyrl.py"]),
+    ("TRL", "nightly", ".venv", ["-m", "long", "integration/test_trl.py"]),
+    ("RL-Insight", "CI", ".venv", ["packages/observability/tests/test_rl_insight.py"]),
+    ("vLLM", "CI", ".venv-vllm", ["-m", "not long", f"--ignore={VLLM_ON_A_GPU}", VLLM]),
+    ("vLLM", "with a GPU", ".venv-vllm", [VLLM_ON_A_GPU]),
+    ("vLLM", "nightly", ".venv", ["packages/refit-mx/tests/test_vllm_versions.py"]),
+    ("modelexpress", "CI", ".venv", ["-m", "not long", MODELEXPRESS]),
+    ("modelexpress", "nightly", ".venv", ["-m", "long", MODELEXPRESS]),
+)
+"""Counts in the comparison: project, when its tests run, their environment, and their selection."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("project", "when", "environment", "selection"),
+    COUNTED,
+    ids=[f"{project}, {when}" for project, when, *_ in COUNTED],
+)
+def test_comparison_counts_the_tests_of_peers(
+    project: str, when: str, environment: str, selection: list[str]
+) -> None:
+    separate = environment != ".venv"
+    python = ROOT / environment / "bin/python" if separate else Path(sys.executable)
+    if not python.exists():
+        pytest.skip(f"needs the environment {environment}")
+    command = [python, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    confined = [f"--confcutdir=integration/{project.lower()}"] if separate else []
+    collected = subprocess.run(
+        [*command, *confined, *selection], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    tests = re.findall(r"^\S+\.py::", collected.stdout, re.MULTILINE)
+    row = re.search(rf"^\| {project} \|.*$", (DOCS / "compare.md").read_text(), re.MULTILINE)
+    assert row is not None
+    stated = re.search(rf"\b{when}: (\d+) ", row[0], re.IGNORECASE)
+    assert stated is not None
+    assert len(tests) == int(stated[1])
+
+
 def test_subpackages_are_those_that_lint_checks() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
