@@ -10,8 +10,8 @@ LOAD_MS = 60_000
 
 
 def violations_of(page):
-    # Without its copies of imported style sheets, which the policy of the pages refuses; and with one
-    # element only for each rule that passed.
+    # Without its copies of imported style sheets, which the policy of the pages refuses, and with
+    # one element only for each rule that passed.
     options = {"preload": False, "resultTypes": ["violations"]}
     return [
         f"{each['id']}: {node['target']}: {node['failureSummary']}"

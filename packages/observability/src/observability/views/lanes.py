@@ -51,7 +51,7 @@ def assign_threads(
     """
     assigned: dict[SpanKey, int] = {}
     # For each thread, the ends of the spans that may be open at the start of the current span,
-    # outermost first. A thread is free when its outermost span has ended.
+    # outermost first. A thread is free when its outermost span is finished.
     open_ends: list[list[int]] = []
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # end of the outermost span of each other thread, and thread
