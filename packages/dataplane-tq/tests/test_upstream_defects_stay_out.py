@@ -37,6 +37,9 @@ def backend(request):
     return request.param
 
 
+ATTACHED = {"enabled": True, "impl": "transfer_queue"}
+
+
 @pytest.fixture(scope="module")
 def owner(cluster, backend):
     with TQDataPlaneClient({**CONFIG, "backend": backend, "storage_capacity": 8}) as client:
@@ -45,14 +48,14 @@ def owner(cluster, backend):
 
 @pytest.fixture(scope="module")
 def peer(owner):
-    with TQDataPlaneClient(CONFIG, bootstrap=False) as client:
+    with TQDataPlaneClient(ATTACHED, bootstrap=False) as client:
         yield client
 
 
 @pytest.fixture
 def hasty(owner):
     """Yield a client with a deadline of two seconds."""
-    with TQDataPlaneClient({**CONFIG, "ack_timeout_ms": 2000}, bootstrap=False) as client:
+    with TQDataPlaneClient({**ATTACHED, "ack_timeout_ms": 2000}, bootstrap=False) as client:
         yield client
 
 
