@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from integration.admin_service import admin, browser
-from integration.lean_ray import lean_ray
+from integration.lean_ray import lean_ray, unforked_workers
 from integration.temporary_ray import temporary_ray
 
 from grpo_trainer import DEMO_CONFIG, TrainerConfig, check_config
@@ -20,7 +20,7 @@ from grpo_trainer import DEMO_CONFIG, TrainerConfig, check_config
 collect_ignore = [name for name in ("vllm", "verl") if not importlib.util.find_spec(name)]
 
 
-__all__ = ["admin", "browser", "lean_ray"]
+__all__ = ["admin", "browser", "lean_ray", "unforked_workers"]
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from dataplane_tq import join_ray  # the cluster of the test listens on loopback only
 
-address, folder, version = sys.argv[1:]  # the folder of a TransferQueue that the workers import too
-# In 0.1.8 and 0.1.9 the first claim that times out ends the controller's thread of requests.
-variables = {"PYTHONPATH": folder, "TQ_CONTROLLER_GET_METADATA_TIMEOUT": "600"} if folder else {}
-workers = {"env_vars": variables}
+address, folder, version = sys.argv[1:]  # the folder of a TransferQueue, also for the workers
+workers = {"env_vars": {"PYTHONPATH": folder}} if folder else {}
 join_ray(
     address, namespace="job", logging_level="ERROR", log_to_driver=False, runtime_env=workers
 )
@@ -55,8 +53,18 @@ while True:
 """
 
 
+@pytest.fixture(scope="module")
+def long_claims() -> Iterator[None]:
+    """Let claims wait: in 0.1.8 and 0.1.9, one that times out ends the controller's thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TQ_CONTROLLER_GET_METADATA_TIMEOUT", "600")
+        yield
+
+
 @pytest.fixture
-def ask(tmp_path: Path, cluster: None) -> Iterator[Callable[..., Any]]:
+def ask(
+    tmp_path: Path, long_claims: None, unforked_workers: None, cluster: None
+) -> Iterator[Callable[..., Any]]:
     """Run the service; return a function that calls the command and returns its JSON."""
     address = ray.get_runtime_context().gcs_address
     options = ["--ray-address", address, "--poll-s", "0.2", "--stuck-after-s", "1"]

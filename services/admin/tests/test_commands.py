@@ -173,7 +173,7 @@ def test_a_failed_command_prints_one_line(running, token_file):
         (["partitions", "--url", "nonsense"], 2, "--url"),
         (["runs", "--state", "x", "--url", running.url, "--token-file", token_file], 2, "state"),
         (["runs", "--sort", "x", "--url", running.url, "--token-file", token_file], 2, "sort"),
-        (["trace", "x", "--url", running.url, "--token-file", token_file], 2, "trace id"),
+        (["trace", "x", "--url", running.url, "--token-file", token_file], 2, "id: found 'x'"),
         (["partitions", "--token-file", "no/such/file"], 2, "no/such/file"),
         (["sample"], 2, "sample_id: missing"),
     ):
