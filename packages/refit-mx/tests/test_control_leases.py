@@ -119,15 +119,16 @@ def test_lease_and_heartbeat_outlast_a_restart(tmp_path):
     port = int(first.address.rpartition(":")[2])
     with (
         ControlClient(first.address, rpc_timeout_s=2.0) as client,
-        Heartbeat(client, "w", TRAINER, "m", ttl_s=20, on_sigterm=False) as heartbeat,
+        Heartbeat(client, "w", TRAINER, "m", ttl_s=20, on_sigterm=False),
     ):
         uid = publish(client)
         with client.lease(uid, "g", ttl_s=20) as lease:
             first.close()
             with EmbeddedControlServer(port=port, store=SqliteStore(path)) as second:
                 until(lambda: can_read(client, uid))
-                renewed = lease._until, heartbeat._until
-                until(lambda: lease._until > renewed[0] and heartbeat._until > renewed[1])
+                worker = second.plane._state.ledger.workers["w"]
+                renewed = lease._until, worker.expires_at_ms
+                until(lambda: lease._until > renewed[0] and worker.expires_at_ms > renewed[1])
                 lease.check()
                 assert client.get_version(uid).state is VersionState.READY
                 assert second.plane.counts().leases == 1
