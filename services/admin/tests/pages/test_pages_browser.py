@@ -198,7 +198,7 @@ def test_the_waterfall_zooms_by_keyboard_and_by_dragging(watched):
     page.mouse.move(begin, box["y"] + 120)
     page.mouse.down()
     page.mouse.move(end, box["y"] + 130, steps=4)
-    assert page.locator("rect.chosen").count() == 1
+    page.wait_for_selector("rect.chosen", state="attached")  # moves arrive with the next frame
     page.mouse.up()
     assert page.evaluate(width) == pytest.approx(unzoomed * 5, rel=0.02)
     left = page.evaluate("document.querySelector('.chart-scroll').scrollLeft")
