@@ -376,7 +376,8 @@ def test_comparison_counts_the_tests_of_peers(
     separate = environment != ".venv"
     python = ROOT / environment / "bin/python" if separate else Path(sys.executable)
     if not python.exists():
-        pytest.skip(f"needs the environment {environment}")
+        target = environment.removeprefix(".venv-")
+        pytest.skip(f"needs the package {project.lower()}, which `make {target}` installs")
     command = [python, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     confined = [f"--confcutdir=integration/{project.lower()}"] if separate else []
     collected = subprocess.run(

@@ -24,7 +24,7 @@ def migrate(database: Database) -> None:
     """Create the tables, or run missing migrations.
 
     Raises:
-        StoreError: a newer version of this service created the database.
+        StoreError: the database has tables of a version that this service does not know.
     """
     with database.writer.begin() as connection:
         database.lock(connection)
@@ -36,8 +36,8 @@ def migrate(database: Database) -> None:
         }:
             raise StoreError(
                 f"{database.url.render_as_string()}: tables have version {current}; this service "
-                f"knows versions up to {known.get_current_head()}. Use the newer service that "
-                "created them, or another database"
+                f"knows versions up to {known.get_current_head()}. Use the version of the service "
+                "that created them, or another database"
             )
         if current is None:
             # Without checks: tables of these names would be another program's.

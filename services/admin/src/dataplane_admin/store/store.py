@@ -108,7 +108,7 @@ class Store:
         Raises:
             ValueError: ``url`` is invalid.
             StoreUnavailable: the database cannot be opened.
-            StoreError: a newer version of this service, or another program, created it.
+            StoreError: another version of this service, or another program, created it.
             OSError: the file cannot be created.
         """
         database = Database(url)
