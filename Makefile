@@ -227,7 +227,7 @@ docs: sync ## Build the documentation site into build/site, and fail on a broken
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: bench-quick
-bench-quick: sync ## Compare speed with others in under three minutes: build/bench.json
+bench-quick: sync ## Compare speed with others in three to four minutes: build/bench.json
 	mkdir -p build
 	$(BIN)/python -m integration.benchmarks --quick --json build/bench.json
 
