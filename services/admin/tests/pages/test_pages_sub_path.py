@@ -41,9 +41,13 @@ REMOVED = re.search(r"```nginx\n(.*?)```", DOCUMENTED.read_text(), re.S)[1]
 PASSED_ON = "location /rl { proxy_pass http://127.0.0.1:8080; }"
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+@pytest.fixture(scope="module")
+def port():
+    """Reserve a port: the socket does not listen, so nginx can, and no other process gets it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def wait_for_port(port, nginx, folder):
@@ -66,11 +70,10 @@ def wait_for_port(port, nginx, folder):
         pytest.param(PASSED_ON, id="passed on", marks=pytest.mark.long),
     ],
 )
-def behind_nginx(request, start_running, tmp_path_factory):
+def behind_nginx(request, start_running, port, tmp_path_factory):
     """Start the service behind nginx; return both URLs, and whether it allows nginx's origin."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
     assert program, "no nginx; `apt-get install nginx-light`, as `make test` does"
-    port = free_port()
     origin = f"http://127.0.0.1:{port}"
     service = start_running(
         token=TOKEN,
