@@ -50,7 +50,7 @@ def test_wildcard_address_is_never_reported(host):
                 MxV2TrainingPublisher("m", "a", control=server.address, transports=["tcp"], **hosts)
 
 
-# No other process listens here. On 127.0.0.1 one may have the port that the publisher has on 127.0.0.2.
+# No other process listens here. On 127.0.0.1, one may use the publisher's port of 127.0.0.2.
 UNUSED_HOST = "127.0.0.9"
 
 
