@@ -17,7 +17,7 @@ import os, sys, time, types
 import torch.distributed as dist
 from refit_mx import RefitError
 
-file, rank, ranks, late_s, limit_s = sys.argv[1], *map(int, sys.argv[2:])
+file, fault, rank, ranks, limit_s = *sys.argv[1:3], *map(int, sys.argv[3:])
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
 state = types.ModuleType("vllm.distributed.parallel_state")
 state.get_world_group = lambda: types.SimpleNamespace(world_size=ranks, cpu_group=dist.group.WORLD)
@@ -25,11 +25,16 @@ for name in ("vllm", "vllm.distributed", state.__name__):
     sys.modules[name] = state
 from refit_mx.engine.fence import gather_from_ranks
 
-assert gather_from_ranks(f"rank {rank}", 60) == [f"rank {n}" for n in range(ranks)]
+assert gather_from_ranks(f"rank {rank}", 120) == [f"rank {n}" for n in range(ranks)]
 if rank == 1:
-    if not late_s:
+    if fault == "killed":
         os._exit(9)
-    time.sleep(late_s)
+    if fault == "killed after the barrier":
+        dist.monitored_barrier()
+        os._exit(9)
+    if fault == "stopped after the barrier":
+        dist.monitored_barrier()
+    time.sleep(limit_s + 2)
 began = time.monotonic()
 try:
     gather_from_ranks("again", limit_s)
@@ -40,12 +45,14 @@ os._exit(0)  # the store of a group that has failed may block at exit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late_s", [0, LIMIT_S + 2], ids=["killed", "late"])
-def test_missing_rank_is_an_error_on_all_ranks(tmp_path, late_s):
-    arguments = (str(RANKS), str(late_s), str(LIMIT_S))
+@pytest.mark.parametrize(
+    "fault", ["killed", "late", "killed after the barrier", "stopped after the barrier"]
+)
+def test_missing_rank_is_an_error_on_all_ranks(tmp_path, fault):
+    arguments = [str(tmp_path / "group"), fault]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path / "group"), str(rank), *arguments],
+            [sys.executable, "-c", PROGRAM, *arguments, str(rank), str(RANKS), str(LIMIT_S)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,13 +60,13 @@ def test_missing_rank_is_an_error_on_all_ranks(tmp_path, late_s):
         for rank in range(RANKS)
     ]
     try:
-        written = [rank.communicate(timeout=60) for rank in ranks]
+        written = [rank.communicate(timeout=120) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     for number, (out, err) in enumerate(written):
-        if number != 1 or late_s:
+        if number != 1 or fault == "late":
             seconds, _, error = out.partition(" ")
             assert float(seconds) < LIMIT_S + 10, err
             assert "not all 3 ranks of this vLLM server answer" in error
-    assert "Ranks 1 failed" in written[0][0]
+    assert ("Ranks 1 failed" in written[0][0]) == ("after" not in fault)

@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from refit_mx.errors import FencedError, RefitError
 
 _LOGITS = "compute_logits"
+_TEXT_BYTES = 4096  # longer texts are cut when the ranks exchange them
 
 
 class ModelFence:
@@ -70,8 +72,8 @@ def gather_from_ranks(text: str, timeout_s: float) -> Sequence[str]:
     """Exchange a text with all ranks of this vLLM server; collective.
 
     Args:
-        text: text of this rank.
-        timeout_s: time limit for the other ranks to call this.
+        text: text of this rank; only its first 4,096 bytes are sent.
+        timeout_s: time limit for the other ranks to call this, and then for the exchange.
 
     Returns:
         The texts in the order of the ranks.
@@ -84,13 +86,18 @@ def gather_from_ranks(text: str, timeout_s: float) -> Sequence[str]:
     group = get_world_group()
     if group.world_size == 1:
         return [text]
-    answers: list[str] = [""] * group.world_size
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    encoded = text.encode()[:_TEXT_BYTES]
+    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    texts = [torch.empty_like(own) for _ in range(group.world_size)]
+    limit = timedelta(seconds=timeout_s)
     try:
-        # Torch's group alone would wait for half an hour, and not name the rank.
-        dist.monitored_barrier(group.cpu_group, timedelta(seconds=timeout_s), wait_all_ranks=True)
-        dist.all_gather_object(answers, text, group=group.cpu_group)
+        # The barrier names the missing ranks. A rank may still be lost after it, and torch would
+        # wait for half an hour, so the exchange has a limit of its own.
+        dist.monitored_barrier(group.cpu_group, limit, wait_all_ranks=True)
+        dist.all_gather(texts, own, group.cpu_group, async_op=True).wait(limit)
     except RuntimeError as error:
         raise RefitError(
             f"not all {group.world_size} ranks of this vLLM server answer; restart it: {error}"
         ) from error
-    return answers
+    return [bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore") for text in texts]
