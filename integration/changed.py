@@ -2,7 +2,7 @@
 
 A workspace member has changed if one of its files differs from main, committed or not. Its tests
 that are marked neither ``slow`` nor ``long`` run for at most `MAX_S`, changed test files first.
-``make test-<package>`` runs the others.
+The others are reported as skipped; ``make test-<package>`` runs them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in changed)
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip ``item`` after the deadline."""
     deadline = item.session.stash.setdefault(_DEADLINE, time.monotonic() + MAX_S)
-    return True if time.monotonic() > deadline else None
+    if time.monotonic() > deadline:
+        pytest.skip(f"not within {MAX_S:g} s")
 
 
 def main() -> int:

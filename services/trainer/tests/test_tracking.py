@@ -204,6 +204,9 @@ def wandb_records(path):
 
 
 def wandb_points(folder):
+    import wandb
+
+    wandb.teardown()  # its process writes the last records after `finish` returns, so let it end
     points, ids, exits = [], set(), []
     for path in sorted((folder / "tracking" / "wandb").glob("offline-run-*/*.wandb")):
         for each in wandb_records(path):
