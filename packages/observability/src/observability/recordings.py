@@ -6,23 +6,17 @@ of traces, logs or metrics. https://opentelemetry.io/docs/specs/otlp/#json-proto
 
 from __future__ import annotations
 
-import base64
-import json
 from pathlib import Path
-from typing import Any  # Any: JSON values
 
-from google.protobuf.json_format import ParseDict, ParseError
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from observability.otlp_json import NotOtlp, fill, read_object
 from observability.receiver.frames import BrokenRecording, read_folder
 from observability.records import Records, decode_logs, decode_traces
 
 SUFFIXES = (".json", ".jsonl")
 """Suffixes of files that are read as JSON lines."""
-
-# OTLP's JSON encodes ids in hexadecimal; protobuf's JSON encodes all bytes in base64.
-_IDS = frozenset({"traceId", "spanId", "parentSpanId"})
 
 
 def read_recording(path: Path) -> Records:
@@ -61,39 +55,20 @@ def read_json_lines(path: Path) -> Records:
             if not line.strip():
                 continue
             try:
-                records.add(_decode(json.loads(line)))
-            except (ValueError, ParseError, RecursionError) as error:
+                records.add(_decode(line))
+            except NotOtlp as error:
                 if not line.endswith(b"\n"):
                     break  # a writer has not finished this line yet
-                raise BrokenRecording(
-                    f"{path}, line {number}: not an OTLP export request as JSON ({error})"
-                ) from None
+                raise BrokenRecording(f"{path}, line {number}: {error}") from None
     return records
 
 
-def _decode(request: Any) -> Records:
-    if not isinstance(request, dict):
-        raise ValueError("expected an object")
+def _decode(line: bytes) -> Records:
+    request = read_object(line)
     if "resourceSpans" in request:
-        traces = ParseDict(_with_base64(request), ExportTraceServiceRequest(), True)
-        return decode_traces(traces.SerializeToString())
+        return decode_traces(fill(ExportTraceServiceRequest(), request).SerializeToString())
     if "resourceLogs" in request:
-        logs = ParseDict(_with_base64(request), ExportLogsServiceRequest(), True)
-        return decode_logs(logs.SerializeToString())
+        return decode_logs(fill(ExportLogsServiceRequest(), request).SerializeToString())
     if "resourceMetrics" in request:
         return Records()
-    raise ValueError("expected resourceSpans, resourceLogs or resourceMetrics")
-
-
-def _with_base64(value: Any) -> Any:
-    """Return a JSON value with its ids in base64, as protobuf's parser requires."""
-    if isinstance(value, list):
-        return [_with_base64(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: base64.b64encode(bytes.fromhex(item)).decode()
-        if key in _IDS and isinstance(item, str)
-        else _with_base64(item)
-        for key, item in value.items()
-    }
+    raise NotOtlp("expected resourceSpans, resourceLogs or resourceMetrics")

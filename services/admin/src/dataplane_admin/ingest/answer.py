@@ -8,8 +8,8 @@ from http import HTTPStatus
 
 from starlette.responses import Response
 
-from dataplane_admin.ingest.otlp_json import write_json
 from dataplane_admin.ingest.refusal import Refusal
+from observability.otlp_json import write_json
 from observability.wire import (
     INTERNAL,
     INVALID_ARGUMENT,

@@ -24,7 +24,6 @@ from dataplane_admin.ingest.body import Intake, inflate, read_body
 from dataplane_admin.ingest.events import batch_of_logs
 from dataplane_admin.ingest.limits import BODY_S, Limits
 from dataplane_admin.ingest.metrics import batch_of_metrics
-from dataplane_admin.ingest.otlp_json import NotOtlp, parse_json
 from dataplane_admin.ingest.redaction import Redaction
 from dataplane_admin.ingest.refusal import Refusal
 from dataplane_admin.ingest.sample_text import remove_sample_text
@@ -36,6 +35,7 @@ from dataplane_admin.store import (
     StoreUnavailable,
     WriteRefused,
 )
+from observability.otlp_json import NotOtlp, parse_json
 from observability.rl_insight import join_steps
 from observability.wire import PROTOBUF, OtlpSignal, parse
 
@@ -162,7 +162,7 @@ class _Receiver:
 def _parse(body: bytes, message: Message, media_type: str) -> bool:
     """Fill a message; return whether it differs from the body as protobuf."""
     if media_type == JSON:
-        parse_json(body, message)
+        parse_json(message, body)
         return True
     return parse(message, body)
 

@@ -22,25 +22,44 @@ _M = TypeVar("_M", bound=Message)
 
 
 class NotOtlp(ValueError):
-    """An invalid body."""
+    """The JSON is not an OTLP message."""
 
 
-def parse_json(body: bytes, message: _M) -> _M:
-    """Fill a message from JSON; ignore unknown names.
-
-    Invalid UTF-8 and lone surrogates become U+FFFD.
+def parse_json(message: _M, body: bytes) -> _M:
+    """Fill a message from JSON; see `fill`.
 
     Raises:
         NotOtlp: the body is not JSON, or does not match the message.
     """
+    return fill(message, read_object(body))
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return a JSON object; U+FFFD replaces invalid UTF-8.
+
+    Raises:
+        NotOtlp: the body is not a JSON object.
+    """
     try:
         data = json.loads(body.decode("utf-8-sig", "replace"))
-        if not isinstance(data, dict):
-            raise NotOtlp("expected a JSON object")
+    except (ValueError, RecursionError) as error:
+        raise _not_otlp(error) from error
+    if not isinstance(data, dict):
+        raise NotOtlp("expected a JSON object")
+    return data
+
+
+def fill(message: _M, data: dict[str, Any]) -> _M:
+    """Fill a message from a JSON object, which this changes; ignore unknown names.
+
+    U+FFFD replaces lone surrogates. An id that is not hexadecimal gets a length that no id has.
+
+    Raises:
+        NotOtlp: the object does not match the message.
+    """
+    try:
         _prepare(data, message.DESCRIPTOR)
         json_format.ParseDict(data, message, ignore_unknown_fields=True)
-    except NotOtlp:
-        raise
     # Requests are untrusted, and the parser fails in several ways.
     except (
         json_format.ParseError,
@@ -50,9 +69,13 @@ def parse_json(body: bytes, message: _M) -> _M:
         RecursionError,
         OverflowError,
     ) as error:
-        reason = str(error).encode(errors="replace").decode()[:200]
-        raise NotOtlp(f"not OTLP in JSON: {type(error).__name__}: {reason}") from error
+        raise _not_otlp(error) from error
     return message
+
+
+def _not_otlp(error: Exception) -> NotOtlp:
+    reason = str(error).encode(errors="replace").decode()[:200]
+    return NotOtlp(f"not OTLP in JSON: {type(error).__name__}: {reason}")
 
 
 def write_json(message: Message) -> bytes:
