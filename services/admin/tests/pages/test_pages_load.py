@@ -103,3 +103,34 @@ def test_the_page_of_engines_shows_the_newest_values(watched, newest):
     assert any("GPU 0 2.0 %" in name for name in names)
     page.locator(".load-column").first.hover()
     expect(page.locator("#reading")).to_contain_text(re.compile("^engine node-1:8000, "))
+
+
+def overlapping_labels(page):
+    """Return pairs of labels of a time axis that touch each other."""
+    return page.evaluate(
+        "() => { const labels = [...document.querySelectorAll('svg.time .ticks text')]"
+        ".filter((one) => one.checkVisibility())"
+        ".map((one) => [one.textContent, one.getBoundingClientRect()]);"
+        " return labels.slice(1).flatMap(([text, box], place) =>"
+        " box.left < labels[place][1].right + 2 ? [[labels[place][0], text]] : []); }"
+    )
+
+
+@pytest.mark.parametrize("scripted", [True, False])
+def test_labels_of_time_axes_do_not_overlap(watched, newest, job, otlp, scripted):
+    paths = ["/engines"]
+    # Labels of these durations are long, or the last one is near the right edge.
+    for seconds in (0.14, 120, 160) if scripted else (0.14, 59):
+        trace_id = f"{seconds} s on an axis".encode().ljust(16)[:16]
+        job.send(otlp.trace(trace_id, names=["a"], run=f"lasts {seconds} s", seconds=seconds))
+        paths.append(f"/trace?id={trace_id.hex()}")
+    watch = watched(java_script_enabled=scripted)
+    for path in paths:
+        page = watch.go(path)
+        for width in (390, 640, 1280):
+            page.set_viewport_size({"width": width, "height": 800})
+            page.wait_for_timeout(100)
+            assert page.locator("svg.time .ticks text").count() > 1
+            assert overlapping_labels(page) == [], f"{path} at {width}"
+    if not scripted:
+        watch.check = lambda: None  # without scripts nothing can be evaluated

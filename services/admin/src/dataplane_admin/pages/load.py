@@ -122,7 +122,8 @@ def engines_page(load: models.Load) -> EnginesPage:
             round(100 * (1 - ago_s / seconds), 4),
             f"\N{MINUS SIGN}{ago_s // 60} min" if ago_s else "now",
         )
-        for ago_s in range(int(seconds), -1, -600)
+        # Every 15 minutes, so that the labels also fit a phone.
+        for ago_s in range(int(seconds), -1, -900)
     ]
     lanes = draw_load(load, ruler.height, newest=True)
     height = ruler.height + (0 if lanes is None else lanes.height)

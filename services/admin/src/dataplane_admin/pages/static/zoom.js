@@ -1,6 +1,6 @@
 // Zooms a waterfall in time: by dragging, by buttons, by the keys + - 0, by ctrl and wheel.
 const MAX_SCALE = 400;
-const LABEL = 60; // pixels that a label of the ruler needs
+const DIGIT = 6; // width of a digit of the ruler's font in pixels, which is wider than a space
 const SVG = "http://www.w3.org/2000/svg";
 
 export function zoom() {
@@ -118,24 +118,32 @@ function drawTicks(time, scale) {
   if (!ticks || !(seconds > 0)) return;
   const narrow = time.parentNode.clientWidth < 600;
   const distance = roundDistance(seconds / scale / (narrow ? 4 : 9));
+  const width = time.parentNode.clientWidth * scale;
   const height = time.getAttribute("height");
   const fresh = document.createDocumentFragment();
-  for (let place = 0; place * distance <= seconds * (1 + 1e-9); place += 1) {
-    const x = `${(100 * place * distance) / seconds}%`;
+  let free = width; // left edge of the label to the right
+  for (let place = Math.floor((seconds * (1 + 1e-9)) / distance); place >= 0; place -= 1) {
+    const share = (place * distance) / seconds;
+    const x = `${100 * share}%`;
     const line = document.createElementNS(SVG, "line");
     for (const [name, value] of [["x1", x], ["x2", x], ["y1", "0"], ["y2", height], ["class", "tick"]]) {
       line.setAttribute(name, value);
     }
     const text = document.createElementNS(SVG, "text");
+    text.textContent = labelOf(place * distance, distance, seconds);
+    // The last label must not be cut off at the right edge.
+    const needed = 8 + DIGIT * text.textContent.length;
+    const isLast = (1 - share) * width < needed;
+    const right = share * width + (isLast ? 0 : needed);
     text.setAttribute("class", "faint");
     text.setAttribute("y", "13");
     text.setAttribute("x", x);
-    // The last label must not be cut off at the right edge.
-    const isLast = (1 - (place * distance) / seconds) * time.parentNode.clientWidth * scale < LABEL;
     text.setAttribute("dx", isLast ? "-4" : "4");
     if (isLast) text.setAttribute("text-anchor", "end");
-    text.textContent = labelOf(place * distance, distance, seconds);
-    fresh.append(line, text);
+    fresh.prepend(line);
+    if (right > free) continue;
+    free = right - needed;
+    line.after(text);
   }
   ticks.replaceChildren(fresh);
 }
