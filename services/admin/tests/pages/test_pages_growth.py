@@ -172,6 +172,26 @@ def test_a_third_alert_moves_nothing(watched, job, grow, width):
     assert page.evaluate(f"{rows}.scrollHeight <= {rows}.clientHeight")
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_blocked_task_moves_nothing(watched, job, otlp, grow, width):
+    name = grow(add_partition)
+    until(lambda: name in [each["id"] for each in job.get("partitions")["partitions"]])
+    page = watched(viewport={"width": width, "height": 900}).go(f"/partition?id={name}")
+    page.locator(".heat-cells").wait_for()
+    live(page)
+    blocked, heat = page.locator("#partition .strip"), page.locator("#heat")
+    expect(blocked).to_have_text("No task is blocked.")
+    place = heat.bounding_box()
+    facts = {"partition": name, "task": "train", "fields": ["advantages"], "samples": 8}
+    for number, seconds in enumerate((90, 7_200)):
+        wait = {"wait": f"{name} {number}", "since_ns": time.time_ns() - seconds * 10**9, **facts}
+        watch_shifts(page)
+        job.send(otlp.log("waiting", at_s=now_s(otlp), run=name, **wait))
+        expect(blocked).to_contain_text("longest of 2" if number else "Blocked for 1 min")
+        assert_unmoved(page)
+    assert heat.bounding_box() == place
+
+
 @pytest.mark.parametrize("path", ["/", "/partition?id=train"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_an_unreachable_data_plane_moves_nothing(watched, site, path, width):

@@ -194,7 +194,9 @@ def test_a_short_wait_is_not_stuck(site, client, monkeypatch, kind, seconds, stu
     assert ("1 task blocked" in text) == stuck
     assert (f"Running: step {STEPS - 1} finished in" in text) == (not stuck)
     assert "3 of 480 lack advantages" in text
-    assert ('class="banner fault"' in client.get("/partition?id=train").text) == (seconds > 60)
+    page = client.get("/partition?id=train").text
+    assert ('class="strip critical"' in page) == (seconds > 60)
+    assert "3 of 480 samples lack advantages" in page
 
 
 def test_partition_bars_show_the_present_samples(site, client, monkeypatch):

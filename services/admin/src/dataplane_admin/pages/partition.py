@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane_admin import models
-from dataplane_admin.pages import marks
+from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.heatmap import HeatMap, heat_map
 from dataplane_admin.pages.links import to
 from dataplane_admin.service import AdminService
@@ -23,7 +23,9 @@ class PartitionPage:
     Attributes:
         seen: the partition and its samples, from one snapshot.
         streams: result of `is_streaming`.
-        waits: blocked tasks, and whether each is blocked for so long that it is a fault.
+        blocked: the reasons why tasks are blocked, the longest first.
+        cause: the first reason in one line.
+        severity: ``critical`` if the first task is blocked for so long that it is a fault.
         window_count: samples of the chosen window, None without one.
         history: numbers over the last hour, as lines.
         before: URL of the previous samples.
@@ -33,7 +35,9 @@ class PartitionPage:
     seen: models.PartitionView
     streams: bool
     live: models.LiveStatus
-    waits: Sequence[tuple[models.Wait, bool]]
+    blocked: Sequence[models.Wait]
+    cause: str
+    severity: str
     heat: HeatMap | None
     history: Sequence[Line]
     field_names: Sequence[str]
@@ -59,6 +63,17 @@ def _lines(history: models.PartitionHistory) -> list[Line]:
     numbers += [(f"unclaimed by {task.name}", task.unclaimed) for task in history.tasks]
     drawn = [(name, marks.trend(values)) for name, values in numbers]
     return [Line(name, trend, seconds) for name, trend in drawn if trend is not None]
+
+
+def _cause(wait: models.Wait) -> str:
+    """Return why a task is blocked, short enough for one line."""
+    if not wait.task or not wait.lacks:
+        return wait.sentence
+    lacks = [
+        f"{words.count(lack.count)} of {words.plural(wait.present, 'sample')} lack {name}"
+        for name, lack in wait.lacks.items()
+    ]
+    return f"task '{wait.task}': {words.listed(lacks, 2)}"
 
 
 def is_streaming(facts: models.Partition) -> bool:
@@ -98,15 +113,16 @@ def partition_page(
         before = to("/partition", id=partition_id, start=max(0, first - limit), count=limit)
     if shown and first + shown < seen.samples.total:
         after = to("/partition", id=partition_id, start=first + shown, count=limit)
+    blocked = [
+        wait for wait in service.why() if wait.partition == partition_id and wait.silent_s is None
+    ]
     return PartitionPage(
         seen=seen,
         streams=is_streaming(seen.partition),
         live=service.status().live,
-        waits=[
-            (wait, wait.seconds >= stuck_after_s)
-            for wait in service.why()
-            if wait.partition == partition_id and wait.silent_s is None
-        ][:3],
+        blocked=blocked,
+        cause=_cause(blocked[0]) if blocked else "",
+        severity="critical" if blocked and blocked[0].seconds >= stuck_after_s else "warning",
         history=_lines(service.partition_history(partition_id)),
         heat=heat_map(seen.matrix, chosen=start) if seen.matrix.windows else None,
         field_names=[field.name for field in seen.partition.fields],
