@@ -49,9 +49,11 @@ _RULES = """\
 rules:
   - {name: off-policy, kind: staleness, bound: 0.5}
   - {name: blocked, kind: blocked, bound: 600, severity: critical}
+  - {name: logprob-gap, kind: logprob_gap, bound: 0.01, runs: demo-pages*}
 webhooks: []
 """
-"""Rules of alerts: the asynchronous runs raise one, which is cleared at their ends."""
+"""Rules of alerts. The first steps of the asynchronous runs raise ``off-policy``, which is cleared
+later. The run of the pages raises ``logprob-gap``, which is cleared at its end."""
 _SCRAPE = (str(SCRIPTS / "dataplane-admin"), "scrape", "--node", "--to")
 _VIEWPORTS = ((390, 844), (1280, 900), (2560, 1440))
 _SHOWN_HEIGHT, _GAP, _COLORS = 420, 12, 128
@@ -153,6 +155,9 @@ def _take_pages(browser: Browser, url: str) -> None:
     page = opened(browser, url)
     page.goto("/")
     wait_for_step(page, 20)
+    page.goto("/alerts")
+    for place in ("#raised li", "#cleared tbody tr"):
+        page.locator(place).first.wait_for()
     runs = [each["run_id"] for each in Admin(url).ask("runs")["runs"]]
     run_id = runs[0]  # the newest; others may have run before
     newest, *_, oldest = steps_of(url, run=run_id)
