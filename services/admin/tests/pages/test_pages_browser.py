@@ -349,6 +349,24 @@ def test_a_sample_is_found_from_every_page(watched):
     assert page.locator("tbody tr").count() == 8
 
 
+def test_labels_of_a_histogram_do_not_overlap(watched, served, monkeypatch):
+    counted = served.service.staleness().model_copy(
+        update={"counts": dict.fromkeys(range(30), 40), "mean": 14.5}
+    )
+    monkeypatch.setattr(served.service, "staleness", lambda **_: counted)
+    page = watched(viewport={"width": 390, "height": 800}).go("/staleness")
+    labels = page.evaluate(
+        "[...document.querySelectorAll('.histogram text')].filter((one) => one.checkVisibility())"
+        ".map((one) => [one.textContent, one.getBoundingClientRect()])"
+        ".map(([text, box]) => [text, box.left, box.right, box.top])"
+    )
+    assert len(labels) > 10
+    for number, (text, left, right, top) in enumerate(labels):
+        for other, other_left, other_right, other_top in labels[:number]:
+            apart = right <= other_left or left >= other_right or top != other_top
+            assert apart, f"{other} and {text} overlap"
+
+
 def test_reduced_motion_is_respected(watched):
     page = watched(reduced_motion="reduce").go("/")
     moving = page.evaluate("document.getAnimations().length")
