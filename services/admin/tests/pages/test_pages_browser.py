@@ -42,8 +42,8 @@ def test_every_page_is_safe_and_fits_the_screen(watched):
             assert wider <= 0, f"{path} is {wider} pixels too wide for {width} pixels"
             # Text of a cell that is narrower than 8 digits breaks into pieces of a few characters.
             narrow = page.evaluate(
-                "[...document.querySelectorAll('tbody td, tbody th:not(.short-name)')].filter("
-                "(one) => one.innerText.length > 8 && one.checkVisibility()"
+                "[...document.querySelectorAll('tbody td, tbody th:not(.short-name, .words)')]"
+                ".filter((one) => one.innerText.length > 8 && one.checkVisibility()"
                 " && one.clientWidth < 50).map((one) => one.innerText)"
             )
             assert narrow == [], f"{path} at {width} pixels"
