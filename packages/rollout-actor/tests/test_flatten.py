@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollout_doubles import tokens_of, turn
 
 from column_io import BatchedDataDict, reconstruct_message_log
-from dataplane_core import InvalidRequestError
+from dataplane_core import InvalidRequestError, MissingDataError
 from rollout_actor import flatten_rollout_message_log
 
 PAD = 0
@@ -143,6 +143,12 @@ def test_inconsistent_media_are_refused_by_name(rows, named):
 
 def routing(text, value):
     return torch.full((len(text), 2, 3), value, dtype=torch.int16)
+
+
+def test_a_generated_turn_without_routing_is_refused():
+    routed = [turn("user", "a"), generated("b", routed_experts=routing("b", 5))]
+    with pytest.raises(MissingDataError, match="generated turn of row 1 has no 'routed_experts'"):
+        flat([routed, [turn("user", "a"), generated("b")]], [1, 1], routed_experts=True)
 
 
 def test_routed_experts_are_aligned_and_zero_if_missing():

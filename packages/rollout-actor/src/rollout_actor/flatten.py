@@ -69,8 +69,8 @@ def flatten_rollout_message_log(
     Raises:
         InvalidRequestError: (a ValueError) a turn has another number of log-probabilities or
             routings than tokens, or the number of prompt lengths is wrong.
-        MissingDataError: (a KeyError and a ValueError) a turn has no role, or no turn has the
-            requested ``routed_experts``.
+        MissingDataError: (a KeyError and a ValueError) a turn has no role, or a generated turn or
+            all turns lack the requested ``routed_experts``.
     """
     if len(prompt_lengths) != len(message_logs):
         raise InvalidRequestError(
@@ -115,6 +115,8 @@ def _fill(payload: BatchedDataDict[Any], row: int, span: slice, turn: dict[str, 
     aligned = [_LOGPROBS] if sampled else []
     if ROUTED_EXPERTS_FIELD in payload and ROUTED_EXPERTS_FIELD in turn:
         aligned.append(ROUTED_EXPERTS_FIELD)
+    elif ROUTED_EXPERTS_FIELD in payload and sampled:  # zeros would replay expert 0
+        raise _no_routing(f"a generated turn of row {row} has")
     for name in aligned:
         if len(turn[name]) != span.stop - span.start:
             raise InvalidRequestError(
@@ -132,9 +134,13 @@ def _empty_routing(message_logs: Sequence[MessageLog], width: int) -> torch.Tens
             if ROUTED_EXPERTS_FIELD in turn:
                 routing: torch.Tensor = turn[ROUTED_EXPERTS_FIELD]
                 return routing.new_zeros((len(message_logs), width, *routing.shape[1:]))
-    raise MissingDataError(
-        f"flatten: no turn has {ROUTED_EXPERTS_FIELD!r}; router replay needs a generation backend "
-        "that returns it (policy.router_replay.enabled)",
+    raise _no_routing("the turns have")
+
+
+def _no_routing(turns: str) -> MissingDataError:
+    return MissingDataError(
+        f"flatten: {turns} no {ROUTED_EXPERTS_FIELD!r}; router replay needs a generation backend "
+        "that returns it for every row (policy.router_replay.enabled)",
         fields=[ROUTED_EXPERTS_FIELD],
     )
 
