@@ -157,7 +157,8 @@ class SyncRolloutActor(RayClass):
             ClosedError: (a RuntimeError) the actor was shut down.
             InvalidRequestError: (a ValueError) before generation: there are no rows, columns differ
                 in their number of rows or from ``claim``, ``group_size`` is below 1 or does not
-                divide the rows, a task has no environment, or media of one name differ in dtype or
+                divide the rows, a task has no environment, a ``length`` exceeds the row's tokens, a
+                ``loss_multiplier`` is not finite, or media of one name differ in dtype or
                 dimensions.
             PartitionNotFoundError, SchemaMismatchError: before generation, if the store can be
                 inspected: there is no such partition, or it holds a column in another dtype, media

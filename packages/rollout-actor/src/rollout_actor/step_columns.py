@@ -23,7 +23,7 @@ from dataplane_core import (
     PartitionNotFoundError,
     PartitionSummary,
 )
-from dataplane_core.arguments import checked_int
+from dataplane_core.arguments import argument_type_error, checked_int, checked_ints
 from dataplane_core.declaration import PartitionDeclaration, check_enums, check_kinds
 from dataplane_core.errors import listed
 from dataplane_core.tensors.columns import object_array
@@ -67,7 +67,8 @@ def check_input(input_batch: Mapping[str, Any], *, group_size: int) -> int:
     Raises:
         MissingDataError: (a KeyError and a ValueError) a column is missing.
         InvalidRequestError: (a ValueError) there are no rows, columns differ in their number of
-            rows, or ``group_size`` is below 1 or does not divide the rows.
+            rows, or ``group_size`` is below 1 or does not divide the rows. A ``length`` is not an
+            int of at most the tokens of its row, or a ``loss_multiplier`` is not finite.
     """
     missing = [name for name in _INPUT_COLUMNS if name not in input_batch]
     if missing:
@@ -89,7 +90,21 @@ def check_input(input_batch: Mapping[str, Any], *, group_size: int) -> int:
                 f"rollout_to_tq: column {name!r} has {'no' if count is None else count} rows; "
                 f"expected {rows}, as message_log"
             )
+    loss_multiplier(input_batch)
+    _check_prompt_lengths(input_batch)
     return rows
+
+
+def _check_prompt_lengths(input_batch: Mapping[str, Any]) -> None:
+    """Refuse lengths with which a prompt would get tokens of its responses, or no tokens."""
+    lengths = checked_ints("rollout_to_tq", "length", input_batch["length"])
+    for row, (turns, length) in enumerate(zip(input_batch["message_log"], lengths, strict=True)):
+        tokens = sum(torch.as_tensor(turn.get("token_ids", ())).numel() for turn in turns)
+        if not min(tokens, 1) <= length <= tokens:
+            raise InvalidRequestError(
+                f"rollout_to_tq: length of row {row} is {length}; expected 1 to {tokens}, the "
+                "tokens of its message_log"
+            )
 
 
 def check_carry_keys(carry_keys: Sequence[str] | None) -> None:
@@ -232,8 +247,24 @@ def _input_columns_to_put(names: Sequence[str]) -> list[str]:
 
 
 def loss_multiplier(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return ``loss_multiplier`` as float32 (n,), the dtype in which the driver puts it later."""
-    return torch.as_tensor(batch["loss_multiplier"]).to("cpu", torch.float32)
+    """Return ``loss_multiplier`` as float32 (n,), the dtype in which the driver puts it later.
+
+    Raises:
+        InvalidRequestError: (a ValueError) it is not one finite number per row.
+    """
+    values, rows = batch["loss_multiplier"], len(batch["message_log"])
+    try:
+        column = torch.as_tensor(values).to("cpu", torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise argument_type_error(
+            "rollout_to_tq", "loss_multiplier", values, f"{rows} numbers"
+        ) from error
+    if column.shape != (rows,) or not column.isfinite().all():
+        raise InvalidRequestError(
+            f"rollout_to_tq: loss_multiplier of shape {tuple(column.shape)} has the values "
+            f"{column.flatten()[:10].tolist()}; expected finite numbers of shape ({rows},)"
+        )
+    return column
 
 
 def _row_count(column: Any) -> int | None:
