@@ -359,6 +359,15 @@ def test_a_turn_without_tokens_is_refused_by_its_place(rollout):
         rollout(batch)
 
 
+@pytest.mark.parametrize("tokens", [torch.tensor([[49, 61]]), torch.tensor([49.7, 61.0])])
+def test_tokens_that_are_not_integers_in_a_row_are_refused(rollout, tokens):
+    batch = batch_of(["1+2="])
+    batch["message_log"][0][0]["token_ids"] = tokens
+    with pytest.raises(InvalidRequestError, match="turn 0 of row 0 has token_ids of shape"):
+        rollout(batch)
+    assert rollout.generator.seen == []
+
+
 def test_no_turns_are_refused(rollout):
     with pytest.raises(InvalidRequestError, match="max_rollout_turns 0"):
         rollout(batch_of(["1+2="]), max_rollout_turns=0)

@@ -178,8 +178,8 @@ def start_conversations(
 
     Raises:
         MissingDataError: (a KeyError and a ValueError) a column or a turn's tokens are missing.
-        InvalidRequestError: (a ValueError) the columns differ in their number of rows, or a row's
-            ``stop_strings`` are not a list of strings.
+        InvalidRequestError: (a ValueError) the columns differ in their number of rows, a turn's
+            tokens are not integers (tokens,), or a row's ``stop_strings`` are not a list of strings.
     """
     missing = [name for name in _NEEDED_COLUMNS if name not in input_batch]
     if missing:
@@ -238,8 +238,15 @@ def _copied_turn(turn: Mapping[str, Any], row: int, index: int) -> dict[str, Any
             f"rollout: turn {index} of row {row} has no {listed(missing)}; found {listed(turn)}",
             fields=missing,
         )
-    token_ids = torch.as_tensor(turn["token_ids"]).to("cpu", torch.int64)
-    return {"content": "", **turn, "token_ids": token_ids}
+    token_ids = torch.as_tensor(turn["token_ids"])
+    inexact = token_ids.is_floating_point() or token_ids.is_complex()
+    # A tokenizer returns an empty float tensor for an empty text.
+    if token_ids.dim() != 1 or (inexact and len(token_ids)):
+        raise InvalidRequestError(
+            f"rollout: turn {index} of row {row} has token_ids of shape {tuple(token_ids.shape)} "
+            f"({token_ids.dtype}); expected integers of shape (tokens,)"
+        )
+    return {"content": "", **turn, "token_ids": token_ids.to("cpu", torch.int64)}
 
 
 def _tokenize(tokenizer: TokenizerInterface, text: str) -> torch.Tensor:
