@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -265,8 +266,30 @@ def test_weight_versions_that_leave_tokens_out_are_refused(borders):
         run_rollout(alter)
 
 
+@pytest.mark.parametrize("convert", [np.int64, torch.tensor], ids=["numpy", "torch"])
+def test_weight_versions_are_returned_with_plain_ints(convert):
+    def alter(output, data):
+        output["weight_versions"] = [
+            [{"version": "a", "start": convert(0), "end": convert(int(length))}]
+            for length in output["generation_lengths"]
+        ]
+
+    batch, _ = run_rollout(alter)
+    (span,) = batch["weight_versions"][0]
+    assert (type(span["start"]), type(span["end"])) == (int, int)
+
+
 @pytest.mark.parametrize(
-    "versions", [7, [None], [7, None], [["a"], None], [[{"start": 0, "end": 9}], None]]
+    "versions",
+    [
+        7,
+        [None],
+        [7, None],
+        [["a"], None],
+        [[{"start": 0, "end": 9}], None],
+        [[{"version": "a", "start": 0, "end": "9"}], None],
+        [[{"version": "a", "start": 0.5, "end": 9}], None],
+    ],
 )
 def test_weight_versions_of_another_form_are_refused(versions):
     with pytest.raises(InvalidRequestError, match=r"Altering: .*weight_versions is "):

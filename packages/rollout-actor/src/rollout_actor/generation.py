@@ -6,6 +6,7 @@ mask after it, which nothing later detects.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: a backend's output maps names to columns
@@ -182,11 +183,15 @@ def _read_weight_versions(
             f"{source}: {WEIGHT_VERSIONS} is a {type(rows).__name__} of {count} rows; expected a "
             f"list of {len(generated)}"
         )
+    read: list[list[WeightVersionSpan] | None] = []
     for row, spans, length in zip(request.rows, rows, generated, strict=True):
         if spans is None:
+            read.append(None)
             continue
         try:
-            borders = [(int(span["start"]), int(span["end"])) for span in spans]
+            borders = [
+                (operator.index(span["start"]), operator.index(span["end"])) for span in spans
+            ]
             named = all(isinstance(span["version"], str) for span in spans)
         except (LookupError, TypeError, ValueError):
             named = False
@@ -201,7 +206,13 @@ def _read_weight_versions(
                 f"{source}: row {row}: {WEIGHT_VERSIONS} has the spans {borders}; expected spans "
                 f"that cover the response of {length} tokens without gaps"
             )
-    return [None if spans is None else list(spans) for spans in rows]
+        read.append(
+            [
+                {"version": span["version"], "start": start, "end": end}
+                for span, (start, end) in zip(spans, borders, strict=True)
+            ]
+        )
+    return read
 
 
 def _kind_of(column: torch.Tensor) -> str:
