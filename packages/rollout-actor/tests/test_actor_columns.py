@@ -112,7 +112,8 @@ def test_weight_versions_are_put_and_carried(actor_of, store):
 
 
 def test_backend_without_weight_versions_has_no_column(actor_of, store):
-    _, carry, metrics, _ = actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="train")
+    batch = batch_of(["1+2="], weight_versions=[[{"version": "earlier", "start": 4, "end": 5}]])
+    _, carry, metrics, _ = actor_of().rollout_to_tq(batch, partition_id="train")
     assert "weight_versions" not in carry
     assert "mixed_weight_version_rate" not in metrics
     (summary,) = store.list_partitions()

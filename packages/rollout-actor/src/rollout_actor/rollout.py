@@ -64,7 +64,8 @@ def run_multi_turn_rollout(
         policy_generation: the backend.
         input_batch: n rows with ``message_log`` (turns with ``role``, ``content`` and
             ``token_ids``), ``task_name``, ``extra_env_info``, and optionally ``stop_strings``.
-            Other columns are copied to the result. The rollout does not change this batch.
+            Other columns are copied to the result, except ``weight_versions``. The rollout does not
+            change this batch.
         tokenizer: decodes responses and encodes observations.
         task_to_env: task to environment.
         max_seq_len: maximum tokens of a conversation. An observation that would reach it is cut,
@@ -216,7 +217,8 @@ def _final_batch(
 ) -> BatchedDataDict[Any]:
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {
-            **input_batch,
+            # Versions of an earlier rollout, if the batch comes from one.
+            **{name: column for name, column in input_batch.items() if name != WEIGHT_VERSIONS},
             "message_log": [row.turns for row in rows],
             "extra_env_info": [row.env_info for row in rows],
             "total_reward": _float32([row.total_reward for row in rows], "total_reward"),

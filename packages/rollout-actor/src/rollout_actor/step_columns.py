@@ -33,7 +33,9 @@ from rollout_actor.flatten import OPT_IN_CARRY_KEYS
 from rollout_actor.generation import WEIGHT_VERSIONS
 
 _INPUT_COLUMNS = ("message_log", "length", "loss_multiplier", "task_name", "extra_env_info")
-_NOT_PUT = frozenset({"message_log", "length", "loss_multiplier", "total_reward", "truncated"})
+_NOT_PUT = frozenset(
+    {"message_log", "length", "loss_multiplier", "total_reward", "truncated", WEIGHT_VERSIONS}
+)
 PAYLOAD_KINDS = {
     INPUT_IDS: "torch.int64",
     INPUT_LENGTHS: "torch.int64",
