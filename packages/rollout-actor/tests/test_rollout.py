@@ -368,6 +368,13 @@ def test_tokens_that_are_not_integers_in_a_row_are_refused(rollout, tokens):
     assert rollout.generator.seen == []
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e10])
+def test_step_timeouts_that_no_wait_takes_are_refused_first(rollout, seconds):
+    with pytest.raises(InvalidRequestError, match="step_timeout_s is"):
+        rollout(batch_of(["1+2="]), step_timeout_s=seconds)
+    assert rollout.generator.seen == []
+
+
 def test_no_turns_are_refused(rollout):
     with pytest.raises(InvalidRequestError, match="max_rollout_turns 0"):
         rollout(batch_of(["1+2="]), max_rollout_turns=0)

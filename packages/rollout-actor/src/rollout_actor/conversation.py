@@ -179,7 +179,8 @@ def start_conversations(
     Raises:
         MissingDataError: (a KeyError and a ValueError) a column or a turn's tokens are missing.
         InvalidRequestError: (a ValueError) the columns differ in their number of rows, a turn's
-            tokens are not integers (tokens,), or a row's ``stop_strings`` are not a list of strings.
+            tokens are not integers (tokens,), or a row's ``stop_strings`` are not a list of
+            strings.
     """
     missing = [name for name in _NEEDED_COLUMNS if name not in input_batch]
     if missing:

@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind
 
 from column_io import BatchedDataDict
 from dataplane_core import InvalidRequestError
+from dataplane_core.arguments import checked_period
 from dataplane_core.errors import listed
 from dataplane_core.telemetry import span
 from dataplane_core.tensors.columns import object_array
@@ -96,6 +97,7 @@ def run_multi_turn_rollout(
         MissingDataError: (a KeyError and a ValueError) a column or a key is missing.
         DeadlineExceededError, UnavailableError: as `step_environments`; names the task.
     """
+    checked_period("rollout", "step_timeout_s", step_timeout_s)
     rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
     for turn in range(max_rollout_turns):
         active = [row for row in rows if row.active]
@@ -140,6 +142,7 @@ def run_async_multi_turn_rollout(
     computes in ``step.remote`` itself blocks the other rows; one that returns a reference or a
     future does not. When a row fails, the others are cancelled and its error is raised.
     """
+    checked_period("rollout", "step_timeout_s", step_timeout_s)
     rows = _start(input_batch, tokenizer, task_to_env, max_rollout_turns, media_group_size)
 
     async def run_row(row: Conversation) -> None:

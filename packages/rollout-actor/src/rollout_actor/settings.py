@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Any  # Any: a configuration from YAML
 
 import torch
 
 from dataplane_core import ConfigError, UnsupportedError
+from dataplane_core.arguments import MAX_SECONDS
 from rollout_actor.media import NOT_MEDIA, MediaForms
 
 DEFAULT_STEP_TIMEOUT_S = 300.0
@@ -159,8 +159,10 @@ class _Section:
 
     def positive_seconds(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value <= MAX_SECONDS:
             raise ConfigError(
-                f"master_config: {self._path}{key}: found {value!r}; expected seconds above 0"
+                f"master_config: {self._path}{key}: found {value!r}; expected seconds above 0, "
+                f"at most {MAX_SECONDS:g}"
             )
         return float(value)
