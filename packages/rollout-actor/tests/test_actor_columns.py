@@ -59,6 +59,17 @@ def test_batches_with_any_images_can_follow_each_other(batches):
             assert torch.equal(row, image) if len(image) else not len(row)
 
 
+def test_media_of_another_partition_do_not_reach_samples_without(actor_of, store):
+    store.register_partition("val", [], 4, ["val"])
+    actor = actor_of()
+    first, *_ = actor.rollout_to_tq(batch_of(["1+2="]), partition_id="val")
+    images = batch_of(["1+2="])
+    images["message_log"][0][0]["pixel_values"] = torch.ones(2, 3)
+    actor.rollout_to_tq(images, partition_id="train")
+    second, *_ = actor.rollout_to_tq(batch_of(["3+4="]), partition_id="val")
+    assert read_columns(store, second.concat(first), second.fields).size == 2
+
+
 def test_columns_that_do_not_fit_are_refused_before_generation(actor_of, store):
     generator = Adder()
     actor = actor_of(generator)

@@ -35,6 +35,7 @@ from rollout_actor.media import (
     MediaForms,
     check_declared,
     check_media,
+    count_rollouts,
     media_forms,
     stored_media,
 )
@@ -276,9 +277,12 @@ class SyncRolloutActor(RayClass):
             held = stored_media(self._dp_client, partition)
             check_media(partition, media, held, declared)
             kinds = {field.name: field.kind for field in partition.fields}
-        for name, form in self._media.items():
-            if kinds.get(name) in (None, str(form.dtype)):
-                held.setdefault(name, form)
+        if partition is None or not count_rollouts(
+            partition
+        ):  # else all samples have what it holds
+            for name, form in self._media.items():
+                if kinds.get(name) in (None, str(form.dtype)):
+                    held.setdefault(name, form)
         self._media |= media
         return held | declared | media
 

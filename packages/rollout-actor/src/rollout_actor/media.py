@@ -124,7 +124,7 @@ def check_media(
                 f"{operation} holds media {name!r} of {held[name].dim()} dimensions and cannot "
                 f"take {form.dim()}; clear the partition before changing them"
             )
-    rollouts = next((each.written for each in partition.fields if each.name == INPUT_IDS), 0)
+    rollouts = count_rollouts(partition)
     for name, form in media.items():
         if rollouts and name not in held:
             kind = str(form.dtype).removeprefix("torch.")
@@ -134,6 +134,11 @@ def check_media(
                 f"policy.media.{name} (dtype {kind}, dims {form.dim()}) from the first rollout on, "
                 "or clear the partition first"
             )
+
+
+def count_rollouts(partition: PartitionSummary) -> int:
+    """Return the number of a partition's samples that a rollout put."""
+    return next((each.written for each in partition.fields if each.name == INPUT_IDS), 0)
 
 
 def check_declared(media: MediaForms, declared: MediaForms) -> None:
