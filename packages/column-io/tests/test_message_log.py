@@ -150,6 +150,23 @@ def test_turns_with_more_tokens_than_ids_are_refused() -> None:
         reconstruct_message_log(columns)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "logprobs"), [([3, -2, 1], 6), ([1, 1, 1, 2], 6), ([1, 1, 1], 2)]
+)
+def test_lengths_and_logprobs_that_do_not_fit_the_tokens_are_refused(
+    lengths: list[int], logprobs: int
+) -> None:
+    columns = {
+        "input_ids": torch.arange(6)[None],
+        "turn_lengths": torch.tensor([lengths]),
+        "turn_roles": [["user", "user", "assistant"]],
+        "turn_contents": [["", "", ""]],
+        "generation_logprobs": torch.zeros(1, logprobs),
+    }
+    with pytest.raises(ValueError, match="row 0 has 3 roles"):
+        reconstruct_message_log(columns)
+
+
 def test_contents_that_do_not_fit_the_roles_are_refused() -> None:
     columns = columns_of_one()
     with pytest.raises(ValueError, match="row 0 has 5 roles"):

@@ -109,8 +109,9 @@ def reconstruct_message_log(
 
     Raises:
         MissingDataError: (a KeyError and a ValueError) a column is missing.
-        InvalidRequestError: (a ValueError) a row's roles, contents, lengths and ids do not fit
-            together, columns differ in their number of rows, or both forms are mixed.
+        InvalidRequestError: (a ValueError) a row's roles, contents, lengths, ids and
+            log-probabilities do not fit together, columns differ in their number of rows, or both
+            forms are mixed.
     """
     given = {
         INPUT_IDS: columns if input_ids is None else input_ids,
@@ -185,15 +186,19 @@ def _rebuild(
     roles: list[str],
     contents: list[Any],
 ) -> MessageLog:
-    if len(lengths) < len(roles) or len(contents) != len(roles) or sum(lengths) > tokens.shape[0]:
+    ids, count = len(tokens), sum(lengths)
+    logprob_count = ids if logprobs is None else len(logprobs)
+    # Lengths beyond the last turn are padding.
+    fits = len(contents) == len(roles) <= len(lengths) and not any(lengths[len(roles) :])
+    if not fits or min(lengths, default=0) < 0 or count > min(ids, logprob_count):
         raise InvalidRequestError(
             f"reconstruct_message_log: row {row} has {len(roles)} roles, {len(contents)} contents, "
-            f"turn_lengths {lengths[:10]} and {tokens.shape[0]} token ids; expected one content "
-            "and one length per role, and one id per token"
+            f"turn_lengths {lengths[:10]}, {ids} token ids and {logprob_count} "
+            f"{_GENERATION_LOGPROBS}; expected one content and one length per role, and one id and "
+            "log-probability per token"
         )
     log: MessageLog = []
     start = 0
-    # Lengths beyond the last turn are padding.
     turns = zip(roles, contents, lengths[: len(roles)], strict=True)
     for role, content, length in turns:
         turn: dict[str, Any] = {"role": role, "content": content}
