@@ -169,6 +169,7 @@ def test_columns_of_different_row_counts_are_refused() -> None:
     ("tensor", "lengths", "message"),
     [
         (torch.ones(3), [1, 1, 1], "shape"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), [1], "nested tensor"),
         (torch.ones(3, 2), [1, 1], "2 lengths for 3 rows"),
         (torch.ones(2, 2), [1, 3], "row 1 has a length of 3; expected 0 to the width 2"),
         (torch.ones(2, 2), [-1, 2], r"lengths\[0\] is -1"),

@@ -47,11 +47,9 @@ def to_nested_by_length(
             lengths does not fit.
     """
     row_lengths = checked_ints("to_nested_by_length", "lengths", lengths)
-    if padded.dim() < 2:
-        raise InvalidRequestError(
-            f"to_nested_by_length: tensor of shape {tuple(padded.shape)}; expected (rows, width, "
-            "...)"
-        )
+    if padded.is_nested or padded.dim() < 2:
+        shape = "nested tensor" if padded.is_nested else f"tensor of shape {tuple(padded.shape)}"
+        raise InvalidRequestError(f"to_nested_by_length: {shape}; expected (rows, width, ...)")
     if len(row_lengths) != padded.shape[0]:
         raise InvalidRequestError(
             f"to_nested_by_length: {len(row_lengths)} lengths for {padded.shape[0]} rows; expected "
