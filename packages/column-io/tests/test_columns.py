@@ -14,6 +14,7 @@ from column_io import (
     kv_first_write,
     read_columns,
     round_up,
+    to_nested_by_length,
     write_columns,
 )
 from dataplane_core import (
@@ -272,6 +273,18 @@ def test_token_column_without_token_axis_is_refused(
         write_columns(client, meta, {name: torch.ones(shape), "more": torch.ones(3)})
     with pytest.raises(MissingDataError):
         read_columns(client, meta, ["more"])
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 2], [3, 2, 4]])
+def test_nested_rows_of_other_lengths_are_refused(
+    client: DataPlaneClient, lengths: list[int]
+) -> None:
+    meta = first_write(client)
+    nested = to_nested_by_length(torch.ones(3, 4), LENGTHS)
+    write_columns(client, meta, {"advantages": nested})
+    wrong = to_nested_by_length(torch.ones(3, 4), lengths)
+    with pytest.raises(InvalidRequestError, match=r"row \d of nested column 'prev_logprobs' has 2"):
+        write_columns(client, meta, {"prev_logprobs": wrong})
 
 
 def test_one_value_per_row_is_ambiguous_without_lengths(

@@ -158,13 +158,16 @@ def check_token_axis(
     For them the shape (n, 1) is ambiguous without lengths, and a reader would pad it with zeros.
 
     Raises:
-        InvalidRequestError: (a ValueError) a column has no dim 1, or its dim 1 is narrower than the
-            longest row.
+        InvalidRequestError: (a ValueError) a column has no dim 1, its dim 1 is narrower than the
+            longest row, or a nested column has a row of another length.
     """
     width = 0 if lengths is None else max(lengths, default=0)
     for name in TOKEN_ALIGNED_FIELDS.intersection(fields):
         column, is_per_sample_too = fields[name], name in PER_TOKEN_OR_SAMPLE_FIELDS
-        if not isinstance(column, torch.Tensor) or column.is_nested:
+        if not isinstance(column, torch.Tensor):
+            continue
+        if column.is_nested:
+            _check_row_lengths(operation, name, column, lengths)
             continue
         if column.dim() < 2 and is_per_sample_too:
             continue
@@ -175,6 +178,18 @@ def check_token_axis(
                 f"{operation}: column {name!r} has shape {tuple(column.shape)}; expected a value "
                 f"per token, {expected}"
                 f"{', or one per sample, (rows,)' if is_per_sample_too else ''}"
+            )
+
+
+def _check_row_lengths(
+    operation: str, name: str, column: torch.Tensor, lengths: Sequence[int] | None
+) -> None:
+    """Refuse nested rows of other lengths: a reader would pad a short one with zeros."""
+    for row, (values, length) in enumerate(zip(column.unbind(), lengths or (), strict=False)):
+        if values.shape[0] != length:
+            raise InvalidRequestError(
+                f"{operation}: row {row} of nested column {name!r} has {values.shape[0]} tokens; "
+                f"expected {length}, its sequence length"
             )
 
 

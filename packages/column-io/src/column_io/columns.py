@@ -116,8 +116,9 @@ def write_columns(
         meta: the rows to write. Token columns are cut to its ``sequence_lengths``; without them
             every column is stored at full width.
         fields: column name to a tensor or an object array with a row per sample. A token-aligned
-            column (`TOKEN_ALIGNED_FIELDS`) must be at least as wide as the longest row;
-            ``advantages`` and ``sample_mask`` may hold one value per sample, (n,).
+            column (`TOKEN_ALIGNED_FIELDS`) must be at least as wide as the longest row, or nested
+            with the rows' lengths; ``advantages`` and ``sample_mask`` may hold one value per
+            sample, (n,).
         claim: the leased claim under which they were computed, as in `DataPlaneClient.put_samples`.
 
     Raises:
