@@ -121,6 +121,8 @@ def serving(*answers, **changes):
         ({"addresses": []}, "expected a list of at least one"),
         ({"addresses": "http://localhost:1"}, "expected a list of at least one"),
         ({"addresses": ["http://a:1", "http://a:1"]}, "expected each once"),
+        ({"addresses": ["http://a:1", "HTTP://A:1/"]}, "expected each once"),
+        ({"addresses": ["http://[::1"]}, "expected http"),
         ({"addresses": ["localhost:8000"]}, "expected http"),
         ({"addresses": ["http://localhost:8000/v1"]}, "expected http"),
         ({"max_new_tokens": 0}, "max_new_tokens 0; expected a number above 0"),

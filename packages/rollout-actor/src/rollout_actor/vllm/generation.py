@@ -17,6 +17,7 @@ from dataplane_core import INPUT_IDS, INPUT_LENGTHS, ConfigError, UnsupportedErr
 from dataplane_core.errors import listed
 from dataplane_core.telemetry import inject
 from rollout_actor.vllm.event_loop import EventLoopThread
+from rollout_actor.vllm.server import checked_address
 from rollout_actor.vllm.server_pool import ServerPool
 from rollout_actor.vllm.token_api import RowAnswer, RowRequest, Sampling
 
@@ -100,7 +101,7 @@ class VllmGeneration:
             raise ConfigError(
                 f"VllmGeneration: addresses {addresses!r}; expected a list of at least one"
             )
-        if len(set(addresses)) != len(addresses):
+        if len(set(map(checked_address, addresses))) != len(addresses):
             raise ConfigError(f"VllmGeneration: addresses {listed(addresses)}; expected each once")
         self._pool = ServerPool(
             addresses,

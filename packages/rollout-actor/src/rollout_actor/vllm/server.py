@@ -199,19 +199,19 @@ class Server:
 
 
 def checked_address(address: str) -> str:
-    """Return ``address`` without a trailing slash.
+    """Return ``address`` in lower case and without a trailing slash.
 
     Raises:
         ConfigError: (a ValueError) it is not ``http[s]://host[:port]``.
     """
-    parts = urlsplit(address)
     try:
+        parts = urlsplit(address)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port
+    except ValueError:  # the port, or an IPv6 host
         valid = False
     if not valid or parts.username or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ConfigError(f"vLLM address {address!r}; expected http[s]://host[:port]")
-    return f"{parts.scheme}://{parts.netloc}"
+    return f"{parts.scheme}://{parts.netloc.lower()}"
 
 
 def _describe(error: httpx.RequestError) -> str:
