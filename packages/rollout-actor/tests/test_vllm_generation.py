@@ -56,8 +56,11 @@ class Handler:
     """An HTTP server that answers generation with the next of ``answers``, then repeats the last.
 
     An answer of None closes the connection; after `HANGING` the client has to. Requests
-    for health and the model always succeed.
+    for health succeed while ``health`` is 200; those for the model get ``models``.
     """
+
+    health = 200
+    models = [{"max_model_len": 16}]  # noqa: RUF012  # not changed
 
     def __init__(self, answers):
         self.answers = list(answers)
@@ -70,7 +73,7 @@ class Handler:
                 if header.lower().startswith(b"content-length:"):
                     length = int(header.split(b":")[1])
             body = await reader.readexactly(length)
-            status, answer, *headers = 200, {"data": [{"max_model_len": 16}]}
+            status, answer, *headers = self.health, {"data": self.models}
             if b"generate" in request:
                 self.bodies.append(json.loads(body))
                 next_answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -90,7 +93,8 @@ class Handler:
 @contextmanager
 def serving(*answers, **changes):
     """Return a backend with one row at a time, and the requests that its server gets."""
-    handler, ready, finished = Handler(answers), threading.Event(), asyncio.Event()
+    handler = answers[0] if isinstance(answers[0], Handler) else Handler(answers)
+    ready, finished = threading.Event(), asyncio.Event()
     address = []
 
     async def serve():
@@ -202,6 +206,16 @@ def test_server_that_hung_at_its_first_check_is_checked_again():
             backend.generate(BATCH, greedy=True)
         output = backend.generate(BATCH, greedy=True)
     assert output["output_ids"].tolist() == [[1, 2, 3, 7], [4, 5, 7, 0]]
+
+
+def test_server_whose_first_check_fails_unexpectedly_is_refused():
+    handler = Handler([answer_of(7)])
+    handler.models = ["a name"]
+    with (
+        serving(handler) as (backend, _),
+        pytest.raises(ConfigError, match="unexpected answer"),
+    ):
+        backend.generate(BATCH, greedy=True)
 
 
 def test_server_with_an_unreadable_first_check_is_lost():

@@ -244,7 +244,7 @@ class ServerPool:
             server.lose(str(error))
         except DataPlaneError as error:
             self._refuse(server, error)
-        except (LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  # else the rows would wait until their deadline
             self._refuse(
                 server,
                 ConfigError(
