@@ -7,6 +7,8 @@ import asyncio
 import json
 import pickle
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from column_io import BatchedDataDict
 from dataplane_core import (
+    ClosedError,
     ConfigError,
     DeadlineExceededError,
     InvalidRequestError,
@@ -216,6 +219,48 @@ def test_server_whose_first_check_fails_unexpectedly_is_refused():
         pytest.raises(ConfigError, match="unexpected answer"),
     ):
         backend.generate(BATCH, greedy=True)
+
+
+def wait_for_request(sent):
+    deadline = time.monotonic() + 20
+    while not sent:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def collect(backend):
+    return [output async for output in backend.generate_async(BATCH, greedy=True)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda backend: backend.generate(BATCH, greedy=True),
+        lambda backend: asyncio.run(collect(backend)),
+    ],
+    ids=["sync", "async"],
+)
+def test_closing_ends_a_running_call_with_a_typed_error(call):
+    with serving(HANGING) as (backend, sent), ThreadPoolExecutor(1) as threads:
+        running = threads.submit(call, backend)
+        wait_for_request(sent)
+        backend.close()
+        with pytest.raises(ClosedError, match="closed while a call was running"):
+            running.result(20)
+
+
+def test_a_backend_that_is_used_after_close_notices_a_lost_server():
+    handler = Handler([answer_of(7), answer_of(7), HANGING])
+    with serving(handler, max_requests_per_server=2) as (backend, sent):
+        backend.generate(BATCH, greedy=True)
+        backend.close()
+        sent.clear()
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(backend.generate, BATCH, greedy=True)
+            wait_for_request(sent)
+            handler.health = 503
+            with pytest.raises(UnavailableError, match="/health answered 503"):
+                running.result(20)
 
 
 def test_server_with_an_unreadable_first_check_is_lost():

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar  # Any: what a coroutine sends and receives
+
+from dataplane_core import ClosedError
 
 T = TypeVar("T")
 
@@ -35,30 +37,46 @@ class EventLoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` and return its result; an interrupt cancels it."""
+        """Run ``coroutine`` and return its result; an interrupt cancels it.
+
+        Raises:
+            ClosedError: (a RuntimeError) `stop` cancelled it.
+        """
         future = self.submit(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            raise self.closed_error() from None
         except BaseException:  # an interrupt of this thread does not reach the coroutine
             future.cancel()
             raise
 
-    def stop(self) -> None:
-        """Cancel all coroutines and end the thread; the next `submit` starts another."""
+    def closed_error(self) -> ClosedError:
+        """Return the error of a call that `stop` cancelled."""
+        return ClosedError(
+            f"{self._name}: closed while a call was running; call again to reopen it"
+        )
+
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel all coroutines, run ``last`` and end the thread; the next `submit` starts another.
+
+        Nothing runs if there is no thread.
+        """
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
         if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result()
+        asyncio.run_coroutine_threadsafe(_cancel_all(last), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
 
 
-async def _cancel_all() -> None:
+async def _cancel_all(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
     current = asyncio.current_task()
     others = [task for task in asyncio.all_tasks() if task is not current]
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    await last()

@@ -150,6 +150,7 @@ class VllmGeneration:
             InvalidRequestError: (a ValueError) a server refuses a request, or its answer lacks
                 log-probabilities.
             UnsupportedError: (a NotImplementedError) rows have media.
+            ClosedError: (a RuntimeError) `close` was called meanwhile.
         """
         requests = self._requests(data, greedy=greedy)
         answers = self._loop.call(self._answer(requests, greedy=greedy))
@@ -183,6 +184,8 @@ class VllmGeneration:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for future in sorted(done, key=lambda future: rows[future]):
                     row = rows[future]
+                    if future.cancelled():
+                        raise self._loop.closed_error()
                     yield row, self._output([requests[row]], future.result())
         finally:
             for future in rows:
@@ -207,9 +210,11 @@ class VllmGeneration:
         """Do nothing: the servers have separate devices."""
 
     def close(self) -> None:
-        """Close the connections and end the thread; the next call opens others."""
-        self._loop.call(self._pool.close())
-        self._loop.stop()
+        """Close the connections and end the thread; the next call opens others.
+
+        Running calls raise `ClosedError`.
+        """
+        self._loop.stop(self._pool.close)
 
     def _requests(self, data: Mapping[str, Any], *, greedy: bool) -> list[RowRequest]:
         media = [name for name in data if name not in _COLUMNS]

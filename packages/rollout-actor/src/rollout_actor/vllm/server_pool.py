@@ -121,10 +121,9 @@ class ServerPool:
         return sum(server.is_lost for server in self._servers)
 
     async def close(self) -> None:
-        """Close the connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Close the connections, after all other tasks; the next request may use another loop."""
+        for server in self._servers:
+            server.readmit()  # its futures belong to this loop
         if self._client is not None:
             await self._client.aclose()
             self._client = None
