@@ -58,7 +58,7 @@ def test_a_pydantic_model_serves_as_configuration(store):
         ),
         ({"policy": {"router_replay": True}}, r"policy\.router_replay: found True"),
         ({"env": {"step_timeout_s": 0}}, r"env\.step_timeout_s: found 0"),
-        ({"env": {"step_timeout_s": 1e10}}, r"env\.step_timeout_s: found 1e\+?10|10000000000.0"),
+        ({"env": {"step_timeout_s": 1e10}}, r"env\.step_timeout_s: found 10000000000.0"),
     ],
 )
 def test_a_wrong_key_is_named_by_its_path(store, sections, message):
