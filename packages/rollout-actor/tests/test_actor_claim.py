@@ -5,7 +5,12 @@ import torch
 from rollout_doubles import DP_CFG, Adder, batch_of
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, InvalidRequestError, LeaseLostError
+from dataplane_core import (
+    InMemoryDataPlaneClient,
+    InvalidRequestError,
+    KVBatchMeta,
+    LeaseLostError,
+)
 
 IDS = ["p7_g0", "p7_g1"]
 
@@ -54,9 +59,17 @@ def test_a_failed_rollout_leaves_the_claimed_samples(actor_of, leasing):
     assert leasing.claim_meta("prompts", "generate", ["prompt"], 2).sample_ids == IDS
 
 
-def test_a_claim_of_another_size_is_refused_before_generation(actor_of, leasing):
+def test_a_claim_that_does_not_fit_is_refused_before_generation(actor_of, leasing):
     claim = leasing.claim_meta("prompts", "generate", ["prompt"], 2)
     adder = Adder()
     with pytest.raises(InvalidRequestError, match="a claim of 2 samples for 1 rows"):
         actor_of(adder).rollout_to_tq(batch_of(["1+2="]), partition_id="prompts", claim=claim)
+    with pytest.raises(InvalidRequestError, match=r"of partition 'prompts'; expected .*'train'"):
+        actor_of(adder).rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train", claim=claim)
+    unleased = KVBatchMeta("prompts", "generate", IDS)
+    with pytest.raises(InvalidRequestError, match="carries no lease"):
+        actor_of(adder).rollout_to_tq(
+            batch_of(["1+2="] * 2), partition_id="prompts", claim=unleased
+        )
+    assert adder.events == []
     assert leasing.list_samples("prompts")[0].fields == ("prompt",)

@@ -27,6 +27,7 @@ from dataplane_core import (
     build_data_plane_client,
 )
 from dataplane_core.documented_client import as_client
+from dataplane_core.meta import lease_token
 from dataplane_core.telemetry import attached, span
 from rollout_actor.environment_step import check_tasks
 from rollout_actor.flatten import flatten_rollout_message_log
@@ -157,7 +158,8 @@ class SyncRolloutActor(RayClass):
         Raises:
             ClosedError: (a RuntimeError) the actor was shut down.
             InvalidRequestError: (a ValueError) before generation: there are no rows, columns differ
-                in their number of rows or from ``claim``, ``group_size`` is below 1 or does not
+                in their number of rows or from ``claim``, ``claim`` is of another partition or has
+                no lease, ``group_size`` is below 1 or does not
                 divide the rows, a task has no environment, a ``length`` exceeds the row's tokens, a
                 ``loss_multiplier`` is not finite, or media of one name differ in dtype or
                 dimensions.
@@ -202,13 +204,9 @@ class SyncRolloutActor(RayClass):
         check_carry_keys(carry_keys)
         task_to_env = self.task_to_env if task_to_env is None else task_to_env
         check_tasks(input_batch["task_name"], task_to_env)
+        if claim is not None:
+            _check_claim(claim, rows, partition_id)
         media = self._check_columns(input_batch, partition_id)
-
-        if claim is not None and claim.size != rows:
-            raise InvalidRequestError(
-                f"rollout_to_tq: a claim of {claim.size} samples for {rows} rows; expected one "
-                "sample per row"
-            )
         generation = self.policy_generation
         sample_ids = _new_sample_ids(rows, group_size) if claim is None else claim.sample_ids
         try:
@@ -340,6 +338,20 @@ def _is_refusal(error: BaseException) -> bool:
     """Return whether a put that raised ``error`` certainly stored nothing."""
     unknown = (ClosedError, DeadlineExceededError, UnavailableError)
     return isinstance(error, DataPlaneError) and not isinstance(error, unknown)
+
+
+def _check_claim(claim: KVBatchMeta, rows: int, partition_id: str) -> None:
+    if claim.size != rows:
+        raise InvalidRequestError(
+            f"rollout_to_tq: a claim of {claim.size} samples for {rows} rows; expected one "
+            "sample per row"
+        )
+    if claim.partition_id != partition_id:
+        raise InvalidRequestError(
+            f"rollout_to_tq: a claim of partition {claim.partition_id!r}; expected one of "
+            f"partition {partition_id!r}, into which the rollout puts"
+        )
+    lease_token(claim)
 
 
 def _new_sample_ids(rows: int, group_size: int) -> list[str]:
