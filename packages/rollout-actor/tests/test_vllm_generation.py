@@ -221,6 +221,18 @@ def test_server_whose_first_check_fails_unexpectedly_is_refused():
         backend.generate(BATCH, greedy=True)
 
 
+def test_server_that_cannot_be_used_is_named_although_others_have_capacity():
+    small = Handler([answer_of(7)])
+    small.models = [{"max_model_len": 8}]
+    limits = {"max_requests_per_server": 2}
+    with serving(answer_of(7), **limits) as (first, _), serving(small, **limits) as (second, _):
+        addresses = [*first.__reduce__()[1][0], *second.__reduce__()[1][0]]
+        backend = VllmGeneration(addresses, **LIMITS, **limits, timeout_s=20)
+        with pytest.raises(ConfigError, match="supports sequences of 8 tokens"):
+            backend.generate(BATCH, greedy=True)
+        backend.close()
+
+
 def wait_for_request(sent):
     deadline = time.monotonic() + 20
     while not sent:

@@ -179,8 +179,8 @@ class ServerPool:
                 self._first_checks_end = loop.time() + _FIRST_CHECKS_S
                 # A timer may fire early by the resolution of the loop's clock.
                 loop.call_at(self._first_checks_end + 0.05, self._wake_all)
-        while not (usable := self._with_capacity()):
-            if self._refusal is not None:
+        while not (usable := self._with_capacity()) or self._refusal is not None:
+            if self._refusal is not None:  # also if other servers have capacity
                 raise self._refusal
             if all(server.is_lost for server in self._servers):
                 raise UnavailableError(f"vLLM: every server is lost; {self._states()}")
