@@ -59,6 +59,16 @@ def test_batches_with_any_images_can_follow_each_other(batches):
             assert torch.equal(row, image) if len(image) else not len(row)
 
 
+@pytest.mark.parametrize("name", ["input_lengths", "turn_lengths", "stop_strings"])
+def test_media_with_the_name_of_another_column_are_refused(actor_of, name):
+    generator = Adder()
+    batch = batch_of(["1+2="])
+    batch["message_log"][0][0][name] = torch.ones(2, 3)
+    with pytest.raises(InvalidRequestError, match=f"media '{name}' of row 0 have the name"):
+        actor_of(generator).rollout_to_tq(batch, partition_id="train")
+    assert generator.events == []
+
+
 def test_media_of_another_partition_do_not_reach_samples_without(actor_of, store):
     store.register_partition("val", [], 4, ["val"])
     actor = actor_of()

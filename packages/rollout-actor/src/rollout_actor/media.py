@@ -17,6 +17,7 @@ import torch
 from column_io import TOKEN_ALIGNED_FIELDS
 from dataplane_core import (
     INPUT_IDS,
+    INPUT_LENGTHS,
     DataPlaneClient,
     InvalidRequestError,
     MissingDataError,
@@ -27,6 +28,20 @@ from dataplane_core.tensors.rows import shaped_from_rows
 
 NOT_MEDIA = TOKEN_ALIGNED_FIELDS | {"token_ids", "token_loss_mask"}
 """Tensors of a turn that belong to its tokens."""
+
+NAMES_OF_OTHERS = frozenset(
+    {
+        "content",
+        INPUT_LENGTHS,
+        "role",
+        "stop_strings",
+        "turn_contents",
+        "turn_lengths",
+        "turn_roles",
+        "weight_versions",
+    }
+)
+"""Names of other columns of a request or put, which would replace media of that name."""
 
 _PAGE = 1000
 
@@ -53,12 +68,18 @@ def media_forms(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> MediaFor
 
     Raises:
         InvalidRequestError: (a ValueError) media of one name differ in dtype or number of
-            dimensions, or those of one row in more than their first dimension; names the row.
+            dimensions, those of one row in more than their first dimension, or media have the name
+            of another column; names the row.
     """
     forms: MediaForms = {}
     for row, turns in enumerate(message_logs):
         shapes: dict[str, torch.Size] = {}
         for name, value in _tensors(turns):
+            if name in NAMES_OF_OTHERS:
+                raise InvalidRequestError(
+                    f"media {name!r} of row {row} have the name of another column; expected "
+                    "another name, such as 'pixel_values'"
+                )
             form = forms.setdefault(name, value.new_empty((0, *value.shape[1:]), device="cpu"))
             if value.dtype != form.dtype or value.dim() != form.dim():
                 raise InvalidRequestError(

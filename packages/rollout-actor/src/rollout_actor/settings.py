@@ -10,7 +10,7 @@ import torch
 
 from dataplane_core import ConfigError, UnsupportedError
 from dataplane_core.arguments import MAX_SECONDS
-from rollout_actor.media import NOT_MEDIA, MediaForms
+from rollout_actor.media import NAMES_OF_OTHERS, NOT_MEDIA, MediaForms
 
 DEFAULT_STEP_TIMEOUT_S = 300.0
 """Default of ``env.step_timeout_s``: how long an environment's step may take, in seconds."""
@@ -88,9 +88,9 @@ def _declared_media(media: _Section) -> MediaForms:
     for name in media.names():
         section = media.section(name)
         unknown = section.names() - {"dtype", "dims"}
-        if name in NOT_MEDIA or unknown:
+        if name in NOT_MEDIA | NAMES_OF_OTHERS or unknown:
             problem = (
-                f"unknown key {sorted(unknown)[0]!r}" if unknown else "the name of a token column"
+                f"unknown key {sorted(unknown)[0]!r}" if unknown else "the name of another column"
             )
             raise ConfigError(
                 f"master_config: policy.media.{name}: {problem}; expected the name of a media "
