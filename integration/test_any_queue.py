@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from dataplane_tq import join_ray  # the cluster of the test listens on loopback only
 
-address, folder, version = sys.argv[1:]  # the folder of a TransferQueue, also for the workers
-workers = {"env_vars": {"PYTHONPATH": folder}} if folder else {}
+address, folder, version, wait_s = sys.argv[1:]
+workers = {"TQ_CONTROLLER_GET_METADATA_TIMEOUT": wait_s}  # seconds for which a claim may wait
+if folder:  # of another TransferQueue
+    workers["PYTHONPATH"] = folder
 join_ray(
-    address, namespace="job", logging_level="ERROR", log_to_driver=False, runtime_env=workers
+    address,
+    namespace="job",
+    logging_level="ERROR",
+    log_to_driver=False,
+    runtime_env={"env_vars": workers},
 )
 assert not folder or tq.__version__ == version and tq.__file__.startswith(folder), tq.__version__
 storage = {"num_data_storage_units": 1, "total_storage_size": 64}
@@ -53,18 +60,8 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
-def long_claims() -> Iterator[None]:
-    """Let claims wait: in 0.1.8 and 0.1.9, one that times out ends the controller's thread."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TQ_CONTROLLER_GET_METADATA_TIMEOUT", "600")
-        yield
-
-
 @pytest.fixture
-def ask(
-    tmp_path: Path, long_claims: None, unforked_workers: None, cluster: None
-) -> Iterator[Callable[..., Any]]:
+def ask(tmp_path: Path, unforked_workers: None, cluster: None) -> Iterator[Callable[..., Any]]:
     """Run the service; return a function that calls the command and returns its JSON."""
     address = ray.get_runtime_context().gcs_address
     options = ["--ray-address", address, "--poll-s", "0.2", "--stuck-after-s", "1"]
@@ -79,6 +76,36 @@ def ask(
         yield ask
 
 
+@contextmanager
+def running(version: str, folder: Path, wait_s: float) -> Iterator[None]:
+    """Run the job with a version of TransferQueue during the block.
+
+    Args:
+        version: such as "0.1.8", or "installed".
+        folder: folder to install it in.
+        wait_s: seconds for which the controller lets a claim wait.
+    """
+    path = "" if version == "installed" else str(folder / "transfer_queue")
+    if path:
+        install = [UV, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+        package = f"transferqueue=={version}"
+        subprocess.run([*install, "--target", path, package], check=True, timeout=TIMEOUT_S)
+    address = ray.get_runtime_context().gcs_address
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, address, path, version, str(wait_s)],
+        env={**os.environ, "PYTHONPATH": path} if path else None,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "waiting\n"
+        yield
+    finally:
+        job.kill()
+        job.wait()
+
+
 @pytest.mark.parametrize(
     "version",
     ["installed", *(pytest.param(f"0.1.{each}", marks=pytest.mark.long) for each in (8, 9, 10))],
@@ -86,20 +113,8 @@ def ask(
 def test_blocked_job_on_any_transfer_queue_is_explained(
     version: str, ask: Callable[..., Any], tmp_path: Path
 ) -> None:
-    folder = "" if version == "installed" else str(tmp_path / "transfer_queue")
-    if folder:
-        install = [UV, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
-        package = f"transferqueue=={version}"
-        subprocess.run([*install, "--target", folder, package], check=True, timeout=TIMEOUT_S)
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, ray.get_runtime_context().gcs_address, folder, version],
-        env={**os.environ, "PYTHONPATH": folder} if folder else None,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "waiting\n"
+    # Longer than the test: in 0.1.8 and 0.1.9, a claim that times out ends the controller's thread.
+    with running(version, tmp_path, wait_s=600):
         # Before the service has seen a poll of the claim, it knows only that nothing is claimed.
         reason = "blocked claim"
         (wait,) = wait_until(
@@ -116,7 +131,23 @@ def test_blocked_job_on_any_transfer_queue_is_explained(
         assert (task["unclaimed"], task["ready"], task["acknowledged"]) == (8, 2, 8)
         (unit,) = answer["storage"]
         assert (unit["samples"], unit["max_samples"]) == (16, 64)
-    finally:
-        job.kill()
-        job.wait()
+    wait_until(lambda: not ask("partitions")["live"]["attached"], TIMEOUT_S)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["0.1.8", "0.1.9"])
+def test_claim_that_ends_the_controller_is_reported(
+    version: str, ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    with running(version, tmp_path, wait_s=1):
+        live = wait_until(
+            lambda: (
+                (answer := ask("partitions")["live"])["attached"] and answer["error"] and answer
+            ),
+            TIMEOUT_S,
+        )
+        assert "TransferQueue's controller no longer answers" in live["error"]
+        fault = ask("why")[0]
+        assert (fault["kind"], fault["sentence"]) == ("fault", live["error"])
+        assert [each["present"] for each in ask("partitions")["partitions"]] == [16]
     wait_until(lambda: not ask("partitions")["live"]["attached"], TIMEOUT_S)

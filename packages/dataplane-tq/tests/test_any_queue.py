@@ -150,6 +150,22 @@ def test_claim_that_blocks_the_controller_is_shown(address):
             until(lambda: inspector.list_partitions() is None)
 
 
+def test_ended_request_thread_is_reported(address):
+    with started(address) as (job, inspector):
+        job.run("put(['a'], 'train', x=torch.zeros(1))")
+        summary_of(inspector, "train")
+        assert inspector.fault is None
+        controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        end = controller.__ray_call__.remote(
+            lambda controller: setattr(controller, "_handle_request", lambda *_: sys.exit())
+        )
+        ray.get(end, timeout=TIMEOUT_S)
+        job.begin("put(['b'], 'train', x=torch.zeros(1))")
+        until(lambda: inspector.list_partitions() and inspector.fault)
+        assert "its request thread ended" in inspector.fault
+        assert [each.sample_id for each in inspector.list_samples("train")] == ["a"]
+
+
 @pytest.mark.long
 def test_packed_units_report_their_bytes(address):
     settings = "{'num_storage_units': 2, 'global_segment_size': 16 << 20}"

@@ -4,7 +4,9 @@ import shutil
 import time
 
 import pytest
+import torch
 from alerting import cleared, evaluate, raised, rule, rules_in
+from tensordict import TensorDict
 from waiting import until
 
 from dataplane_core import InMemoryDataPlaneClient, StorageSummary, UnavailableError
@@ -102,6 +104,22 @@ def test_a_blocked_task_is_raised_and_cleared_by_its_claim(alerted, otlp, later,
     assert "train" in alert["sentence"]
     job.send(otlp.log("claimed", ["a"], at_s=now_s(), **wait))
     until(lambda: cleared(job) == [("blocked", "run")])
+
+
+def test_plane_that_answers_no_clients_is_raised_with_the_cause(alerted, otlp):
+    with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
+        plane.register_partition("train", ["x"], 2, ["t"])
+        plane.put_samples(["a"], "train", TensorDict({"x": torch.zeros(1)}, [1]))
+        job = alerted(rule("blocked", 1), inspector=plane, poll_s=0.05, stuck_after_s=0.05)
+        job.send(otlp.log("claimed", ["b"], task="t"))
+        until(lambda: [wait["kind"] for wait in job.get("why")] == ["backlog"])
+        plane.fault = "its request thread ended"
+        until(lambda: [wait["kind"] for wait in job.get("why")] == ["fault", "backlog"])
+        [alert] = until(lambda: job.get("alerts")["raised"])
+        until(lambda: "its request thread ended" in job.get("alerts")["raised"][0]["sentence"])
+        assert (alert["name"], alert["run_id"]) == ("blocked", "")
+        plane.fault = None
+        until(lambda: "task 't'" in job.get("alerts")["raised"][0]["sentence"])
 
 
 def test_a_collapsed_reward_is_raised_and_cleared(alerted, otlp):

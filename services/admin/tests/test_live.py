@@ -32,6 +32,8 @@ TIMEOUT_S = 20.0
 class Watched:
     """A data plane that can be unreachable or slow, and records its calls."""
 
+    fault = None
+
     def __init__(self, plane):
         self.plane = plane
         self.is_away = False
@@ -138,6 +140,23 @@ def test_the_last_snapshot_survives_a_lost_store(plane, watched, start_polling):
     assert (answer.status_code, answer.json()["detail"]) == (503, error)
     watched.is_away = False
     until(lambda: live(job)["attached"])
+
+
+def test_plane_that_answers_no_clients_is_reported_and_read(plane, watched, start_polling):
+    plane.register_partition("train", ["a"], 8, ["t"])
+    job = start_polling()
+    until(lambda: present(job))
+    assert (live(job)["error"], job.get("why")) == (None, [])
+    watched.fault = "its request thread ended"
+    put(plane, ["s0"], "a")
+    until(lambda: present(job) == {"train": 1})
+    assert (live(job)["attached"], live(job)["error"]) == (True, f"Watched: {watched.fault}")
+    (wait,) = job.get("why")
+    assert (wait["kind"], wait["sentence"]) == ("fault", f"Watched: {watched.fault}")
+    assert "its request thread ended" in job.client.get("/readyz").json()["live"]
+    watched.fault = None
+    until(lambda: live(job)["error"] is None)
+    assert job.get("why") == []
 
 
 def test_queries_have_a_deadline_and_a_maximum(plane, watched, start_polling):

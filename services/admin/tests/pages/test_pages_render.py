@@ -279,6 +279,21 @@ def test_a_page_works_without_the_data_plane(site, client):
     assert "jagged int64" in text
 
 
+def test_pages_say_that_the_plane_answers_no_clients(site, client):
+    site.plane.fault = "its request thread ended <b>"
+    try:
+        until(lambda: site.service.status().live.error)
+        pages = [Document(client.get(path).text).text for path in ("/", "/partition?id=train")]
+    finally:
+        site.plane.fault = None
+        until(lambda: not site.service.status().live.error)
+    for text in pages:
+        assert "does not answer its clients. MadeUpPlane: its request thread ended <b>." in text
+        assert "Cannot read" not in text
+    assert "not answering" in pages[0]
+    assert "jagged int64" in pages[1]
+
+
 @pytest.mark.parametrize(
     ("path", "status", "reason"),
     [

@@ -51,6 +51,10 @@ _SHARE = 0.05
 """Share of the time for which reads may run in the controller's process."""
 _SEARCH_ROWS = 10_000
 _ACKNOWLEDGED = 3
+_ENDED = (
+    "TransferQueue's controller no longer answers: its request thread ended (0.1.8 and 0.1.9 end "
+    "it when a claim times out); restart the job"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +111,7 @@ class _ControllerRead(msgspec.Struct, frozen=True):
     """Answer of `remote_reads.read_controller`."""
 
     sampler: str
+    answers: bool
     blocked_claims: list[_Claim]
     partitions: dict[str, _PartitionRead]
     busy_s: float
@@ -127,9 +132,15 @@ class QueueInspector:
         address: address of the cluster, as for `ray.init`; "auto" for the one on this machine.
         timeout_s: deadline of one query, in seconds.
 
+    Attributes:
+        fault: one sentence on why the controller no longer answers the job, as of the newest read;
+            None if it answers. Its state can still be read.
+
     Raises:
         UnavailableError: no cluster answers, or it runs no TransferQueue.
     """
+
+    fault: str | None = None
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -323,6 +334,7 @@ class QueueInspector:
             raise UnavailableError("this cluster's data plane is starting; attach again")
         now = time.monotonic()
         self._next_read_s = now + read.busy_s * (1 / _SHARE - 1)
+        self.fault = None if read.answers else _ENDED
         self._blocked_claims = read.blocked_claims
         self._partitions = {
             name: _merge_read(self._partitions.get(name), partition, now)

@@ -27,15 +27,18 @@ def read_controller(controller: Any, checksums: dict[str, int]) -> dict[str, Any
 
     Returns:
         ``sampler`` (module of the controller's sampler), ``busy_s`` (duration of this call),
-        ``blocked_claims`` (see `_blocked_claims`) and ``partitions`` (see `_partition`).
+        ``answers`` (whether the thread that answers the job's requests runs), ``blocked_claims``
+        (see `_blocked_claims`) and ``partitions`` (see `_partition`).
     """
     began = time.perf_counter()
     partitions = {
         _text(name): _partition(status, checksums.get(name))
         for name, status in list(controller.partitions.items())
     }
+    thread = getattr(controller, "process_request_thread", None)
     return {
         "sampler": type(controller.sampler).__module__,
+        "answers": thread is None or thread.is_alive(),
         "blocked_claims": _blocked_claims(controller),
         "partitions": partitions,
         "busy_s": time.perf_counter() - began,

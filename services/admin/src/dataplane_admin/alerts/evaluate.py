@@ -182,6 +182,8 @@ def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
 def _blocked(rule: Rule, facts: Facts) -> Iterator[Measure]:
     limits = {run.run_id: run.late_after_s for run in facts.runs}
     longest: dict[str, models.Wait] = {}
+    # Tasks may have been idle for longer than the service has seen the fault that blocks them.
+    causes = {wait.run_id: wait.sentence for wait in facts.waits if wait.kind == "fault"}
     for wait in facts.waits:
         before = longest.get(wait.run_id)
         if before is None or wait.seconds > before.seconds:
@@ -191,7 +193,8 @@ def _blocked(rule: Rule, facts: Facts) -> Iterator[Measure]:
         late_after_s = limits.get(run_id, max(limits.values(), default=0.0))
         bound = max(rule.bound, late_after_s)
         if fnmatchcase(run_id, rule.runs):
-            yield Measure(rule, run_id, "", wait.seconds, bound, wait.sentence)
+            sentence = causes.get(run_id, wait.sentence)
+            yield Measure(rule, run_id, "", wait.seconds, bound, sentence)
 
 
 def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:

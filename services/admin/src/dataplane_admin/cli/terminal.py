@@ -41,8 +41,8 @@ def _partitions(body: str, width: int) -> RenderableType:
     live = answer.live
     if not live.configured:
         parts.append(Text("Not connected to a data plane. Start the service with --ray-address."))
-    elif not live.attached:
-        parts.append(_unread(live))
+    elif live.error:
+        parts.append(_error(live))
     elif not answer.partitions:
         parts.append(Text(f"{printable(live.source)}: no partition is registered"))
     for partition in answer.partitions:
@@ -60,7 +60,9 @@ def _partitions(body: str, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _unread(live: models.LiveStatus) -> Text:
+def _error(live: models.LiveStatus) -> Text:
+    if live.attached:
+        return Text(f"The data plane does not answer its clients: {printable(live.error)}.", "red")
     age = "" if live.age_s is None else f" The data shown is {_seconds(live.age_s)} old."
     return Text(f"Cannot read the data plane: {printable(live.error)}.{age}", "yellow")
 
@@ -68,7 +70,7 @@ def _unread(live: models.LiveStatus) -> Text:
 def _status(body: str, _width: int) -> RenderableType:
     """Return a warning if the data plane cannot be read: blocked tasks may then be missing."""
     live = models.Status.model_validate_json(body).live
-    return _unread(live) if live.configured and not live.attached else Group()
+    return _error(live) if live.configured and not live.attached else Group()
 
 
 def _heading(partition: models.Partition) -> Text:

@@ -182,11 +182,15 @@ class Live:
         at_ns, read_s = time.time_ns(), time.monotonic()
         followed = partitions[:MAX_PARTITIONS]
         trends = self._trends.add(at_ns, followed)
+        # Only `QueueInspector` can read a data plane that does not answer its clients.
+        fault: str | None = getattr(inspector, "fault", None)
         wanted = [name for name, since in self._prioritized.items() if read_s - since < _WANTED_S]
         scans = self._scanner.scan(inspector, followed, wanted, self._ending.is_set)
         self._publish(
             Snapshot(
                 attached=True,
+                error=None if fault is None else f"{self.source}: {fault}",
+                fault_ns=None if fault is None else self._snapshot.fault_ns or at_ns,
                 at_ns=at_ns,
                 read_s=read_s,
                 partitions=partitions,

@@ -18,7 +18,9 @@ class Snapshot:
     Attributes:
         revision: number that grows when something that is shown changes.
         attached: whether the newest poll succeeded.
-        error: one sentence on why the poll failed, else None.
+        error: one sentence on why the poll failed, or on why the data plane that it read no longer
+            answers its clients; else None.
+        fault_ns: time of the first poll that read such a data plane, in nanoseconds since 1970.
         at_ns: time of the read, in nanoseconds since 1970; None before the first.
         read_s: the same time by `time.monotonic`.
         partitions: partitions in the data plane's order.
@@ -33,6 +35,7 @@ class Snapshot:
     revision: int = 0
     attached: bool = False
     error: str | None = None
+    fault_ns: int | None = None
     at_ns: int | None = None
     read_s: float = 0.0
     partitions: tuple[PartitionSummary, ...] = ()

@@ -93,13 +93,14 @@ class MissingField(Model):
 class Wait(Model):
     """One reason why a run is blocked."""
 
-    kind: Literal["wait", "backlog", "claim"]
+    kind: Literal["wait", "backlog", "claim", "fault"]
     """``wait``: a blocked claim or call. ``backlog``: samples that a task has left unclaimed for a
-    long time. ``claim``: a claim that has not been acknowledged for a long time."""
+    long time. ``claim``: a claim that has not been acknowledged for a long time. ``fault``: the
+    data plane no longer answers its clients."""
     sentence: Text
     """One sentence with numbers."""
     task: Text
-    """Name of the task; empty for a call."""
+    """Name of the task; empty for a call or fault."""
     process: Text
     """The blocked process, or the holder; empty if unknown."""
     partition: Text

@@ -17,7 +17,8 @@ class LiveStatus(Model):
     source: Text
     """The data plane inspected, such as ``Ray at 10.0.0.1:6379``; empty if none."""
     error: Text | None
-    """One sentence on why the newest attempt failed; None if it succeeded."""
+    """One sentence on why the newest attempt failed; with ``attached``, on why the data plane no
+    longer answers its clients. Else None."""
     at_ns: int | None
     """Time of the snapshot that is shown; None without one."""
     age_s: float | None
@@ -96,7 +97,7 @@ class Readiness(Model):
     store: Text
     """``ok``, or why telemetry cannot be stored."""
     live: Text
-    """``attached``, ``not configured``, or why the data plane cannot be read."""
+    """``attached``, ``not configured``, or ``error`` of the connection to the data plane."""
 
 
 class Version(Model):

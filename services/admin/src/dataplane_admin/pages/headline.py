@@ -66,6 +66,8 @@ def headline(
         run: the run of `newest_pace`; None if unknown.
     """
     newest = newest_pace(paces)
+    if status.live.attached and status.live.error:
+        return "stuck", "The data plane does not answer its clients"
     if waits:
         longest = words.ago(max(wait.seconds for wait in waits))
         tasks = "1 task blocked" if len(waits) == 1 else f"{len(waits)} tasks blocked, longest"

@@ -21,11 +21,13 @@ def waits(
 ) -> list[models.Wait]:
     """Return blocked tasks, longest first, those of silent processes last.
 
+    A data plane that no longer answers its clients comes before them.
+
     Args:
         store: stored telemetry.
         live: the data plane; None if the service is not connected to one.
         silent_after_s: seconds without telemetry after which a process counts as silent.
-        run: run to filter by. Idle tasks and old claims of the data plane belong to no run.
+        run: run to filter by. What the data plane itself shows belongs to no run.
     """
     now_ns = time.time_ns()
     snapshot = None if live is None or not live.snapshot.attached else live.snapshot
@@ -39,7 +41,10 @@ def waits(
         # A wait that the task itself reports is more precise.
         if stuck.claim is not None or (stuck.partition_id, stuck.task) not in known:
             blocked.append(_idle(stuck, now_ns))
-    return sorted(blocked, key=lambda wait: (wait.silent_s is not None, -wait.seconds))[:_MAX_WAITS]
+    blocked.sort(key=lambda wait: (wait.silent_s is not None, -wait.seconds))
+    if snapshot and snapshot.fault_ns is not None and run is None:
+        blocked.insert(0, _fault(snapshot.error or "", snapshot.fault_ns, now_ns))
+    return blocked[:_MAX_WAITS]
 
 
 def _wait(wait: OpenWait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
@@ -84,6 +89,27 @@ def _idle(stuck: Stuck, now_ns: int) -> models.Wait:
         },
         blocking=list(stuck.examples),
         claim="" if stuck.claim is None else stuck.claim.claim,
+    )
+
+
+def _fault(sentence: str, since_ns: int, now_ns: int) -> models.Wait:
+    return models.Wait(
+        kind="fault",
+        sentence=sentence,
+        task="",
+        process="",
+        partition="",
+        run_id="",
+        step=None,
+        since_ns=since_ns,
+        seconds=max(0, now_ns - since_ns) / 1e9,
+        silent_s=None,
+        requested=0,
+        ready=0,
+        present=0,
+        lacks={},
+        blocking=[],
+        claim="",
     )
 
 
