@@ -52,19 +52,25 @@ def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
     ``keys`` (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields)
     and ``consumed`` (samples x tasks).
     """
-    keyed = dict(status.keys_mapping)
-    indexes = list(status.global_indexes)
     metadata = dict(status.field_metadata)
     columns = dict(status.field_name_mapping)
-    consumption = {task: column.numpy() for task, column in dict(status.consumption_status).items()}
-    production = status.production_status.numpy()
+    # A clear resets flags, then removes indexes, and much later keys. Read in the same order, so
+    # that no sample in the middle of a clear looks unclaimed.
+    consumption = {
+        task: column.numpy().copy() for task, column in dict(status.consumption_status).items()
+    }
+    production = status.production_status.numpy().copy()
+    keyed = dict(status.keys_mapping)
+    held = status.global_indexes.copy()
+    indexes = np.fromiter(held, dtype=np.int64, count=len(held))
     fields = [name for name, place in columns.items() if place < production.shape[1]]
     # Samples in the order of their keys' first puts, then those without a key.
     rows = np.fromiter(keyed.values(), dtype=np.int64, count=len(keyed))
-    others = np.setdiff1d(np.asarray(indexes, dtype=np.int64), rows)
-    keys = np.zeros(len(rows) + len(others), dtype=np.int64)
-    keys[: len(rows)] = np.fromiter(map(hash, keyed), dtype=np.int64, count=len(keyed))
-    rows = np.concatenate([rows, others])
+    keys = np.fromiter(map(hash, keyed), dtype=np.int64, count=len(keyed))
+    present = np.isin(rows, indexes)
+    others = np.setdiff1d(indexes, rows)
+    rows = np.concatenate([rows[present], others])
+    keys = np.concatenate([keys[present], np.zeros(len(others), dtype=np.int64)])
     written = _flags([production[:, columns[name]] for name in fields], rows)
     consumed = _flags(list(consumption.values()), rows)
     parts = {

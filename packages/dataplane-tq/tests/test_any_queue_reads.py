@@ -1,0 +1,60 @@
+"""Functions that read TransferQueue's controller while its request thread changes the state.
+
+They are called directly: through Ray, no test can stop the request thread between two steps.
+"""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transfer_queue.controller import DataPartitionStatus
+
+from dataplane_tq.any_queue import remote_reads  # noqa: TID251
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def status():
+    """Partition with two samples that a task has consumed."""
+    status = DataPartitionStatus("train")
+    for row, key in enumerate(("a", "b")):
+        status.global_indexes.add(row)
+        status.keys_mapping[key] = row
+        status.revert_keys_mapping[row] = key
+    flat = {"dtype": torch.float32, "shape": (3,), "is_nested": False, "is_non_tensor": False}
+    assert status.update_production_status([0, 1], ["x"], {"x": flat})
+    status.mark_consumed("score", [0, 1])
+    return status
+
+
+@pytest.fixture
+def controller(status):
+    return SimpleNamespace(partitions={"train": status}, sampler=None)
+
+
+def rows_of(controller):
+    (partition,) = remote_reads.read_controller(controller, {})["partitions"].values()
+    return np.frombuffer(partition["rows"], dtype=np.int64).tolist()
+
+
+def test_sample_in_the_middle_of_a_clear_is_gone(controller, status):
+    began, end = threading.Event(), threading.Event()
+
+    def wait(_rows):  # after the clear has reset the flags, before it removes the keys
+        began.set()
+        end.wait(TIMEOUT_S)
+
+    assert rows_of(controller) == [0, 1]
+    status.field_metadata["x"].remove_samples = wait
+    clear = threading.Thread(target=status.clear_data, args=([0],))
+    clear.start()
+    try:
+        assert began.wait(TIMEOUT_S)
+        assert rows_of(controller) == [1]
+    finally:
+        end.set()
+        clear.join(TIMEOUT_S)
+    assert rows_of(controller) == [1]
