@@ -58,3 +58,27 @@ def test_sample_in_the_middle_of_a_clear_is_gone(controller, status):
         end.set()
         clear.join(TIMEOUT_S)
     assert rows_of(controller) == [1]
+
+
+def test_names_with_surrogates_are_looked_up_by_their_text(controller, status):
+    controller.partitions["p\ud800"] = status
+    status.keys_mapping["k\ud800"] = status.keys_mapping.pop("b")
+    status.revert_keys_mapping[1] = "k\ud800"
+    (_, name) = remote_reads.read_controller(controller, {})["partitions"]
+    assert name == r"p\ud800"
+    (sample,) = remote_reads.read_samples(controller, name, [1])
+    assert sample[1] == r"k\ud800"
+    assert remote_reads.find_row(controller, name, sample[1]) == 1
+    assert remote_reads.find_row(controller, name, "k") is None
+
+
+def test_sample_that_is_cleared_during_a_read_has_no_key(controller, status):
+    class Clearing(dict):
+        def __contains__(self, row):
+            return self.pop(row, None) is not None
+
+    status.revert_keys_mapping = Clearing(status.revert_keys_mapping)
+    assert remote_reads.read_samples(controller, "train", [0, 7]) == [
+        [hash("a"), "a", {}],
+        [0, None, {}],
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import struct
 import subprocess
@@ -51,6 +52,7 @@ _SHARE = 0.05
 """Share of the time for which reads may run in the controller's process."""
 _SEARCH_ROWS = 10_000
 _ACKNOWLEDGED = 3
+_INDEX = re.compile("#[0-9]{1,18}")
 _ENDED = (
     "TransferQueue's controller no longer answers: its request thread ended (0.1.8 and 0.1.9 end "
     "it when a claim times out); restart the job"
@@ -231,7 +233,7 @@ class QueueInspector:
         with self._lock:
             partition = self._partition("read_sample", partition_id)
             row = self._ask("find_row", _ROW, partition_id, sample_id)
-            if row is None and sample_id[:1] == "#" and sample_id[1:].isdecimal():
+            if row is None and _INDEX.fullmatch(sample_id):
                 row = int(sample_id[1:])
             places = np.flatnonzero(partition.rows == (-1 if row is None else row))
             states = self._states(partition_id, partition, places.tolist())
@@ -321,7 +323,10 @@ class QueueInspector:
                 age_s=max(0.0, now - float(partition.since[place])),
             )
             # Nothing is read if the partition has just been dropped.
-            for place, row, (key, tags) in zip(places, rows, read or [], strict=read is not None)
+            for place, row, (hashed, key, tags) in zip(
+                places, rows, read or [], strict=read is not None
+            )
+            if hashed == partition.keys[place]  # else another sample has got the index since
         ]
 
     def _refresh(self, timeout_s: float | None = None) -> None:
@@ -373,7 +378,7 @@ _CONTROLLER = msgspec.msgpack.Decoder(_ControllerRead)
 _STORAGE = msgspec.msgpack.Decoder(list[StorageSummary])
 _ROW = msgspec.msgpack.Decoder(int | None)
 _SAMPLES = msgspec.msgpack.Decoder(
-    list[tuple[str | None, dict[str, str | int | float | bool | None]]] | None
+    list[tuple[int, str | None, dict[str, str | int | float | bool | None]]] | None
 )
 
 

@@ -143,18 +143,26 @@ def _blocked_claims(controller: Any) -> list[dict[str, Any]]:
 
 
 def read_samples(controller: Any, partition_id: str, rows: list[int]) -> list[Any] | None:
-    """Return key and tags of the samples with these indexes; None if there is no such partition.
+    """Return the hash of the key, the key, and the tags of the samples with these indexes.
 
-    A tag that is no primitive is replaced by the name of its type.
+    The hash is 0 and the key None for a sample without a key. A tag that is no primitive is
+    replaced by the name of its type. Return None if there is no such partition.
     """
-    status = controller.partitions.get(partition_id)
+    status = _status(controller, partition_id)
     if status is None:
         return None
-    keys = status.revert_keys_mapping
-    return [
-        [_text(keys[row]) if row in keys else None, _tags(status.custom_meta.get(row))]
-        for row in rows
-    ]
+    samples = []
+    for row in rows:
+        key = status.revert_keys_mapping.get(row)
+        identity = [0, None] if key is None else [hash(key), _text(key)]
+        samples.append([*identity, _tags(status.custom_meta.get(row))])
+    return samples
+
+
+def _status(controller: Any, partition_id: str) -> Any:
+    """Return the partition whose name as text is ``partition_id``; None if there is none."""
+    partitions = list(controller.partitions.items())
+    return next((status for name, status in partitions if _text(name) == partition_id), None)
 
 
 def _tags(held: Any) -> dict[str, Any]:
@@ -178,9 +186,15 @@ def _text(value: Any) -> str:
 
 
 def find_row(controller: Any, partition_id: str, key: str) -> int | None:
-    """Return the index of the sample with a key; None if there is none."""
-    status = controller.partitions.get(partition_id)
-    return None if status is None else status.keys_mapping.get(key)
+    """Return the index of the sample whose key as text is ``key``; None if there is none."""
+    status = _status(controller, partition_id)
+    if status is None:
+        return None
+    row = status.keys_mapping.get(key)
+    if row is None and "\\" in key:  # of an escape, see `_text`
+        keyed = dict(status.keys_mapping)
+        row = next((row for name, row in keyed.items() if _text(name) == key), None)
+    return row
 
 
 def read_config(controller: Any) -> dict[str, Any] | None:
