@@ -35,9 +35,13 @@ def controller(status):
     return SimpleNamespace(partitions={"train": status}, sampler=None)
 
 
-def rows_of(controller):
+def partition_of(controller):
     (partition,) = remote_reads.read_controller(controller, {})["partitions"].values()
-    return np.frombuffer(partition["rows"], dtype=np.int64).tolist()
+    return partition
+
+
+def rows_of(controller):
+    return np.frombuffer(partition_of(controller)["rows"], dtype=np.int64).tolist()
 
 
 def test_sample_in_the_middle_of_a_clear_is_gone(controller, status):
@@ -70,6 +74,19 @@ def test_names_with_surrogates_are_looked_up_by_their_text(controller, status):
     assert sample[1] == r"k\ud800"
     assert remote_reads.find_row(controller, name, sample[1]) == 1
     assert remote_reads.find_row(controller, name, "k") is None
+
+
+def test_names_with_the_same_text_do_not_shift_the_flags(controller, status):
+    for name in ("a\ud800", r"a\ud800"):
+        status.mark_consumed(name, [0])
+        status.field_name_mapping[name] = len(status.field_name_mapping)
+    status.ensure_fields_capacity(3)
+    partition = partition_of(controller)
+    assert list(partition["fields"]) == ["x", r"a\ud800"]
+    assert partition["tasks"] == ["score", r"a\ud800"]
+    for name, expected in (("written", [1, 0, 1, 0]), ("consumed", [1, 1, 1, 0])):
+        bits = np.unpackbits(np.frombuffer(partition[name], dtype=np.uint8), count=4)
+        assert bits.tolist() == expected
 
 
 def test_sample_that_is_cleared_during_a_read_has_no_key(controller, status):

@@ -52,12 +52,13 @@ def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
     ``keys`` (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields)
     and ``consumed`` (samples x tasks).
     """
-    metadata = dict(status.field_metadata)
-    columns = dict(status.field_name_mapping)
+    # By text, so that the arrays have a column for each name, even if two names have one text.
+    metadata = _by_text(status.field_metadata)
+    columns = _by_text(status.field_name_mapping)
     # A clear resets flags, then removes indexes, and much later keys. Read in the same order, so
     # that no sample in the middle of a clear looks unclaimed.
     consumption = {
-        task: column.numpy().copy() for task, column in dict(status.consumption_status).items()
+        task: column.numpy().copy() for task, column in _by_text(status.consumption_status).items()
     }
     production = status.production_status.numpy().copy()
     keyed = dict(status.keys_mapping)
@@ -81,15 +82,15 @@ def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
     }
     # The names are included, because a new task of a small partition may not change the bytes: its
     # flags, all 0, can fit into the padding of the last byte.
-    checksum = zlib.crc32(repr((fields, list(consumption))).encode("utf-8", "backslashreplace"))
+    checksum = zlib.crc32(repr((fields, list(consumption))).encode())
     for part in parts.values():
         checksum = zlib.crc32(part, checksum)
     return {
         "fields": {
-            _text(name): _field(metadata.get(name), int(count))
+            name: _field(metadata.get(name), int(count))
             for name, count in zip(fields, written.sum(axis=0), strict=True)
         },
-        "tasks": [_text(name) for name in consumption],
+        "tasks": list(consumption),
         "expected": len(rows) + len(getattr(status, "pre_allocated_global_indexes", ())),
         "checksum": checksum,
         **({} if checksum == last_checksum else parts),
@@ -109,12 +110,14 @@ def _field(meta: Any, count: int) -> list[Any]:
     """Return a field's type, how many samples have it, and the bytes of their values, if known."""
     if meta is None:
         return [None, count, None]
-    if meta.is_non_tensor or meta.dtype is None:
+    # The request thread may reset them: read each once.
+    dtype, shape = meta.dtype, meta.shape
+    if meta.is_non_tensor or dtype is None:
         return ["object", count, None]
-    size = getattr(meta.dtype, "itemsize", None)
-    if meta.is_nested or meta.shape is None or size is None:
-        return [str(meta.dtype), count, None]
-    for length in tuple(meta.shape):
+    size = getattr(dtype, "itemsize", None)
+    if meta.is_nested or shape is None or size is None:
+        return [str(dtype), count, None]
+    for length in tuple(shape):
         size *= int(length)
     return [str(meta.dtype), count, size * count]
 
@@ -165,11 +168,13 @@ def _status(controller: Any, partition_id: str) -> Any:
     return next((status for name, status in partitions if _text(name) == partition_id), None)
 
 
+def _by_text(named: dict[Any, Any]) -> dict[str, Any]:
+    return {_text(name): value for name, value in dict(named).items()}
+
+
 def _tags(held: Any) -> dict[str, Any]:
-    return {
-        _text(name): _tag(value)
-        for name, value in (dict(held) if isinstance(held, dict) else {}).items()
-    }
+    tags = _by_text(held) if isinstance(held, dict) else {}
+    return {name: _tag(value) for name, value in tags.items()}
 
 
 def _tag(value: Any) -> Any:
