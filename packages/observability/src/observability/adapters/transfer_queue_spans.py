@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any  # Any: TransferQueue has no types
@@ -79,7 +79,7 @@ def _wrap_claim(method: Callable[..., Any]) -> Callable[..., Any]:
     async def traced_claim(client: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.get("mode", "fetch") != "fetch":  # other modes consume no samples
-            return await method(client, *args, **kwargs)
+            return _without_origins(await method(client, *args, **kwargs))
         fields, task = arguments.get("data_fields") or (), arguments.get("task_name") or ""
         call = Operation(
             "claim_meta",
@@ -98,9 +98,7 @@ def _wrap_claim(method: Callable[..., Any]) -> Callable[..., Any]:
             with _observe(call):
                 await _describe(client, call, meta)
                 call.fields = list(fields)
-            if call.tags is not None:
-                meta.custom_meta = call.tags  # without the origin
-        return meta
+        return _without_origins(meta)
 
     return traced_claim
 
@@ -110,8 +108,7 @@ def _wrap_listing(method: Callable[..., Any]) -> Callable[..., Any]:
     async def listing_without_origins(*args: Any, **kwargs: Any) -> Any:
         partitions = await method(*args, **kwargs)
         for samples in partitions.values():
-            for tags in samples.values():
-                tags.pop(TRACEPARENT_TAG, None)
+            _remove_origins(samples.values())
         return partitions
 
     return listing_without_origins
@@ -126,6 +123,17 @@ WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "async_kv_list": _wrap_listing,
 }
 """Wrappers by name of the method of `transfer_queue.client.AsyncTransferQueueClient`."""
+
+
+def _without_origins(meta: Any) -> Any:
+    # Also if the claim's span is not recorded: that of the put may have been.
+    _remove_origins(meta.custom_meta)
+    return meta
+
+
+def _remove_origins(tags_of_samples: Iterable[dict[str, Any]]) -> None:
+    for tags in tags_of_samples:
+        tags.pop(TRACEPARENT_TAG, None)
 
 
 def _partition_of(meta: Any) -> str:
@@ -147,7 +155,8 @@ async def _describe(client: Any, call: Operation, meta: Any) -> None:
     rows = [row for row, partition in partition_by_row if partition == call.partition_id]
     keys: Sequence[str | None] = [None] * len(rows)
     if rows:
-        with suppress(RuntimeError):  # for example, the samples have no keys
+        # For example, the samples have no keys. An error would lose the program's put or claim.
+        with suppress(Exception):
             keys = await client.async_kv_retrieve_keys(rows, call.partition_id)
     call.sample_ids = [
         f"#{row}" if key is None else key for row, key in zip(rows, keys, strict=True)
