@@ -129,7 +129,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(store_url=f"sqlite:///{folder}/admin.sqlite", poll_s=0.2)
-        app = create_app(settings, inspector=client)
+        app = create_app(settings, inspector=client.inspector)
         serve(app, port=0, shutdown_timeout_s=2, announce=start)
 
 

@@ -128,7 +128,7 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Series:
         client.put_samples(["a"], "train", TensorDict({"ids": torch.ones(1, 3)}, [1]))
         settings = Settings(store_url=f"sqlite:///{store}", poll_s=0.05)
         with TestClient(
-            create_app(settings, inspector=client), base_url="http://127.0.0.1"
+            create_app(settings, inspector=client.inspector), base_url="http://127.0.0.1"
         ) as service:
             for _ in range(200):
                 series = series_of(service.get("/metrics").text)

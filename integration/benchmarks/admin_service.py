@@ -19,7 +19,7 @@ from integration.benchmarks.spawned import Spawned, spawned
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from dataplane_core import InMemoryDataPlaneClient
+    from dataplane_core import StoreInspector
 
 PARTITION = "live"
 """Partition of the data plane that the service inspects."""
@@ -81,8 +81,8 @@ def _serve(pipe: Connection, folder: Path, live_samples: int, max_bytes: int | N
         store_url=f"sqlite:///{folder}/admin.sqlite",
         retention=Retention(max_age_s=None, max_bytes=max_bytes),
     )
-    with _live(live_samples) if live_samples else contextlib.nullcontext() as client:
-        run_app(pipe, create_app(settings, inspector=client))
+    with _live(live_samples) if live_samples else contextlib.nullcontext() as inspector:
+        run_app(pipe, create_app(settings, inspector=inspector))
 
 
 def run_app(pipe: Connection, app: FastAPI) -> None:
@@ -101,7 +101,7 @@ def run_app(pipe: Connection, app: FastAPI) -> None:
 
 
 @contextlib.contextmanager
-def _live(samples: int) -> Iterator[InMemoryDataPlaneClient]:
+def _live(samples: int) -> Iterator[StoreInspector]:
     """Run a data plane in memory with one partition; half of its samples have one field more."""
     import torch
 
@@ -118,4 +118,4 @@ def _live(samples: int) -> Iterator[InMemoryDataPlaneClient]:
         # A real run's samples are in another process. Here a garbage collection would visit them
         # all, which stops the service for 0.4 s.
         freeze_garbage()
-        yield client
+        yield client.inspector

@@ -94,18 +94,18 @@ class DataPlane(System):
         """Summarize all partitions; return the number of rows of this one."""
         [summary] = [
             summary
-            for summary in self._client.list_partitions()
+            for summary in self._client.inspector.list_partitions()
             if summary.partition_id == partition
         ]
         return summary.present
 
     def page(self, partition: str, start: int, limit: int) -> None:
         """List samples with their fields, tags and state."""
-        self._client.list_samples(partition, start=start, limit=limit)
+        self._client.inspector.list_samples(partition, start=start, limit=limit)
 
     def count(self, partition: str, task: str, field: str) -> None:
         """Count the samples of a task by state."""
-        self._client.count_samples(partition, task, [field])
+        self._client.inspector.count_samples(partition, task, [field])
 
     def close(self) -> None:
         """Detach."""

@@ -338,4 +338,4 @@ def test_invalid_numbers_are_refused_before_the_put(changed: dict[str, Any], mes
                 partition_id="train",
                 pad_to_multiple=changed.get("pad_to_multiple", 1),
             )
-        assert client.count_samples("train", "train", []).put == 0
+        assert client.inspector.count_samples("train", "train", []).put == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import operator
 import pickle
 import threading
 from collections.abc import Iterator
 from multiprocessing.managers import BaseManager
+from types import SimpleNamespace
 
 from dataplane_core import InMemoryDataPlaneClient
 
@@ -34,27 +36,29 @@ class Remote(InMemoryDataPlaneClient):
         manager.connect()
         self._remote = manager.store()
 
+    @property
+    def inspector(self):
+        calls = ("count_samples", "list_claims", "list_assignments")
+        return SimpleNamespace(**{name: self._call(f"inspector.{name}") for name in calls})
+
     def close(self):
         pass
+
+    def _call(self, name):
+        def call(*args, **kwargs):
+            return pickle.loads(self._remote.call(name, pickle.dumps((args, kwargs))))
+
+        return call
 
 
 def _forward(name):
     def call(self, *args, **kwargs):
-        return pickle.loads(self._remote.call(name, pickle.dumps((args, kwargs))))
+        return self._call(name)(*args, **kwargs)
 
     return call
 
 
-for _name in (
-    "claim_meta",
-    "get_data",
-    "acknowledge",
-    "renew",
-    "release",
-    "count_samples",
-    "list_claims",
-    "list_assignments",
-):
+for _name in ("claim_meta", "get_data", "acknowledge", "renew", "release"):
     setattr(Remote, _name, _forward(_name))
 
 
@@ -66,7 +70,7 @@ class Bytes:
 
     def call(self, name: str, arguments: bytes) -> bytes:
         args, kwargs = pickle.loads(arguments)
-        return pickle.dumps(getattr(self._client, name)(*args, **kwargs))
+        return pickle.dumps(operator.attrgetter(name)(self._client)(*args, **kwargs))
 
 
 @contextlib.contextmanager

@@ -63,5 +63,5 @@ def ids(batches):
 
 
 def counts(client):
-    counts = client.count_samples("p", "a", ["x"])
+    counts = client.inspector.count_samples("p", "a", ["x"])
     return counts.ready, counts.leased, counts.acknowledged

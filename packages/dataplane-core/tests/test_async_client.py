@@ -40,12 +40,17 @@ class Driven(DataPlaneClient):
     """Async client behind the synchronous interface."""
 
     def __init__(self, inner: DataPlaneClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._inner = inner
         self._client = AsyncDataPlaneClient(inner)
         self._loop = loop
 
     @property
     def capabilities(self):
         return self._client.capabilities
+
+    @property
+    def inspector(self):
+        return self._inner.inspector
 
     def _drive(self, name, args, kwargs):
         call = getattr(self._client, name)(*args, **kwargs)
@@ -205,7 +210,7 @@ def test_cancelled_claim_is_released_when_it_succeeds_later():
             await until(lambda: not client._running)
             again = await client.claim_meta("train", "train", ["x"], 2, timeout_s=TIMEOUT_S)
             assert sorted(again.sample_ids) == ["a", "b"]
-            assert inner.count_samples("train", "train", ["x"]).leased == 2
+            assert inner.inspector.count_samples("train", "train", ["x"]).leased == 2
 
     asyncio.run(scenario())
 
@@ -219,12 +224,12 @@ def test_claim_cancelled_before_its_delivery_is_released():
             await asyncio.sleep(0)
             deadline = time.monotonic() + TIMEOUT_S
             # The loop does not run meanwhile, so the task cannot have got the result.
-            while inner.count_samples("train", "train", ["x"]).leased == 0:
+            while inner.inspector.count_samples("train", "train", ["x"]).leased == 0:
                 assert time.monotonic() < deadline
             claim.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await claim
-            await until(lambda: inner.count_samples("train", "train", ["x"]).ready == 1)
+            await until(lambda: inner.inspector.count_samples("train", "train", ["x"]).ready == 1)
 
     asyncio.run(scenario())
 
@@ -280,33 +285,33 @@ def test_closing_lets_calls_finish_and_ends_blocked_claims():
             with pytest.raises(error):
                 await call
         with pytest.raises(ClosedError):
-            await client.list_partitions()
+            await client.read_origins(["a"], "train", ["x"])
 
     asyncio.run(scenario())
 
 
 class Stuck(InMemoryDataPlaneClient):
-    """A client whose `list_partitions` hangs until the test ends it."""
+    """A client whose `read_origins` hangs until the test ends it."""
 
     def __init__(self):
         super().__init__()
         self.over = threading.Event()
 
-    def list_partitions(self):
+    def read_origins(self, sample_ids, partition_id, fields):
         self.over.wait(TIMEOUT_S)
-        return []
+        return {}
 
 
 def test_close_with_a_hanging_call_raises_at_the_deadline():
     async def scenario():
         inner = Stuck()
         client = AsyncDataPlaneClient(inner, close_timeout_s=0.05)
-        stuck = asyncio.create_task(client.list_partitions())
+        stuck = asyncio.create_task(client.read_origins(["a"], "train", ["x"]))
         await until(lambda: bool(client._running))
         with pytest.raises(DeadlineExceededError, match="1 calls"):
             await client.close()
         inner.over.set()
-        assert await stuck == []
+        assert await stuck == {}
 
     asyncio.run(scenario())
 
@@ -316,7 +321,7 @@ def test_close_ends_blocked_claims_although_other_calls_hang():
         inner = Stuck()
         inner.register_partition("train", ["x"], 1, ["train"])
         client = AsyncDataPlaneClient(inner, threads=1, close_timeout_s=0.05)
-        stuck = asyncio.create_task(client.list_partitions())
+        stuck = asyncio.create_task(client.read_origins(["a"], "train", ["x"]))
         claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
         await until(lambda: bool(client._blocked) and len(client._running) == 2)
         with pytest.raises(DeadlineExceededError):
@@ -325,7 +330,7 @@ def test_close_ends_blocked_claims_although_other_calls_hang():
             await claim
         assert not stuck.done()
         inner.over.set()
-        assert await stuck == []
+        assert await stuck == {}
 
     asyncio.run(scenario())
 
@@ -334,13 +339,13 @@ def test_close_that_was_cancelled_can_be_repeated():
     async def scenario():
         inner = Stuck()
         client = AsyncDataPlaneClient(inner, close_timeout_s=TIMEOUT_S)
-        stuck = asyncio.create_task(client.list_partitions())
+        stuck = asyncio.create_task(client.read_origins(["a"], "train", ["x"]))
         await until(lambda: bool(client._running))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.close(), 0.05)
         inner.over.set()
         await client.close()
-        assert await stuck == []
+        assert await stuck == {}
         with pytest.raises(ClosedError):
             inner.register_partition("train", ["x"], 1, ["train"])
 

@@ -188,7 +188,7 @@ def test_timed_out_claim_reports_assigned_samples():
         client.register_partition("p", ["x"], 5, ["a"])
         put_ones(client, "p", list("abcd"))
         client.claim_meta("p", "a", ["x"], 2, dp_rank=0, dp_world=2)
-        counts = client.count_samples("p", "a", ["x"])
+        counts = client.inspector.count_samples("p", "a", ["x"])
         assert (counts.ready, counts.leased, counts.acknowledged) == (0, 2, 2)
         assert not client.check_consumption_status("p", ["a"])
         with pytest.raises(ClaimTimeoutError, match="2 are assigned to data-parallel ranks"):

@@ -44,9 +44,9 @@ def test_a_failed_block_releases_the_claim():
 def test_a_lost_lease_is_reported_at_the_end():
     with client_of(lease_s=1000.0) as client:
         claim = client.claim_meta("train", "score", ["x"], 2)
-        [held] = client.list_claims("train")
+        [held] = client.inspector.list_claims("train")
         with pytest.raises(LeaseLostError), held_claim(client, claim, renew_every_s=300.0):
-            client.end_claim("train", held.claim, expired_only=False)
+            client.inspector.end_claim("train", held.claim, expired_only=False)
         assert client.claim_meta("train", "score", ["x"], 2).size == 2
 
 

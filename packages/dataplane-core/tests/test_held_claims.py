@@ -57,10 +57,10 @@ def holder(request):
 
 def renewed_samples(client, held):
     """Return the claim's number of samples in the store, after checking that its renewal works."""
-    [claim] = client.list_claims("p")
+    [claim] = client.inspector.list_claims("p")
     reach = claim.age_s + claim.expires_in_s
     held.renew_all()
-    [claim] = client.list_claims("p")
+    [claim] = client.inspector.list_claims("p")
     assert claim.age_s + claim.expires_in_s > reach
     return claim.samples
 
@@ -136,7 +136,7 @@ def test_samples_known_to_be_lost_are_not_held():
     held = HeldClaims(maker)
     meta = maker.claim_meta("p", "a", ["x"], 2)
     held.add(meta)
-    client.end_claim("p", client.list_claims("p")[0].claim, expired_only=False)
+    client.inspector.end_claim("p", client.inspector.list_claims("p")[0].claim, expired_only=False)
     assert held.renew_claim(meta)[0] is None
     assert held.samples == 0
 
@@ -152,10 +152,10 @@ def test_rest_of_a_claim_is_renewed_despite_late_reports():
     held.add(meta)
     held.renew_all()
     assert held.samples == 2
-    [claim] = client.list_claims("p")
+    [claim] = client.inspector.list_claims("p")
     assert claim.age_s + claim.expires_in_s > 1000.0 + 1e-6
     held.release(kept=meta.sample_ids[1:2])
     assert counts(client) == (2, 1, 1)
-    client.end_claim("p", client.list_claims("p")[0].claim, expired_only=False)
+    client.inspector.end_claim("p", client.inspector.list_claims("p")[0].claim, expired_only=False)
     held.renew_all()
     assert held.samples == 0

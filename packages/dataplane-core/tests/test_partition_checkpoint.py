@@ -34,9 +34,9 @@ def store(**config) -> InMemoryDataPlaneClient:
 
 def state_of(client: InMemoryDataPlaneClient, name: str = "train") -> Any:
     """Return the observable state of a partition; leased and assigned samples are unclaimed."""
-    [summary] = [each for each in client.list_partitions() if each.partition_id == name]
+    [summary] = [each for each in client.inspector.list_partitions() if each.partition_id == name]
     samples = []
-    for sample in client.list_samples(name, limit=10_000):
+    for sample in client.inspector.list_samples(name, limit=10_000):
         values = {}
         for field in sample.fields:
             [row] = client.get_samples([sample.sample_id], name, [field]).get(field).unbind(0)
@@ -88,7 +88,7 @@ def test_restore_keeps_acknowledgements_but_not_leases(tmp_path: Path, lease):
     save_partition(client, "train", tmp_path / "p")
     target = store(**lease)
     restore_partition(target, tmp_path / "p")
-    counts = target.count_samples("train", "train", ["x"])
+    counts = target.inspector.count_samples("train", "train", ["x"])
     assert (counts.acknowledged, counts.leased, counts.ready, counts.not_ready) == (2, 0, 5, 2)
     claimed = target.claim_meta("train", "train", ["x"], 8, blocking=False)
     assert claimed.sample_ids == ["s2", "s3", "s4", "s5", "s6"]
@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_one_error_that_names_the_file(tmp_path: Path, h
     target = store()
     with pytest.raises(CheckpointError, match=name):
         restore_partition(target, tmp_path / "p")
-    assert target.list_partitions() == []
+    assert target.inspector.list_partitions() == []
 
 
 def test_file_changed_during_restore_leaves_nothing(tmp_path: Path):
@@ -259,7 +259,7 @@ def test_file_changed_during_restore_leaves_nothing(tmp_path: Path):
     target = Meddling()
     with pytest.raises(CheckpointError, match="batch-000001"):
         restore_partition(target, tmp_path / "p")
-    assert target.list_partitions() == []
+    assert target.inspector.list_partitions() == []
 
 
 def test_restore_into_a_too_small_store_leaves_nothing(tmp_path: Path):
@@ -267,7 +267,7 @@ def test_restore_into_a_too_small_store_leaves_nothing(tmp_path: Path):
     target = store(storage_capacity=5, ack_timeout_ms=20)
     with pytest.raises(CapacityExceeded):
         restore_partition(target, tmp_path / "p")
-    assert target.list_partitions() == []
+    assert target.inspector.list_partitions() == []
     target.register_partition("other", ["x"], 5, [])
     target.put_samples(list("abcde"), "other", batch(5, x=torch.ones(5)))
 
@@ -283,7 +283,7 @@ def test_restore_needs_claims_that_filter(tmp_path: Path):
     target = Plain()
     with pytest.raises(UnsupportedError, match="claimed 's0'; expected 's3'"):
         restore_partition(target, tmp_path / "p")
-    assert target.list_partitions() == []
+    assert target.inspector.list_partitions() == []
 
 
 def test_a_partition_that_is_there_already_is_not_touched(tmp_path: Path):
@@ -301,7 +301,7 @@ def test_missing_checkpoint_is_an_error(tmp_path: Path):
     with pytest.raises(InvalidRequestError, match="'nowhere' is not registered; registered: 'tr"):
         save_partition(filled(), "nowhere", tmp_path / "p")
     with pytest.raises(PartitionNotFoundError):
-        store().list_samples("train")
+        store().inspector.list_samples("train")
 
 
 @pytest.mark.parametrize("size", [0, 10_001])
@@ -392,10 +392,16 @@ def test_two_writers_of_one_folder_do_not_mix(tmp_path: Path):
     client = filled()
 
     class Nested(InMemoryDataPlaneClient):
-        def list_samples(self, *args, **kwargs):
+        @property
+        def inspector(self):
+            inspector = super().inspector
+            inspector.list_samples = self._list_samples
+            return inspector
+
+        def _list_samples(self, *args, **kwargs):
             with pytest.raises(CheckpointError, match="another process is writing it"):
                 save_partition(client, "train", tmp_path / "p")
-            return super().list_samples(*args, **kwargs)
+            return super().inspector.list_samples(*args, **kwargs)
 
     nested = Nested()
     nested.register_partition("train", [], 0, [])

@@ -33,9 +33,9 @@ def loader(make_client=None, *, size=2, acknowledge_on="commit", **options):
 
 def lose(client, place=0):
     """End a claim, by default the oldest, as if its lease had expired."""
-    claims = client.list_claims("p")
+    claims = client.inspector.list_claims("p")
     if claims:
-        client.end_claim("p", claims[place % len(claims)].claim, expired_only=False)
+        client.inspector.end_claim("p", claims[place % len(claims)].claim, expired_only=False)
 
 
 def test_unsaved_done_samples_are_not_acknowledged():
@@ -81,7 +81,7 @@ def test_commit_acknowledges_only_samples_of_its_state():
         assert ids(trained) == []
         trained.commit()
         assert counts(client) == (0, 2, 2)
-        [claim] = client.list_claims("p")
+        [claim] = client.inspector.list_claims("p")
         assert claim.samples == 2
         commit_all(trained)
         assert counts(client) == (0, 0, 4)
@@ -98,7 +98,7 @@ def test_commit_acknowledges_nothing_in_the_next_partition():
         trained.next_partition("q")
         assert len(ids(trained)) == 2
         trained.commit()  # no saved state has them
-        assert client.count_samples("q", "a", ["x"]).acknowledged == 0
+        assert client.inspector.count_samples("q", "a", ["x"]).acknowledged == 0
 
 
 def test_done_sample_is_not_delivered_again():
@@ -377,7 +377,7 @@ def test_saved_steps_saw_every_sample_once_despite_losses(steps):
         else:
             first.dataset.batch_size = number
         assert len(trained) == len(set(trained))
-    while client.list_claims("p"):  # it is killed
+    while client.inspector.list_claims("p"):  # it is killed
         lose(client)
     with loader(size=3) as second:
         second.load_state_dict(saved[1])

@@ -184,11 +184,11 @@ def test_watch_distinguishes_live_from_dead_claims():
             pass
         return watch.all_live()
 
-    watch = LeaseWatch(client, "p", "a")
+    watch = LeaseWatch(client.inspector, "p", "a")
     assert not any(watch.all_live() for _ in range(2))  # there is no claim
     held = [claim(0), claim(0), claim(0)]
     client.acknowledge(claim(1))  # two are assigned to it
-    watch = LeaseWatch(client, "p", "a")
+    watch = LeaseWatch(client.inspector, "p", "a")
     assert not any(watch.all_live() for _ in range(2))
     for meta in held:
         client.renew(meta)
@@ -197,7 +197,7 @@ def test_watch_distinguishes_live_from_dead_claims():
     assert finds_all_live()
     held.append(claim(1))  # nothing is assigned to it any more
 
-    watch = LeaseWatch(client, "p", "a")
+    watch = LeaseWatch(client.inspector, "p", "a")
     assert not any(watch.all_live() for _ in range(2))
     for meta in held[1:]:
         client.renew(meta)

@@ -11,8 +11,8 @@ import ray
 from directory_calls import stop, until
 
 from dataplane_core import (
-    DataPlaneInspector,
     PartitionNotFoundError,
+    StoreInspector,
     UnavailableError,
     UnknownTaskError,
     UnsupportedError,
@@ -194,7 +194,7 @@ def test_any_queue_is_shown(queue):
     )
     job.run("put(['c', 'a'], 'train', reward=torch.ones(2))")
     job.run("claim(['ids', 'reward'], 1, 'score')")
-    assert isinstance(inspector, DataPlaneInspector)
+    assert isinstance(inspector, StoreInspector)
     summary = summary_of(inspector, "train", lambda summary: summary.tasks)
     assert (summary.present, summary.declared, summary.put) == (4, 4, 4)
     assert [(field.name, field.kind, field.written, field.nbytes) for field in summary.fields] == [

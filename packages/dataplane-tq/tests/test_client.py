@@ -191,7 +191,7 @@ def test_stopped_controller_fails_clears_but_not_gets_and_claims(owner, partitio
             os.kill(pid, signal.SIGCONT)
     owner.put_samples(["a"], partition, batch(1))
     owner.clear_samples(["a", "b"], partition)
-    assert owner.count_samples(partition, "train", ["x"]).ready == 0
+    assert owner.inspector.count_samples(partition, "train", ["x"]).ready == 0
 
 
 def test_failed_report_of_a_put_is_raised_by_the_next_put(owner, partition, config, monkeypatch):
@@ -228,9 +228,9 @@ def test_put_with_a_lost_answer_can_be_withdrawn(owner, partition, monkeypatch, 
     owner.withdraw_samples(["c"], partition)
     with pytest.raises(MissingDataError, match="'c'"):
         owner.get_samples(["c"], partition, ["x"])
-    assert owner.count_samples(partition, "train", ["x"]).put == 2
+    assert owner.inspector.count_samples(partition, "train", ["x"]).put == 2
     owner.put_samples(["c"], partition, batch(1))
-    assert owner.count_samples(partition, "train", ["x"]).put == 3
+    assert owner.inspector.count_samples(partition, "train", ["x"]).put == 3
 
 
 def test_second_bootstrap_is_refused_and_harms_nothing(owner, partition, config):

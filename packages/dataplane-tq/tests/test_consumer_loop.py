@@ -96,12 +96,12 @@ def test_documented_loop_processes_all_after_a_kill(owner, config, page):
     pid = ray.get(victim.pid.remote(), timeout=TIMEOUT_S)
 
     def holds_second_batch():
-        counts = owner.count_samples(partition, task, fields)
+        counts = owner.inspector.count_samples(partition, task, fields)
         return counts.acknowledged == counts.leased == 2
 
     until(holds_second_batch)
     os.kill(pid, signal.SIGKILL)
-    [held] = owner.list_claims(partition)
+    [held] = owner.inspector.list_claims(partition)
     assert held.owner.endswith(f":{pid}")
     # Declare one more sample, so that this claim is blocked and takes no ready sample.
     owner.register_partition(partition, [*columns, "score"], SAMPLES + 1, [task])

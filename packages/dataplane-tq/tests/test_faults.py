@@ -66,9 +66,9 @@ OPERATIONS = {
     "claim": lambda client: client.claim_meta("train", "train", ["x"], 1, blocking=False),
     "blocked claim": lambda client: client.claim_meta("train", "train", ["x"], 8, timeout_s=60),
     "check": lambda client: client.check_consumption_status("train", ["train"]),
-    "count": lambda client: client.count_samples("train", "train", ["x"]),
+    "count": lambda client: client.inspector.count_samples("train", "train", ["x"]),
     "clear": lambda client: client.clear_samples(["c"], "train"),
-    "list": lambda client: client.list_partitions(),
+    "list": lambda client: client.inspector.list_partitions(),
 }
 
 
@@ -156,14 +156,14 @@ def test_producer_killed_in_a_put_loses_and_leaves_nothing(store, config, tmp_pa
     # Eight fit: the dead producer's reservation is free, and its ids can be put.
     store.put_samples(list("cdefgh"), "train", batch(6))
     assert store.get_samples(list("abcdefgh"), "train", ["x"]).batch_size == (8,)
-    counts = store.count_samples("train", "train", ["x"])
+    counts = store.inspector.count_samples("train", "train", ["x"])
     assert (counts.put, counts.ready, counts.cleared) == (8, 8, 0)
     store.clear_samples(None, "train")
     assert bytes_used(store) == 0
 
 
 def bytes_used(store):
-    return sum(unit.used for unit in store.list_storage())
+    return sum(unit.used for unit in store.inspector.list_storage())
 
 
 DRIVER = """
@@ -244,7 +244,7 @@ def test_five_hundred_steps_leak_nothing(make_store):
     for _ in range(450):
         step()
     assert bytes_used(store) == 0
-    assert store.list_partitions() == []
+    assert store.inspector.list_partitions() == []
     # On a busy machine connections of the last steps close a moment later; a leak would stay.
     deadline = time.monotonic() + 30
     while (after := footprint())[0] > before[0] + 2 and time.monotonic() < deadline:

@@ -74,7 +74,7 @@ def test_rank_streams_a_partition_with_its_own_claims(owner, partition, config):
             assert batch.batch_size == (meta.size,)
             seen += meta.sample_ids
     assert sorted(seen) == sorted(IDS)
-    counts = owner.count_samples(partition, "train", ["ids"])
+    counts = owner.inspector.count_samples(partition, "train", ["ids"])
     assert (counts.acknowledged, counts.leased, counts.ready) == (len(IDS), 0, 0)
 
 

@@ -45,10 +45,10 @@ OPERATIONS = {
     "get": lambda client: client.get_samples(["a", "b"], "train", ["x"]),
     "claim": lambda client: client.claim_meta("train", "train", ["x"], 1, blocking=False),
     "blocked claim": lambda client: client.claim_meta("train", "train", ["x"], 8, timeout_s=1),
-    "count": lambda client: client.count_samples("train", "train", ["x"]),
+    "count": lambda client: client.inspector.count_samples("train", "train", ["x"]),
     "clear": lambda client: client.clear_samples(["a"], "train"),
     "clear all": lambda client: client.clear_samples(None, "train"),
-    "list": lambda client: client.list_partitions(),
+    "list": lambda client: client.inspector.list_partitions(),
 }
 
 
@@ -189,7 +189,7 @@ def until_noticed(client):
     error = None
     while error is None and time.monotonic() < deadline:
         try:
-            client.list_partitions()
+            client.inspector.list_partitions()
         except UnavailableError as raised:
             error = raised
     assert "DataPlanePackedUnit" in str(error)
@@ -208,7 +208,7 @@ def put_and_get_on_both(here, config, second):
     here.register_partition("train", ["x"], 8, ["train"])
     here.put_samples(["a", "b"], "train", batch(2, 1.0))
     ray.get(there.put.remote(["c", "d"], 2.0), timeout=180)
-    units = here.list_storage()
+    units = here.inspector.list_storage()
     assert len({unit.node for unit in units}) == 2
     assert all(unit.used > 0 for unit in units)  # each node stores its own rows
     ids, values = ["d", "a", "c", "b"], [2.0, 1.0, 2.0, 1.0]

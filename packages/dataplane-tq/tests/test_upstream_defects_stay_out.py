@@ -93,7 +93,7 @@ def bytes_held(client, backend, field):
     Each test that calls this uses a field name that no other test uses.
     """
     if backend == "packed":
-        return sum(unit.used for unit in client.list_storage())
+        return sum(unit.used for unit in client.inspector.list_storage())
 
     def held(unit):
         values = unit.storage_data.field_data.get(field, {}).values()
@@ -136,7 +136,7 @@ def test_rows_under_a_read_are_not_replaced(owner, peer, register, monkeypatch):
         try:
             assert resolved.wait(TIMEOUT_S)
             clearing = pool.submit(owner.clear_samples, ["a", "b"], first)
-            until(lambda: peer.count_samples(first, "train", ["x"]).cleared == 2)
+            until(lambda: peer.inspector.count_samples(first, "train", ["x"]).cleared == 2)
             peer.put_samples([f"s{i}" for i in range(8)], second, batch(8, 1.0))
             assert not clearing.done()
         finally:
@@ -159,7 +159,7 @@ def test_lost_notification_hides_no_sample(owner, peer, partition, backend, monk
         if backend == "simple":
             with pytest.raises(UnavailableError, match="did not acknowledge fields"):
                 peer.put_samples(["a", "b"], partition, batch(2))
-            assert owner.count_samples(partition, "train", ["x"]).put == 0
+            assert owner.inspector.count_samples(partition, "train", ["x"]).put == 0
             patch.undo()
         peer.put_samples(["a", "b"], partition, batch(2))
     assert owner.get_samples(["a", "b"], partition, ["x"]).batch_size == (2,)
@@ -242,7 +242,7 @@ def test_unstorable_value_is_refused_by_field_name(owner, partition, value, name
     fields = TensorDict({"o": value, "x": torch.ones(1)}, batch_size=[1])
     with pytest.raises(InvalidRequestError, match=named):
         owner.put_samples(["a"], partition, fields)
-    assert owner.count_samples(partition, "train", ["x"]).put == 0
+    assert owner.inspector.count_samples(partition, "train", ["x"]).put == 0
 
 
 def test_rows_are_freed_one_by_one(owner, partition, backend):

@@ -210,16 +210,22 @@ class QueryRecorder(InMemoryDataPlaneClient):
         self.queries = []
         self.error = None
 
-    def count_samples(self, partition_id, *more):
+    @property
+    def inspector(self):
+        inspector = super().inspector
+        inspector.count_samples, inspector.list_storage = self._count, self._list_storage
+        return inspector
+
+    def _count(self, partition_id, *more):
         self.queries.append(partition_id)
         if self.error is not None:
             raise self.error
-        return super().count_samples(partition_id, *more)
+        return super().inspector.count_samples(partition_id, *more)
 
-    def list_storage(self):
+    def _list_storage(self):
         if isinstance(self.error, RuntimeError):
             raise self.error
-        return super().list_storage()
+        return super().inspector.list_storage()
 
 
 def test_each_task_is_queried_once_per_collection(metrics):
@@ -242,8 +248,8 @@ def test_each_task_is_queried_once_per_collection(metrics):
 
 def test_a_failing_store_loses_only_its_own_series(metrics):
     class StoreWithUnit(QueryRecorder):
-        def list_storage(self):
-            super().list_storage()
+        def _list_storage(self):
+            super()._list_storage()
             return [StorageSummary(name="u0", node="n", capacity=1, used=1, free=0)]
 
     failing_store = StoreWithUnit()
@@ -303,8 +309,12 @@ def test_bytes_of_equal_units_are_added_per_store(metrics):
     class StoreWithUnit(InMemoryDataPlaneClient):
         used = 300
 
-        def list_storage(self):
-            return [StorageSummary(name="u0", node="n", capacity=999, used=self.used, free=1)]
+        @property
+        def inspector(self):
+            inspector = super().inspector
+            unit = StorageSummary(name="u0", node="n", capacity=999, used=self.used, free=1)
+            inspector.list_storage = lambda: [unit]
+            return inspector
 
     store, other = StoreWithUnit(), StoreWithUnit()
     other.used = 4

@@ -69,8 +69,8 @@ def test_batch_operations_have_spans_and_inspections_have_none(client, spans):
     client.get_samples(["a"], "train", ["x"])
     client.get_columns(["a"], "train", ["x"])
     client.check_consumption_status("train", ["train"])
-    client.count_samples("train", "train", ["x"])
-    client.list_partitions()
+    client.inspector.count_samples("train", "train", ["x"])
+    client.inspector.list_partitions()
     client.clear_samples(["a"], "train")
     names = [span.name for span in spans.get_finished_spans()]
     assert names == ["send train", "receive train", "get train", "get train", "settle train"]

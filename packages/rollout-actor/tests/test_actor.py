@@ -48,7 +48,7 @@ CARRY = [
 
 
 def nothing_is_put(store):
-    return store.count_samples("train", "train", []).put == 0
+    return store.inspector.count_samples("train", "train", []).put == 0
 
 
 # Order
@@ -66,7 +66,7 @@ def test_the_steps_and_one_put_come_in_the_documented_order(actor_of, store, mon
     monkeypatch.setattr(InMemoryDataPlaneClient, "put_samples", recorded)
     meta, *_, metrics = actor.rollout_to_tq(batch_of(["1+2="] * 4), partition_id="train")
     assert generator.events == ["snapshot", "clear", "generate", "put", "finish", "metrics"]
-    assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
+    assert [sample.sample_id for sample in store.inspector.list_samples("train")] == meta.sample_ids
     assert metrics == {"calls": 1}
 
 

@@ -41,7 +41,7 @@ def test_a_rollout_under_a_lost_lease_writes_nothing(actor_of, leasing):
     leasing.claim_meta("prompts", "generate", ["prompt"], 2)  # by another generator
     with pytest.raises(LeaseLostError):
         actor_of(Adder()).rollout_to_tq(batch_of(["1+2="] * 2), partition_id="prompts", claim=claim)
-    samples = leasing.list_samples("prompts")
+    samples = leasing.inspector.list_samples("prompts")
     assert [sorted(sample.fields) for sample in samples] == [["prompt"]] * 2
 
 
@@ -72,4 +72,4 @@ def test_a_claim_that_does_not_fit_is_refused_before_generation(actor_of, leasin
             batch_of(["1+2="] * 2), partition_id="prompts", claim=unleased
         )
     assert adder.events == []
-    assert leasing.list_samples("prompts")[0].fields == ("prompt",)
+    assert leasing.inspector.list_samples("prompts")[0].fields == ("prompt",)

@@ -102,7 +102,7 @@ def test_columns_that_do_not_fit_are_refused_before_generation(actor_of, store):
 
 def test_the_kinds_that_are_checked_are_those_that_are_put(actor_of, store):
     actor_of().rollout_to_tq(batch_of(["1+2="]), partition_id="train")
-    (summary,) = store.list_partitions()
+    (summary,) = store.inspector.list_partitions()
     put = {field.name: field.kind for field in summary.fields if field.kind is not None}
     assert PAYLOAD_KINDS.items() <= put.items()
 
@@ -137,5 +137,5 @@ def test_backend_without_weight_versions_has_no_column(actor_of, store):
     _, carry, metrics, _ = actor_of().rollout_to_tq(batch, partition_id="train")
     assert "weight_versions" not in carry
     assert "mixed_weight_version_rate" not in metrics
-    (summary,) = store.list_partitions()
+    (summary,) = store.inspector.list_partitions()
     assert "weight_versions" not in {field.name for field in summary.fields}

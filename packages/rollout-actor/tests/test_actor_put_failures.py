@@ -49,10 +49,10 @@ def test_failure_after_the_put_withdraws_the_samples(actor_of, store, fails, lea
         actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
     assert not hasattr(caught.value, "__notes__")
     assert claimed[0].size == 1
-    assert store.list_samples("train") == []
+    assert store.inspector.list_samples("train") == []
     actor.policy_generation.fails = None
     meta, *_ = actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
-    assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
+    assert [sample.sample_id for sample in store.inspector.list_samples("train")] == meta.sample_ids
 
 
 def test_claim_after_a_failure_waits_for_the_retry(actor_of, store):
@@ -89,10 +89,10 @@ def test_put_with_a_lost_answer_is_withdrawn(actor_of, store, monkeypatch, error
         with pytest.raises(type(error), match=str(error)) as caught:
             actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
     assert not hasattr(caught.value, "__notes__")
-    assert store.list_samples("train") == []
+    assert store.inspector.list_samples("train") == []
     assert actor.policy_generation.events[-1] == "finish"
     meta, *_ = actor.rollout_to_tq(batch_of(["1+2="] * 2), partition_id="train")
-    assert [sample.sample_id for sample in store.list_samples("train")] == meta.sample_ids
+    assert [sample.sample_id for sample in store.inspector.list_samples("train")] == meta.sample_ids
 
 
 def test_a_refused_put_withdraws_nothing(actor_of, store, monkeypatch):

@@ -81,7 +81,7 @@ def main(text):
     client = build_data_plane_client(PLANE)
     app = create_app(
         Settings(poll_s=0.05, jaeger_url="http://jaeger.example:16686", **given),
-        inspector=client,
+        inspector=client.inspector,
     )
 
     def feed(url):

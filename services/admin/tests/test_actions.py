@@ -26,7 +26,7 @@ def plane():
 
 @pytest.fixture
 def client(make_app, plane):
-    app = make_app(inspector=plane, token=TOKEN, allow_actions=True, poll_s=0.02)
+    app = make_app(inspector=plane.inspector, token=TOKEN, allow_actions=True, poll_s=0.02)
     headers = {"authorization": f"Bearer {TOKEN}"}
     with TestClient(app, base_url="http://localhost", headers=headers) as client:
         until(lambda: client.get("/readyz").json()["live"] == "attached")
@@ -52,7 +52,7 @@ def audit(client):
 def test_clearing_samples_is_recorded(client, plane):
     answer = act(client, "clear", sample_ids=["s0", "s1"])
     assert answer.status_code == 200, answer.text
-    assert [sample.sample_id for sample in plane.list_samples("train")] == ["s2", "s3"]
+    assert [sample.sample_id for sample in plane.inspector.list_samples("train")] == ["s2", "s3"]
     [entry] = audit(client)
     assert (entry["action"], entry["target"]) == ("clear", "train")
     assert entry["actor"] == "token from testclient"
@@ -86,7 +86,7 @@ def test_an_action_that_cannot_be_recorded_does_not_run(client, plane, monkeypat
     assert answer.status_code == 503
     assert "nothing was changed" in answer.json()["detail"]
     assert "the disk is full" in answer.json()["detail"]
-    assert len(plane.list_samples("train")) == 4
+    assert len(plane.inspector.list_samples("train")) == 4
 
 
 @pytest.mark.parametrize(("sample_ids", "status"), [(["s0"], 200), (["s1"], 409)])
@@ -110,14 +110,14 @@ def test_an_unrecorded_outcome_is_still_answered(client, plane, monkeypatch, sam
         assert sentence.startswith(
             "samples of partition 'train' cleared: 1; the audit log has no outcome"
         )
-        assert len(plane.list_samples("train")) == 3
+        assert len(plane.inspector.list_samples("train")) == 3
     else:
         assert "are leased" in answer.json()["detail"]
 
 
 def test_a_cleared_partition_is_no_longer_listed(client, plane):
     assert act(client, "clear").status_code == 200
-    assert plane.list_partitions() == []
+    assert plane.inspector.list_partitions() == []
     until(lambda: client.get("/api/v1/partition", params={"id": "train"}).status_code == 404)
 
 
@@ -161,7 +161,7 @@ def test_an_unexpired_claim_is_ended_on_request_only(client, plane):
 def test_a_refused_action_is_recorded(client, plane, action, change, status):
     answer = act(client, action, **change)
     assert answer.status_code == status
-    assert len(plane.list_samples("train")) == 4
+    assert len(plane.inspector.list_samples("train")) == 4
     [entry] = audit(client)
     assert entry["outcome"] == f"failed: {answer.json()['detail']}"
 
@@ -182,7 +182,7 @@ def test_a_refused_action_is_recorded(client, plane, action, change, status):
 )
 def test_an_invalid_action_is_refused_unrecorded(client, plane, change):
     assert act(client, "clear", **change).status_code == 422
-    assert len(plane.list_samples("train")) == 4
+    assert len(plane.inspector.list_samples("train")) == 4
     assert audit(client) == []
 
 
@@ -225,12 +225,12 @@ def test_invalid_tags_are_refused_unrecorded(client, tags):
 
 
 def test_disabled_actions_have_no_routes(make_app, plane):
-    app = make_app(inspector=plane, token=TOKEN)
+    app = make_app(inspector=plane.inspector, token=TOKEN)
     headers = {"authorization": f"Bearer {TOKEN}"}
     client = TestClient(app, base_url="http://localhost", headers=headers)
     for action in ("clear", "reset-consumption", "end-claim", "tag-run"):
         assert act(client, action).status_code == 404
-    assert len(plane.list_samples("train")) == 4
+    assert len(plane.inspector.list_samples("train")) == 4
 
 
 def test_the_audit_log_is_read_page_by_page(client):

@@ -186,7 +186,13 @@ class Plane(InMemoryDataPlaneClient):
 
     used, reachable = 10, True
 
-    def list_storage(self):
+    @property
+    def inspector(self):
+        inspector = super().inspector
+        inspector.list_storage = self._list_storage
+        return inspector
+
+    def _list_storage(self):
         if not self.reachable:
             raise UnavailableError("unit: no answer")
         free = 100 - self.used
@@ -195,7 +201,7 @@ class Plane(InMemoryDataPlaneClient):
 
 def test_a_full_storage_unit_is_raised_and_cleared(alerted):
     with Plane({"enabled": True, "impl": "in_memory"}) as plane:
-        job = alerted(rule("store_full", 0.9), inspector=plane, poll_s=0.05)
+        job = alerted(rule("store_full", 0.9), inspector=plane.inspector, poll_s=0.05)
         plane.used = 95
         [alert] = until(lambda: job.get("alerts")["raised"])
         assert (alert["subject"], alert["value"]) == ("unit", 0.95)

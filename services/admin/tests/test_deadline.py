@@ -24,8 +24,9 @@ def client(make_app, monkeypatch):
         batch = TensorDict({"a": torch.zeros(1)}, [1])
         plane.put_samples(["first"], "p00", batch, [{"group": "g"}])
         for name in ("read_sample", "find_samples"):
-            monkeypatch.setattr(plane, name, slowly(getattr(plane, name)))
-        app = make_app(inspector=plane, poll_s=0.05, ask_s=ASK_S)
+            inspector = type(plane.inspector)
+            monkeypatch.setattr(inspector, name, slowly(getattr(inspector, name)))
+        app = make_app(inspector=plane.inspector, poll_s=0.05, ask_s=ASK_S)
         with TestClient(app, base_url="http://localhost") as client:
             until(lambda: len(client.get("/api/v1/partitions").json()["partitions"]) == PARTITIONS)
             yield client

@@ -62,7 +62,7 @@ def plane():
 
 @pytest.fixture
 def watched(plane):
-    return Watched(plane)
+    return Watched(plane.inspector)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_blocked_claim_comes_first_with_its_fields(plane, watched, start_polling
         plane.claim_meta("train", task, ["a"], 1, blocking=False)
 
     def list_partitions():
-        (summary,) = plane.list_partitions()
+        (summary,) = plane.inspector.list_partitions()
         idle, waiting = summary.tasks
         return [replace(summary, tasks=(idle, replace(waiting, blocked_claim_fields=("a", "c"))))]
 
@@ -278,7 +278,7 @@ def test_the_number_of_stuck_tasks_is_bounded(plane, start_polling):
 
 
 def test_closing_ends_the_thread(job_class, make_app, plane):
-    with job_class(make_app(inspector=plane)) as job:
+    with job_class(make_app(inspector=plane.inspector)) as job:
         until(lambda: live(job)["attached"])
     assert "dataplane-admin-live" not in {thread.name for thread in threading.enumerate()}
 
@@ -352,11 +352,11 @@ class _Slow:
 
 def test_scans_stay_within_their_share_of_time(plane):
     plane.register_partition("train", ["a"], 8, ["t"])
-    slow = _Slow(plane)
+    slow = _Slow(plane.inspector)
     scanner = Scanner(clock=lambda: slow.now)
     for number in range(2_000):
         put(plane, [f"s{number}"], "a")
-        scanner.scan(slow, plane.list_partitions(), [], lambda: False)
+        scanner.scan(slow, plane.inspector.list_partitions(), [], lambda: False)
         slow.now += 0.5
     assert 0.5 * SHARE < slow.pages / slow.now < 1.05 * SHARE
 
@@ -364,9 +364,9 @@ def test_scans_stay_within_their_share_of_time(plane):
 def test_shown_partitions_are_scanned_first(plane):
     for name in ("a", "b", "c"):
         plane.register_partition(name, ["x"], 8, ["t"])
-    slow = _Slow(plane)
+    slow = _Slow(plane.inspector)
     scanner = Scanner(clock=lambda: slow.now)
-    assert set(scanner.scan(slow, plane.list_partitions(), ["c"], lambda: False)) == {"c"}
+    assert set(scanner.scan(slow, plane.inspector.list_partitions(), ["c"], lambda: False)) == {"c"}
 
 
 @settings(max_examples=50)

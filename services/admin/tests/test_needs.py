@@ -15,7 +15,7 @@ def job(job_of):
     with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
         plane.register_partition("train", ["x", "y"], 8, TASKS)
         plane.put_samples(["a"], "train", TensorDict({"x": torch.zeros(1)}, [1]))
-        job = job_of(inspector=plane, poll_s=0.02, stuck_after_s=1.0)
+        job = job_of(inspector=plane.inspector, poll_s=0.02, stuck_after_s=1.0)
         until(lambda: job.get("partitions")["partitions"])
         yield job
 

@@ -92,21 +92,21 @@ def test_an_inconsistent_read_reports_its_duration(plane):
             return write_after
 
     assert read_moment(Busy(), "train", start=0, limit=1).spread_s > 0.0
-    moment = read_moment(plane, "train", start=0, limit=1)
+    moment = read_moment(plane.inspector, "train", start=0, limit=1)
     assert moment.spread_s == 0.0
     check(moment)
 
 
 def test_a_missing_partition_is_named(plane):
     with pytest.raises(PartitionNotFoundError, match="'gone'"):
-        read_moment(plane, "gone", start=0, limit=1)
+        read_moment(plane.inspector, "gone", start=0, limit=1)
 
 
 @pytest.fixture
 def client(plane, tmp_path):
     # Polled once, before any put: later data on a page is from its own read.
     settings = Settings(store_url=f"sqlite:///{tmp_path / 'store.sqlite'}", poll_s=3600.0)
-    app = create_app(settings, inspector=plane)
+    app = create_app(settings, inspector=plane.inspector)
     with TestClient(app, base_url="http://127.0.0.1") as asking:
         until(lambda: asking.get("/api/v1/status").json()["live"]["at_ns"] is not None)
         yield asking
@@ -134,7 +134,7 @@ def test_without_an_answer_the_page_shows_the_newest_poll(client, plane, monkeyp
     def fails(*_args, **_kwargs):
         raise UnavailableError("the directory is gone")
 
-    monkeypatch.setattr(plane, "list_samples", fails)
+    monkeypatch.setattr(type(plane.inspector), "list_samples", fails)
     html = client.get("/partition", params={"id": "train"}).text
     assert facts(html)["Present"] == "0"
     assert "Cannot list samples: the directory is gone" in html

@@ -31,7 +31,7 @@ def app(make_app):
     with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
         plane.register_partition("train", ["a"], 4, ["t"])
         plane.put_samples(["s0"], "train", TensorDict({"a": torch.zeros(1)}, [1]))
-        app = make_app(inspector=plane, token=TOKEN, allow_actions=True, poll_s=0.02)
+        app = make_app(inspector=plane.inspector, token=TOKEN, allow_actions=True, poll_s=0.02)
         app.state.live.start()
         until(lambda: app.state.live.snapshot.attached)
 

@@ -262,7 +262,7 @@ def test_pending_prompts_are_put_before_those_of_the_stream(prompts, client):
 
 
 class ClearsWhileListing:
-    """Client whose `list_samples` clears groups after each page."""
+    """Client whose inspector clears groups after each page of samples."""
 
     def __init__(self, client, cleared):
         self._client, self._cleared = client, iter(cleared)
@@ -270,8 +270,14 @@ class ClearsWhileListing:
     def __getattr__(self, name):
         return getattr(self._client, name)
 
-    def list_samples(self, partition_id, *, start, limit):
-        page = self._client.list_samples(partition_id, start=start, limit=4)
+    @property
+    def inspector(self):
+        inspector = self._client.inspector
+        inspector.list_samples = self._list_samples
+        return inspector
+
+    def _list_samples(self, partition_id, *, start, limit):
+        page = self._client.inspector.list_samples(partition_id, start=start, limit=4)
         ids = [
             f"{position:09d}_g{number}" for position in next(self._cleared, ()) for number in (0, 1)
         ]
@@ -352,7 +358,7 @@ def test_run_survives_replacement_that_dies_while_it_joins(configure_async, meth
     calls.remove = removed.append
     calls.is_dead, calls.is_alive = lambda name: False, lambda name: True
     fleet._weight_sync = SimpleNamespace(sync=lambda version: None)
-    fleet._client = SimpleNamespace(list_claims=lambda partition: [])
+    fleet._client = SimpleNamespace(inspector=SimpleNamespace(list_claims=lambda partition: []))
     fleet.replace_lost(1)
     calls.failing[method] = WorkerError(f"{method} failed")
     fleet.replace_lost(2)

@@ -33,7 +33,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.factory import build_data_plane_client
 from dataplane_core.held_claim import held_claim
-from dataplane_core.inspector import DataPlaneActions, DataPlaneInspector
+from dataplane_core.inspector import DataPlaneActions, DataPlaneInspector, StoreInspector
 from dataplane_core.ledger import (
     AssignmentSummary,
     ClaimSummary,
@@ -112,6 +112,7 @@ __all__ = [
     "SchemaMismatchError",
     "StatePage",
     "StorageSummary",
+    "StoreInspector",
     "StreamingDataLoader",
     "StreamingDataset",
     "TagFilter",

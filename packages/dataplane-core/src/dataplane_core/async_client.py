@@ -119,18 +119,6 @@ class AsyncDataPlaneClient:
     renew = _coroutine_method(DataPlaneClient.renew)
     release = _coroutine_method(DataPlaneClient.release)
     read_origins = _coroutine_method(DataPlaneClient.read_origins)
-    count_samples = _coroutine_method(DataPlaneClient.count_samples)
-    list_partitions = _coroutine_method(DataPlaneClient.list_partitions)
-    list_storage = _coroutine_method(DataPlaneClient.list_storage)
-    list_samples = _coroutine_method(DataPlaneClient.list_samples)
-    list_claims = _coroutine_method(DataPlaneClient.list_claims)
-    list_assignments = _coroutine_method(DataPlaneClient.list_assignments)
-    read_totals = _coroutine_method(DataPlaneClient.read_totals)
-    read_sample = _coroutine_method(DataPlaneClient.read_sample)
-    find_samples = _coroutine_method(DataPlaneClient.find_samples)
-    scan_states = _coroutine_method(DataPlaneClient.scan_states)
-    reset_consumption = _coroutine_method(DataPlaneClient.reset_consumption)
-    end_claim = _coroutine_method(DataPlaneClient.end_claim)
 
     async def claim_meta(
         self,

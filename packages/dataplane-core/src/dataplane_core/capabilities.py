@@ -14,14 +14,14 @@ class Capabilities:
         no_torn_rows: a (sample, field) is visible to claims only after its bytes are readable.
         exclusive_claims: two claims of one task never share a sample.
         leases: with ``claim_lease_s``, samples whose lease expired can be claimed again.
-        conservation: `DataPlaneClient.count_samples` accounts for every sample ever put.
+        conservation: `DataPlaneInspector.count_samples` accounts for every sample ever put.
         safe_clear: clearing leased samples is refused unless forced.
         backpressure: a put past capacity waits, then raises `CapacityExceeded`.
         bounded_waits: every blocking call has a deadline and a typed error.
         survivable: a dead controller, unit or peer gives a typed error within seconds.
         group_claims: with ``grpo_group_size``, a claim takes complete groups.
         origins: `DataPlaneClient.read_origins` returns the puts that wrote a field.
-        inspection: the client is a `DataPlaneInspector` and has `DataPlaneActions`.
+        inspection: the client's ``inspector`` reads the store, and changes it for an operator.
         withdrawal: a blocking claim waits for replacements of withdrawn samples.
         named_claims: a claim of given ``sample_ids`` takes exactly these.
         claim_order: samples are claimed in the order that ``claim_order`` configures.

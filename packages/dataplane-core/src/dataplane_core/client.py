@@ -35,8 +35,8 @@ class DataPlaneClient(OptionalMethods, ABC):
     - by key, for stages that know their ids: `put_samples`, `get_samples`, `clear_samples`;
     - lifecycle: `close`. A client is also a context manager.
 
-    The methods that inspect a store are in `DataPlaneInspector`; those with which an operator
-    changes it are in `DataPlaneActions`.
+    Inspection of the store, and an operator's changes, are in the client's ``inspector``, a
+    `StoreInspector`.
 
     A put makes its fields visible; there is no separate "stage finished" call. Clients are
     thread-safe.

@@ -2,7 +2,8 @@
 
 The documented methods are ``register_partition``, ``claim_meta``, ``get_data``,
 ``check_consumption_status``, ``put_samples``, ``get_samples``, ``clear_samples`` and ``close``.
-Other methods that the client has are used as they are; `DataPlaneClient` provides the rest.
+Other methods that the client has are used as they are; `DataPlaneClient` provides the rest. The
+inspector is the client's ``inspector``, or the client itself if it has all methods of one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any  # Any: a client of another package
 from dataplane_core.arguments import argument_type_error
 from dataplane_core.capabilities import Capabilities
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.inspector import StoreInspector
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -61,6 +63,11 @@ class _DocumentedClient(DataPlaneClient):
         """Key of the wrapped client's store; see `DataPlaneClient.store_key`."""
         key: Hashable = getattr(self._client, "store_key", self._client)
         return key
+
+    @property
+    def inspector(self) -> StoreInspector:
+        inspector = getattr(self._client, "inspector", self._client)
+        return inspector if isinstance(inspector, StoreInspector) else super().inspector
 
 
 _DocumentedClient.__abstractmethods__ = frozenset()  # `as_client` checked that the client has them

@@ -1,8 +1,7 @@
-"""`DataPlaneInspector` and `DataPlaneActions`: inspection of a store, and changes by an operator.
+"""`StoreInspector`: inspection of a store, and changes by an operator.
 
-A client with ``capabilities.inspection`` implements both; most methods call its ``inspector``. An
-inspection changes nothing. In a partition of 100,000 samples it blocks the store for less than
-10 ms at a time.
+A client with ``capabilities.inspection`` has one, its ``inspector``. An inspection changes nothing.
+In a partition of 100,000 samples it blocks the store for less than 10 ms at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 class DataPlaneInspector(Protocol):
     """Methods that read a store's contents, claims and states.
 
-    Each may also raise `UnavailableError`. Every client has these methods, so use
-    ``capabilities.inspection``, not ``isinstance``, to know whether they work: without it they may
-    raise `UnsupportedError`.
+    Each may also raise `UnavailableError`, or `UnsupportedError` if the store does not know the
+    answer.
     """
 
     def list_partitions(self) -> list[PartitionSummary]:
@@ -115,8 +113,13 @@ class DataPlaneInspector(Protocol):
         """
 
 
-class ConsumptionActions(Protocol):
-    """Operator's changes to the samples that tasks have claimed."""
+class DataPlaneActions(Protocol):
+    """Methods with which an operator changes a store."""
+
+    def clear_samples(
+        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
+    ) -> None:
+        """Drop samples; see `DataPlaneClient.clear_samples`."""
 
     def reset_consumption(self, partition_id: str, task_name: str, sample_ids: list[str]) -> int:
         """Make samples that a task has acknowledged claimable by it again.
@@ -154,14 +157,6 @@ class ConsumptionActions(Protocol):
         """
 
 
-class DataPlaneActions(ConsumptionActions, Protocol):
-    """Methods with which an operator changes a store."""
-
-    def clear_samples(
-        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
-    ) -> None:
-        """Drop samples; see `DataPlaneClient.clear_samples`."""
-
-
-class StoreInspector(DataPlaneInspector, ConsumptionActions, Protocol):
-    """Type of a client's ``inspector``."""
+@runtime_checkable
+class StoreInspector(DataPlaneInspector, DataPlaneActions, Protocol):
+    """Type of a client's ``inspector``; it works until the client is closed."""

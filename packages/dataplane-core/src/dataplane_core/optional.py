@@ -7,25 +7,20 @@ raise `UnsupportedError`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar  # Any: tags
+from typing import TYPE_CHECKING, Any, Protocol  # Any: tags
 
 from dataplane_core.boundary import check_clear, check_put, check_read
 from dataplane_core.errors import MissingDataError, SamplesLeasedError, UnsupportedError
-from dataplane_core.inspector import ConsumptionActions, DataPlaneInspector, StoreInspector
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
     from tensordict import TensorDict
 
+    from dataplane_core.inspector import StoreInspector
     from dataplane_core.meta import KVBatchMeta
     from dataplane_core.schema import Form
     from dataplane_core.tensors.columns import Column
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SampleStore(Protocol):
@@ -182,19 +177,6 @@ class LeasedClaims:
         raise _unsupported(self, "leases")
 
 
-def _inspector_method(
-    method: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[OptionalMethods, P], T]:
-    """Return a client's method that calls the same method of its inspector."""
-
-    @functools.wraps(method)
-    def inspect(self: OptionalMethods, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = getattr(self.inspector, method.__name__)(*args, **kwargs)
-        return result
-
-    return inspect
-
-
 class OptionalMethods(PaddedColumns, LeasedClaims):
     """All optional methods of a client: columns, leases, origins, withdrawal, and its inspector."""
 
@@ -202,26 +184,10 @@ class OptionalMethods(PaddedColumns, LeasedClaims):
     def inspector(self) -> StoreInspector:
         """The inspector of the store; for ``capabilities.inspection``.
 
-        The client has the same methods: it is also a `DataPlaneInspector` and a
-        `DataPlaneActions`.
-
         Raises:
             UnsupportedError: the store cannot be inspected.
         """
         raise _unsupported(self, "inspection and capabilities.conservation")
-
-    list_partitions = _inspector_method(DataPlaneInspector.list_partitions)
-    list_storage = _inspector_method(DataPlaneInspector.list_storage)
-    read_totals = _inspector_method(DataPlaneInspector.read_totals)
-    count_samples = _inspector_method(DataPlaneInspector.count_samples)
-    list_samples = _inspector_method(DataPlaneInspector.list_samples)
-    read_sample = _inspector_method(DataPlaneInspector.read_sample)
-    find_samples = _inspector_method(DataPlaneInspector.find_samples)
-    list_claims = _inspector_method(DataPlaneInspector.list_claims)
-    list_assignments = _inspector_method(DataPlaneInspector.list_assignments)
-    scan_states = _inspector_method(DataPlaneInspector.scan_states)
-    reset_consumption = _inspector_method(ConsumptionActions.reset_consumption)
-    end_claim = _inspector_method(ConsumptionActions.end_claim)
 
     @property
     def store_key(self) -> Hashable:

@@ -169,7 +169,7 @@ class TQDataPlaneClient(DataPlaneClient):
 
     @property
     def inspector(self) -> DirectoryInspector:
-        return DirectoryInspector(self._ask_open)
+        return DirectoryInspector(self._ask_open, self.clear_samples)
 
     def register_partition(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from dataplane_core import (
@@ -30,10 +31,16 @@ class Ask(Protocol):
 
 
 class DirectoryInspector:
-    """Inspector of a client: each method sends requests to the directory."""
+    """Inspector of a client: each method sends requests to the directory.
 
-    def __init__(self, ask: Ask) -> None:
+    Args:
+        ask: `TQDataPlaneClient._ask_open`.
+        clear_samples: `TQDataPlaneClient.clear_samples`.
+    """
+
+    def __init__(self, ask: Ask, clear_samples: Callable[..., None]) -> None:
         self._ask = ask
+        self.clear_samples = clear_samples
 
     def _query(self, method: str, request: p.Request, answer: type[T]) -> T:
         partition_id = getattr(request, "partition_id", None)

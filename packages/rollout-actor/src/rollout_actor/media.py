@@ -107,7 +107,9 @@ def stored_media(client: DataPlaneClient, partition: PartitionSummary) -> MediaF
     names = {each.name for each in partition.fields if each.form == "shaped" and each.written}
     forms: MediaForms = {}
     start = 0
-    while names and (page := client.list_samples(partition.partition_id, start=start, limit=_PAGE)):
+    while names and (
+        page := client.inspector.list_samples(partition.partition_id, start=start, limit=_PAGE)
+    ):
         start += len(page)
         for sample in page:
             for name in sorted(names.intersection(sample.fields)):

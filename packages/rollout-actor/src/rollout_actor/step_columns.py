@@ -131,7 +131,7 @@ def find_partition(client: DataPlaneClient, partition_id: str) -> PartitionSumma
     """
     if not getattr(getattr(client, "capabilities", None), "inspection", False):
         return None
-    partitions = {summary.partition_id: summary for summary in client.list_partitions()}
+    partitions = {summary.partition_id: summary for summary in client.inspector.list_partitions()}
     if partition_id not in partitions:
         raise PartitionNotFoundError(
             f"rollout_to_tq: partition {partition_id!r} is not registered; registered: "

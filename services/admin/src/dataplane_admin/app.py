@@ -18,12 +18,12 @@ from dataplane_admin.service.service import NAME
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store, StoreUnavailable
 from dataplane_admin.web import OPEN_PREFIX, OTLP_PREFIX, add_layers, require_csrf
-from dataplane_core import DataPlaneInspector
+from dataplane_core import StoreInspector
 
 _OWN_PREFIXES = ("/api/", "/actions/", OPEN_PREFIX, OTLP_PREFIX)
 
 
-def create_app(settings: Settings, *, inspector: DataPlaneInspector | None = None) -> FastAPI:
+def create_app(settings: Settings, *, inspector: StoreInspector | None = None) -> FastAPI:
     """Return the admin service as an ASGI application with an open store.
 
     It polls the data plane during its lifespan, and then closes the store. ``app.state`` holds
@@ -105,7 +105,7 @@ def _is_own(app: FastAPI, root_path: str) -> bool:
     )
 
 
-def _live(settings: Settings, inspector: DataPlaneInspector | None, store: Store) -> Live | None:
+def _live(settings: Settings, inspector: StoreInspector | None, store: Store) -> Live | None:
     connector: Connector
     if inspector is not None:
         connector = LocalConnector(inspector)

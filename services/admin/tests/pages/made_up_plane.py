@@ -51,7 +51,7 @@ def task(name, present, acknowledged, leased, age_s, claim=None):
 
 
 class MadeUpPlane:
-    """A `DataPlaneInspector` with actions.
+    """A `StoreInspector` of made-up partitions.
 
     ``tick`` advances it, ``more`` has further partitions, and ``is_away`` fails all calls.
     """

@@ -354,7 +354,7 @@ def _live_partitions() -> list[PartitionSummary]:
     try:
         plane = {"enabled": True, "impl": "transfer_queue"}
         with build_data_plane_client(plane, bootstrap=False) as client:
-            return client.list_partitions()
+            return client.inspector.list_partitions()
     finally:
         ray.shutdown()
 

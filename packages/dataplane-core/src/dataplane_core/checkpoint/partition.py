@@ -85,7 +85,7 @@ def save_partition(
     unclaimed.
 
     Args:
-        client: a client with an inspector (``list_partitions``, ``list_samples``).
+        client: a client with an ``inspector``.
         partition_id: the partition.
         folder: a folder for this checkpoint alone.
         batch: samples held in memory at once, and stored in one pair of files; 1 to 10,000.
@@ -170,7 +170,7 @@ def restore_partition(
     name = saved.partition_id if partition_id is None else partition_id
     for number in range(saved.batches):
         _restored(checkpoint, number, saved.forms)
-    if any(summary.partition_id == name for summary in client.list_partitions()):
+    if any(summary.partition_id == name for summary in client.inspector.list_partitions()):
         raise InvalidRequestError(
             f"restore_partition: partition {name!r} is registered already; clear it with "
             "clear_samples(None, ...) or restore under another name"
@@ -325,7 +325,7 @@ def _malformed(checkpoint: VerifiedFolder, name: str, error: Exception) -> Check
 
 
 def _summary(client: DataPlaneClient, partition_id: str) -> PartitionSummary:
-    summaries = {summary.partition_id: summary for summary in client.list_partitions()}
+    summaries = {summary.partition_id: summary for summary in client.inspector.list_partitions()}
     if partition_id not in summaries:
         raise InvalidRequestError(
             f"save_partition: partition {partition_id!r} is not registered; registered: "
@@ -342,7 +342,7 @@ def _change_marks(summary: PartitionSummary) -> object:
 
 def _pages(client: DataPlaneClient, partition_id: str, batch: int) -> Iterator[list[SampleState]]:
     start = 0
-    while states := client.list_samples(partition_id, start=start, limit=batch):
+    while states := client.inspector.list_samples(partition_id, start=start, limit=batch):
         yield states
         start += len(states)
 

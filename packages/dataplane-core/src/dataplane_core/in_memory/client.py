@@ -129,7 +129,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
 
     @property
     def inspector(self) -> InMemoryInspector:
-        return InMemoryInspector(self._ledger)
+        return InMemoryInspector(self._ledger, self.clear_samples)
 
     def register_partition(
         self,

@@ -29,10 +29,16 @@ class InMemoryInspector:
 
     Args:
         open_ledger: `InMemoryDataPlaneClient._ledger`.
+        clear_samples: `InMemoryDataPlaneClient.clear_samples`.
     """
 
-    def __init__(self, open_ledger: Callable[..., AbstractContextManager[Ledger]]) -> None:
+    def __init__(
+        self,
+        open_ledger: Callable[..., AbstractContextManager[Ledger]],
+        clear_samples: Callable[..., None],
+    ) -> None:
         self._ledger = open_ledger
+        self.clear_samples = clear_samples
 
     def count_samples(
         self, partition_id: str, task_name: str, required_fields: list[str]

@@ -8,6 +8,7 @@ from collections import Counter
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.declaration import named_holders
 from dataplane_core.errors import ClaimTimeoutError
+from dataplane_core.inspector import StoreInspector
 from dataplane_core.process import process_name
 from dataplane_core.streaming.dataset import StreamingDataset
 
@@ -18,13 +19,13 @@ class LeaseWatch:
     """Watch on the claims of a task's consumers and the assignments of its ranks.
 
     Args:
-        client: one with ``capabilities.inspection``.
+        inspector: the inspector of the store.
         partition_id: the partition.
         task_name: the consumer task.
     """
 
-    def __init__(self, client: DataPlaneClient, partition_id: str, task_name: str) -> None:
-        self._client = client
+    def __init__(self, inspector: StoreInspector, partition_id: str, task_name: str) -> None:
+        self._inspector = inspector
         self._partition_id = partition_id
         self._task_name = task_name
         self._since: float | None = None
@@ -41,8 +42,8 @@ class LeaseWatch:
         than the inspector lists, the oldest are watched.
         """
         now = time.monotonic()  # before the query, so that `now - age` is never too late
-        claims = self._client.list_claims(self._partition_id)
-        assignments = self._client.list_assignments(self._partition_id)
+        claims = self._inspector.list_claims(self._partition_id)
+        assignments = self._inspector.list_assignments(self._partition_id)
         since = self._since
         if since is None:
             since = self._since = time.monotonic()
@@ -71,9 +72,9 @@ def wait_timeout(
     assigned = 0
     holders: Counter[str] = Counter()
     if client.capabilities.inspection:
-        assignments = client.list_assignments(partition_id)
+        assignments = client.inspector.list_assignments(partition_id)
         assigned = min(others, sum(each.samples for each in assignments if each.task == task_name))
-        for claim in client.list_claims(partition_id):
+        for claim in client.inspector.list_claims(partition_id):
             if claim.task == task_name:
                 holders[claim.owner] += claim.samples
     reasons = []

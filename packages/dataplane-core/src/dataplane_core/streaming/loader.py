@@ -415,7 +415,7 @@ class StreamingDataLoader:
         if not (promises.leases and promises.conservation):
             return 0
         dataset = self.dataset
-        counts = self._client.count_samples(
+        counts = self._client.inspector.count_samples(
             dataset.partition_id, dataset.task_name, dataset.required_fields
         )
         return max(0, counts.leased - self._held.samples)
@@ -432,7 +432,7 @@ class StreamingDataLoader:
         dataset = self.dataset
         watch = None
         if self._acknowledge_on == "commit" and self._client.capabilities.inspection:
-            watch = LeaseWatch(self._client, dataset.partition_id, dataset.task_name)
+            watch = LeaseWatch(self._client.inspector, dataset.partition_id, dataset.task_name)
         deadline = time.monotonic() + dataset.timeout_s
         next_check = 0.0
         while (held := self._count_held_by_others()) >= others:

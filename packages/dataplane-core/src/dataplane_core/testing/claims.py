@@ -335,8 +335,8 @@ class ClaimContract(StoreFixtures):
                 with pytest.raises(UnsupportedError, match="leases"):
                     method(meta)
         if client.capabilities.conservation:
-            counts = client.count_samples(partition, "train", ["x"])
+            counts = client.inspector.count_samples(partition, "train", ["x"])
             assert (counts.put, counts.ready, counts.not_ready) == (1, 0, 0)
         else:
             with pytest.raises(UnsupportedError, match="conservation"):
-                client.count_samples(partition, "train", ["x"])
+                client.inspector.count_samples(partition, "train", ["x"])

@@ -186,7 +186,9 @@ class ColumnContract(StoreFixtures):
         client.get_columns(["b"], partition, list(fields.keys()), forms=forms)
         assert forms == {"x": "ragged", "images": "shaped"}
         if client.capabilities.inspection:
-            summaries = {summary.partition_id: summary for summary in client.list_partitions()}
+            summaries = {
+                summary.partition_id: summary for summary in client.inspector.list_partitions()
+            }
             kept = {field.name: field.form for field in summaries[partition].fields}
             assert {name: form for name, form in kept.items() if form} == forms
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import uuid
 import warnings
 from collections.abc import Callable
@@ -236,6 +237,12 @@ objects_within: st.SearchStrategy[Any] = st.recursive(
 """Factories of Python values, which are or contain hostile ones."""
 
 
+def _call(client: DataPlaneClient, method: str, **arguments: Any) -> Any:
+    """Call a method of a client or of its inspector."""
+    owner = client if hasattr(client, method) else client.inspector
+    return getattr(owner, method)(**arguments)
+
+
 def outcome(call: Callable[..., Any], arguments: dict[str, Any]) -> tuple[type | None, Any]:
     """Return the type of a call's error, or None, and its result.
 
@@ -322,7 +329,8 @@ class HostileContract(StoreFixtures):
         for each in (reference, client):
             each.register_partition(partition, ["x", "y"], 8, ["logprob", "train"])
             each.put_samples(["a"], partition, batch(1, x=torch.tensor([7.0])), [{"k": 1}])
-            answers.append(outcome(getattr(each, method), arguments(partition)))
+            call = functools.partial(_call, each, method)
+            answers.append(outcome(call, arguments(partition)))
             states.append(stored(each, partition))
             each.clear_samples(None, partition, force=True)
             with contextlib.suppress(DataPlaneError), warnings.catch_warnings():

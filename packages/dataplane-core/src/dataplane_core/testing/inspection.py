@@ -12,12 +12,12 @@ import torch
 from dataplane_core import (
     ClaimTimeoutError,
     DataPlaneClient,
-    DataPlaneInspector,
     InvalidRequestError,
     LeaseLostError,
     PartitionNotFoundError,
     PartitionSummary,
     SamplesLeasedError,
+    StoreInspector,
     TaskSummary,
     UnknownTaskError,
 )
@@ -31,7 +31,9 @@ STATES = ("unclaimed", "assigned", "leased", "acknowledged")
 
 def summary(client: DataPlaneClient, partition: str) -> PartitionSummary:
     """Return the summary of a partition."""
-    [match] = [each for each in client.list_partitions() if each.partition_id == partition]
+    [match] = [
+        each for each in client.inspector.list_partitions() if each.partition_id == partition
+    ]
     return match
 
 
@@ -43,7 +45,7 @@ def task(client: DataPlaneClient, partition: str, name: str = "train") -> TaskSu
 
 def age(client: DataPlaneClient, partition: str, sample_id: str) -> float:
     """Return a sample's age in seconds."""
-    state = client.read_sample(partition, sample_id)
+    state = client.inspector.read_sample(partition, sample_id)
     assert state is not None
     assert state.age_s is not None
     return state.age_s
@@ -67,19 +69,19 @@ class InspectionContract(StateMachineContract):
         """Return whether the store reports the bytes of its fields."""
         return True
 
-    def test_client_is_an_inspector_and_declares_inspection(self, client: DataPlaneClient) -> None:
+    def test_client_has_an_inspector_and_declares_inspection(self, client: DataPlaneClient) -> None:
         assert client.capabilities.inspection
-        assert isinstance(client, DataPlaneInspector)
-        assert isinstance(client.inspector, DataPlaneInspector)
+        assert isinstance(client.inspector, StoreInspector)
 
-    def test_inspector_and_client_return_the_same(
-        self, client: DataPlaneClient, partition: str
+    def test_inspector_clears_as_the_client_does(
+        self, client: DataPlaneClient, leasing: DataPlaneClient, partition: str
     ) -> None:
-        put(client, partition, ["a", "b"])
-        client.claim_meta(partition, "train", ["x"], 1)
-        assert client.inspector.scan_states(partition) == client.scan_states(partition)
-        assert client.inspector.reset_consumption(partition, "train", ["a", "b"]) == 1
-        assert client.count_samples(partition, "train", ["x"]).ready == 2
+        put(client, partition, ["a", "b", "c"])
+        leasing.claim_meta(partition, "train", ["x"], 1)
+        with pytest.raises(SamplesLeasedError):
+            client.inspector.clear_samples(["a", "b"], partition)
+        client.inspector.clear_samples(["a", "b"], partition, force=True)
+        assert [each.sample_id for each in client.inspector.list_samples(partition)] == ["c"]
 
     def test_bytes_of_fields_follow_puts_overwrites_and_clears(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str, reports_bytes: bool
@@ -132,14 +134,14 @@ class InspectionContract(StateMachineContract):
         assert changed()
         leasing.release(held.slice(1, 2))
         assert changed()
-        client.reset_consumption(partition, "train", claimed.sample_ids)
+        client.inspector.reset_consumption(partition, "train", claimed.sample_ids)
         assert changed()
         client.clear_samples(["d"], partition)
         assert changed()
         client.get_samples(["a"], partition, ["x"])
-        client.list_samples(partition)
-        client.scan_states(partition)
-        client.count_samples(partition, "train", ["x"])
+        client.inspector.list_samples(partition)
+        client.inspector.scan_states(partition)
+        client.inspector.count_samples(partition, "train", ["x"])
         assert not changed()
         client.clear_samples(None, partition)
         client.register_partition(partition, ["x"], 1, ["train"])
@@ -161,7 +163,7 @@ class InspectionContract(StateMachineContract):
         assert is_oldest("a")
         client.claim_meta(partition, "train", ["x"], 2)
         assert is_oldest("c")
-        assert client.reset_consumption(partition, "train", ["b"]) == 1
+        assert client.inspector.reset_consumption(partition, "train", ["b"]) == 1
         assert is_oldest("b")
         client.clear_samples(["b"], partition)
         assert is_oldest("c")
@@ -179,26 +181,27 @@ class InspectionContract(StateMachineContract):
         put(client, partition, list("abcd"))
         claimed = client.claim_meta(partition, "train", ["x"], 2, dp_rank=0, dp_world=2)
         assert (task(peer, partition).unclaimed, task(peer, partition).assigned) == (0, 2)
-        [assigned] = peer.list_assignments(partition)
+        [assigned] = peer.inspector.list_assignments(partition)
         assert (assigned.task, assigned.rank) == ("train", 1)
         assert (assigned.world, assigned.samples) == (2, 2)
         assert (assigned.expires_in_s, assigned.seen_s) == (None, None)
         assert task(peer, partition).oldest_unclaimed_s is not None
-        states = peer.scan_states(partition)
+        states = peer.inspector.scan_states(partition)
         column = dict(zip("abcd", states.states[states.tasks.index("train") :: 2], strict=True))
         assert column == {each: 3 if each in claimed.sample_ids else 1 for each in "abcd"}
         client.claim_meta(partition, "train", ["x"], 2, dp_rank=1, dp_world=2)
         assert task(peer, partition).oldest_unclaimed_s is None
-        assert (task(peer, partition).assigned, peer.list_assignments(partition)) == (0, [])
+        assert task(peer, partition).assigned == 0
+        assert peer.inspector.list_assignments(partition) == []
         for rank in (1, 1, 0):
             leasing.claim_meta(partition, "logprob", ["x"], 1, dp_rank=rank, dp_world=2)
-        [assigned] = peer.list_assignments(partition)
+        [assigned] = peer.inspector.list_assignments(partition)
         assert (assigned.task, assigned.rank, assigned.samples) == ("logprob", 0, 1)
         assert assigned.expires_in_s is not None
         assert 900 < assigned.expires_in_s <= 1000
         assert assigned.seen_s is not None
         assert 0 <= assigned.seen_s < 100
-        assert [each.rank for each in peer.list_claims(partition)] == [1, 1, 0]
+        assert [each.rank for each in peer.inspector.list_claims(partition)] == [1, 1, 0]
 
     def test_claim_summary_has_owner_samples_and_ages(
         self, leasing: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -206,7 +209,7 @@ class InspectionContract(StateMachineContract):
         put(leasing, partition, list("abc"))
         first = leasing.claim_meta(partition, "train", ["x"], 2)
         second = leasing.claim_meta(partition, "train", ["x"], 1)
-        listed = peer.list_claims(partition)
+        listed = peer.inspector.list_claims(partition)
         assert [(each.task, each.samples) for each in listed] == [("train", 2), ("train", 1)]
         assert listed[0].owner.endswith(f":{os.getpid()}")
         assert listed[0].age_s >= listed[1].age_s >= 0
@@ -214,14 +217,14 @@ class InspectionContract(StateMachineContract):
         oldest = task(peer, partition).oldest_claim
         assert oldest is not None
         assert (oldest.claim, oldest.samples) == (listed[0].claim, 2)
-        state = peer.read_sample(partition, second.sample_ids[0])
+        state = peer.inspector.read_sample(partition, second.sample_ids[0])
         assert state is not None
         assert state.claims == {"train": listed[1].claim}
         leasing.acknowledge(first.slice(0, 1))
-        assert [each.samples for each in peer.list_claims(partition)] == [1, 1]
+        assert [each.samples for each in peer.inspector.list_claims(partition)] == [1, 1]
         leasing.acknowledge(first.slice(1, 2))
         leasing.release(second)
-        assert peer.list_claims(partition) == []
+        assert peer.inspector.list_claims(partition) == []
         assert task(peer, partition).oldest_claim is None
 
     def test_blocked_claim_of_another_process_names_the_holder(
@@ -246,7 +249,10 @@ class InspectionContract(StateMachineContract):
         put(leasing, partition, ["a"])
         meta = leasing.claim_meta(partition, "train", ["x"], 1)
         secret = lease_token(meta).partition(".")[2]
-        shown = [*leasing.list_claims(partition), leasing.read_sample(partition, "a")]
+        shown = [
+            *leasing.inspector.list_claims(partition),
+            leasing.inspector.read_sample(partition, "a"),
+        ]
         assert len(secret) >= 16
         assert secret not in repr(shown)
 
@@ -255,11 +261,11 @@ class InspectionContract(StateMachineContract):
     ) -> None:
         client.put_samples(["a"], partition, batch(1, x=torch.ones(1)), [{"v": 1}])
         client.claim_meta(partition, "train", ["x"], 1)
-        state = peer.read_sample(partition, "a")
+        state = peer.inspector.read_sample(partition, "a")
         assert state is not None
         assert (state.sample_id, state.fields, state.tags) == ("a", ("x",), {"v": 1})
         assert state.tasks == {"logprob": "unclaimed", "train": "acknowledged"}
-        assert peer.read_sample(partition, "b") is None
+        assert peer.inspector.read_sample(partition, "b") is None
 
     def test_samples_are_found_by_an_equal_tag_in_the_order_of_puts(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -275,7 +281,7 @@ class InspectionContract(StateMachineContract):
         client.put_samples(list("abcdef"), partition, batch(6, x=torch.ones(6)), tags)
 
         def find(value: object, limit: int = 100) -> str:
-            states = peer.find_samples(partition, tag="v", value=value, limit=limit)
+            states = peer.inspector.find_samples(partition, tag="v", value=value, limit=limit)
             return "".join(state.sample_id for state in states)
 
         assert find(1) == "ad"
@@ -284,11 +290,11 @@ class InspectionContract(StateMachineContract):
         assert find("1") == "e"
         assert find(None) == "f"
         assert find(3) == ""
-        assert peer.find_samples(partition, tag="unknown", value=1) == []
+        assert peer.inspector.find_samples(partition, tag="unknown", value=1) == []
         with pytest.raises(InvalidRequestError, match="'v'"):
-            peer.find_samples(partition, tag="v", value=[1])
+            peer.inspector.find_samples(partition, tag="v", value=[1])
         with pytest.raises(InvalidRequestError, match="limit"):
-            peer.find_samples(partition, tag="v", value=1, limit=-1)
+            peer.inspector.find_samples(partition, tag="v", value=1, limit=-1)
 
     def test_scan_has_the_same_states_as_the_listing(
         self,
@@ -303,9 +309,9 @@ class InspectionContract(StateMachineContract):
         client.claim_meta(partition, "train", ["x"], 6)
         leasing.claim_meta(partition, "train", ["x"], 4)
         client.claim_meta(partition, "train", ["x"], 2, dp_rank=1, dp_world=2)
-        listed = peer.list_samples(partition, limit=20)
+        listed = peer.inspector.list_samples(partition, limit=20)
         for start, limit in ((0, 10_000), (0, 7), (7, 7), (14, 7), (20, 7)):
-            page = peer.scan_states(partition, start=start, limit=limit)
+            page = peer.inspector.scan_states(partition, start=start, limit=limit)
             rows = listed[start : start + limit]
             assert (page.total, page.start) == (20, start)
             assert sorted(page.fields) == ["x", "y", "z"]
@@ -323,7 +329,8 @@ class InspectionContract(StateMachineContract):
 
         def listed(start: int, limit: int) -> list[str]:
             return [
-                each.sample_id for each in peer.list_samples(partition, start=start, limit=limit)
+                each.sample_id
+                for each in peer.inspector.list_samples(partition, start=start, limit=limit)
             ]
 
         assert listed(0, 10_000) == ids
@@ -335,10 +342,10 @@ class InspectionContract(StateMachineContract):
     def test_pages_are_limited(self, client: DataPlaneClient, partition: str) -> None:
         for start, limit in ((0, 10_001), (-1, 5), (0, -1)):
             with pytest.raises(InvalidRequestError, match=r"start is -1|limit is"):
-                client.scan_states(partition, start=start, limit=limit)
+                client.inspector.scan_states(partition, start=start, limit=limit)
             with pytest.raises(InvalidRequestError, match=r"start is -1|limit is"):
-                client.list_samples(partition, start=start, limit=limit)
-        empty = client.scan_states(partition)
+                client.inspector.list_samples(partition, start=start, limit=limit)
+        empty = client.inspector.scan_states(partition)
         assert (empty.total, empty.written, empty.states) == (0, b"", b"")
 
     def test_consumed_samples_can_be_made_claimable_again(
@@ -348,8 +355,8 @@ class InspectionContract(StateMachineContract):
         client.claim_meta(partition, "train", ["x"], 3)
         client.claim_meta(partition, "logprob", ["x"], 4)
         ids = ["a", "b", "a", "d", "unknown"]
-        assert peer.reset_consumption(partition, "train", ids) == 2
-        counts = client.count_samples(partition, "train", ["x"])
+        assert peer.inspector.reset_consumption(partition, "train", ids) == 2
+        counts = client.inspector.count_samples(partition, "train", ["x"])
         assert (counts.put, counts.ready, counts.acknowledged) == (4, 3, 1)
         assert not client.check_consumption_status(partition, ["train"])
         assert client.check_consumption_status(partition, ["logprob"])
@@ -365,10 +372,10 @@ class InspectionContract(StateMachineContract):
         client.claim_meta(partition, "train", ["x"], 1)
         held = leasing.claim_meta(partition, "train", ["x"], 1)
         with pytest.raises(SamplesLeasedError, match=r"1 samples are leased: 'b'"):
-            client.reset_consumption(partition, "train", ["a", "b"])
+            client.inspector.reset_consumption(partition, "train", ["a", "b"])
         assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 0
         leasing.acknowledge(held)
-        assert client.reset_consumption(partition, "train", ["a", "b"]) == 2
+        assert client.inspector.reset_consumption(partition, "train", ["a", "b"]) == 2
 
     def test_a_blocked_claim_wakes_at_a_reset(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
@@ -379,7 +386,7 @@ class InspectionContract(StateMachineContract):
             blocked = pool.submit(
                 client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.max_wait_s
             )
-            assert peer.reset_consumption(partition, "train", ["a"]) == 1
+            assert peer.inspector.reset_consumption(partition, "train", ["a"]) == 1
             assert blocked.result(self.max_wait_s).sample_ids == ["a"]
 
     def test_ended_claim_has_the_effects_of_an_expired_lease(
@@ -392,13 +399,13 @@ class InspectionContract(StateMachineContract):
         put(leasing, partition, ["a", "b"])
         meta = leasing.claim_meta(partition, "train", ["x"], 2)
         leasing.acknowledge(meta.subset([1]))
-        [claim] = peer.list_claims(partition)
+        [claim] = peer.inspector.list_claims(partition)
         with pytest.raises(SamplesLeasedError, match="expired_only=False"):
-            peer.end_claim(partition, claim.claim)
+            peer.inspector.end_claim(partition, claim.claim)
         leasing.renew(meta.subset([0]))
-        before = client.read_totals()
-        assert peer.end_claim(partition, claim.claim, expired_only=False) == 1
-        after = client.read_totals()
+        before = client.inspector.read_totals()
+        assert peer.inspector.end_claim(partition, claim.claim, expired_only=False) == 1
+        after = client.inspector.read_totals()
         assert after["leases_expired"] - before["leases_expired"] == 1
         assert after["samples_redelivered"] - before["samples_redelivered"] == 1
         with pytest.raises(LeaseLostError):
@@ -406,8 +413,8 @@ class InspectionContract(StateMachineContract):
         with pytest.raises(LeaseLostError):
             leasing.put_samples(["a"], partition, batch(1, y=torch.ones(1)), claim=meta)
         assert client.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 1
-        assert peer.end_claim(partition, claim.claim) == 0
-        assert peer.end_claim(partition, "no such claim", expired_only=False) == 0
+        assert peer.inspector.end_claim(partition, claim.claim) == 0
+        assert peer.inspector.end_claim(partition, "no such claim", expired_only=False) == 0
 
     def test_a_blocked_claim_wakes_when_another_is_ended(
         self,
@@ -418,31 +425,31 @@ class InspectionContract(StateMachineContract):
     ) -> None:
         put(client, partition, ["a"])
         leasing.claim_meta(partition, "train", ["x"], 1)
-        [claim] = client.list_claims(partition)
+        [claim] = client.inspector.list_claims(partition)
         with ThreadPoolExecutor(1) as pool:
             blocked = pool.submit(
                 client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.max_wait_s
             )
-            assert peer.end_claim(partition, claim.claim, expired_only=False) == 1
+            assert peer.inspector.end_claim(partition, claim.claim, expired_only=False) == 1
             assert blocked.result(self.max_wait_s).sample_ids == ["a"]
 
     def test_unknown_names_are_refused_and_named(
         self, client: DataPlaneClient, partition: str
     ) -> None:
         for call in (
-            lambda: client.list_samples("nowhere"),
-            lambda: client.read_sample("nowhere", "a"),
-            lambda: client.find_samples("nowhere", tag="v", value=1),
-            lambda: client.list_claims("nowhere"),
-            lambda: client.list_assignments("nowhere"),
-            lambda: client.scan_states("nowhere"),
-            lambda: client.reset_consumption("nowhere", "train", ["a"]),
-            lambda: client.end_claim("nowhere", "claim"),
+            lambda: client.inspector.list_samples("nowhere"),
+            lambda: client.inspector.read_sample("nowhere", "a"),
+            lambda: client.inspector.find_samples("nowhere", tag="v", value=1),
+            lambda: client.inspector.list_claims("nowhere"),
+            lambda: client.inspector.list_assignments("nowhere"),
+            lambda: client.inspector.scan_states("nowhere"),
+            lambda: client.inspector.reset_consumption("nowhere", "train", ["a"]),
+            lambda: client.inspector.end_claim("nowhere", "claim"),
         ):
             with pytest.raises(PartitionNotFoundError, match="'nowhere'"):
                 call()
         with pytest.raises(UnknownTaskError, match="'trian'"):
-            client.reset_consumption(partition, "trian", ["a"])
+            client.inspector.reset_consumption(partition, "trian", ["a"])
 
     def test_any_operations_with_leases_agree_with_the_model(
         self, client: DataPlaneClient, peer: DataPlaneClient, leasing: DataPlaneClient

@@ -148,7 +148,7 @@ class LeaseContract(LeaseWaitContract):
         for method in (leasing.acknowledge, leasing.release, leasing.renew):
             with pytest.raises(InvalidRequestError, match=r"names task 'other'.* task 'train'"):
                 method(other)
-        assert leasing.count_samples("train", "train", ["x"]).leased == 2
+        assert leasing.inspector.count_samples("train", "train", ["x"]).leased == 2
         leasing.acknowledge(meta)
 
     def test_clearing_leased_samples_is_refused_unless_forced(
@@ -183,19 +183,19 @@ class LeaseContract(LeaseWaitContract):
         leasing.acknowledge(leasing.claim_meta("train", "train", ["x"], 1))
         leasing.claim_meta("train", "train", ["x"], 2)
         leasing.clear_samples(["f"], "train")
-        counts = leasing.count_samples("train", "train", ["x"])
+        counts = leasing.inspector.count_samples("train", "train", ["x"])
         assert (counts.acknowledged, counts.leased, counts.ready) == (1, 2, 2)
         assert (counts.not_ready, counts.cleared, counts.put) == (0, 1, 6)
 
     def test_totals_count_each_operation(self, leasing: DataPlaneClient) -> None:
-        before = leasing.read_totals()
+        before = leasing.inspector.read_totals()
         put(leasing, "train", ["c", "d", "e"])
         put(leasing, "train", ["c"], "other")
         meta = leasing.claim_meta("train", "train", ["x"], 3)
         leasing.acknowledge(meta.slice(0, 1))
         leasing.release(meta.slice(1, 3))
         leasing.clear_samples(["c", "nothing"], "train", force=True)
-        after = leasing.read_totals()
+        after = leasing.inspector.read_totals()
         assert {name: after[name] - before[name] for name in after} == {
             "puts": 2,
             "puts_aborted": 0,

@@ -191,7 +191,7 @@ class _Walk(RuleBasedStateMachine):
         self.check(caller, [task])
 
     def claims(self) -> list[ClaimSummary]:
-        return self.clients[0].list_claims(self.partition)
+        return self.clients[0].inspector.list_claims(self.partition)
 
     def leased(self, task: str) -> set[str]:
         return {each for held in self.held if held.task == task for each in held.ids}
@@ -224,8 +224,8 @@ class _Walk(RuleBasedStateMachine):
         held = data.draw(st.sampled_from(self.held))
         client = self.clients[caller]
         with pytest.raises(SamplesLeasedError):
-            client.end_claim(self.partition, held.name)
-        ended = client.end_claim(self.partition, held.name, expired_only=False)
+            client.inspector.end_claim(self.partition, held.name)
+        ended = client.inspector.end_claim(self.partition, held.name, expired_only=False)
         assert ended == len(held.ids)
         self.release(held, set(held.ids))
         with pytest.raises(LeaseLostError):
@@ -237,10 +237,12 @@ class _Walk(RuleBasedStateMachine):
         client = self.clients[caller]
         if not self.leased(task).isdisjoint(ids):
             with pytest.raises(SamplesLeasedError):
-                client.reset_consumption(self.partition, task, ids)
+                client.inspector.reset_consumption(self.partition, task, ids)
             return
         consumed = self.claimed[task] & set(ids)
-        assert client.reset_consumption(self.partition, task, ids + ids[:1]) == len(consumed)
+        assert client.inspector.reset_consumption(self.partition, task, ids + ids[:1]) == len(
+            consumed
+        )
         self.claimed[task] -= consumed
 
     @rule(caller=st.integers(0, 1), ids=some_ids)
@@ -281,7 +283,9 @@ class _Walk(RuleBasedStateMachine):
         open_rows = [row for each, row in self.rows.items() if each not in self.claimed[task]]
         ready = sum(set(fields) <= row.keys() for row in open_rows)
         leased = len(self.leased(task))
-        assert self.clients[caller].count_samples(self.partition, task, fields) == TaskCounts(
+        assert self.clients[caller].inspector.count_samples(
+            self.partition, task, fields
+        ) == TaskCounts(
             put=self.put_total,
             ready=ready,
             not_ready=len(open_rows) - ready,
@@ -293,10 +297,10 @@ class _Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.clients[0].capabilities.inspection)
     @rule(caller=st.integers(0, 1))
     def inspect(self, caller: int) -> None:
-        claims = self.clients[caller].list_claims(self.partition)
+        claims = self.clients[caller].inspector.list_claims(self.partition)
         expected = {held.name: (held.task, len(held.ids)) for held in self.held}
         assert {each.claim: (each.task, each.samples) for each in claims} == expected
-        page = self.clients[caller].scan_states(self.partition)
+        page = self.clients[caller].inspector.scan_states(self.partition)
         assert page.total == len(self.rows)
         for index, task in enumerate(page.tasks):
             column = page.states[index :: len(page.tasks)]

@@ -361,7 +361,7 @@ class ListStorage(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadTotals(msgspec.Struct, frozen=True, tag=True):
-    """Read totals since the directory's start. Answer: dict of `DataPlaneClient.read_totals`."""
+    """Read totals since the directory's start. Answer: dict of `DataPlaneInspector.read_totals`."""
 
 
 Request = (

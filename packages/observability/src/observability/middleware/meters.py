@@ -231,7 +231,7 @@ class Meters(Observer):
             if key in collection.counted_tasks:
                 continue
             try:
-                counts = self._client.count_samples(partition_id, task, fields)
+                counts = self._client.inspector.count_samples(partition_id, task, fields)
             except (PartitionNotFoundError, UnknownTaskError, UnsupportedError):
                 with self._lock:
                     self._watched.pop((partition_id, task), None)
@@ -248,7 +248,7 @@ class Meters(Observer):
 
     def _storage(self) -> list[StorageSummary]:
         try:
-            return self._client.list_storage()
+            return self._client.inspector.list_storage()
         except DataPlaneError:
             return []  # for example, the store is unreachable
         except Exception:  # noqa: BLE001  # a failing store must not stop the queries of others
@@ -378,7 +378,7 @@ def _innermost(client: DataPlaneClient) -> DataPlaneClient:
 
 def _reports_bytes(client: DataPlaneClient) -> bool:
     try:
-        return bool(client.list_storage())
+        return bool(client.inspector.list_storage())
     except DataPlaneError:
         return False
 

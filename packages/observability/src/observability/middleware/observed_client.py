@@ -301,8 +301,8 @@ class ObservedClient(DataPlaneClient):
 
     @property
     def inspector(self) -> StoreInspector:
-        """The inner client, whose calls are not reported to observers."""
-        return self._inner
+        """The inner client's inspector, whose calls are not reported to observers."""
+        return self._inner.inspector
 
     @contextmanager
     def _observed(self, call: Operation) -> Iterator[Operation]:

@@ -9,9 +9,9 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
-from dataplane_core import DataPlaneClient, DataPlaneError, DataPlaneInspector, UnavailableError
+from dataplane_core import DataPlaneClient, DataPlaneError, StoreInspector, UnavailableError
 
 if TYPE_CHECKING:
     from dataplane_tq import QueueInspector
@@ -30,7 +30,7 @@ class Connector(Protocol):
     source: str
     """Human-readable name of the data plane."""
 
-    def connect(self) -> DataPlaneInspector:
+    def connect(self) -> StoreInspector:
         """Connect. Raises DataPlaneError with one sentence on why that failed."""
 
     def disconnect(self) -> None:
@@ -40,11 +40,11 @@ class Connector(Protocol):
 class LocalConnector:
     """Connector to a data plane of this process. The caller closes the inspector."""
 
-    def __init__(self, inspector: DataPlaneInspector, source: str = "") -> None:
+    def __init__(self, inspector: StoreInspector, source: str = "") -> None:
         self._inspector = inspector
         self.source = source or type(inspector).__name__
 
-    def connect(self) -> DataPlaneInspector:
+    def connect(self) -> StoreInspector:
         return self._inspector
 
     def disconnect(self) -> None:
@@ -66,7 +66,7 @@ class RayConnector:
         self._joined = False
         self.source = f"Ray at {address}"
 
-    def connect(self) -> DataPlaneInspector:
+    def connect(self) -> StoreInspector:
         _enable_token()  # Ray reads it on import
         try:
             import ray
@@ -80,19 +80,19 @@ class RayConnector:
         if not ray.is_initialized():
             self._join()
         try:
-            foreign = has_foreign_queue(self._timeout_s)
-            if not foreign:
+            if not has_foreign_queue(self._timeout_s):
                 timeout_ms = max(1, int(self._timeout_s * 1000))
-                self._client = build_data_plane_client(
+                client = build_data_plane_client(
                     {**_PLANE, "ack_timeout_ms": timeout_ms}, bootstrap=False
                 )
+                self._client = client
+                return client.inspector
         finally:
             # Leave Ray, because it ends its processes with the cluster. Queries do not need it:
             # they go to the directory, or to a separate process.
             self._leave()
-        if foreign:
-            self._client = QueueInspector(self._address, timeout_s=self._timeout_s)
-        return cast("DataPlaneInspector", self._client)
+        queue = self._client = QueueInspector(self._address, timeout_s=self._timeout_s)
+        return queue
 
     def disconnect(self) -> None:
         if self._client is not None:

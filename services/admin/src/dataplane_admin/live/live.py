@@ -20,7 +20,7 @@ from dataplane_admin.live.scan import Scanner
 from dataplane_admin.live.snapshot import Snapshot
 from dataplane_admin.live.stuck import find_stuck
 from dataplane_admin.live.trend import Trends
-from dataplane_core import DataPlaneError, DataPlaneInspector, UnsupportedError
+from dataplane_core import DataPlaneError, StoreInspector, UnsupportedError
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Live:
         self._ask_s = ask_s
         self._stuck_after_s = stuck_after_s
         self._has_claimed = has_claimed
-        self._inspector: DataPlaneInspector | None = None
+        self._inspector: StoreInspector | None = None
         self._snapshot = Snapshot(error=f"{connector.source}: not connected yet")
         self._changed_s = time.monotonic()
         self._prioritized: dict[str, float] = {}
@@ -116,7 +116,7 @@ class Live:
         """Return the deadline, by `time.monotonic`, of queries that start now."""
         return time.monotonic() + self._ask_s
 
-    def ask(self, query: Callable[[DataPlaneInspector], T], until_s: float | None = None) -> T:
+    def ask(self, query: Callable[[StoreInspector], T], until_s: float | None = None) -> T:
         """Query the data plane with a deadline.
 
         Args:

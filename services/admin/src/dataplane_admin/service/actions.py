@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import structlog
 
@@ -150,8 +150,7 @@ class Actions:
                 raise Refused("confirm: found another text; expected the partition id")
             if self._live is not None:
                 partition_of(self._live.snapshot, partition)
-            # Every inspector also implements `DataPlaneActions`.
-            return ask(self._live, lambda plane: act(cast("DataPlaneActions", plane)))
+            return ask(self._live, act)
 
         count, text = self._recorded(action, partition, parameters, actor, change, sentence)
         return models.ActionResult(action=action, partition=partition, samples=count, sentence=text)

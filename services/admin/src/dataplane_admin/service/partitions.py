@@ -24,13 +24,13 @@ from dataplane_admin.service.errors import Conflict, NotFound, Refused, TimedOut
 from dataplane_admin.service.generators import generators
 from dataplane_core import (
     DataPlaneError,
-    DataPlaneInspector,
     DeadlineExceededError,
     InvalidRequestError,
     PartitionNotFoundError,
     PartitionSummary,
     SamplesLeasedError,
     SampleState,
+    StoreInspector,
     TaskSummary,
     UnavailableError,
     UnknownTaskError,
@@ -63,7 +63,7 @@ def live_status(live: Live | None, snapshot: Snapshot) -> models.LiveStatus:
 
 def ask(
     live: Live | None,
-    query: Callable[[DataPlaneInspector], T],
+    query: Callable[[StoreInspector], T],
     until_s: float | None = None,
 ) -> T:
     """Return the data plane's answer within the deadline, see `Live.ask`. Raises ServiceError."""

@@ -100,9 +100,9 @@ class PolicyRanks:
         self._join()
         self._calls.each("share_state", dict.fromkeys(self.names, ((), {})))
         self._changed(self.names)
-        for claim in self._client.list_claims(TRAIN):
+        for claim in self._client.inspector.list_claims(TRAIN):
             if claim.rank is not None:  # the live ranks hold none
-                self._client.end_claim(TRAIN, claim.claim, expired_only=False)
+                self._client.inspector.end_claim(TRAIN, claim.claim, expired_only=False)
         return [reports[name] for name in self.names]
 
     def release_assigned(self, where: list[TagFilter]) -> None:
@@ -122,7 +122,7 @@ class PolicyRanks:
                 dp_world=each.world,
                 where=where,
             )
-            for each in self._client.list_assignments(TRAIN)
+            for each in self._client.inspector.list_assignments(TRAIN)
             if each.task == TRAIN_TASK
         ]
         for claim in claims:
@@ -131,7 +131,7 @@ class PolicyRanks:
 
     def acknowledge_trained(self, sample_ids: Sequence[str]) -> None:
         """Acknowledge samples of completed steps that a rank had not acknowledged when it died."""
-        states = [self._client.read_sample(TRAIN, each) for each in sample_ids]
+        states = [self._client.inspector.read_sample(TRAIN, each) for each in sample_ids]
         held = [
             state.sample_id
             for state in states

@@ -202,7 +202,7 @@ class AsyncGRPOStep(GRPOStep):
 
     def _top_up(self) -> None:
         """Put prompts until the store holds as many samples as it may."""
-        counts = self._client.count_samples(TRAIN, GENERATE_TASK, [PROMPT])
+        counts = self._client.inspector.count_samples(TRAIN, GENERATE_TASK, [PROMPT])
         stored = counts.put - counts.cleared
         missing = min(self._config.max_samples_in_store, self._remaining) - stored
         # A prompt has no weight version: the put of its response says which weights generated it.

@@ -258,9 +258,10 @@ class GeneratorFleet:
         self._actors.remove_generator(names)
         self._emit_left(names, first_line(error))
         owner = self._owners.pop(names, None)
-        for claim in self._client.list_claims(TRAIN):
+        inspector = self._client.inspector
+        for claim in inspector.list_claims(TRAIN):
             if claim.owner == owner:
-                self._client.end_claim(TRAIN, claim.claim, expired_only=False)
+                inspector.end_claim(TRAIN, claim.claim, expired_only=False)
         self._notice(f"continuing without {names.rollout}: {error}")
 
     def _add(self, report: GeneratorReport) -> None:

@@ -63,7 +63,7 @@ class PromptFeed:
         """Return the positions of the prompts that are taken and not trained, in order."""
         stored: set[int] = set()
         start = 0
-        while page := self._client.list_samples(TRAIN, start=start, limit=_PAGE):
+        while page := self._client.inspector.list_samples(TRAIN, start=start, limit=_PAGE):
             stored |= {position_of(sample.sample_id) for sample in page}
             start += len(page)
         # Generators clear groups meanwhile, which makes a page skip others.
@@ -71,4 +71,4 @@ class PromptFeed:
         return sorted(stored | self._put | {*self._pending})
 
     def _is_stored(self, position: int) -> bool:
-        return self._client.read_sample(TRAIN, sample_id(position, 0)) is not None
+        return self._client.inspector.read_sample(TRAIN, sample_id(position, 0)) is not None
