@@ -13,6 +13,7 @@ from dataplane_core import (
     DataPlaneError,
     InMemoryDataPlaneClient,
     KVBatchMeta,
+    UnsupportedError,
     build_data_plane_client,
 )
 from dataplane_core.testing import (
@@ -202,6 +203,24 @@ def test_every_method_of_the_contract_is_forwarded():
     client = ObservedClient(inner, ())
     assert client.inner is inner
     assert client.capabilities is inner.capabilities
+
+
+def test_inspector_of_a_documented_client_is_its_own_or_itself():
+    with InMemoryDataPlaneClient() as store:
+        store.register_partition("train", ["x"], 2, ["train"])
+
+        class WithInspector(MinimalClient):
+            inspector = store.inspector
+
+        class AsInspector(type(store.inspector), MinimalClient):
+            def __init__(self):
+                vars(self).update(vars(store.inspector))
+
+        for inner in (WithInspector(), AsInspector()):
+            [summary] = ObservedClient(inner, ()).inspector.list_partitions()
+            assert summary.partition_id == "train"
+    with pytest.raises(UnsupportedError, match="inspection"):
+        _ = ObservedClient(MinimalClient(), ()).inspector
 
 
 def test_a_keyword_unknown_to_the_inner_client_is_refused():

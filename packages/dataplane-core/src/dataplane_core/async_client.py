@@ -63,6 +63,8 @@ def _coroutine_method(
 class AsyncDataPlaneClient:
     """Client with the methods of `DataPlaneClient` as coroutines: same arguments, same errors.
 
+    It has no inspector; use the inner client's in a thread.
+
     Use it from one event loop. A cancelled await returns at once, but the call continues in its
     thread until its deadline, because a put or a claim cannot be interrupted. So a put may still
     become visible. A claim that succeeds after its await was cancelled is released if it has a
