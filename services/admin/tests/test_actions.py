@@ -25,8 +25,13 @@ def plane():
 
 
 @pytest.fixture
-def client(make_app, plane):
-    app = make_app(inspector=plane.inspector, token=TOKEN, allow_actions=True, poll_s=0.02)
+def inspector(plane):
+    return plane.inspector
+
+
+@pytest.fixture
+def client(make_app, inspector):
+    app = make_app(inspector=inspector, token=TOKEN, allow_actions=True, poll_s=0.02)
     headers = {"authorization": f"Bearer {TOKEN}"}
     with TestClient(app, base_url="http://localhost", headers=headers) as client:
         until(lambda: client.get("/readyz").json()["live"] == "attached")
@@ -61,14 +66,14 @@ def test_clearing_samples_is_recorded(client, plane):
     assert TOKEN not in str(entry)
 
 
-def test_an_action_is_recorded_before_it_runs(client, plane, monkeypatch):
-    clear, seen = plane.clear_samples, []
+def test_an_action_is_recorded_before_it_runs(client, inspector, monkeypatch):
+    clear, seen = inspector.clear_samples, []
 
     def clear_after_reading(*args, **kwargs):
         seen.extend(entries(client))
         clear(*args, **kwargs)
 
-    monkeypatch.setattr(plane, "clear_samples", clear_after_reading)
+    monkeypatch.setattr(inspector, "clear_samples", clear_after_reading)
     assert act(client, "clear", sample_ids=["s0"]).status_code == 200
     assert [entry["outcome"] for entry in seen] == ["requested"]
     done, requested = entries(client)

@@ -68,7 +68,7 @@ def check(moment):
 def test_parts_of_one_snapshot_agree(moving):
     exact = 0
     for _ in range(2_000):
-        moment = read_moment(moving, "train", start=0, limit=100)
+        moment = read_moment(moving.inspector, "train", start=0, limit=100)
         if moment.spread_s == 0.0:
             check(moment)
             exact += 1
@@ -85,7 +85,7 @@ def test_an_inconsistent_read_reports_its_duration(plane):
 
         def __getattr__(self, name):
             def write_after(*args, **kwargs):
-                answer = getattr(plane, name)(*args, **kwargs)
+                answer = getattr(plane.inspector, name)(*args, **kwargs)
                 put(plane, ["a"], "x")
                 return answer
 
