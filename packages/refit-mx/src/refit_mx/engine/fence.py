@@ -93,7 +93,7 @@ def gather_from_ranks(text: str, timeout_s: float) -> Sequence[str]:
     limit = timedelta(seconds=timeout_s)
     try:
         # The barrier names the missing ranks. A rank may still be lost after it, and torch would
-        # wait for half an hour, so the exchange has a limit of its own.
+        # wait for half an hour, so the exchange has a limit, too.
         dist.monitored_barrier(group.cpu_group, limit, wait_all_ranks=True)
         dist.all_gather(texts, own, group.cpu_group, async_op=True).wait(limit)
     except RuntimeError as error:
