@@ -1,8 +1,8 @@
 """The driver moves metas and a few numbers per sample; it never holds a bulk tensor.
 
-The test constructs the step with a data-plane client that records the driver's transfers.
+The test constructs the step with a data-plane client that records the driver's transfers. Imports
+internals: a run creates its client itself, so the step is made from its parts.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

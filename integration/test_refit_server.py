@@ -1,8 +1,8 @@
 """A run whose control plane is a refit server with TLS and a token, in a separate process.
 
-Errors of one process are tested on `RefitSource` and `RefitTarget`, without a run.
+Errors of one process are tested on `RefitSource` and `RefitTarget`, without a run. Imports
+internals: a run does not show the errors of one process.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 The plain step uses neither Ray nor a data plane nor the rollout actor: one process, lists of token
 ids, one padded batch. It shares with the trainer the model, the tokenizer, the prompts, the scoring
 of an answer, the loss's token log-probabilities, and the sampling with its seeds, so that both draw
-the same random numbers. Everything else is written out here.
+the same random numbers. Everything else is written out here. Imports internals: a run shows neither
+gradients nor log-probabilities.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel
 
 from grpo_trainer import DEMO_CONFIG, TrainerConfig
-from grpo_trainer.config.json_schema import attribute_descriptions  # noqa: TID251
+from grpo_trainer.config.json_schema import attribute_descriptions
 
 NAMES: dict[Any, str] = {
     str: "text",

@@ -4,7 +4,7 @@ The same requests of 100 realistic spans go to the service's OTLP routes, which 
 SQLite before they answer, and to `observability.receiver.Receiver`, which appends them to a file as
 a collector's file exporter does. The rounds alternate between them. Each server runs in a separate
 process pinned to one core, the client on another. Lost spans are counted from the data on disk
-after the last answer.
+after the last answer. Imports internals: one side is the receiver's append to a file, without HTTP.
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ def _admin(pipe: Connection, folder: Path, core: int) -> None:
     from fastapi import FastAPI
 
     from dataplane_admin import Limits
-    from dataplane_admin.ingest import router  # noqa: TID251
-    from dataplane_admin.store import Store  # noqa: TID251
+    from dataplane_admin.ingest import router
+    from dataplane_admin.store import Store
 
     os.sched_setaffinity(0, {core})
     with Store.open(f"sqlite:///{folder}/admin.sqlite") as store:
@@ -264,7 +264,7 @@ def _stored(server: str, folder: Path) -> int:
     if server == _SERVERS[0]:
         from sqlalchemy import create_engine, text
 
-        from dataplane_admin.store.compressed import expand  # noqa: TID251
+        from dataplane_admin.store.compressed import expand
 
         engine = create_engine(f"sqlite:///{folder}/admin.sqlite")
         with engine.connect() as connection:
@@ -272,7 +272,7 @@ def _stored(server: str, folder: Path) -> int:
             stored = sum(_spans(expand(row[0])) for row in blobs)
         engine.dispose()
         return stored
-    from observability.receiver.frames import frames  # noqa: TID251
+    from observability.receiver.frames import frames
 
     return sum(_spans(body) for _, body in frames(folder / "frames" / "traces.otlp"))
 

@@ -3,6 +3,8 @@
 ``python -m integration.benchmarks.crash_driver FOLDER`` does what `integration.killable_run` does.
 Its processes also append to ``rollouts.jsonl`` in FOLDER: a generator when it starts and ends a
 prompt's group, a generation worker when it has recorded responses in the journal.
+
+Imports internals: the run's parts are replaced by parts that record.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from typing import Any
 from integration.killable_run import main
 
 from dataplane_core import KVBatchMeta
-from grpo_trainer.rollout.generator import Generator  # noqa: TID251  # what is recorded
-from grpo_trainer.rollout.response_journal import ResponseJournal  # noqa: TID251  # as above
-from grpo_trainer.rollout.worker import GenerationWorker  # noqa: TID251  # as above
-from grpo_trainer.run import processes  # noqa: TID251  # starts the recorded class instead
-from grpo_trainer.samples.partition import position_of  # noqa: TID251
+from grpo_trainer.rollout.generator import Generator
+from grpo_trainer.rollout.response_journal import ResponseJournal
+from grpo_trainer.rollout.worker import GenerationWorker
+from grpo_trainer.run import processes
+from grpo_trainer.samples.partition import position_of
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 _VARIABLE = "CRASH_BENCHMARK_ROLLOUTS"

@@ -2,12 +2,12 @@
 
 A client sends the requests that `TQDataPlaneClient` sends, and writes prepared bytes to the units.
 So it costs what the data plane costs, without the encoding of values. One process imports the
-modules, and forks the clients.
+modules, and forks the clients. Imports internals: it sends requests as the client does, without
+torch.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: TID251
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping

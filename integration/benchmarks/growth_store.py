@@ -1,8 +1,10 @@
-"""Store whose cost is measured as it grows: the packed backend on Ray, and its processes."""
+"""Store whose cost is measured as it grows: the packed backend on Ray, and its processes.
+
+Imports internals: it needs the names and addresses of the store's processes.
+"""
 
 from __future__ import annotations
 
-# ruff: noqa: TID251
 import functools
 import os
 from collections.abc import Iterator

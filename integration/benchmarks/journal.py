@@ -5,6 +5,8 @@ of 16 samples as a generator does, and record it in a `Journal` as a generator d
 the rollout are read back from the store, and appended with the advantages to a file in the
 temporary folder. The duration of a put is the sum of two: of the rollout's columns, and of the
 advantages.
+
+Imports internals: a run does not show the time that its journal takes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from integration.benchmarks.systems.data_plane import config
 from rich.console import Console
 
 from dataplane_tq import TQDataPlaneClient
-from grpo_trainer.rollout.journal import FinishedGroup, Journal  # noqa: TID251  # what is measured
+from grpo_trainer.rollout.journal import FinishedGroup, Journal
 
 HEADINGS = ["tokens of a sample", "put, ms", "journal, ms", "journal / put (IQR)", "bytes written"]
 SEED = 20_263

@@ -1,7 +1,8 @@
 """`RefitWorker`: a trainer or a generator of the refit benchmark, a Ray actor that hosts every way.
 
 The clock starts and stops here. All processes are on one machine, so they share a monotonic clock.
-A step of several processes lasts from the first start to the last end.
+A step of several processes lasts from the first start to the last end. Imports internals: raw NIXL
+is configured as refit-mx configures it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from refit_mx import (
     MxV2TrainingPublisher,
     ReceiverSettings,
 )
-from refit_mx.transports.nixl_library import new_agent  # noqa: TID251
-from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
+from refit_mx.transports.nixl_library import new_agent
+from refit_mx.transports.nixl_source import NixlSource
 
 _TIMEOUT_S = 120.0
 

@@ -9,9 +9,9 @@ Telemetry goes to a receiver in a separate process with the lowest priority, sin
 usually runs elsewhere. The cost grows with the spans and events of a step, not with its duration.
 So the budget is absolute: 1 % of a step of `BUDGET_STEP_S`.
 
-A real run never switches its processes, so this module assembles the run from its parts.
+A real run never switches its processes, so this module assembles the run from its parts. Imports
+internals: a run never switches tracing, so it is assembled from its parts.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Functions of the tracing benchmark inside each process of a run: switch tracing, time it.
 
-Every process of the run imports this module, so it imports little.
+Every process of the run imports this module, so it imports little. Imports internals: no public
+function takes tracing out of a process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from opentelemetry.trace import NoOpTracer
 
 from dataplane_core import DataPlaneClient, telemetry
 from observability import ObservedClient
-from observability.middleware import lifecycle, meters  # noqa: TID251
+from observability.middleware import lifecycle, meters
 
 _CLIENTS = ("_client", "_dp_client")
 _OBSERVED: dict[str, Any] = {}

@@ -1,4 +1,7 @@
-"""A job on TransferQueue's own API: four worker processes, on one backend."""
+"""A job on TransferQueue's own API: four worker processes, on one backend.
+
+Imports internals: importing the module registers the backend.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from integration.benchmarks.cases import FIELDS, QUICK_CASES, Batch, check_answe
 from integration.temporary_ray import temporary_ray
 from omegaconf import OmegaConf
 
-import dataplane_tq.storage.packed_bootstrap  # noqa: F401, TID251  # registers the backend
+import dataplane_tq.storage.packed_bootstrap  # noqa: F401  # registers the backend
 
 WORKERS = 4
 UNITS = 2

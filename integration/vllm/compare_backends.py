@@ -10,6 +10,7 @@
 
 Trainer, control plane and vLLM are one process. The program prints one JSON object: milliseconds of
 each call by update, the first one cold, and whether the answers equal those of a fresh vLLM.
+Imports internals: vLLM loads no plugins here, so the engine is registered.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 
 from refit_mx import EmbeddedControlServer
-from refit_mx.engine.registration import register  # noqa: TID251
+from refit_mx.engine.registration import register
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages/refit-mx/tests"))
 import modelexpress_seams as seams

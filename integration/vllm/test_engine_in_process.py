@@ -1,4 +1,7 @@
-"""The refit engine inside vLLM's `LLM`, compared with a fresh vLLM of the new weights."""
+"""The refit engine inside vLLM's `LLM`, compared with a fresh vLLM of the new weights.
+
+Imports internals: vLLM loads no plugins here, and layers are loaded one by one.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ from refit_mx import (
 )
 
 # vLLM calls these in its own processes; the tests call them in this one.
-from refit_mx.engine.layerwise import LayerwiseReload  # noqa: TID251
-from refit_mx.engine.registration import plugin, register  # noqa: TID251
+from refit_mx.engine.layerwise import LayerwiseReload
+from refit_mx.engine.registration import plugin, register
 
 
 @pytest.fixture(

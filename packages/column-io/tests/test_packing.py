@@ -10,7 +10,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from column_io.packing import (  # noqa: TID251
+from column_io.packing import (
     pack_in_order,
     pack_largest_first,
     pack_largest_first_modified,

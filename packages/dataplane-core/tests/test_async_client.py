@@ -23,7 +23,7 @@ from dataplane_core import (
     DeadlineExceededError,
     InMemoryDataPlaneClient,
     InvalidRequestError,
-    async_client,  # noqa: TID251
+    async_client,
 )
 from dataplane_core.testing import (
     BackpressureContract,

@@ -12,10 +12,10 @@ from dataplane_core import (
     DataPlaneConfig,
     InMemoryDataPlaneClient,
     build_data_plane_client,
-    factory,  # noqa: TID251
+    factory,
     validate_config,
 )
-from dataplane_core.config import REQUIRED_OF_STORES, require_keys  # noqa: TID251
+from dataplane_core.config import REQUIRED_OF_STORES, require_keys
 
 IN_MEMORY = {"enabled": True, "impl": "in_memory"}
 

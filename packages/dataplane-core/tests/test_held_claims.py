@@ -10,7 +10,7 @@ import pytest
 from streaming_parts import SETUP, counts, leased, store
 
 from dataplane_core import InMemoryDataPlaneClient, LeaseLostError, UnavailableError
-from dataplane_core.streaming.held_claims import HeldClaims, release  # noqa: TID251
+from dataplane_core.streaming.held_claims import HeldClaims, release
 
 
 class Disturbed(InMemoryDataPlaneClient):

@@ -2,7 +2,6 @@
 
 Imports internals: the ledger shows neither the parts nor the sizes of its containers.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core import pages  # noqa: TID251
+from dataplane_core import pages
 
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import structlog
 from structlog.testing import capture_logs
 
-from dataplane_core import peer_log  # noqa: TID251
-from dataplane_core.peer_log import PeerLog, fault  # noqa: TID251
+from dataplane_core import peer_log
+from dataplane_core.peer_log import PeerLog, fault
 
 
 class Clock:

@@ -23,7 +23,7 @@ from dataplane_core import (
     StreamingDataLoader,
 )
 from dataplane_core.ledger.inspect import assignments
-from dataplane_core.streaming.lease_watch import LeaseWatch  # noqa: TID251
+from dataplane_core.streaming.lease_watch import LeaseWatch
 from dataplane_core.testing.claims import put
 
 

@@ -23,7 +23,7 @@ from dataplane_core import (
     StreamingDataLoader,
     StreamingDataset,
 )
-from dataplane_core.streaming.feed import DeliveredBatch  # noqa: TID251
+from dataplane_core.streaming.feed import DeliveredBatch
 from dataplane_core.tensors.rows import form_of, is_form_known
 
 pytestmark = pytest.mark.slow

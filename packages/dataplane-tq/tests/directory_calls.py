@@ -2,7 +2,6 @@
 
 Imports internals: tests stop, kill or hold a client between two requests.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 Imports internals: a client executes its protocol step by step.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Functions that read TransferQueue's controller while its request thread changes the state.
 
-They are called directly: through Ray, no test can stop the request thread between two steps.
+Imports internals: through Ray, no test can stop the request thread between two steps.
 """
 
 import threading
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transfer_queue.controller import DataPartitionStatus
 
-from dataplane_tq.any_queue import remote_reads  # noqa: TID251
+from dataplane_tq.any_queue import remote_reads
 
 TIMEOUT_S = 20.0
 

@@ -33,8 +33,8 @@ from dataplane_core import (
     UnavailableError,
 )
 from dataplane_tq import TQDataPlaneClient
-from dataplane_tq.directory import protocol as p  # noqa: TID251
-from dataplane_tq.directory import wire  # noqa: TID251
+from dataplane_tq.directory import protocol as p
+from dataplane_tq.directory import wire
 
 
 class SamplerOfGroups(SequentialSampler):

@@ -2,7 +2,6 @@
 
 Imports internals: tests send hostile bytes and requests in any order, which a client never does.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

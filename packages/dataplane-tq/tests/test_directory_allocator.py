@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataplane_tq.directory.allocator import ALIGNMENT, Allocator  # noqa: TID251
+from dataplane_tq.directory.allocator import ALIGNMENT, Allocator
 
 CAPACITY = 1000
 

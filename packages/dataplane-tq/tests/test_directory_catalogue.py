@@ -2,7 +2,6 @@
 
 Imports internals: a client sees only the free bytes.
 """
-# ruff: noqa: TID251
 
 import msgspec
 import numpy as np

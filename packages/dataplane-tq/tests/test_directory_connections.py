@@ -2,7 +2,6 @@
 
 Imports internals: tests check sockets and their options.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

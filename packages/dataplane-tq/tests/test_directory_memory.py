@@ -1,6 +1,8 @@
-"""The directory's memory for one sample is bounded, and the cells of a put match its blocks."""
+"""The directory's memory for one sample is bounded, and the cells of a put match its blocks.
 
-# ruff: noqa: TID251  # memory of one sample can be measured only within the directory
+Imports internals: the memory of one sample shows only within the directory.
+"""
+
 from __future__ import annotations
 
 import asyncio

@@ -2,7 +2,6 @@
 
 Imports internals: tests check that the directory has a blocked request, which a client cannot.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

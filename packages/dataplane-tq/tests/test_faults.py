@@ -22,8 +22,8 @@ from tensordict import TensorDict
 
 from dataplane_core import CapacityExceeded, ConfigError, UnavailableError
 from dataplane_tq import TQDataPlaneClient
-from dataplane_tq import client as client_module  # noqa: TID251
-from dataplane_tq.mirror import rows as rows_in  # noqa: TID251
+from dataplane_tq import client as client_module
+from dataplane_tq.mirror import rows as rows_in
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneError, LeaseLostError
-from dataplane_tq import stores  # noqa: TID251
-from dataplane_tq.mirror import rows as rows_in  # noqa: TID251
+from dataplane_tq import stores
+from dataplane_tq.mirror import rows as rows_in
 from dataplane_tq.storage import BACKENDS
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,6 @@
 
 Imports internals: tests pause between a put and its report.
 """
-# ruff: noqa: TID251
 
 import threading
 

@@ -2,7 +2,6 @@
 
 Imports internals: tests select the transport and the threshold of parallel transfers.
 """
-# ruff: noqa: TID251
 
 import numpy as np
 import pytest

@@ -2,7 +2,6 @@
 
 Imports internals: the checkpoint is behind TransferQueue's storage manager.
 """
-# ruff: noqa: TID251
 
 from contextlib import ExitStack, contextmanager
 

@@ -2,7 +2,6 @@
 
 Imports internals: tests check exact bytes and index arithmetic; a client shows only values.
 """
-# ruff: noqa: TID251
 
 import msgspec
 import numpy as np

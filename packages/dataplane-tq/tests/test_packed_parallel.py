@@ -2,7 +2,6 @@
 
 Imports internals: tests check how bytes are divided among connections.
 """
-# ruff: noqa: TID251
 
 import threading
 

@@ -2,7 +2,6 @@
 
 Imports internals: tests use a unit without a directory, and send it hostile bytes.
 """
-# ruff: noqa: TID251
 
 import os
 import signal

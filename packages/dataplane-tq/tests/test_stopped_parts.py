@@ -12,7 +12,7 @@ import pytest
 
 from dataplane_core import DeadlineExceededError, MissingDataError
 from dataplane_core.ledger import ClaimRequest
-from dataplane_tq.directory import protocol as p  # noqa: TID251
+from dataplane_tq.directory import protocol as p
 
 TIMEOUT_S = 20.0
 SOON_S = 5.0

@@ -2,7 +2,7 @@
 
 The supervision of daemons (`DaemonActor`) is tested directly, because a backend's daemon is the
 vendor's program and cannot be made to fail. So is the configuration for TransferQueue: only packed
-has a manager that TransferQueue lacks.
+has a manager that TransferQueue lacks. So internals are imported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from transfer_queue.controller import TransferQueueController
 from dataplane_core import ConfigError, UnavailableError
 from dataplane_tq import TQDataPlaneClient
 from dataplane_tq.storage import BACKENDS
-from dataplane_tq.storage.daemon import DaemonActor, end_daemon  # noqa: TID251  # see above
-from dataplane_tq.topology import ConnectionData, _for_transfer_queue  # noqa: TID251  # see above
+from dataplane_tq.storage.daemon import DaemonActor, end_daemon
+from dataplane_tq.topology import ConnectionData, _for_transfer_queue
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,6 @@
 
 Imports internals: without Ray, only the directory reports free bytes.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

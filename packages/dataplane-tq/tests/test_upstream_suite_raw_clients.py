@@ -2,7 +2,6 @@
 
 Imports internals: TransferQueue loads the modules of the packed backend by name.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fixtures of several tests.
 
-Providers are imported from their internal module: OpenTelemetry accepts a global provider once per
-process, and here each test has a separate one.
+Imports internals: OpenTelemetry accepts a global provider once per process, and here each test has
+a separate one.
 """
 
 import sys
@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from observability.receiver import Receiver
-from observability.setup import providers  # noqa: TID251
-from observability.setup.warning_log import WarningLog  # noqa: TID251
+from observability.setup import providers
+from observability.setup.warning_log import WarningLog
 
 # Tests are imported by path, so the modules they share have to be found.
 FOLDER = Path(__file__).parent

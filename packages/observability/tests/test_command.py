@@ -1,4 +1,7 @@
-"""The commands of ``python -m observability``, on recordings of a small run."""
+"""The commands of ``python -m observability``, on recordings of a small run.
+
+Imports internals: the tables are compared with the recording that was read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from otlp_requests import post
 
 from observability.receiver import Receiver, read_folder
-from observability.recordings import (  # noqa: TID251  # the command shows what it reads
+from observability.recordings import (
     read_recording,
 )
 

@@ -1,7 +1,7 @@
 """Lifecycle events and their attributes, and reports of open waits.
 
-`Waits` is imported from its internal module. The `waits` of a process report after a second, and
-repeat the report after half a minute, which is too slow for a test.
+Imports internals: the `waits` of a process report after a second, and repeat the report after half
+a minute, which is too slow for a test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from observability import (
     span,
     step_context,
 )
-from observability.middleware.waits import Waits  # noqa: TID251
+from observability.middleware.waits import Waits
 
 MAX_IDS = 4096
 DEADLINE_S = 30

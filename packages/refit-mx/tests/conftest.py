@@ -1,4 +1,7 @@
-"""Fixtures shared by several tests; also puts this folder on the path for the tests' programs."""
+"""Fixtures shared by several tests; also puts this folder on the path for the tests' programs.
+
+Imports internals: a state of the control plane is made without a server.
+"""
 
 import os
 import resource
@@ -41,7 +44,7 @@ def many_descriptors():
 def state():
     """Return the state of a control plane that retains all versions."""
     from refit_mx.control import Limits
-    from refit_mx.control.state import ControlState  # noqa: TID251
+    from refit_mx.control.state import ControlState
 
     return ControlState(Limits(retention=0))
 

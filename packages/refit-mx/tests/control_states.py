@@ -1,12 +1,15 @@
-"""Helpers for tests of the control plane's rules."""
+"""Helpers for tests of the control plane's rules.
+
+Imports internals: rules are tested on the state, whose clock a test can set.
+"""
 
 import copy
 
 import pytest
 
 from refit_mx.control import Limits, PayloadFormat, Shard, VersionState, WorkerRole
-from refit_mx.control.records import Refusal, VersionBody  # noqa: TID251
-from refit_mx.control.state import ControlState  # noqa: TID251
+from refit_mx.control.records import Refusal, VersionBody
+from refit_mx.control.state import ControlState
 
 STAGING, READY, RELEASING = VersionState.STAGING, VersionState.READY, VersionState.RELEASING
 TRAINER = WorkerRole.TRAINER

@@ -1,4 +1,7 @@
-"""Programs whose exit a test checks; each is started by name in a separate process."""
+"""Programs whose exit a test checks; each is started by name in a separate process.
+
+Imports internals: a receiver closes its transport at exit, and these programs do not.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from transport_processes import SourceProcess, one_read
 
 from refit_mx import Deadline, RefitTimeoutError
 from refit_mx.transports.base import SourceReads
-from refit_mx.transports.nixl import NixlTransport  # noqa: TID251
+from refit_mx.transports.nixl import NixlTransport
 
 MIB = 1 << 20
 

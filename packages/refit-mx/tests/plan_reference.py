@@ -1,6 +1,7 @@
 """A reference for plans: published tensors, sources that hold boxes, and reads byte by byte.
 
-It is slow and simple on purpose, and shares no code with the planner.
+It is slow and simple on purpose, and shares no code with the planner. Imports internals: manifests
+are made without publishing weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from refit_mx import Box, Manifest, Plan, Registry, ShardTable, TargetTensor, TensorSpec, plan_reads
-from refit_mx.manifest.format import BLOCK_BYTES, ShardColumns, TensorTable, encode_table  # noqa: TID251
+from refit_mx.manifest.format import BLOCK_BYTES, ShardColumns, TensorTable, encode_table
 
 Bytes = npt.NDArray[np.uint8]
 Held = Sequence[tuple[str, Box]]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from refit_mx.concurrency import CallGroup, map_calls  # noqa: TID251
+from refit_mx.concurrency import CallGroup, map_calls
 
 
 @pytest.fixture

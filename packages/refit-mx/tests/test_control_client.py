@@ -1,6 +1,7 @@
 """The calls of the client, against a real server in this process.
 
 ModelExpress's protobuf modules are imported as the package does, without NIXL.
+So internals are imported.
 """
 
 import socket
@@ -24,7 +25,7 @@ from refit_mx import (
     VersionNotReadyError,
 )
 from refit_mx.control import VersionState
-from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc  # noqa: TID251
+from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc
 
 
 def test_version_moves_from_staging_to_ready_to_releasing(client):

@@ -1,6 +1,7 @@
 """Heartbeats, STALE and SIGTERM, against a real server in this process.
 
 ModelExpress's protobuf modules are imported as the package does, without NIXL.
+So internals are imported.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from control_clients import TIMEOUT_S, TRAINER, publish, shard, until
 
 from refit_mx import ControlClient, ControlError, RefitConfigError
 from refit_mx.control import Heartbeat, VersionState
-from refit_mx.control.protocol import (  # noqa: TID251
+from refit_mx.control.protocol import (
     p2p_pb2,
     p2p_pb2_grpc,
     refit_pb2,

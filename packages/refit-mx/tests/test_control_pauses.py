@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from refit_mx import ControlClient
 from refit_mx.control import Heartbeat, Shard
-from refit_mx.control.plane import ControlPlane  # noqa: TID251
-from refit_mx.control.sources import READY as SOURCE_READY  # noqa: TID251
-from refit_mx.control.sources import SILENT_AFTER_MS, Source  # noqa: TID251
-from refit_mx.control.state import ControlState  # noqa: TID251
+from refit_mx.control.plane import ControlPlane
+from refit_mx.control.sources import READY as SOURCE_READY
+from refit_mx.control.sources import SILENT_AFTER_MS, Source
+from refit_mx.control.state import ControlState
 
 GRACE_S = 5.0
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from refit_mx.control import Limits, Shard, VersionState
-from refit_mx.control.records import Refusal  # noqa: TID251
-from refit_mx.control.state import ControlState  # noqa: TID251
-from refit_mx.control.store import KINDS  # noqa: TID251
+from refit_mx.control.records import Refusal
+from refit_mx.control.state import ControlState
+from refit_mx.control.store import KINDS
 
 
 def test_live_records_get_time_to_renew_after_a_restart(state):

@@ -5,9 +5,9 @@ These tests use internals: times to the millisecond, and small bounds.
 
 import pytest
 
-from refit_mx.control import sources  # noqa: TID251
-from refit_mx.control.records import Code, Refusal  # noqa: TID251
-from refit_mx.control.sources import READY, SILENT_AFTER_MS, STALE, Source, SourceTable  # noqa: TID251
+from refit_mx.control import sources
+from refit_mx.control.records import Code, Refusal
+from refit_mx.control.sources import READY, SILENT_AFTER_MS, STALE, Source, SourceTable
 
 
 def source(worker="w", *, at_ms=0, nbytes=10, status=READY):

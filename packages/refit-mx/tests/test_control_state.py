@@ -8,8 +8,8 @@ from control_states import READY, RELEASING, STAGING, TRAINER, body, publish, re
 
 from refit_mx import RefitConfigError
 from refit_mx.control import Limits, WorkerRole
-from refit_mx.control.records import Code, ObjectStorage  # noqa: TID251
-from refit_mx.control.state import ControlState  # noqa: TID251
+from refit_mx.control.records import Code, ObjectStorage
+from refit_mx.control.state import ControlState
 
 # Versions
 

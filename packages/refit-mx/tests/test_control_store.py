@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from refit_mx import EmbeddedControlServer, RefitConfigError
 from refit_mx.control import PayloadFormat, Shard, SqliteStore, VersionState, WorkerRole
-from refit_mx.control import plane as plane_module  # noqa: TID251
-from refit_mx.control.ledger import identity  # noqa: TID251
-from refit_mx.control.plane import ControlPlane  # noqa: TID251
-from refit_mx.control.records import (  # noqa: TID251
+from refit_mx.control import plane as plane_module
+from refit_mx.control.ledger import identity
+from refit_mx.control.plane import ControlPlane
+from refit_mx.control.records import (
     Code,
     Lease,
     ObjectStorage,
@@ -29,7 +29,7 @@ from refit_mx.control.records import (  # noqa: TID251
     VersionBody,
     Worker,
 )
-from refit_mx.control.store import SCHEMA_VERSION, _digest  # noqa: TID251
+from refit_mx.control.store import SCHEMA_VERSION, _digest
 
 TIMEOUT_S = 30.0
 BODY = VersionBody(

@@ -1,4 +1,7 @@
-"""Weights in a GPU's memory, at the trainer, at the receiver or at both."""
+"""Weights in a GPU's memory, at the trainer, at the receiver or at both.
+
+Imports internals: a skip asks whether the machine has RDMA.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from refit_processes import Process, same, targets_of, weights
 
 from refit_mx import TensorSpec, compile_pass
 from refit_mx.compile.base import allocate_outputs
-from refit_mx.transports.nixl_library import has_rdma  # noqa: TID251  # decides a skip
+from refit_mx.transports.nixl_library import has_rdma
 
 pytestmark = [
     pytest.mark.slow,

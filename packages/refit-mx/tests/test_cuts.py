@@ -14,8 +14,8 @@ from refit_fixtures import TRANSPORTS, a_world
 from refit_processes import fsdp_shards, same, slice_of, targets_of, weights
 
 from refit_mx import Box, Cut, LocalShard, RefitConfigError, ShardTable, plan_reads
-from refit_mx.plan.block_splits import _split_rows, split_at_blocks  # noqa: TID251
-from refit_mx.source.shards import cut_shards  # noqa: TID251
+from refit_mx.plan.block_splits import _split_rows, split_at_blocks
+from refit_mx.source.shards import cut_shards
 
 BLOCK_BYTES = 1 << 20
 SHAPES = {

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_processes import pattern, random_reads, reference_bytes
 
-from refit_mx.manifest.byte_spans import CHUNK_BYTES, ByteSpans, check_reads, chunks  # noqa: TID251
-from refit_mx.manifest.digests import digest_of_reads  # noqa: TID251
+from refit_mx.manifest.byte_spans import CHUNK_BYTES, ByteSpans, check_reads, chunks
+from refit_mx.manifest.digests import digest_of_reads
 from refit_mx.transports.base import ReadTable
 
 

@@ -28,7 +28,7 @@ from refit_fixtures import (
 from refit_processes import Process, fsdp_shards, same, weights
 
 from refit_mx import ControlClient, ControlUnavailableError, Deadline, RefitError, RefitTimeoutError
-from refit_mx.transports.source_client import SourceClient  # noqa: TID251
+from refit_mx.transports.source_client import SourceClient
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_auto_reads_over_tcp_when_nixl_cannot_connect():
 @in_own_network
 def test_nixl_avoids_a_peer_until_its_connect_returns():
     from refit_mx import SourceLostError
-    from refit_mx.transports.nixl_lane import abandoned_connects  # noqa: TID251
+    from refit_mx.transports.nixl_lane import abandoned_connects
 
     with ExitStack() as stack:
         world = stack.enter_context(a_world())

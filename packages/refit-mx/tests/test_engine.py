@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from refit_mx import FencedError, LayoutError, TargetTensor, TensorSpec
-from refit_mx.engine.fence import ModelFence  # noqa: TID251
-from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo  # noqa: TID251
-from refit_mx.engine.loader_trace import locate_view, trace_loaders, traced_target  # noqa: TID251
+from refit_mx.engine.fence import ModelFence
+from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo
+from refit_mx.engine.loader_trace import locate_view, trace_loaders, traced_target
 
 
 @given(st.data())

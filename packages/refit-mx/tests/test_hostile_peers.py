@@ -21,11 +21,11 @@ from refit_fixtures import a_world, zeros
 from refit_processes import same
 
 from refit_mx.control import WorkerRole
-from refit_mx.control.embedded import THREADS  # noqa: TID251
-from refit_mx.listening.grpc_server import host_of  # noqa: TID251
-from refit_mx.listening.peers import PeerLog, bounded_connections  # noqa: TID251
-from refit_mx.source.server import SourceServer  # noqa: TID251
-from refit_mx.transports import source_protocol as protocol  # noqa: TID251
+from refit_mx.control.embedded import THREADS
+from refit_mx.listening.grpc_server import host_of
+from refit_mx.listening.peers import PeerLog, bounded_connections
+from refit_mx.source.server import SourceServer
+from refit_mx.transports import source_protocol as protocol
 
 DEADLINE_S = 10.0
 METHOD = "/model_express.refit.RefitService/GetWeightVersion"

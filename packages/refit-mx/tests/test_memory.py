@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refit_mx.memory import mapping as large_pages  # noqa: TID251
-from refit_mx.memory.arena import Arena, DoubleArena  # noqa: TID251
-from refit_mx.memory.cuda import registration_obstacle  # noqa: TID251
-from refit_mx.memory.mapping import LARGE_PAGE_BYTES, attach, map_shared  # noqa: TID251
+from refit_mx.memory import mapping as large_pages
+from refit_mx.memory.arena import Arena, DoubleArena
+from refit_mx.memory.cuda import registration_obstacle
+from refit_mx.memory.mapping import LARGE_PAGE_BYTES, attach, map_shared
 
 TIMEOUT_S = 20.0
 NBYTES = 3 * LARGE_PAGE_BYTES + 5 * mmap.PAGESIZE

@@ -1,6 +1,7 @@
 """Plans of every layout that trainers and generators use.
 
-The tests use the planner's own bounds, so they stay correct when a bound changes.
+The tests use the planner's own bounds, so they stay correct when a bound changes. Imports
+internals: manifests are made by hand, and limits are the planner's.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from refit_mx import (
     stacked_experts_target,
     tp_target,
 )
-from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES, ShardColumns  # noqa: TID251
-from refit_mx.plan.cells import divide  # noqa: TID251
-from refit_mx.plan.planner import SPLIT_BYTES  # noqa: TID251
+from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES, ShardColumns
+from refit_mx.plan.cells import divide
+from refit_mx.plan.planner import SPLIT_BYTES
 
 W = TensorSpec("w", "bfloat16", (8, 6))
 

@@ -1,6 +1,7 @@
 """`ShardTable`: manifests from other machines that are accepted or refused.
 
 The tests make columns of manifests by hand, since other machines may send any bytes.
+So internals are imported.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from refit_mx import (
     plan_reads,
     replicated_target,
 )
-from refit_mx.manifest.format import (  # noqa: TID251
+from refit_mx.manifest.format import (
     DIGEST_BYTES,
     ShardColumns,
     Structure,
     TensorTable,
     encode_table,
 )
-from refit_mx.plan import shards as shards_module  # noqa: TID251
+from refit_mx.plan import shards as shards_module
 
 W = TensorSpec("w", "float32", (8, 3))
 B = TensorSpec("b", "int16", (5,))

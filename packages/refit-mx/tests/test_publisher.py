@@ -29,9 +29,9 @@ from refit_mx import (
     VersionNotFoundError,
     VersionNotReadyError,
 )
-from refit_mx.control import SqliteStore, WorkerRole, heartbeat  # noqa: TID251
-from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
-from refit_mx.transports.source_client import is_gone  # noqa: TID251
+from refit_mx.control import SqliteStore, WorkerRole, heartbeat
+from refit_mx.transports.nixl_source import NixlSource
+from refit_mx.transports.source_client import is_gone
 
 
 def received(world: World, version_id: str, **settings) -> dict[str, torch.Tensor]:

@@ -13,11 +13,11 @@ import pytest
 from control_clients import until
 
 from refit_mx import Deadline, ProtocolError, RefitConfigError, SourceLostError
-from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc  # noqa: TID251
-from refit_mx.receive import manifests  # noqa: TID251
-from refit_mx.receive.manifests import request_manifest  # noqa: TID251
-from refit_mx.source import manifest_service  # noqa: TID251
-from refit_mx.source.manifest_service import ManifestService, manifest_digest  # noqa: TID251
+from refit_mx.control.protocol import refit_pb2, refit_pb2_grpc
+from refit_mx.receive import manifests
+from refit_mx.receive.manifests import request_manifest
+from refit_mx.source import manifest_service
+from refit_mx.source.manifest_service import ManifestService, manifest_digest
 
 DATA = b"a manifest is opaque here"
 

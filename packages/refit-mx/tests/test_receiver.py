@@ -116,7 +116,7 @@ def test_failed_receive_releases_its_lease(world, published):
 
 
 def test_plan_is_reused_for_any_order_of_replicas(world, monkeypatch):
-    from refit_mx.receive import source_cache  # noqa: TID251
+    from refit_mx.receive import source_cache
 
     planned = []
     plan_reads = source_cache.plan_reads

@@ -26,8 +26,8 @@ from refit_mx import (
     discover_v2_sources_for_slice,
 )
 from refit_mx.control import Shard, WorkerRole
-from refit_mx.receive.source_cache import SourceCache  # noqa: TID251
-from refit_mx.source.manifest_service import ManifestService  # noqa: TID251
+from refit_mx.receive.source_cache import SourceCache
+from refit_mx.source.manifest_service import ManifestService
 
 SLOTS = [f"fsdp-{rank}" for rank in range(4)]
 

@@ -13,8 +13,8 @@ from refit_fixtures import World, needs_nixl, zeros
 from refit_processes import same, weights
 
 from refit_mx import SourceLostError
-from refit_mx.receive import transport_choice  # noqa: TID251
-from refit_mx.transports import nixl_lane  # noqa: TID251
+from refit_mx.receive import transport_choice
+from refit_mx.transports import nixl_lane
 
 pytestmark = [pytest.mark.slow, needs_nixl]
 

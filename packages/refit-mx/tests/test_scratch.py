@@ -12,10 +12,10 @@ import torch
 from transport_processes import soon
 
 from refit_mx import RefitConfigError, ScratchExhaustedError
-from refit_mx.memory.arena import PAGE_BYTES  # noqa: TID251
-from refit_mx.receive import scratch as scratch_module  # noqa: TID251
-from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
-from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
+from refit_mx.memory.arena import PAGE_BYTES
+from refit_mx.receive import scratch as scratch_module
+from refit_mx.receive.scratch import ScratchPool
+from refit_mx.transports.tcp import TcpTransport
 
 PAGE = PAGE_BYTES
 

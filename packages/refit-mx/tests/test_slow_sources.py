@@ -18,11 +18,11 @@ from refit_fixtures import needs_nixl, new_transport
 from transport_processes import SourceProcess, one_read, pattern
 
 from refit_mx import Deadline, ReceiverSettings, RefitTimeoutError
-from refit_mx.deadline import StallDeadline  # noqa: TID251
-from refit_mx.transports import nixl  # noqa: TID251
+from refit_mx.deadline import StallDeadline
+from refit_mx.transports import nixl
 from refit_mx.transports.base import SourceReads
-from refit_mx.transports.nixl_lane import IN_FLIGHT  # noqa: TID251
-from refit_mx.transports.source_client import SourceClient  # noqa: TID251
+from refit_mx.transports.nixl_lane import IN_FLIGHT
+from refit_mx.transports.source_client import SourceClient
 
 pytestmark = pytest.mark.slow
 MIB = 1 << 20

@@ -18,10 +18,10 @@ from refit_mx import (
     SourceLostError,
     discover_v2_sources_for_slice,
 )
-from refit_mx.manifest.format import Structure  # noqa: TID251
-from refit_mx.receive import manifests, source_cache  # noqa: TID251
-from refit_mx.receive.source_cache import SourceCache  # noqa: TID251
-from refit_mx.transports.source_client import SourceClient  # noqa: TID251
+from refit_mx.manifest.format import Structure
+from refit_mx.receive import manifests, source_cache
+from refit_mx.receive.source_cache import SourceCache
+from refit_mx.transports.source_client import SourceClient
 
 
 @pytest.fixture

@@ -28,16 +28,16 @@ from refit_mx import (
     RefitTimeoutError,
     SourceLostError,
 )
-from refit_mx.manifest.byte_spans import ByteSpans  # noqa: TID251
-from refit_mx.manifest.digests import digest_of_reads  # noqa: TID251
-from refit_mx.memory.arena import Arena  # noqa: TID251
-from refit_mx.source.server import SourceServer  # noqa: TID251
-from refit_mx.transports import source_client, source_sockets  # noqa: TID251
-from refit_mx.transports import source_protocol as protocol  # noqa: TID251
+from refit_mx.manifest.byte_spans import ByteSpans
+from refit_mx.manifest.digests import digest_of_reads
+from refit_mx.memory.arena import Arena
+from refit_mx.source.server import SourceServer
+from refit_mx.transports import source_client, source_sockets
+from refit_mx.transports import source_protocol as protocol
 from refit_mx.transports.base import ReadTable, SourceReads
-from refit_mx.transports.source_client import SourceClient, is_gone  # noqa: TID251
-from refit_mx.transports.source_sockets import receive_frame  # noqa: TID251
-from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
+from refit_mx.transports.source_client import SourceClient, is_gone
+from refit_mx.transports.source_sockets import receive_frame
+from refit_mx.transports.tcp import TcpTransport
 
 NBYTES = 1 << 20
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transport_processes import random_reads
 
 from refit_mx.transports.base import ReadTable
-from refit_mx.transports.batches import RowsDone, batches, split_reads  # noqa: TID251
-from refit_mx.transports.nixl_lane import descriptors, runs  # noqa: TID251
+from refit_mx.transports.batches import RowsDone, batches, split_reads
+from refit_mx.transports.nixl_lane import descriptors, runs
 
 NBYTES = 1 << 16
 

@@ -28,12 +28,12 @@ from refit_mx import (
     ScratchExhaustedError,
     SourceLostError,
 )
-from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
-from refit_mx.transports import nixl  # noqa: TID251
+from refit_mx.receive.scratch import ScratchPool
+from refit_mx.transports import nixl
 from refit_mx.transports.base import ReadTable, SourceReads
-from refit_mx.transports.nixl import NixlTransport  # noqa: TID251
-from refit_mx.transports.nixl_library import nixl_available  # noqa: TID251
-from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
+from refit_mx.transports.nixl import NixlTransport
+from refit_mx.transports.nixl_library import nixl_available
+from refit_mx.transports.nixl_source import NixlSource
 
 pytestmark = [pytest.mark.slow, needs_nixl]
 MIB = 1 << 20

@@ -19,15 +19,15 @@ from refit_processes import SHAPES, fsdp_shards, same, targets_of, weights
 from transport_processes import SourceProcess, one_read, pattern
 
 from refit_mx import Deadline, Manifest, ProtocolError, RefitConfigError, SourceLostError
-from refit_mx.manifest.format import SharedMemory  # noqa: TID251
-from refit_mx.memory.arena import Arena  # noqa: TID251
-from refit_mx.memory.mapping import attach, create  # noqa: TID251
-from refit_mx.receive import transport_choice  # noqa: TID251
-from refit_mx.source import served_transports  # noqa: TID251
-from refit_mx.transports import shm as shm_module  # noqa: TID251
+from refit_mx.manifest.format import SharedMemory
+from refit_mx.memory.arena import Arena
+from refit_mx.memory.mapping import attach, create
+from refit_mx.receive import transport_choice
+from refit_mx.source import served_transports
+from refit_mx.transports import shm as shm_module
 from refit_mx.transports.base import SourceReads
-from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport, can_map  # noqa: TID251
-from refit_mx.transports.tcp import TcpTransport  # noqa: TID251
+from refit_mx.transports.shm import UNUSED_FETCHES, ShmTransport, can_map
+from refit_mx.transports.tcp import TcpTransport
 
 BLOCK_BYTES = 1 << 20
 pytestmark = [pytest.mark.slow, needs_shm]

@@ -24,13 +24,13 @@ from refit_mx import (
     SourceLostError,
     Transport,
 )
-from refit_mx.memory.arena import Arena  # noqa: TID251
-from refit_mx.receive.scratch import ScratchPool  # noqa: TID251
-from refit_mx.transports import nixl as nixl_module  # noqa: TID251
-from refit_mx.transports import shm as shm_module  # noqa: TID251
-from refit_mx.transports import tcp as tcp_module  # noqa: TID251
+from refit_mx.memory.arena import Arena
+from refit_mx.receive.scratch import ScratchPool
+from refit_mx.transports import nixl as nixl_module
+from refit_mx.transports import shm as shm_module
+from refit_mx.transports import tcp as tcp_module
 from refit_mx.transports.base import ReadTable, SourceReads
-from refit_mx.transports.batches import Batch, BatchQueue  # noqa: TID251
+from refit_mx.transports.batches import Batch, BatchQueue
 
 pytestmark = pytest.mark.slow
 # UCX over TCP alone is what two hosts have; with shm a receiver reads the source's memory itself.

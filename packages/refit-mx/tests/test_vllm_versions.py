@@ -3,7 +3,8 @@
 Each version's wheel is downloaded without its dependencies (300 MB each; about 8 MB of Python files
 are stored) into the folder named by ``REFIT_MX_VLLM_SOURCES``, else into pytest's cache. The
 sources are parsed, never imported. Expectations are declared here. Imports of vLLM and routes that
-the fleet calls are read from refit-mx's own sources.
+the fleet calls are read from refit-mx's own sources. Imports internals: the name of the engine is
+compared with vLLM's list.
 """
 
 from __future__ import annotations
@@ -315,7 +316,7 @@ def _engine_problems(sources: VllmSources) -> Iterator[str]:
 
 def _backend_problems(sources: VllmSources) -> Iterator[str]:
     """Check that vLLM allows any backend name, has no ``mx``, and loads plug-ins."""
-    from refit_mx.engine.registration import BACKEND  # noqa: TID251
+    from refit_mx.engine.registration import BACKEND
 
     registered = [
         node.args[0].value

@@ -1,6 +1,7 @@
 """A source in a separate process, for tests that stop, kill and restart it.
 
-The process serves an arena, prints its manifest, and reads commands from stdin.
+The process serves an arena, prints its manifest, and reads commands from stdin. Imports internals:
+a publisher cannot be stopped within a read.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 import torch
 
 from refit_mx import Deadline, Manifest
-from refit_mx.manifest.format import ShardColumns  # noqa: TID251
-from refit_mx.memory.arena import Arena  # noqa: TID251
-from refit_mx.source.server import SourceServer  # noqa: TID251
+from refit_mx.manifest.format import ShardColumns
+from refit_mx.memory.arena import Arena
+from refit_mx.source.server import SourceServer
 from refit_mx.transports.base import ReadTable
 
 LINE_TIMEOUT_S = 120.0
@@ -209,7 +210,7 @@ def main(*arguments: str) -> None:
     nixl = None
     source = None
     if given.nixl:
-        from refit_mx.transports.nixl_source import NixlSource  # noqa: TID251
+        from refit_mx.transports.nixl_source import NixlSource
 
         source = NixlSource()
         nixl = source.register(arena.memory)

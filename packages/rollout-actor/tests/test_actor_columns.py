@@ -17,7 +17,7 @@ from dataplane_core import (
     SchemaMismatchError,
 )
 from rollout_actor import SyncRolloutActor
-from rollout_actor.step_columns import PAYLOAD_KINDS  # noqa: TID251
+from rollout_actor.step_columns import PAYLOAD_KINDS
 
 
 def test_media_of_prompts_are_put_as_columns(actor_of, store):

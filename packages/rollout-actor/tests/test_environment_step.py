@@ -14,8 +14,8 @@ from rollout_doubles import Method, batch_of
 
 from dataplane_core import DeadlineExceededError, InvalidRequestError
 from rollout_actor import EnvironmentReturn
-from rollout_actor.conversation import start_conversations  # noqa: TID251
-from rollout_actor.environment_step import step_environments, step_environments_async  # noqa: TID251
+from rollout_actor.conversation import start_conversations
+from rollout_actor.environment_step import step_environments, step_environments_async
 
 
 def step_async(rows, task_to_env, *, timeout_s):

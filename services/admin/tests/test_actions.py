@@ -1,4 +1,7 @@
-"""Actions run only if allowed and confirmed, and are always recorded."""
+"""Actions run only if allowed and confirmed, and are always recorded.
+
+Imports internals: the store is made to fail.
+"""
 
 import json
 
@@ -8,7 +11,7 @@ from fastapi.testclient import TestClient
 from tensordict import TensorDict
 from waiting import until
 
-from dataplane_admin.store import Store, StoreUnavailable  # noqa: TID251  # it fails by patches
+from dataplane_admin.store import Store, StoreUnavailable
 from dataplane_core import InMemoryDataPlaneClient
 
 TOKEN = "3f2b8c0d9e7a6b5c"

@@ -1,11 +1,14 @@
-"""Decisions of the rules over any sequence of values: what is raised and cleared, and when."""
+"""Decisions of the rules over any sequence of values: what is raised and cleared, and when.
+
+Imports internals: a service sees few of the sequences.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane_admin import models
-from dataplane_admin.alerts.evaluate import Facts, RunFacts, decide  # noqa: TID251
-from dataplane_admin.alerts.rules import Rule  # noqa: TID251
+from dataplane_admin.alerts.evaluate import Facts, RunFacts, decide
+from dataplane_admin.alerts.rules import Rule
 
 # A test over HTTP cannot go through hundreds of sequences of minutes.
 BOUND, EVERY_S = 4.0, 10

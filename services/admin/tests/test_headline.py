@@ -1,6 +1,7 @@
 """The headline: the limit of waits depends on the step duration of a run.
 
 Waits and claims are made up: a test cannot block for half an hour.
+So internals are imported.
 """
 
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from dataplane_admin import models
-from dataplane_admin.pages.overview import Buckets, overview  # noqa: TID251
+from dataplane_admin.pages.overview import Buckets, overview
 
 
 @pytest.fixture

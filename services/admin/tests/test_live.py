@@ -1,7 +1,7 @@
 """The live data plane, also if it is slow or unreachable.
 
 Scans and trends are tested directly: their budget and windows need a clock and numbers that no data
-plane reaches in a reasonable time.
+plane reaches in a reasonable time. So internals are imported.
 """
 
 import platform
@@ -19,11 +19,11 @@ from ray._private.utils import check_version_info
 from tensordict import TensorDict
 from waiting import until
 
-from dataplane_admin.live import Scan  # noqa: TID251
-from dataplane_admin.live.connect import one_line  # noqa: TID251
-from dataplane_admin.live.scan import SHARE, Scanner  # noqa: TID251
-from dataplane_admin.live.stuck import MAX_SIGNS  # noqa: TID251
-from dataplane_admin.live.trend import POLLS, Trends  # noqa: TID251
+from dataplane_admin.live import Scan
+from dataplane_admin.live.connect import one_line
+from dataplane_admin.live.scan import SHARE, Scanner
+from dataplane_admin.live.stuck import MAX_SIGNS
+from dataplane_admin.live.trend import POLLS, Trends
 from dataplane_core import InMemoryDataPlaneClient, PartitionSummary, TaskSummary, UnavailableError
 
 TIMEOUT_S = 20.0

@@ -1,4 +1,7 @@
-"""The partition page shows one snapshot, also while samples change."""
+"""The partition page shows one snapshot, also while samples change.
+
+Imports internals: samples change between two of its reads.
+"""
 
 import re
 import threading
@@ -10,7 +13,7 @@ from tensordict import TensorDict
 from waiting import until
 
 from dataplane_admin import Settings, create_app
-from dataplane_admin.live import read_moment  # noqa: TID251  # raced at each of its reads
+from dataplane_admin.live import read_moment
 from dataplane_core import InMemoryDataPlaneClient, PartitionNotFoundError, UnavailableError
 
 SIZE = 64

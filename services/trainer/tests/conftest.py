@@ -1,4 +1,7 @@
-"""Fixtures: configurations based on the demo's, a tiny model on disk, and runs."""
+"""Fixtures: configurations based on the demo's, a tiny model on disk, and runs.
+
+Imports internals: a model is saved as a run saves its own.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def configure(raw_config):
 @pytest.fixture(scope="session")
 def model_folder(configure, tmp_path_factory):
     """Model and tokenizer on disk, saved without the trainer."""
-    from grpo_trainer.model.load import save_random_model  # noqa: TID251  # as a run saves its own
+    from grpo_trainer.model.load import save_random_model
 
     folder = tmp_path_factory.mktemp("model")
     save_random_model(configure().policy.model, folder, seed=3, max_length=48)

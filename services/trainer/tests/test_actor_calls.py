@@ -1,4 +1,7 @@
-"""Calls to actors end at their deadline, even if a process of Ray does not answer."""
+"""Calls to actors end at their deadline, even if a process of Ray does not answer.
+
+Imports internals: the deadline of a run is minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 import ray
 from integration.temporary_ray import temporary_ray
 
-from grpo_trainer.actors.calls import ActorCalls  # noqa: TID251  # a deadline of 2 s
+from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.errors import WorkerError
 
 pytestmark = pytest.mark.slow

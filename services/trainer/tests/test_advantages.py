@@ -1,4 +1,7 @@
-"""Advantages compare a sample with the rest of its group, exactly, whatever the rewards' size."""
+"""Advantages compare a sample with the rest of its group, exactly, whatever the rewards' size.
+
+Imports internals: no run has such rewards.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.errors import AdvantageError
-from grpo_trainer.samples.advantages import (  # noqa: TID251  # rewards that no run has
+from grpo_trainer.samples.advantages import (
     advantages,
     group_statistics,
     mean_and_std,

@@ -1,4 +1,7 @@
-"""Parts of an asynchronous run, in situations that a complete run cannot produce."""
+"""Parts of an asynchronous run, in situations that a complete run cannot produce.
+
+So internals are imported.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from hypothesis import strategies as st
 
 from dataplane_core import InMemoryDataPlaneClient
 from grpo_trainer.errors import WorkerError
-from grpo_trainer.policy.loss import grpo_loss, token_logprobs  # noqa: TID251
-from grpo_trainer.rollout import latency  # noqa: TID251
-from grpo_trainer.rollout.generator import required_versions  # noqa: TID251
-from grpo_trainer.rollout.latency import SimulatedLatency  # noqa: TID251
-from grpo_trainer.rollout.prompts import Prompt, PromptRecord, PromptStream  # noqa: TID251
-from grpo_trainer.rollout.remote_generation import StreamingGeneration  # noqa: TID251
-from grpo_trainer.rollout.sampling import sample_responses  # noqa: TID251
-from grpo_trainer.rollout.weight_gate import WeightGate  # noqa: TID251
-from grpo_trainer.rollout.worker import version_spans  # noqa: TID251
-from grpo_trainer.run.generator_fleet import GeneratorFleet  # noqa: TID251
-from grpo_trainer.run.processes import GeneratorActors  # noqa: TID251
-from grpo_trainer.run.prompt_feed import PromptFeed  # noqa: TID251
+from grpo_trainer.policy.loss import grpo_loss, token_logprobs
+from grpo_trainer.rollout import latency
+from grpo_trainer.rollout.generator import required_versions
+from grpo_trainer.rollout.latency import SimulatedLatency
+from grpo_trainer.rollout.prompts import Prompt, PromptRecord, PromptStream
+from grpo_trainer.rollout.remote_generation import StreamingGeneration
+from grpo_trainer.rollout.sampling import sample_responses
+from grpo_trainer.rollout.weight_gate import WeightGate
+from grpo_trainer.rollout.worker import version_spans
+from grpo_trainer.run.generator_fleet import GeneratorFleet
+from grpo_trainer.run.processes import GeneratorActors
+from grpo_trainer.run.prompt_feed import PromptFeed
 
 WAIT_S = 20.0
 

@@ -2,6 +2,7 @@
 
 `train` cannot be made to fail at a given byte, to write from another machine, or to meet a file
 that cannot be removed. So these tests call the functions that write.
+So internals are imported.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from fnmatch import fnmatch
 
 import pytest
 
-from grpo_trainer.checkpoint.folder import (  # noqa: TID251  # see above
+from grpo_trainer.checkpoint.folder import (
     RunState,
     load_state,
     save_checkpoint,
     written_files,
 )
 from grpo_trainer.errors import CheckpointError, OutputError
-from grpo_trainer.run.folder import (  # noqa: TID251  # see above
+from grpo_trainer.run.folder import (
     append_record,
     create_run_folder,
     write_history,

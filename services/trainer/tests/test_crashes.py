@@ -1,4 +1,7 @@
-"""An asynchronous run that is killed and resumed trains each prompt once."""
+"""An asynchronous run that is killed and resumed trains each prompt once.
+
+Imports internals: nothing public reads a journal.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from integration.killable_run import DRIVER, EVERYTHING, KillableRun, trained_samples
 from integration.waiting import wait_until
 
-from grpo_trainer.rollout.journal_file import places  # noqa: TID251  # no public face reads it
+from grpo_trainer.rollout.journal_file import places
 
 pytestmark = pytest.mark.slow
 

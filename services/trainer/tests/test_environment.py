@@ -1,6 +1,7 @@
 """The environment scores responses and asks follow-ups as a chat template renders them.
 
 A script takes the model's place: it sets each response, and whether the response is truncated.
+Imports internals: a run does not show single turns.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.config.sections import PretrainedModel  # noqa: TID251  # see above
-from grpo_trainer.model.chat_turn import EndKeepingTokenizer, chat_turn  # noqa: TID251  # see above
-from grpo_trainer.model.tokenizer import (  # noqa: TID251  # see above
+from grpo_trainer.config.sections import PretrainedModel
+from grpo_trainer.model.chat_turn import EndKeepingTokenizer, chat_turn
+from grpo_trainer.model.tokenizer import (
     build_character_tokenizer,
     prompt_encoder,
 )
-from grpo_trainer.rollout.environment import (  # noqa: TID251  # see above
+from grpo_trainer.rollout.environment import (
     VerifierEnvironment,
     score,
 )

@@ -1,4 +1,7 @@
-"""Inputs of a run are accepted unchanged, or refused before anything of the run exists."""
+"""Inputs of a run are accepted unchanged, or refused before anything of the run exists.
+
+Imports internals: prompts are encoded without a run.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from transformers import AutoTokenizer
 
 import grpo_trainer
 from grpo_trainer import DEMO_CONFIG
-from grpo_trainer.config.sections import PretrainedModel  # noqa: TID251  # of `prompt_encoder`
+from grpo_trainer.config.sections import PretrainedModel
 from grpo_trainer.errors import ConfigurationError, WorkerError
-from grpo_trainer.model.tokenizer import (  # noqa: TID251  # tokens of many tokenizers, cheaply
+from grpo_trainer.model.tokenizer import (
     build_character_tokenizer,
     prompt_encoder,
 )
-from grpo_trainer.rollout import prompts  # noqa: TID251  # counts shuffles
-from grpo_trainer.rollout.prompts import (  # noqa: TID251  # an endless stream, cheaply
+from grpo_trainer.rollout import prompts
+from grpo_trainer.rollout.prompts import (
     Prompt,
     PromptRecord,
     PromptStream,

@@ -1,4 +1,7 @@
-"""Journals keep groups and responses through a crash at any moment, and no longer than needed."""
+"""Journals keep groups and responses through a crash at any moment, and no longer than needed.
+
+Imports internals: a crash is placed at each byte.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 # A crash at any byte of a file is tested on the journal itself; test_crashes.py kills processes.
-from grpo_trainer.rollout.journal import FinishedGroup, Journal  # noqa: TID251
-from grpo_trainer.rollout.journal_file import prune  # noqa: TID251
-from grpo_trainer.rollout.response_journal import (  # noqa: TID251
+from grpo_trainer.rollout.journal import FinishedGroup, Journal
+from grpo_trainer.rollout.journal_file import prune
+from grpo_trainer.rollout.response_journal import (
     CallRecorder,
     ResponseJournal,
     response_keys,
     version_to_report,
 )
-from grpo_trainer.rollout.sampling import Drawn  # noqa: TID251
+from grpo_trainer.rollout.sampling import Drawn
 
 few = settings(max_examples=40)
 

@@ -1,4 +1,7 @@
-"""The objective equals the published formula per token, however the batch is split."""
+"""The objective equals the published formula per token, however the batch is split.
+
+Imports internals: no run has such log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_trainer.policy.loss import (  # noqa: TID251  # log-probabilities that no run has
+from grpo_trainer.policy.loss import (
     grpo_loss,
     token_logprobs,
 )

@@ -1,4 +1,7 @@
-"""A run that fails while it starts or stops leaves nothing behind, and starts nothing else."""
+"""A run that fails while it starts or stops leaves nothing behind, and starts nothing else.
+
+Imports internals: parts of a run are replaced by parts that fail.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from grpo_trainer.actors.calls import ActorCalls  # noqa: TID251  # parts are replaced
-from grpo_trainer.actors.telemetry import TelemetrySettings  # noqa: TID251
+from grpo_trainer.actors.calls import ActorCalls
+from grpo_trainer.actors.telemetry import TelemetrySettings
 from grpo_trainer.errors import WorkerError
-from grpo_trainer.run import processes  # noqa: TID251
+from grpo_trainer.run import processes
 
 TRACED = TelemetrySettings("run", None)
 

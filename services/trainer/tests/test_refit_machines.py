@@ -1,10 +1,8 @@
 """Addresses on which the processes of a refit listen, and that they advertise, on two machines.
 
 The machines are two nodes of a real Ray with addresses of the loopback interface. Workers
-that have only their side of the refit take the place of a run's workers. So all imports are of
-internal modules.
+that have only their side of the refit take the place of a run's workers. So internals are imported.
 """
-# ruff: noqa: TID251
 
 from __future__ import annotations
 

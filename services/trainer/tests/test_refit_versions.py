@@ -1,5 +1,7 @@
-"""Versions of a refit in the control plane, with workers in this process."""
-# ruff: noqa: TID251
+"""Versions of a refit in the control plane, with workers in this process.
+
+Imports internals: a run does not show single versions.
+"""
 
 from __future__ import annotations
 

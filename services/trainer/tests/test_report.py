@@ -1,6 +1,7 @@
 """A run shows a line per step without a terminal, else a live panel, tables and a chart.
 
 A command in a test has no terminal, so these tests call the display.
+So internals are imported.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grpo_trainer.atomic_file import write_atomically  # noqa: TID251
-from grpo_trainer.report.picture import save_reward_picture  # noqa: TID251  # see above
-from grpo_trainer.report.terminal import (  # noqa: TID251  # see above
+from grpo_trainer.atomic_file import write_atomically
+from grpo_trainer.report.picture import save_reward_picture
+from grpo_trainer.report.terminal import (
     Summary,
     TerminalDisplay,
     print_summary,

@@ -1,6 +1,7 @@
 """Sampling draws from the trained model, and stops at the right token.
 
 `test_steps.py` tests sampling in runs, which use neither greedy choice nor stop strings.
+So internals are imported.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from grpo_trainer.policy.loss import token_logprobs  # noqa: TID251  # see above
-from grpo_trainer.rollout import response_journal  # noqa: TID251  # see above
-from grpo_trainer.rollout.sampling import Drawn, sample_responses  # noqa: TID251  # see above
-from grpo_trainer.rollout.worker import GenerationWorker  # noqa: TID251  # see above
+from grpo_trainer.policy.loss import token_logprobs
+from grpo_trainer.rollout import response_journal
+from grpo_trainer.rollout.sampling import Drawn, sample_responses
+from grpo_trainer.rollout.worker import GenerationWorker
 
 tokens = st.lists(st.integers(2, 20), min_size=1, max_size=8)
 prompts = st.lists(tokens, min_size=1, max_size=4)

@@ -1,4 +1,7 @@
-"""Stop strings are found as in the complete text, at a bounded cost per token."""
+"""Stop strings are found as in the complete text, at a bounded cost per token.
+
+Imports internals: no run has stop strings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel as Bytes
 from transformers import PreTrainedTokenizerFast
 
-from grpo_trainer.rollout.stop_strings import StopSearch  # noqa: TID251  # no run has any
+from grpo_trainer.rollout.stop_strings import StopSearch
 
 ALPHABET = "ab .\u00e9\u6f22\U0001f600\n"
 """Text of characters of one to four bytes."""

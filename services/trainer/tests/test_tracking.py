@@ -2,6 +2,7 @@
 
 Sinks that fail or hang are stand-ins, since no configuration makes a library do so. TensorBoard is
 real, and so are MLflow with a file as its database and Weights & Biases offline.
+So internals are imported.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import yaml
 import grpo_trainer
 from grpo_trainer import DEMO_CONFIG, check_config
 from grpo_trainer.errors import ConfigurationError
-from grpo_trainer.report import tracking  # noqa: TID251  # see above
-from grpo_trainer.report.tracking import Tracking, tracking_of  # noqa: TID251  # see above
+from grpo_trainer.report import tracking
+from grpo_trainer.report.tracking import Tracking, tracking_of
 
 WAIT_S = 200.0
 SECRET = "hunter2"

@@ -1,6 +1,7 @@
 """Requirements of the vLLM backend are checked before a run; servers get the run's options.
 
 In a run only vLLM sees these options (`integration/vllm`), so these tests call `worker_arguments`.
+So internals are imported.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import pytest
 
 import grpo_trainer
 from grpo_trainer import DEMO_CONFIG, load_config
-from grpo_trainer.actors.telemetry import TelemetrySettings  # noqa: TID251  # see above
+from grpo_trainer.actors.telemetry import TelemetrySettings
 from grpo_trainer.errors import ConfigurationError
-from grpo_trainer.rollout.vllm_options import worker_arguments  # noqa: TID251  # see above
+from grpo_trainer.rollout.vllm_options import worker_arguments
 
 VLLM_DEMO = DEMO_CONFIG.with_name("demo-vllm.yaml")
 

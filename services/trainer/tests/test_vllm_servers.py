@@ -1,6 +1,7 @@
 """Every process of a server ends with its worker, however that ends.
 
-Small programs take vLLM's place here: what vLLM itself does is tested in `integration/vllm`.
+Small programs take vLLM's place here: what vLLM itself does is tested in `integration/vllm`. It
+imports internals for this reason.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from integration.waiting import wait_until
 
 from grpo_trainer.errors import WorkerError
-from grpo_trainer.rollout.vllm_servers import VllmServers, devices_of  # noqa: TID251  # see above
+from grpo_trainer.rollout.vllm_servers import VllmServers, devices_of
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,8 @@
 """Pytest plugin that runs TransferQueue's own tests on the packed backend.
 
 The test modules select a backend from their `BACKEND_CONFIGS` by the name in ``TQ_TEST_BACKEND``.
-The plugin only adds an entry there. Load it with ``-p packed_backend``.
+The plugin only adds an entry there. Load it with ``-p packed_backend``. Imports internals:
+importing the module registers the backend.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pytest
 from integration.lean_ray import lean_ray
 from queue_setup import local_ray
 
-from dataplane_tq.storage import packed_bootstrap  # noqa: F401, TID251
+from dataplane_tq.storage import packed_bootstrap  # noqa: F401
 
 __all__ = ["lean_ray"]
 

@@ -1,8 +1,11 @@
-"""Ticks of a time axis are round, and their labels have one unit."""
+"""Ticks of a time axis are round, and their labels have one unit.
+
+Imports internals: pages show few of the ranges that an axis can have.
+"""
 
 import pytest
 
-from observability.views.quantities import ticks  # noqa: TID251  # rounding is best tested here
+from observability.views.quantities import ticks
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The collector's configuration for engines and nodes, with the metrics that its receivers emit.
 
 Names and attributes are those of the receivers' documentation; the collector itself does not run.
+Imports internals: the names that the service reads are compared.
 """
 
 import re
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from loads import NS, counters, gauges
 
-from dataplane_admin.load_metrics import SOURCES  # the names to compare with  # noqa: TID251
+from dataplane_admin.load_metrics import SOURCES  # the names to compare with
 
 FILE = Path(__file__).parents[4] / "deploy/collector/engines.yaml"
 

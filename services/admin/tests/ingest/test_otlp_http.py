@@ -1,6 +1,7 @@
 """The receiver answers as the OTLP specification requires, and enforces its limits.
 
 Tests of an unavailable store patch it, since it does not fail by chance.
+So internals are imported.
 """
 
 import gzip
@@ -24,7 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from stored import stored_bytes
 
 from dataplane_admin import Limits
-from dataplane_admin.store import QueueFull, Store, StoreUnavailable  # noqa: TID251
+from dataplane_admin.store import QueueFull, Store, StoreUnavailable
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"

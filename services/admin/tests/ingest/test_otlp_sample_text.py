@@ -1,7 +1,7 @@
 """Sample text is stored only on request.
 
 Most tests call `remove_sample_text`: the API does not show stored log records, scopes and data
-points, and there are many hundreds of cases.
+points, and there are many hundreds of cases. So internals are imported.
 """
 
 import json
@@ -18,7 +18,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from stored import stored_bytes
 
-from dataplane_admin.ingest.sample_text import MAX_TEXT, remove_sample_text  # noqa: TID251
+from dataplane_admin.ingest.sample_text import MAX_TEXT, remove_sample_text
 
 SECRET = "what the user said"
 TRACE = bytes(range(16))

@@ -1,4 +1,7 @@
-"""Fixtures: SQLite and a real PostgreSQL, services on both, and batches for the store."""
+"""Fixtures: SQLite and a real PostgreSQL, services on both, and batches for the store.
+
+Imports internals: batches are written without HTTP, see `Batches`.
+"""
 
 import os
 import pwd
@@ -15,9 +18,9 @@ import psycopg
 import pytest
 
 from dataplane_admin import Limits, Settings, create_app
-from dataplane_admin.ingest.events import batch_of_logs  # see `Batches`  # noqa: TID251
-from dataplane_admin.ingest.spans import batch_of_spans  # noqa: TID251
-from dataplane_admin.store import Store  # noqa: TID251
+from dataplane_admin.ingest.events import batch_of_logs  # see `Batches`
+from dataplane_admin.ingest.spans import batch_of_spans
+from dataplane_admin.store import Store
 
 BINARIES = Path("/usr/lib/postgresql")
 TIMEOUT_S = 30.0

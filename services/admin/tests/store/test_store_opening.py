@@ -1,4 +1,7 @@
-"""Databases are created, migrated and refused."""
+"""Databases are created, migrated and refused.
+
+Imports internals: a service opens only a database that it accepts.
+"""
 
 import shutil
 import sqlite3
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, inspect, text
 
-from dataplane_admin.store import Store, StoreError, StoreUnavailable, migrate  # noqa: TID251
+from dataplane_admin.store import Store, StoreError, StoreUnavailable, migrate
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A silent PostgreSQL fails blocked requests, and is used again afterwards.
 
 These tests use the store, whose deadlines are half a minute in a service.
+So internals are imported.
 """
 
 import os
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from dataplane_admin.store import (  # noqa: TID251
+from dataplane_admin.store import (
     Batch,
     Store,
     StoreUnavailable,
