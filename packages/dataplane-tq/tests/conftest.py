@@ -6,6 +6,7 @@ Tests that stop processes half-way use a directory and a unit without Ray.
 
 from __future__ import annotations
 
+import operator
 import sys
 from pathlib import Path
 
@@ -75,28 +76,41 @@ class Host:
         self.client = TQDataPlaneClient(config, bootstrap=False)
 
     def call(self, method, args, kwargs):
-        return getattr(self.client, method)(*args, **kwargs)
+        return operator.attrgetter(method)(self.client)(*args, **kwargs)
 
 
-class Peer:
+class Calls:
+    """Object whose methods are called in the process of a `Host`, on its client or a part of it."""
+
+    def __init__(self, host, part=""):
+        self._host = host
+        self._part = part
+
+    def __getattr__(self, method):
+        def call(*args, **kwargs):
+            name = self._part + method
+            try:
+                return ray.get(self._host.call.remote(name, args, kwargs), timeout=180)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+
+        return call
+
+
+class Peer(Calls):
     """Client that runs every call in another process."""
 
     capabilities = TQDataPlaneClient.capabilities
 
     def __init__(self, config):
-        self._host = ray.remote(Host).options(num_cpus=0.1, max_concurrency=8).remote(config)
+        super().__init__(ray.remote(Host).options(num_cpus=0.1, max_concurrency=8).remote(config))
+
+    @property
+    def inspector(self):
+        return Calls(self._host, "inspector.")
 
     def kill(self):
         ray.kill(self._host)
-
-    def __getattr__(self, method):
-        def call(*args, **kwargs):
-            try:
-                return ray.get(self._host.call.remote(method, args, kwargs), timeout=180)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-
-        return call
 
 
 @pytest.fixture(scope="module")
