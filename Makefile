@@ -92,7 +92,7 @@ admin: sync-demo ## Open the admin service with a live demo run; prints its addr
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out test-slow test-refit-and-verl test-together test-admin-and-isolation test-vllm ## Run every test except the long ones (test-long, cluster)
+test: system-packages left-out test-slow test-refit-and-verl test-together test-admin isolation test-vllm ## Run every test except the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out
@@ -151,11 +151,6 @@ test-refit-and-verl: sync verl
 .PHONY: test-together
 test-together: sync ## Run the tests of the trainer and of integration/
 	$(BIN)/pytest $(call WORKERS,2) -m "not long" integration services/trainer
-
-# Tests of packages mostly wait for processes while those of the admin service compute.
-.PHONY: test-admin-and-isolation
-test-admin-and-isolation: sync
-	$(MAKE) --jobs=2 --output-sync=target test-admin isolation
 
 # One target for each package and service: test-column-io, test-admin, ...
 MEMBERS := $(notdir $(wildcard packages/* services/*))
