@@ -23,12 +23,12 @@ def client_of(lease_s=None):
 
 
 def test_a_claim_outlives_its_lease_while_it_is_held():
-    with client_of(lease_s=0.3) as client:
+    with client_of(lease_s=1.0) as client:
         claim = client.claim_meta("train", "score", ["x"], 2)
         began = time.monotonic()
         with held_claim(client, claim, renew_every_s=0.05):
             # Another consumer waits for the lease, and does not get it.
-            while time.monotonic() < began + 1.0:
+            while time.monotonic() < began + 2.0:
                 assert client.claim_meta("train", "score", ["x"], 1, blocking=False).size == 0
         assert client.check_consumption_status("train", ["score"])
 

@@ -135,7 +135,7 @@ def test_invalid_answer_is_a_clear_error(scripted, name):
     answer, named = HOSTILE[name]
     server = scripted(vllm({"/collective_rpc": answer}))
     with pytest.raises(FleetError, match=named) as caught:
-        refit(server, timeout_s=3.0)
+        refit(server, timeout_s=10.0)
     assert list(caught.value.failed) == [server.url]
     assert_only_queried(server)
 
@@ -214,9 +214,9 @@ def fetching(state, *, slow_query_s=0.0):
 
 
 def test_query_in_progress_when_the_fetch_time_ends_is_answered(scripted):
-    slow, late = scripted(fetching("received", slow_query_s=3.1)), scripted(fetching("running"))
+    slow, late = scripted(fetching("received", slow_query_s=6.1)), scripted(fetching("running"))
     with pytest.raises(FleetError, match=r"reserved for the pause.*No server was paused") as caught:
-        refit(slow, late, timeout_s=4.0)  # of which 3 seconds are for the fetch
+        refit(slow, late, timeout_s=8.0)  # of which 6 seconds are for the fetch
     assert caught.value.failed[late.url] == "still fetching"
     assert "no answer" not in caught.value.failed.get(slow.url, "")
     assert not any(path == "/pause" for _, path in [*slow.requests, *late.requests])

@@ -17,7 +17,7 @@ from refit_mx import (
     ReceiverSettings,
 )
 
-SHORT = ReceiverSettings(lease_ttl_s=1, scratch_copies=1)
+SHORT = ReceiverSettings(lease_ttl_s=3, scratch_copies=1)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ class LeaseWaitContract:
         assert client.check_consumption_status("train", ["train"])
 
     def test_claim_blocked_on_a_lease_wakes_when_it_expires(self, make_client: MakeClient) -> None:
-        client = filled(make_client(claim_lease_s=0.5), ["a", "b"])
+        client = filled(make_client(claim_lease_s=1.5), ["a", "b"])
         held = claim(client)
         again = self.wakes(client, held, lambda: None)
         assert sorted(again.sample_ids) == ["a", "b"]
