@@ -1,13 +1,21 @@
-"""Webhooks: signed, retried, in order, once; a dead receiver delays nothing else."""
+"""Webhooks: signed, retried, in order, once; a dead receiver delays nothing else.
 
+Imports internals: a command of the service in a test's process would not end.
+"""
+
+import io
 import logging
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
+import structlog
 from alerting import SECRET, Receiver, cleared, evaluate, raised, rule, rules_in, verified
 from waiting import until
+
+from dataplane_admin.cli.shared import log_to_standard_error
 
 RULE = rule("staleness", 4)
 
@@ -84,6 +92,23 @@ def test_a_failed_notification_is_retried_until_accepted(alerted, otlp, receiver
     assert status(job)["pending"] == 0
     metrics = job.client.get("/metrics").text
     assert 'dataplane_admin_webhook_failures_total{webhook="chat"} 2.0' in metrics
+
+
+class WithoutReader(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_a_broken_standard_error_ends_no_retries(alerted, otlp, receiver, monkeypatch):
+    receiver.statuses = [500]
+    monkeypatch.setattr(sys, "stderr", WithoutReader())
+    log_to_standard_error()
+    try:
+        job = alerted(chat=receiver.url)
+        send(job, otlp, 9.0, 0)
+        until(lambda: status(job)["delivered"] == 1)
+    finally:
+        structlog.reset_defaults()
 
 
 def test_a_redirect_is_not_followed(alerted, otlp, receiver):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TextIO, cast
 
 import structlog
 import typer
@@ -27,6 +28,18 @@ TokenFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
 
 
+class _StandardError:
+    """Standard error; what its reader no longer accepts is lost, and no thread fails."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+
 def log_to_standard_error() -> None:
     """Log to standard error, without local variables, which hold requests.
 
@@ -38,7 +51,7 @@ def log_to_standard_error() -> None:
     )
     structlog.configure(
         processors=[*processors, renderer],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _StandardError())),
     )
 
 
