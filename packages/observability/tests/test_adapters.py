@@ -4,7 +4,6 @@
 `integration/test_skyrl.py` runs SkyRL's loop.
 """
 
-import os
 import subprocess
 import sys
 
@@ -421,100 +420,3 @@ except ImportError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert f"needs {missing} (" in result.stdout
-
-
-METHODS = "".join(
-    f"async def {name}(self): ...\n    "
-    for name in (
-        "async_put",
-        "async_get_meta",
-        "async_get_data",
-        "async_clear_samples",
-        "async_clear_partition",
-        "async_kv_list",
-    )
-)
-UNINSTRUMENTED = """
-from observability.adapters.transfer_queue import TransferQueueInstrumentor
-
-instrumentor = TransferQueueInstrumentor()
-for _ in range(2):
-    instrumentor.instrument(skip_dep_check=True)
-    instrumentor.uninstrument()
-from transfer_queue.client import AsyncTransferQueueClient as Client
-
-original = Client.async_put
-assert original.__code__.co_filename.endswith("client.py"), "the client is traced"
-instrumentor.instrument(skip_dep_check=True)
-assert Client.async_put is not original
-instrumentor.uninstrument()
-assert Client.async_put is original
-"""
-
-
-STUB = """
-from types import SimpleNamespace
-
-class AsyncTransferQueueClient:
-    async def async_get_meta(self, *args, **kwargs):
-        tags = {"uid": "a", "traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01;1;"}
-        return SimpleNamespace(
-            global_indexes=[0], partition_ids=["train"], field_schema={"x": {}}, custom_meta=[tags]
-        )
-
-    async def async_put(self, data, metadata, partition_id): ...
-    async def async_get_data(self, metadata): ...
-    async def async_clear_samples(self, metadata): ...
-    async def async_clear_partition(self, partition_id): ...
-    async def async_kv_list(self, partition_id): ...
-    async def async_kv_retrieve_keys(self, rows, partition_id):
-        raise TypeError("Not all elements in `global_indexes` are int.")
-"""
-CLAIMS = """
-import asyncio, sys
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
-from observability.adapters.transfer_queue import TransferQueueInstrumentor
-
-trace.set_tracer_provider(TracerProvider(sampler={"on": ALWAYS_ON, "off": ALWAYS_OFF}[sys.argv[1]]))
-TransferQueueInstrumentor().instrument(skip_dep_check=True)
-from transfer_queue.client import AsyncTransferQueueClient
-
-client = AsyncTransferQueueClient()
-claim = client.async_get_meta(["x"], 1, "train", mode=sys.argv[2], task_name="t")
-meta = asyncio.run(claim)
-assert meta.custom_meta == [{"uid": "a"}], meta.custom_meta
-"""
-
-
-@pytest.mark.slow  # needs the extra transfer-queue
-@pytest.mark.parametrize("sampled", ["on", "off"])
-@pytest.mark.parametrize("mode", ["fetch", "force_fetch"])
-def test_claim_hides_the_origin_and_survives_failed_keys(tmp_path, sampled, mode):
-    (tmp_path / "transfer_queue").mkdir()
-    (tmp_path / "transfer_queue" / "__init__.py").touch()
-    (tmp_path / "transfer_queue" / "client.py").write_text(STUB)
-    result = subprocess.run(
-        [sys.executable, "-c", CLAIMS, sampled, mode],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.slow  # needs the extra transfer-queue
-def test_uninstrument_before_the_import_leaves_no_spans(tmp_path):
-    (tmp_path / "transfer_queue").mkdir()
-    (tmp_path / "transfer_queue" / "__init__.py").touch()
-    (tmp_path / "transfer_queue" / "client.py").write_text(
-        f"class AsyncTransferQueueClient:\n    {METHODS}"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", UNINSTRUMENTED],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
