@@ -93,8 +93,8 @@ function dragging(scroll, time, done) {
       mark.setAttribute("class", "chosen");
       mark.setAttribute("y", "0");
       mark.setAttribute("height", "100%");
-      time.append(mark);
     }
+    if (!mark.isConnected) time.append(mark); // a live update removes it
     draw(Math.min(from, to), Math.max(from, to));
   });
   addEventListener("pointerup", (event) => {
