@@ -305,7 +305,10 @@ class GRPOSection(Section):
         clip_high: the ratio is clipped above ``1 + clip_high``.
         kl_coefficient: weight of the KL term to the initial policy; 0 skips the reference stage.
         recompute_prev_logprobs: score the batch with the policy before training; else the
-            generator's log-probabilities are used.
+            generator's log-probabilities are used. In an asynchronous run, the update is clipped
+            relative to the policy before the optimizer step, and weights each token by its
+            importance ratio (decoupled PPO, arXiv:2110.00641); else it is clipped relative to the
+            policy that generated the samples, without weights.
         max_logprob_error: exclude samples whose mean absolute difference between the policy's and
             the generator's log-probabilities is larger or not finite; null excludes none. Needs
             ``recompute_prev_logprobs``.
