@@ -50,9 +50,10 @@ class VllmGeneration:
         top_k: number of most likely tokens that can be sampled; 0 for all. Unless temperature,
             ``top_p`` and ``top_k`` have their defaults, servers must be started with
             ``--logprobs-mode processed_logprobs``.
-        seed: seed of all sampling; None leaves it to the servers. The seed of a request is derived
-            from it, the stream (`begin`), the rollout, the prompt, and the number of equal prompts
-            before it in the rollout. So it depends neither on the order of rows nor on the server.
+        seed: seed of all sampling; None leaves it to the servers, which is faster but not
+            reproducible. The seed of a request is derived from it, the stream (`begin`), the
+            rollout, the prompt, and the number of equal prompts before it in the rollout. So it
+            depends neither on the order of rows nor on the server.
         timeout_s: deadline of one `generate`, or of one row of `generate_async`, in seconds. It
             includes waits for capacity, retries, and pauses of a server. It is also the deadline
             of the generations that check a new server.
