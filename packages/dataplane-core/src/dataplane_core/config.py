@@ -56,7 +56,8 @@ class DataPlaneConfig(TypedDict):
         enabled: False makes the factory raise, so that no run starts without its data plane.
         impl: name of the client, an entry point in the group ``dataplane_core.clients``.
         backend: storage engine of the store.
-        storage_capacity: maximum samples in the store, over all its units.
+        storage_capacity: maximum samples in the store, over all its units. A put beyond it blocks;
+            new fields of existing samples need no capacity.
         num_storage_units: number of storage processes of ``packed``, ``simple`` and
             ``mooncake_cpu``; other backends ignore it.
         claim_meta_poll_interval_s: interval of clients that poll, in seconds. The clients of this
