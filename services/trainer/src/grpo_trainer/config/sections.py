@@ -411,7 +411,8 @@ class ControlAccessSection(Section):
         tls_ca: PEM file of the trusted certificates, or null for connections without TLS.
         tls_name: expected name in the server's certificate, or null for the host of its address.
         token_file: file with the token, or null.
-        token_env: name of the environment variable with the token, or null.
+        token_env: name of the environment variable with the token, or null. Every process of Ray
+            needs it: set it for the driver if the run starts Ray, else for ``ray start``.
     """
 
     tls_ca: FilePath | None
