@@ -300,7 +300,10 @@ class LeaseWaitContract:
 
 
 class NamedClaimContract(LeaseWaitContract):
-    """Contract of clients with ``capabilities.named_claims`` and leases."""
+    """Contract of clients with ``capabilities.named_claims`` and leases.
+
+    A subclass provides the fixture ``make_client``, as for `LeaseContract`.
+    """
 
     def test_claim_of_named_samples_waits_for_their_holder(self, leasing: DataPlaneClient) -> None:
         held = claim(leasing, sample_ids=["b", "a"], dp_rank=1)

@@ -212,7 +212,10 @@ class LeaseContract(LeaseWaitContract):
 
 
 class BackpressureContract:
-    """Contract of clients with ``capabilities.backpressure``."""
+    """Contract of clients with ``capabilities.backpressure``.
+
+    A subclass provides the fixture ``make_client``, as for `LeaseContract`.
+    """
 
     max_wait_s = 20.0
 
