@@ -6,10 +6,10 @@ import os
 from collections import Counter
 
 import pytest
-from integration.rare_gc import pytest_collection_finish
+from integration.rare_gc import pytest_collection_finish, pytest_runtest_logfinish
 from integration.system_packages import NEEDS, missing, packages_of
 
-__all__ = ["pytest_collection_finish"]
+__all__ = ["pytest_collection_finish", "pytest_runtest_logfinish"]
 
 # Tests start separate Ray clusters; a run refuses to while this names another one.
 os.environ.pop("RAY_ADDRESS", None)

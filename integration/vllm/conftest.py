@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.rare_gc import pytest_collection_finish
+from integration.rare_gc import pytest_collection_finish, pytest_runtest_logfinish
 from integration.vllm.answers import Answer, answers
 from integration.vllm.fleet_rig import FleetRig, started_rig
 from integration.vllm.server import RUNNING, VllmServer, running_server
@@ -20,7 +20,7 @@ from integration.vllm.tiny_model import MAX_LENGTH, save_tiny_model
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-__all__ = ["pytest_collection_finish"]
+__all__ = ["pytest_collection_finish", "pytest_runtest_logfinish"]
 
 # vLLM reads these at its import.
 if not torch.cuda.is_available():
