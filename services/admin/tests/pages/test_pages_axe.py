@@ -20,7 +20,7 @@ def violations_of(page):
     ]
 
 
-@pytest.mark.parametrize(
+SCREENS = pytest.mark.parametrize(
     ("width", "theme"),
     [
         pytest.param(width, theme, marks=[pytest.mark.long] * ((width, theme) != (390, "dark")))
@@ -28,6 +28,9 @@ def violations_of(page):
         for theme in ("light", "dark")
     ],
 )
+
+
+@SCREENS
 def test_no_page_has_an_axe_violation(watched, width, theme):
     watch = watched(viewport={"width": width, "height": 900}, color_scheme=theme)
     violated = []
@@ -46,8 +49,7 @@ def test_open_dialogs_have_no_axe_violation(watched, key):
     assert violations_of(page) == []
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@SCREENS
 def test_the_api_page_has_no_axe_violation(watched, width, theme):
     watch = watched(viewport={"width": width, "height": 900}, color_scheme=theme)
     page = watch.go("/docs")
