@@ -53,12 +53,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        tls_ca: Path | str | None,
-        tls_name: str | None,
-        token: str | None,
+        self, address: str, *, tls_ca: Path | str | None, tls_name: str | None, token: str | None
     ) -> None:
         if not address:
             raise RefitConfigError("address of the control plane: none; expected HOST:PORT")

@@ -7,12 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from refit_mx.errors import (
-    ControlError,
-    ControlUnavailableError,
-    LeaseLostError,
-    RefitTimeoutError,
-)
+from refit_mx.errors import ControlError, ControlUnavailableError, LeaseLostError, RefitTimeoutError
 
 
 class VersionLease:

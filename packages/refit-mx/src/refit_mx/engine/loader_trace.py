@@ -183,10 +183,7 @@ def trace_loaders(
 
 
 def traced_target(
-    name: str,
-    traced: TracedParameter,
-    parameter: torch.Tensor,
-    specs: Mapping[str, TensorSpec],
+    name: str, traced: TracedParameter, parameter: torch.Tensor, specs: Mapping[str, TensorSpec]
 ) -> TargetTensor:
     """Return a parameter as a target with parts of published tensors.
 

@@ -264,11 +264,7 @@ class _Update:
     """One refit of a fleet."""
 
     def __init__(
-        self,
-        fleet: RefitFleet,
-        calls: Calls,
-        version_id: str,
-        barrier: PhaseBarrier | None,
+        self, fleet: RefitFleet, calls: Calls, version_id: str, barrier: PhaseBarrier | None
     ) -> None:
         self._fleet = fleet
         self._group = fleet._group

@@ -35,10 +35,7 @@ class ServerGroup:
         self._clear_cache = clear_cache
 
     async def all(
-        self,
-        what: str,
-        calls: Calls,
-        ask: Callable[[Server, Calls], Awaitable[_Answer]],
+        self, what: str, calls: Calls, ask: Callable[[Server, Calls], Awaitable[_Answer]]
     ) -> list[_Answer]:
         """Call all servers at once and wait for all, since no call can be cancelled.
 

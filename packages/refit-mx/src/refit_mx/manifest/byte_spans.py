@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from refit_mx.errors import RefitConfigError
-from refit_mx.manifest.reads import ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable
 
 CHUNK_BYTES = 1 << 20
 """Size limit of a chunk; both sides of a connection must agree on it."""
@@ -165,7 +165,7 @@ def chunks(reads: ReadTable, side: Side) -> Iterator[Chunk]:
         done = large + 1
 
 
-def _small_chunks(reads: ReadTable, sizes: npt.NDArray[np.int64], side: Side) -> Iterator[Chunk]:
+def _small_chunks(reads: ReadTable, sizes: Int64s, side: Side) -> Iterator[Chunk]:
     """Yield chunks of as many complete rows as fit; no row is larger than a chunk."""
     ends = np.cumsum(sizes)
     flat = contiguous(reads, side)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Int64s = npt.NDArray[np.int64]
+"""Array of int64; the docstrings give its shape."""
 COLUMNS = ("src", "dst", "run", "n1", "src1", "dst1", "n2", "src2", "dst2")
 """Columns of a `ReadTable`, in order."""
 
@@ -39,7 +41,7 @@ class ReadTable:
         rows: int64 (reads, 9), columns as in `COLUMNS`. ``run``, ``n1`` and ``n2`` are at least 1.
     """
 
-    rows: npt.NDArray[np.int64]
+    rows: Int64s
 
     def __post_init__(self) -> None:
         if self.rows.dtype != np.int64 or self.rows.ndim != 2 or self.rows.shape[1] != len(COLUMNS):
@@ -49,9 +51,9 @@ class ReadTable:
             )
 
     @property
-    def sizes(self) -> npt.NDArray[np.int64]:
+    def sizes(self) -> Int64s:
         """Bytes that each row moves, int64 (reads,)."""
-        sizes: npt.NDArray[np.int64] = self.rows[:, 2] * self.rows[:, 3] * self.rows[:, 6]
+        sizes: Int64s = self.rows[:, 2] * self.rows[:, 3] * self.rows[:, 6]
         return sizes
 
     @property

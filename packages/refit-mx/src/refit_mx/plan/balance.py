@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
 import numpy as np
-import numpy.typing as npt
+
+from refit_mx.manifest.reads import Int64s
 
 
 def spread(
-    nbytes: npt.NDArray[np.int64],
+    nbytes: Int64s,
     group: Sequence[int],
     sources: Sequence[Sequence[int]],
-    load: npt.NDArray[np.int64],
+    load: Int64s,
     *,
     seed: int,
 ) -> list[int]:

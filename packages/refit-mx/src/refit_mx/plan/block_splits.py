@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from refit_mx.manifest.format import BLOCK_BYTES
-from refit_mx.manifest.reads import ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable
 from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
 
@@ -39,9 +38,7 @@ def split_at_blocks(shards: ShardTable, plan: Plan, max_read_bytes: int) -> Plan
     return replace(plan, source_reads=tuple(source_reads), shard_of_read=tuple(shard_of_read))
 
 
-def _split_rows(
-    rows: npt.NDArray[np.int64], begin: npt.NDArray[np.int64], max_read_bytes: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _split_rows(rows: Int64s, begin: Int64s, max_read_bytes: int) -> tuple[Int64s, Int64s]:
     """Return the split rows, and for each the index of the row that it was split from."""
     run, one_run = rows[:, 2], (rows[:, 3] == 1) & (rows[:, 6] == 1)
     # Overlaps end at multiples of their size, counted from the start of the shard.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
 from refit_mx.errors import LayoutError
+from refit_mx.manifest.reads import Int64s
 
 _MAX_CELLS = 1 << 18
 _MAX_WORK = 1 << 24
@@ -37,15 +37,13 @@ class Division:
             wanted box is not available.
     """
 
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
+    start: Int64s
+    stop: Int64s
     held: tuple[tuple[int, ...], ...]
     missing: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
-def divide(
-    shape: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-) -> Division:
+def divide(shape: Int64s, start: Int64s, stop: Int64s) -> Division:
     """Divide a box of ``shape`` by overlaps of it.
 
     Args:
@@ -115,9 +113,7 @@ def divide(
     )
 
 
-def _boxes_of_equal(
-    label: npt.NDArray[np.int64],
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def _boxes_of_equal(label: Int64s) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Yield label, start and stop of disjoint boxes of equal labels that together form the grid.
 
     Each box grows from its first cell as far as possible, along the last axis first.

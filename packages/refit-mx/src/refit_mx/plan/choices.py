@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from refit_mx.manifest.reads import Int64s
 from refit_mx.plan.cells import Division, divide
 from refit_mx.plan.matching import Overlaps
 from refit_mx.plan.target_columns import TargetColumns
@@ -39,11 +40,11 @@ class Choices:
         first: int64 (n + 1,), index of each box's first overlap; every box has at least one.
     """
 
-    part: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
-    overlaps: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
+    part: Int64s
+    start: Int64s
+    stop: Int64s
+    overlaps: Int64s
+    first: Int64s
 
 
 def choices(overlaps: Overlaps, wanted: TargetColumns) -> Choices | Missing:
@@ -108,12 +109,8 @@ def choices(overlaps: Overlaps, wanted: TargetColumns) -> Choices | Missing:
 
 
 def _by_geometry(
-    overlaps: Overlaps,
-    wanted: TargetColumns,
-    rest: npt.NDArray[np.int64],
-    firsts: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-) -> list[npt.NDArray[np.int64]]:
+    overlaps: Overlaps, wanted: TargetColumns, rest: Int64s, firsts: Int64s, counts: Int64s
+) -> list[Int64s]:
     """Group the parts of ``rest`` with equal shapes and equal overlaps relative to the part."""
     if not len(rest):
         return []
@@ -132,17 +129,8 @@ def _by_geometry(
 
 
 def _applied(
-    division: Division,
-    members: npt.NDArray[np.int64],
-    wanted: TargetColumns,
-    firsts: npt.NDArray[np.int64],
-) -> tuple[
-    npt.NDArray[np.int64],
-    npt.NDArray[np.int64],
-    npt.NDArray[np.int64],
-    npt.NDArray[np.int64],
-    npt.NDArray[np.int64],
-]:
+    division: Division, members: Int64s, wanted: TargetColumns, firsts: Int64s
+) -> tuple[Int64s, Int64s, Int64s, Int64s, Int64s]:
     """Apply the division of one part to all ``members``, which have the same geometry."""
     boxes, axes = division.start.shape
     origin = wanted.start[members][:, None, :]

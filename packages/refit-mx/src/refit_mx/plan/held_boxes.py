@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from refit_mx.errors import ProtocolError
 from refit_mx.layout import MAX_AXES
 from refit_mx.manifest.format import BLOCK_BYTES, ShardColumns
+from refit_mx.manifest.reads import Int64s
 from refit_mx.plan.tensor_columns import TensorColumns
 
 _INT32 = np.dtype("<i4")
@@ -32,19 +32,15 @@ class HeldBoxes:
         blocks_before: int64 (n + 1,), number of digests of all boxes before each.
     """
 
-    tensor: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    blocks_before: npt.NDArray[np.int64]
+    tensor: Int64s
+    start: Int64s
+    stop: Int64s
+    nbytes: Int64s
+    blocks_before: Int64s
 
     @classmethod
     def decode(
-        cls,
-        shards: ShardColumns,
-        tensors: TensorColumns,
-        rows: npt.NDArray[np.int64],
-        worker: str,
+        cls, shards: ShardColumns, tensors: TensorColumns, rows: Int64s, worker: str
     ) -> HeldBoxes:
         """Decode a manifest's shards.
 
@@ -107,18 +103,18 @@ class HeldBoxes:
         return len(self.tensor)
 
     @cached_property
-    def by_tensor(self) -> npt.NDArray[np.int64] | None:
+    def by_tensor(self) -> Int64s | None:
         """Rows ordered by tensor; None if they already are."""
         if (self.tensor[1:] >= self.tensor[:-1]).all():
             return None
         return np.argsort(self.tensor, kind="stable")
 
-    def counts(self, tensors: int) -> npt.NDArray[np.int64]:
+    def counts(self, tensors: int) -> Int64s:
         """Return the number of rows of each of ``tensors`` tensors."""
         return np.bincount(self.tensor, minlength=tensors)
 
 
-def _padded(column: bytes, axes: int, count: int, fill: int) -> npt.NDArray[np.int64]:
+def _padded(column: bytes, axes: int, count: int, fill: int) -> Int64s:
     columns = np.full((count, MAX_AXES), fill, dtype=np.int64)
     columns[:, :axes] = np.frombuffer(column, _INT64).reshape(count, axes)
     return columns

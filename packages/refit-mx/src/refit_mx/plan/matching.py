@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from refit_mx.errors import LayoutError
+from refit_mx.manifest.reads import Int64s
 from refit_mx.plan.held_boxes import HeldBoxes
 from refit_mx.plan.target_columns import TargetColumns
 
@@ -29,13 +29,13 @@ class Overlaps:
         stop: int64 (n, axes).
     """
 
-    part: npt.NDArray[np.int64]
-    held: npt.NDArray[np.int64]
-    row: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
+    part: Int64s
+    held: Int64s
+    row: Int64s
+    start: Int64s
+    stop: Int64s
 
-    def of(self, rows: npt.NDArray[np.int64]) -> Overlaps:
+    def of(self, rows: Int64s) -> Overlaps:
         """Return the given rows, in the given order."""
         return Overlaps(
             self.part[rows],
@@ -84,7 +84,7 @@ def _overlaps_of(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: in
     if held.by_tensor is not None:
         row = held.by_tensor[row]
     # Axis by axis, since most pairs are already disjoint along the first one.
-    bounds: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    bounds: list[tuple[Int64s, Int64s]] = []
     for axis in range(wanted.start.shape[1]):
         start = np.maximum(wanted.start[part, axis], held.start[row, axis])
         stop = np.minimum(wanted.stop[part, axis], held.stop[row, axis])

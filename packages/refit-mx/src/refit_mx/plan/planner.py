@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refit_mx.errors import LayoutError
-from refit_mx.manifest.reads import ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable
 from refit_mx.plan.balance import spread
 from refit_mx.plan.choices import Choices, Missing, choices
 from refit_mx.plan.matching import Overlaps, find_overlaps
@@ -53,10 +53,10 @@ class Plan:
 
     source_reads: tuple[tuple[int, ReadTable], ...]
     shard_of_read: tuple[npt.NDArray[np.int32], ...]
-    offsets: npt.NDArray[np.int64]
+    offsets: Int64s
     nbytes: int
     scratch_bytes: int
-    bytes_by_source: npt.NDArray[np.int64]
+    bytes_by_source: Int64s
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,19 +71,14 @@ class _Assignment:
         row: int64 (n,), row of the source's shards.
     """
 
-    part: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
-    source: npt.NDArray[np.int64]
-    row: npt.NDArray[np.int64]
+    part: Int64s
+    start: Int64s
+    stop: Int64s
+    source: Int64s
+    row: Int64s
 
 
-def plan_reads(
-    shards: ShardTable,
-    targets: Sequence[TargetTensor],
-    *,
-    seed: int = 0,
-) -> Plan:
+def plan_reads(shards: ShardTable, targets: Sequence[TargetTensor], *, seed: int = 0) -> Plan:
     """Plan the reads for a receiver's targets.
 
     Bytes that several sources have are read from the one that this receiver reads least from; large
@@ -115,13 +110,9 @@ def plan_reads(
 
 
 def _nbytes(
-    shards: ShardTable,
-    wanted: TargetColumns,
-    part: npt.NDArray[np.int64],
-    start: npt.NDArray[np.int64],
-    stop: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
-    item_size: npt.NDArray[np.int64] = shards.tensors.item_size[wanted.tensor[part]]
+    shards: ShardTable, wanted: TargetColumns, part: Int64s, start: Int64s, stop: Int64s
+) -> Int64s:
+    item_size: Int64s = shards.tensors.item_size[wanted.tensor[part]]
     return (stop - start).prod(axis=1) * item_size
 
 
@@ -171,11 +162,8 @@ def _chosen(
 
 
 def _groups(
-    overlaps: Overlaps,
-    boxes: Choices,
-    undecided: npt.NDArray[np.int64],
-    sources_of_held: Sequence[Sequence[int]],
-) -> tuple[npt.NDArray[np.int64], list[list[int]], list[list[int]]]:
+    overlaps: Overlaps, boxes: Choices, undecided: Int64s, sources_of_held: Sequence[Sequence[int]]
+) -> tuple[Int64s, list[list[int]], list[list[int]]]:
     """Group the undecided boxes by the sources that have them.
 
     Returns:
@@ -206,9 +194,7 @@ def _groups(
     return group, members, places
 
 
-def _split(
-    start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], times: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _split(start: Int64s, stop: Int64s, times: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Split boxes along their first axis longer than 1, into at most ``times`` parts.
 
     Returns:
@@ -277,10 +263,7 @@ def _as_plan(shards: ShardTable, wanted: TargetColumns, assignment: _Assignment)
 
 
 def _describe_missing(
-    missing: Missing,
-    shards: ShardTable,
-    targets: Sequence[TargetTensor],
-    wanted: TargetColumns,
+    missing: Missing, shards: ShardTable, targets: Sequence[TargetTensor], wanted: TargetColumns
 ) -> str:
     spec = shards.tensors.spec(int(wanted.tensor[missing.part]))
     start, stop = missing.boxes[0]

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from refit_mx.errors import CompileTargetError, LayoutError, ProtocolError
 from refit_mx.layout import TensorSpec
 from refit_mx.manifest.format import DIGEST_BYTES, Manifest
+from refit_mx.manifest.reads import Int64s
 from refit_mx.plan.held_boxes import HeldBoxes
 from refit_mx.plan.tensor_columns import TensorColumns, merge_tables
 
@@ -43,7 +43,7 @@ class ShardTable:
     tensor_rows: dict[str, int]
     held: tuple[HeldBoxes, ...]
     held_of_source: tuple[int, ...]
-    arena_offsets: tuple[npt.NDArray[np.int64], ...]
+    arena_offsets: tuple[Int64s, ...]
     structure: bytes
 
     @classmethod
@@ -236,7 +236,7 @@ def _check_digests(manifest: Manifest, boxes: HeldBoxes) -> None:
         )
 
 
-def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> npt.NDArray[np.int64]:
+def _arena_offsets(manifest: Manifest, boxes: HeldBoxes) -> Int64s:
     """Return a source's offsets, checked together with all that depends on its boxes."""
     label = f"manifest of worker {manifest.worker_id!r}"
     column = manifest.shards.offset

@@ -12,19 +12,18 @@ becomes a separate loop. For a box of (2, 3, 4) float32 in a shard of (8, 3, 6):
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from refit_mx.manifest.reads import COLUMNS
+from refit_mx.manifest.reads import COLUMNS, Int64s
 
 
 def read_rows(
-    src: npt.NDArray[np.int64],
-    dst: npt.NDArray[np.int64],
-    shape: npt.NDArray[np.int64],
-    src_stride: npt.NDArray[np.int64],
-    dst_stride: npt.NDArray[np.int64],
-    item_size: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    src: Int64s,
+    dst: Int64s,
+    shape: Int64s,
+    src_stride: Int64s,
+    dst_stride: Int64s,
+    item_size: Int64s,
+) -> tuple[Int64s, Int64s]:
     """Return rows of a `ReadTable` that copy boxes: one per box, or more if three loops remain.
 
     Args:

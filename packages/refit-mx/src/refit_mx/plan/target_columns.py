@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from refit_mx.errors import LayoutError
 from refit_mx.layout import MAX_AXES
+from refit_mx.manifest.reads import Int64s
 from refit_mx.plan.shards import ShardTable
 from refit_mx.plan.target_tensors import TargetPart, TargetTensor
 from refit_mx.plan.tensor_columns import DTYPE_CODES, ITEM_SIZE_OF_CODE
@@ -37,15 +37,15 @@ class TargetColumns:
             published tensor; arbitrary where the part has one element along it.
     """
 
-    offsets: npt.NDArray[np.int64]
+    offsets: Int64s
     nbytes: int
     scratch_bytes: int
-    target: npt.NDArray[np.int64]
-    tensor: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
-    base: npt.NDArray[np.int64]
-    stride: npt.NDArray[np.int64]
+    target: Int64s
+    tensor: Int64s
+    start: Int64s
+    stop: Int64s
+    base: Int64s
+    stride: Int64s
 
     @classmethod
     def of(cls, targets: Sequence[TargetTensor], shards: ShardTable) -> TargetColumns:
@@ -100,7 +100,7 @@ class TargetColumns:
 
 def _padded(
     numbers: Collection[tuple[int, ...]], fill: int, *, last: bool = False
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[Int64s, Int64s]:
     """Return the length of each row, and the rows padded at the end or, if ``last``, in front."""
     counts = np.array([len(row) for row in numbers], dtype=np.int64)
     width = max(MAX_AXES, int(counts.max(initial=0)))
@@ -115,11 +115,11 @@ def _padded(
 def _check_published(
     targets: Sequence[TargetTensor],
     parts: Sequence[TargetPart],
-    target: npt.NDArray[np.int64],
-    dtype: npt.NDArray[np.int64],
-    tensor: npt.NDArray[np.int64],
-    axes: npt.NDArray[np.int64],
-    stop: npt.NDArray[np.int64],
+    target: Int64s,
+    dtype: Int64s,
+    tensor: Int64s,
+    axes: Int64s,
+    stop: Int64s,
     shards: ShardTable,
 ) -> None:
     """Check that the wanted parts match the published tensors."""

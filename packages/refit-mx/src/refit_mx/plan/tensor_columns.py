@@ -15,6 +15,7 @@ import numpy.typing as npt
 from refit_mx.errors import LayoutError, ProtocolError
 from refit_mx.layout import ITEM_SIZES, MAX_AXES, TensorSpec
 from refit_mx.manifest.format import TensorTable, decode_table
+from refit_mx.manifest.reads import Int64s
 
 DTYPES = tuple(ITEM_SIZES)
 DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
@@ -37,7 +38,7 @@ class TensorColumns:
     names: Sequence[str]
     dtype: npt.NDArray[np.int8]
     axes: npt.NDArray[np.int8]
-    shape: npt.NDArray[np.int64]
+    shape: Int64s
 
     @classmethod
     def decode(cls, data: bytes, worker: str) -> TensorColumns:
@@ -54,7 +55,7 @@ class TensorColumns:
         return cls(table.names, dtype, *_padded_shapes(table, dtype, label))
 
     @property
-    def item_size(self) -> npt.NDArray[np.int64]:
+    def item_size(self) -> Int64s:
         """Bytes of one element of each tensor."""
         return ITEM_SIZE_OF_CODE[self.dtype]
 
@@ -66,7 +67,7 @@ class TensorColumns:
 
 def merge_tables(
     tables: Sequence[TensorColumns], workers: Sequence[str]
-) -> tuple[TensorColumns, dict[str, int], list[npt.NDArray[np.int64]]]:
+) -> tuple[TensorColumns, dict[str, int], list[Int64s]]:
     """Merge tables into one with all tensors.
 
     Args:
@@ -124,7 +125,7 @@ def _dtype_codes(table: TensorTable, label: str) -> npt.NDArray[np.int8]:
 
 def _padded_shapes(
     table: TensorTable, dtype: npt.NDArray[np.int8], label: str
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.int8], Int64s]:
     """Return the number of axes, and shapes padded at the end with 1."""
     axes = np.array([len(shape) for shape in table.shapes], dtype=np.int64)
     if axes.size and axes.max() > MAX_AXES:

@@ -10,11 +10,7 @@ import grpc
 from refit_mx.control.protocol import Message, refit_pb2, refit_pb2_grpc
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, SourceLostError
-from refit_mx.manifest.format import (
-    MANIFEST_FRAME_BYTES,
-    MAX_MANIFEST_BYTES,
-    manifest_digest,
-)
+from refit_mx.manifest.format import MANIFEST_FRAME_BYTES, MAX_MANIFEST_BYTES, manifest_digest
 
 _FULL_PAUSE_S = 0.1
 """Pause before another call to a publisher that accepts no further connection."""

@@ -23,7 +23,7 @@ from refit_mx.errors import DigestMismatchError, ProtocolError
 from refit_mx.manifest.byte_spans import contiguous, host_buffer
 from refit_mx.manifest.digests import digest_of_reads, host_block_digests
 from refit_mx.manifest.format import BLOCK_BYTES, DIGEST_BYTES
-from refit_mx.manifest.reads import ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable
 from refit_mx.memory.cuda import on_separate_stream
 from refit_mx.plan.planner import Plan
 from refit_mx.plan.shards import ShardTable
@@ -48,10 +48,10 @@ class RowChecks:
     """
 
     source: int
-    shard: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
+    shard: Int64s
+    blocks: Int64s
     rest: ReadTable
-    rest_row: npt.NDArray[np.int64]
+    rest_row: Int64s
 
 
 def row_checks(shards: ShardTable, plan: Plan) -> tuple[RowChecks, ...]:
@@ -118,11 +118,7 @@ class Verifier:
     """Verification of the bytes of one receive."""
 
     def __init__(
-        self,
-        shards: ShardTable,
-        plan: Plan,
-        checks: Sequence[RowChecks],
-        scratch: torch.Tensor,
+        self, shards: ShardTable, plan: Plan, checks: Sequence[RowChecks], scratch: torch.Tensor
     ) -> None:
         self._shards = shards
         self._plan = plan
@@ -165,7 +161,7 @@ class Verifier:
             if actual != digests[begin:end]:
                 raise self._mismatch(index, row)
 
-    def _digests_of(self, row: npt.NDArray[np.int64], skip: int, stop: int) -> bytes:
+    def _digests_of(self, row: Int64s, skip: int, stop: int) -> bytes:
         """Return the digests of a read's blocks between its bytes ``skip`` and ``stop``."""
         digests, current, filled = [], xxhash.xxh3_128(), 0
         for buffer in self._host_buffers(row, skip, stop):
@@ -181,9 +177,7 @@ class Verifier:
             digests.append(current.digest())
         return b"".join(digests)
 
-    def _host_buffers(
-        self, row: npt.NDArray[np.int64], skip: int, stop: int
-    ) -> Iterator[memoryview]:
+    def _host_buffers(self, row: Int64s, skip: int, stop: int) -> Iterator[memoryview]:
         """Yield buffers of a read's bytes from ``skip`` to ``stop`` in the source's order."""
         _, dst, run, n1, _, dst1, n2, _, dst2 = row.tolist()
         if run == n1 * n2 * run:

@@ -15,11 +15,7 @@ from refit_mx.control.protocol import Message, refit_pb2, refit_pb2_grpc
 from refit_mx.errors import RefitConfigError
 from refit_mx.listening.grpc_server import RequestGuard, server_options
 from refit_mx.listening.hosts import host_and_port, resolve_advertised_host
-from refit_mx.manifest.format import (
-    MANIFEST_FRAME_BYTES,
-    MAX_MANIFEST_BYTES,
-    manifest_digest,
-)
+from refit_mx.manifest.format import MANIFEST_FRAME_BYTES, MAX_MANIFEST_BYTES, manifest_digest
 
 _WORKERS = 4
 _CONNECTIONS_SHARE = 0.125
@@ -37,11 +33,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
     """
 
     def __init__(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        advertised_host: str | None = None,
-        port: int = 0,
+        self, *, host: str = "127.0.0.1", advertised_host: str | None = None, port: int = 0
     ) -> None:
         advertised = resolve_advertised_host(host, advertised_host)
         self._manifests: dict[tuple[str, str], tuple[bytes, str]] = {}
@@ -98,9 +90,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
         self._guard.close()
 
     def GetWeightVersionShardManifest(  # noqa: N802  # the name of the RPC
-        self,
-        request: Message,
-        context: grpc.ServicerContext,
+        self, request: Message, context: grpc.ServicerContext
     ) -> Message:
         """Answer the RPC of this name."""
         with self._lock:

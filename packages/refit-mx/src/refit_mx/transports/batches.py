@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from refit_mx.manifest.reads import ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable
 from refit_mx.transports.base import SourceReads
-
-Rows = npt.NDArray[np.int64]
 
 
 class Batch(NamedTuple):
@@ -48,7 +45,7 @@ def batches(
 
 def split_reads(
     reads: ReadTable, max_bytes: int, max_runs: int | None = None
-) -> tuple[ReadTable, Rows]:
+) -> tuple[ReadTable, Int64s]:
     """Split rows so that none exceeds the given bytes and runs.
 
     Returns:
@@ -61,8 +58,8 @@ def split_reads(
     origin = np.arange(len(reads), dtype=np.int64)
     if not len(large):
         return reads, origin
-    tables: list[Rows] = []
-    origins: list[Rows] = []
+    tables: list[Int64s] = []
+    origins: list[Int64s] = []
     done = 0
     for row in large.tolist():
         parts = np.array(list(_parts(reads.rows[row].tolist(), max_bytes, max_runs)), np.int64)
@@ -82,7 +79,7 @@ class RowsDone:
         parts: all batches of the split table.
     """
 
-    def __init__(self, origins: Rows, parts: list[Batch]) -> None:
+    def __init__(self, origins: Int64s, parts: list[Batch]) -> None:
         self._origins = origins
         # If no row was split, every batch consists of complete rows.
         self._unsplit = not len(origins) or int(origins[-1]) + 1 == len(origins)

@@ -171,11 +171,7 @@ class NixlTransport:
         max_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
         queues = [
             BatchQueue(
-                index,
-                each,
-                batch_bytes=max_bytes,
-                batch_reads=BATCH_RUNS,
-                batch_runs=BATCH_RUNS,
+                index, each, batch_bytes=max_bytes, batch_reads=BATCH_RUNS, batch_runs=BATCH_RUNS
             )
             for index, each in enumerate(source_reads)
             if len(each.reads)

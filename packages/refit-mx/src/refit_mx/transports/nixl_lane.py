@@ -28,7 +28,7 @@ from refit_mx.concurrency import BoundedCalls
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitError, SourceLostError
 from refit_mx.manifest.format import Manifest, NixlAgent
-from refit_mx.manifest.reads import ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable
 from refit_mx.transports.batches import Batch, BatchQueue, OnDone
 from refit_mx.transports.nixl_library import is_disconnect, is_unreachable, new_agent
 from refit_mx.transports.nixl_source import register_memory
@@ -344,11 +344,10 @@ def agent_of(source: Manifest) -> NixlAgent:
     return source.nixl
 
 
-Columns = npt.NDArray[np.int64]
 Descriptors = npt.NDArray[np.uint64]
 
 
-def runs(reads: ReadTable) -> tuple[Columns, Columns, Columns]:
+def runs(reads: ReadTable) -> tuple[Int64s, Int64s, Int64s]:
     """Return the contiguous runs of reads, with adjacent ones joined.
 
     Returns:
@@ -377,7 +376,7 @@ def runs(reads: ReadTable) -> tuple[Columns, Columns, Columns]:
     return src, dst, run
 
 
-def descriptors(at: Columns, length: Columns, address: int, device_id: int) -> Descriptors:
+def descriptors(at: Int64s, length: Int64s, address: int, device_id: int) -> Descriptors:
     """Return descriptors of runs at offsets from an address: uint64 (runs, 3)."""
     table = np.empty((len(at), 3), np.uint64)
     table[:, 0] = at.astype(np.uint64) + np.uint64(address)

@@ -11,12 +11,7 @@ import time
 from collections.abc import Iterator
 
 from refit_mx.deadline import Deadline
-from refit_mx.errors import (
-    DigestMismatchError,
-    ProtocolError,
-    RefitTimeoutError,
-    SourceLostError,
-)
+from refit_mx.errors import DigestMismatchError, ProtocolError, RefitTimeoutError, SourceLostError
 from refit_mx.manifest.byte_spans import ByteSpans, chunks
 from refit_mx.manifest.format import DIGEST_BYTES, MAX_MANIFEST_BYTES, Manifest
 from refit_mx.manifest.reads import ReadTable

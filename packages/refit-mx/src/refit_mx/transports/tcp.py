@@ -145,10 +145,7 @@ class TcpTransport:
 
     @staticmethod
     def _collect(
-        events: SimpleQueue[_Event],
-        count: int,
-        deadline: Deadline,
-        on_done: OnDone | None,
+        events: SimpleQueue[_Event], count: int, deadline: Deadline, on_done: OnDone | None
     ) -> None:
         for _ in range(count):
             event = _next(events, deadline)
