@@ -9,6 +9,7 @@ same modules.
 
 from __future__ import annotations
 
+import enum
 import importlib
 import sys
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -29,7 +30,6 @@ from refit_mx.control.records import (
     Version,
     VersionBody,
     VersionState,
-    WorkerRole,
 )
 from refit_mx.control.state import layout_signature
 
@@ -48,6 +48,7 @@ __all__ = [
 
 # The generated classes have no types, so messages are Any in this package.
 Message = Any
+_Member = TypeVar("_Member", bound=enum.IntEnum)
 
 MAX_CHARACTERS = 512
 """Length limit of an identifier or an address."""
@@ -88,6 +89,11 @@ def checked_text(value: str, what: str, *, maximum: int = MAX_CHARACTERS) -> str
     return value
 
 
+def checked_fields(message: Message, *names: str) -> tuple[str, ...]:
+    """Return fields of a message, each as from `checked_text`."""
+    return tuple(checked_text(getattr(message, name), name) for name in names)
+
+
 def version_body_of(request: Message) -> VersionBody:
     """Return the body of a ``CreateWeightVersionRequest``.
 
@@ -121,36 +127,23 @@ def version_body_of(request: Message) -> VersionBody:
         ),
         object_storage=storage,
         # In proto3 a missing state reads as UNSPECIFIED; a version starts STAGING.
-        state=state_of(request.state or refit_pb2.WEIGHT_VERSION_STATE_STAGING),
+        state=enum_member(VersionState, request.state or VersionState.STAGING, "state"),
         uid=checked_text(request.uid, "uid") if request.HasField("uid") else None,
     )
 
 
-def state_of(number: int) -> VersionState:
-    """Return the state that a number stands for in ``refit.proto``.
+def enum_member(kind: type[_Member], number: int, what: str) -> _Member:
+    """Return the member that a number stands for in ``refit.proto``.
 
     Raises:
         Refusal: INVALID_ARGUMENT for an unknown number.
     """
     try:
-        return VersionState(number)
+        return kind(number)
     except ValueError:
+        *names, last = kind.__members__
         raise Refusal(
-            Code.INVALID_ARGUMENT, f"state {number}; expected STAGING, READY or RELEASING"
-        ) from None
-
-
-def role_of(number: int) -> WorkerRole:
-    """Return the role that a number stands for in ``refit.proto``.
-
-    Raises:
-        Refusal: INVALID_ARGUMENT for an unknown number.
-    """
-    try:
-        return WorkerRole(number)
-    except ValueError:
-        raise Refusal(
-            Code.INVALID_ARGUMENT, f"role {number}; expected TRAINER or GENERATOR"
+            Code.INVALID_ARGUMENT, f"{what} {number}; expected {', '.join(names)} or {last}"
         ) from None
 
 
@@ -181,15 +174,9 @@ def shard_of(message: Message) -> Shard:
     Raises:
         Refusal: INVALID_ARGUMENT if a field is missing or invalid.
     """
-    return Shard(
-        version_id=checked_text(message.version_id, "version_id"),
-        source_slot_id=checked_text(message.source_slot_id, "source_slot_id"),
-        worker_id=checked_text(message.worker_id, "worker_id"),
-        tensor_count=message.tensor_count,
-        total_bytes=message.total_bytes,
-        manifest_digest=checked_text(message.manifest_digest, "manifest_digest"),
-        manifest_endpoint=checked_text(message.manifest_endpoint, "manifest_endpoint"),
-    )
+    texts = "version_id", "source_slot_id", "worker_id", "manifest_digest", "manifest_endpoint"
+    checked_fields(message, *texts)
+    return Shard(*(getattr(message, name) for name in Shard.__struct_fields__))
 
 
 def shard_message(shard: Shard) -> Message:

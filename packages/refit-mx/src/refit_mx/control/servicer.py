@@ -18,21 +18,21 @@ import grpc
 from refit_mx.control.plane import ControlPlane
 from refit_mx.control.protocol import (
     Message,
+    checked_fields,
     checked_text,
     compute_mx_source_id,
+    enum_member,
     p2p_pb2,
     p2p_pb2_grpc,
     refit_pb2,
     refit_pb2_grpc,
     refit_source_id,
-    role_of,
     shard_message,
     shard_of,
-    state_of,
     version_body_of,
     version_message,
 )
-from refit_mx.control.records import Refusal
+from refit_mx.control.records import Refusal, VersionState, WorkerRole
 from refit_mx.control.sources import Source
 from refit_mx.control.state import ControlState
 
@@ -48,15 +48,24 @@ def ignore_call(method: str, code: str, seconds: float) -> None:
 
 
 class _Servicer:
-    def __init__(self, plane: ControlPlane, observe: CallObserver = ignore_call) -> None:
+    def __init__(self, plane: ControlPlane, observe: CallObserver) -> None:
         self._plane = plane
         self._observe = observe
 
-    def _answer(self, method: str, context: Abort, call: Callable[[], Message]) -> Message:
+
+Rpc = Callable[[Any, Message, Abort], Message]
+Step = Callable[[Any, Message, ControlState, int], Message]
+
+
+def _rpc(answer: Callable[[Any, Message], Message]) -> Rpc:
+    """Turn a function of a request into the RPC of the same name."""
+
+    @wraps(answer)
+    def rpc(self: _Servicer, request: Message, context: Abort) -> Message:
         begun = time.perf_counter()
         code = grpc.StatusCode.UNKNOWN  # as gRPC reports an unexpected error
         try:
-            message = call()
+            message = answer(self, request)
             code = grpc.StatusCode.OK
         except Refusal as refusal:
             code = grpc.StatusCode[refusal.code.value]
@@ -64,23 +73,19 @@ class _Servicer:
         else:
             return message
         finally:
-            self._observe(method, code.name, time.perf_counter() - begun)
+            self._observe(answer.__name__, code.name, time.perf_counter() - begun)
+
+    return rpc
 
 
-Step = Callable[[Any, Message, ControlState, int], Message]
-
-
-def _step(step: Step) -> Callable[[Any, Message, Abort], Message]:
+def _step(step: Step) -> Rpc:
     """Turn a function of the state into the RPC of the same name."""
 
     @wraps(step)
-    def rpc(self: _Servicer, request: Message, context: Abort) -> Message:
-        def call() -> Message:
-            return self._plane.call(lambda state, now_ms: step(self, request, state, now_ms))
+    def answer(self: _Servicer, request: Message) -> Message:
+        return self._plane.call(lambda state, now_ms: step(self, request, state, now_ms))
 
-        return self._answer(step.__name__, context, call)
-
-    return rpc
+    return _rpc(answer)
 
 
 class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
@@ -93,32 +98,29 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
 
     @_step
     def GetWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
-        version = state.get_version(checked_text(request.uid, "uid"), now_ms=now_ms)
+        version = state.get_version(*checked_fields(request, "uid"), now_ms=now_ms)
         return refit_pb2.GetWeightVersionResponse(version=version_message(version))
 
     @_step
     def DeleteWeightVersion(self, request: Message, state: ControlState, now_ms: int) -> Message:
-        version = state.delete_version(checked_text(request.uid, "uid"), now_ms=now_ms)
+        version = state.delete_version(*checked_fields(request, "uid"), now_ms=now_ms)
         return refit_pb2.DeleteWeightVersionResponse(version=version_message(version))
 
     @_step
     def UpdateWeightVersionState(
         self, request: Message, state: ControlState, now_ms: int
     ) -> Message:
-        version = state.update_version_state(
-            checked_text(request.uid, "uid"), state_of(request.state), now_ms=now_ms
-        )
+        (uid,) = checked_fields(request, "uid")
+        version_state = enum_member(VersionState, request.state, "state")
+        version = state.update_version_state(uid, version_state, now_ms=now_ms)
         return refit_pb2.UpdateWeightVersionStateResponse(version=version_message(version))
 
     @_step
     def RegisterWorker(self, request: Message, state: ControlState, now_ms: int) -> Message:
-        registration = request.worker
+        worker_id, model_name = checked_fields(request.worker, "worker_id", "model_name")
+        role = enum_member(WorkerRole, request.worker.role, "role")
         worker = state.register_worker(
-            checked_text(registration.worker_id, "worker_id"),
-            role_of(registration.role),
-            checked_text(registration.model_name, "model_name"),
-            ttl_s=request.ttl_seconds,
-            now_ms=now_ms,
+            worker_id, role, model_name, ttl_s=request.ttl_seconds, now_ms=now_ms
         )
         return refit_pb2.RegisterWorkerResponse(
             worker=refit_pb2.WorkerRegistration(
@@ -142,7 +144,7 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     def ListWeightVersionShards(
         self, request: Message, state: ControlState, now_ms: int
     ) -> Message:
-        shards = state.list_shards(checked_text(request.version_id, "version_id"), now_ms=now_ms)
+        shards = state.list_shards(*checked_fields(request, "version_id"), now_ms=now_ms)
         return refit_pb2.ListWeightVersionShardsResponse(
             shards=[shard_message(shard) for shard in shards]
         )
@@ -151,21 +153,15 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
     def DeleteWeightVersionShard(
         self, request: Message, state: ControlState, now_ms: int
     ) -> Message:
-        deleted = state.delete_shard(
-            checked_text(request.version_id, "version_id"),
-            checked_text(request.source_slot_id, "source_slot_id"),
-            checked_text(request.worker_id, "worker_id"),
-            now_ms=now_ms,
-        )
+        shard = checked_fields(request, "version_id", "source_slot_id", "worker_id")
+        deleted = state.delete_shard(*shard, now_ms=now_ms)
         return refit_pb2.DeleteWeightVersionShardResponse(deleted=deleted)
 
     @_step
     def RegisterVersionLease(self, request: Message, state: ControlState, now_ms: int) -> Message:
+        version_id, worker_id = checked_fields(request, "version_id", "worker_id")
         lease = state.register_lease(
-            checked_text(request.version_id, "version_id"),
-            checked_text(request.worker_id, "worker_id"),
-            ttl_s=request.ttl_seconds,
-            now_ms=now_ms,
+            version_id, worker_id, ttl_s=request.ttl_seconds, now_ms=now_ms
         )
         return refit_pb2.RegisterVersionLeaseResponse(
             lease=refit_pb2.VersionLease(
@@ -178,67 +174,76 @@ class RefitServicer(_Servicer, refit_pb2_grpc.RefitServiceServicer):
 
     @_step
     def DeleteVersionLease(self, request: Message, state: ControlState, now_ms: int) -> Message:
-        deleted = state.delete_lease(
-            checked_text(request.version_id, "version_id"),
-            checked_text(request.lease_id, "lease_id"),
-            checked_text(request.worker_id, "worker_id"),
-            now_ms=now_ms,
-        )
+        lease = checked_fields(request, "version_id", "lease_id", "worker_id")
+        deleted = state.delete_lease(*lease, now_ms=now_ms)
         return refit_pb2.DeleteVersionLeaseResponse(deleted=deleted)
 
 
 class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
     """The part of ``P2pService`` that RL refit uses."""
 
-    def PublishMetadata(self, request: Message, context: Abort) -> Message:
-        def call() -> Message:
-            worker_id = checked_text(request.worker_id, "worker_id")
-            model_name = checked_text(request.identity.model_name, "identity.model_name")
-            mx_source_id = compute_mx_source_id(request.identity)
-            self._plane.sources.publish(
-                Source(
-                    mx_source_id=mx_source_id,
-                    worker_id=worker_id,
-                    model_name=model_name,
-                    worker_rank=request.worker.worker_rank,
-                    identity=request.identity.SerializeToString(),
-                    metadata=request.worker.SerializeToString(),
-                    status=request.worker.status,
-                    updated_at_ms=self._plane.now_ms(),
-                )
+    @_rpc
+    def PublishMetadata(self, request: Message) -> Message:
+        (worker_id,) = checked_fields(request, "worker_id")
+        model_name = checked_text(request.identity.model_name, "identity.model_name")
+        mx_source_id = compute_mx_source_id(request.identity)
+        self._plane.sources.publish(
+            Source(
+                mx_source_id=mx_source_id,
+                worker_id=worker_id,
+                model_name=model_name,
+                worker_rank=request.worker.worker_rank,
+                identity=request.identity.SerializeToString(),
+                metadata=request.worker.SerializeToString(),
+                status=request.worker.status,
+                updated_at_ms=self._plane.now_ms(),
             )
-            return p2p_pb2.PublishMetadataResponse(
-                success=True, mx_source_id=mx_source_id, worker_id=worker_id
+        )
+        return p2p_pb2.PublishMetadataResponse(
+            success=True, mx_source_id=mx_source_id, worker_id=worker_id
+        )
+
+    @_rpc
+    def ListSources(self, request: Message) -> Message:
+        now_ms = self._plane.now_ms()
+        wanted = None
+        if request.HasField("identity"):
+            wanted = compute_mx_source_id(request.identity)
+        sources = [
+            source
+            for source in self._plane.sources.all()
+            if (wanted is None or source.mx_source_id == wanted)
+            and _matches(request, "status_filter", source.status_at(now_ms))
+            and _matches(request, "model_name_filter", source.model_name)
+            and _matches(request, "worker_rank_filter", source.worker_rank)
+            and (
+                not request.HasField("min_updated_at")
+                or source.updated_at_ms >= request.min_updated_at
             )
+        ]
+        if request.HasField("limit"):
+            sources = sources[: request.limit]
+        return p2p_pb2.ListSourcesResponse(instances=[_instance(source) for source in sources])
 
-        return self._answer("PublishMetadata", context, call)
+    @_rpc
+    def GetMetadata(self, request: Message) -> Message:
+        source = self._plane.sources.get(request.mx_source_id, request.worker_id)
+        if source is None:
+            return p2p_pb2.GetMetadataResponse(found=False)
+        worker = p2p_pb2.WorkerMetadata.FromString(source.metadata)
+        worker.status = source.status_at(self._plane.now_ms())
+        worker.updated_at = source.updated_at_ms
+        return p2p_pb2.GetMetadataResponse(
+            found=True,
+            worker=worker,
+            mx_source_id=source.mx_source_id,
+            worker_id=source.worker_id,
+            identity=p2p_pb2.SourceIdentity.FromString(source.identity),
+        )
 
-    def ListSources(self, request: Message, context: Abort) -> Message:
-        return self._answer("ListSources", context, lambda: self._list(request))
-
-    def GetMetadata(self, request: Message, context: Abort) -> Message:
-        def call() -> Message:
-            source = self._plane.sources.get(request.mx_source_id, request.worker_id)
-            if source is None:
-                return p2p_pb2.GetMetadataResponse(found=False)
-            worker = p2p_pb2.WorkerMetadata.FromString(source.metadata)
-            worker.status = source.status_at(self._plane.now_ms())
-            worker.updated_at = source.updated_at_ms
-            return p2p_pb2.GetMetadataResponse(
-                found=True,
-                worker=worker,
-                mx_source_id=source.mx_source_id,
-                worker_id=source.worker_id,
-                identity=p2p_pb2.SourceIdentity.FromString(source.identity),
-            )
-
-        return self._answer("GetMetadata", context, call)
-
-    def UpdateStatus(self, request: Message, context: Abort) -> Message:
-        return self._answer("UpdateStatus", context, lambda: self._update(request))
-
-    def _update(self, request: Message) -> Message:
-        worker_id = checked_text(request.worker_id, "worker_id")
+    @_rpc
+    def UpdateStatus(self, request: Message) -> Message:
+        (worker_id,) = checked_fields(request, "worker_id")
         known = self._plane.sources.update(
             request.mx_source_id,
             worker_id,
@@ -261,27 +266,6 @@ class P2pServicer(_Servicer, p2p_pb2_grpc.P2pServiceServicer):
             message="" if known else f"worker {worker_id!r} has not published this source",
         )
 
-    def _list(self, request: Message) -> Message:
-        now_ms = self._plane.now_ms()
-        wanted = None
-        if request.HasField("identity"):
-            wanted = compute_mx_source_id(request.identity)
-        sources = [
-            source
-            for source in self._plane.sources.all()
-            if (wanted is None or source.mx_source_id == wanted)
-            and _matches(request, "status_filter", source.status_at(now_ms))
-            and _matches(request, "model_name_filter", source.model_name)
-            and _matches(request, "worker_rank_filter", source.worker_rank)
-            and (
-                not request.HasField("min_updated_at")
-                or source.updated_at_ms >= request.min_updated_at
-            )
-        ]
-        if request.HasField("limit"):
-            sources = sources[: request.limit]
-        return p2p_pb2.ListSourcesResponse(instances=[_instance(source) for source in sources])
-
 
 def _matches(request: Message, field: str, value: object) -> bool:
     return not request.HasField(field) or bool(getattr(request, field) == value)
@@ -303,7 +287,7 @@ def _instance(source: Source) -> Message:
     return instance
 
 
-def add_servicers(server: Any, plane: ControlPlane, observe: CallObserver = ignore_call) -> None:
+def add_servicers(server: Any, plane: ControlPlane, observe: CallObserver) -> None:
     """Add both services to a ``grpc.server`` or a ``grpc.aio.server`` (neither has types)."""
     refit_pb2_grpc.add_RefitServiceServicer_to_server(RefitServicer(plane, observe), server)
     p2p_pb2_grpc.add_P2pServiceServicer_to_server(P2pServicer(plane, observe), server)
