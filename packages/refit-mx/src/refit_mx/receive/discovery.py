@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from refit_mx.concurrency import CallGroup, map_calls
+from refit_mx.concurrency import map_calls
 from refit_mx.control.client import ControlClient, VersionInfo
 from refit_mx.control.records import Shard
 from refit_mx.control.retry import retry_idempotent
 from refit_mx.deadline import Deadline
 from refit_mx.errors import (
     CompileTargetError,
-    ControlError,
     LayoutError,
     ProtocolError,
     RefitConfigError,
@@ -146,7 +145,12 @@ def discover_v2_sources_for_slice(
         threads = stack.enter_context(
             ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="refit-discovery")
         )
-        version, shards = _describe(control, version_id, deadline, threads)
+        version, shards = retry_idempotent(
+            control,
+            lambda client: (client.get_version(version_id), client.list_shards(version_id)),
+            deadline=deadline,
+            retry_s=CONTROL_RETRY_S,
+        )
         answering = select_sources(
             version_id,
             shards,
@@ -238,31 +242,6 @@ def select_sources(
         )
     fitting = _select_matching(version_id, answered, source_filter, excluded)
     return SourceSet(version_id, tuple(_slots_first(fitting)), excluded, (), fitting[0].registry)
-
-
-def _describe(
-    control: ControlClient, version_id: str, deadline: Deadline, threads: Executor
-) -> tuple[VersionInfo, list[Shard]]:
-    """Request a version and its shards, both at once."""
-
-    def ask(client: ControlClient) -> tuple[VersionInfo, list[Shard]]:
-        versions: list[VersionInfo] = []
-        group = CallGroup(threads)
-        try:
-            group.start(lambda: versions.append(client.get_version(version_id)))
-            try:
-                shards = client.list_shards(version_id)
-            except ControlError:
-                group.join()
-                group.check()  # prefer the error of a missing version
-                raise
-            group.join()
-        finally:
-            group.end()
-        group.check()
-        return versions[0], shards
-
-    return retry_idempotent(control, ask, deadline=deadline, retry_s=CONTROL_RETRY_S)
 
 
 def _summarize(excluded: Mapping[str, str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +45,13 @@ class RefitStats:
     source_verified_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     total_seconds: float = 0.0
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the duration of a block to that of a stage, unless the block fails."""
+        started = time.monotonic()
+        yield
+        self.seconds[stage] += time.monotonic() - started
 
     @property
     def gb_per_s(self) -> float:

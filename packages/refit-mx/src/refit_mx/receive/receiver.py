@@ -315,8 +315,7 @@ class MxV2RefitReceiver:
         if attempts < 1:
             raise RefitConfigError(f"attempts {attempts}; expected at least 1")
         version_id = stats.version_id
-        started = time.monotonic()
-        with phase("lease", version_id, self._on_phase):
+        with stats.timed("lease"), phase("lease", version_id, self._on_phase):
             # The lease keeps using the client with which it was made.
             clients: list[ControlClient] = []
 
@@ -336,7 +335,6 @@ class MxV2RefitReceiver:
             control.rpc_timeout_s = min(
                 self._control.rpc_timeout_s, self._settings.lease_ttl_s / 3, _RENEW_S
             )
-        stats.seconds["lease"] += time.monotonic() - started
         self._open.begin(lease, control)
         lost: set[str] = set()
         wrong: list[DigestMismatchError] = []
@@ -399,11 +397,10 @@ class MxV2RefitReceiver:
         stats: RefitStats,
     ) -> dict[str, torch.Tensor]:
         started = time.monotonic()
-        with phase("compile", stats.version_id, self._on_phase) as span:
+        with stats.timed("compile"), phase("compile", stats.version_id, self._on_phase) as span:
             compiled = allocate_outputs(compile_pass, specs, self._device)
             outputs = run_pass(compile_pass, specs, received, compiled)
             record_bytes(span, _nbytes(outputs), time.monotonic() - started)
-        stats.seconds["compile"] += time.monotonic() - started
         return outputs
 
     def _install(
@@ -416,7 +413,7 @@ class MxV2RefitReceiver:
         complete: bool,
     ) -> None:
         started = time.monotonic()
-        with phase("install", version_id, self._on_phase) as span:
+        with stats.timed("install"), phase("install", version_id, self._on_phase) as span:
             try:
                 if isinstance(install, Mapping):
                     install_tensors(tensors, install)
@@ -432,7 +429,6 @@ class MxV2RefitReceiver:
             record_bytes(span, _nbytes(tensors), time.monotonic() - started)
             if complete:
                 self._fenced = ""
-        stats.seconds["install"] += time.monotonic() - started
 
 
 def _scratch_bytes(targets: Sequence[TargetTensor]) -> int:

@@ -132,13 +132,10 @@ class Receiving:
             RefitError: as in `refit_mx.receive.receiver.MxV2RefitReceiver.receive_weights_scratch`.
         """
         version_id = stats.version_id
-        started = time.monotonic()
-        with phase("discover", version_id, self._on_phase) as span:
+        with stats.timed("discover"), phase("discover", version_id, self._on_phase) as span:
             sources = self._discover(version_id, deadline, exclude, source_filter)
             span.set_attribute("refit.sources", len(sources.manifests))
-        stats.seconds["discover"] += time.monotonic() - started
-        started = time.monotonic()
-        with phase("plan", version_id, self._on_phase) as span:
+        with stats.timed("plan"), phase("plan", version_id, self._on_phase) as span:
             shards, unsplit = self._plan(sources, targets, deadline)
             span.set_attribute("refit.bytes", unsplit.nbytes)
             used = [shards.manifests[source] for source, _ in unsplit.source_reads]
@@ -146,7 +143,6 @@ class Receiving:
             plan, checks = self._cache.split_at_blocks(
                 shards, targets, unsplit, transport.max_read_bytes
             )
-        stats.seconds["plan"] += time.monotonic() - started
         deadline.check("planning")
         stats.transport = transport.name
         stats.sources = tuple(manifest.worker_id for manifest in used)
@@ -285,7 +281,6 @@ class Receiving:
             SourceReads(manifest, reads)
             for manifest, (_, reads) in zip(used, plan.source_reads, strict=True)
         ]
-        started = time.monotonic()
         overlapped = plan.nbytes >= self._settings.min_overlapped_verify_bytes
         checking = CallGroup(self._verifying)
         # If this process copied the bytes by CPU, they are still in that core's cache.
@@ -303,18 +298,17 @@ class Receiving:
                 checking.start(partial(verifier.check_rows, index, first, stop))
 
         try:
-            with phase("transfer", stats.version_id, self._on_phase) as span:
+            transfer = phase("transfer", stats.version_id, self._on_phase)
+            with stats.timed("fetch"), transfer as span:
                 done = transport.read(source_reads, scratch.memory, deadline=stall, on_done=on_done)
                 record_bytes(span, done.nbytes, done.seconds)
                 span.set_attribute("refit.transport", transport.name)
                 span.set_attribute("refit.sources", len(used))
-            stats.seconds["fetch"] += time.monotonic() - started
             stats.nbytes = done.nbytes
-            started = time.monotonic()
-            if not checking.join(deadline.left_s or 0.001):
-                raise deadline.error("verifying what has arrived")
-            checking.check()
-            stats.seconds["verify"] += time.monotonic() - started
+            with stats.timed("verify"):
+                if not checking.join(deadline.left_s or 0.001):
+                    raise deadline.error("verifying what has arrived")
+                checking.check()
         except RefitTimeoutError as error:
             if not deadline.left_s:
                 raise
@@ -322,10 +316,9 @@ class Receiving:
         finally:
             checking.end()
         if not overlapped:
-            started = time.monotonic()
-            for index, (_, reads) in enumerate(plan.source_reads):
-                verifier.check_rows(index, 0, len(reads))
-            stats.seconds["verify"] += time.monotonic() - started
+            with stats.timed("verify"):
+                for index, (_, reads) in enumerate(plan.source_reads):
+                    verifier.check_rows(index, 0, len(reads))
 
     def _stalled(
         self,
@@ -364,10 +357,9 @@ class Receiving:
         Most bytes were verified while others arrived. So the recorded rate covers both: all bytes
         over the time since ``moving``, the monotonic time at which the fetch began.
         """
-        started = time.monotonic()
-        limit = self._settings.digest_timeout_s
-        with phase("verify", stats.version_id, self._on_phase) as span:
-            allowed = min(limit, deadline.check("verifying"))
+        verify = phase("verify", stats.version_id, self._on_phase)
+        with stats.timed("verify"), verify as span:
+            allowed = min(self._settings.digest_timeout_s, deadline.check("verifying"))
             asking = Deadline(allowed, f"digests of version {stats.version_id}")
 
             def check(index: int) -> int:
@@ -391,7 +383,6 @@ class Receiving:
             stats.source_verified_bytes = sum(map_calls(self._asking, check, unverified))
             lease.check()
             record_bytes(span, plan.nbytes, time.monotonic() - moving)
-        stats.seconds["verify"] += time.monotonic() - started
 
 
 def _is_answering(source: Manifest, deadline: Deadline) -> bool:
