@@ -65,10 +65,7 @@ class Deadline:
 class StallDeadline(Deadline):
     """A deadline that also passes when no thread has recorded progress for ``stall_s``.
 
-    Args:
-        overall: the deadline of the operation, which this one never outlasts.
-        stall_s: longest time without progress.
-        what: the operation, for the error's message.
+    It never outlasts ``overall``, the deadline of the operation.
     """
 
     def __init__(self, overall: Deadline, stall_s: float, what: str) -> None:

@@ -36,9 +36,7 @@ class _SyncContext:
 class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Asynchronous form of `refit_mx.listening.grpc_server.RequestGuard`.
 
-    Args:
-        threads: pool in which synchronous servicers run.
-        log: log for silent peers and malformed requests.
+    Synchronous servicers run in ``threads``.
     """
 
     def __init__(self, threads: Executor, log: PeerLog) -> None:
@@ -80,12 +78,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ha
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Interceptor that refuses calls without the token before decoding; health stays open.
-
-    Args:
-        token: token that calls must send as ``authorization: Bearer``.
-        log: log for peers that send no valid token.
-    """
+    """Interceptor that refuses calls without the token before decoding; health stays open."""
 
     def __init__(self, token: str, log: PeerLog) -> None:
         self._token = token

@@ -123,9 +123,7 @@ class QuantizingPass(ABC):
 def bands(matrix: torch.Tensor, rows_multiple: int) -> Iterator[tuple[int, int]]:
     """Yield bands of about `BAND_ELEMENTS`: the first row and the row after the last.
 
-    Args:
-        matrix: matrix of two axes.
-        rows_multiple: each band has a multiple of this many rows, except the last.
+    Each band has a multiple of ``rows_multiple`` rows, except the last.
     """
     rows, columns = matrix.shape
     if not rows or not columns:

@@ -93,8 +93,7 @@ class Heartbeat:
     def renew(self, client: ControlClient | None = None) -> None:
         """Register now, before the next beat, for a control plane that forgot the worker.
 
-        Args:
-            client: client to use; None for the heartbeat's.
+        Without a ``client``, the heartbeat's is used.
 
         Raises:
             RefitError: the registration failed.

@@ -14,14 +14,8 @@ class VersionLease:
     """A lease from `ControlClient.lease`; a context manager that releases it.
 
     Its time to live counts from the moment before each renewal is sent, so the receiver never
-    believes that it lasts longer than the control plane allows.
-
-    Args:
-        version_id: the version that is held.
-        worker_id: the receiver's worker.
-        ttl_s: time to live of each renewal.
-        renew: function that registers or renews the lease and returns its id.
-        release: function that deletes the lease with an id.
+    believes that it lasts longer than the control plane allows. The function ``renew`` registers or
+    renews the lease and returns its id; ``release`` deletes the lease with an id.
 
     Raises:
         RefitError: the first ``renew`` failed.

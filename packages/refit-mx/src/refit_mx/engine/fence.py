@@ -69,14 +69,10 @@ class ModelFence:
 
 
 def gather_from_ranks(text: str, timeout_s: float) -> Sequence[str]:
-    """Exchange a text with all ranks of this vLLM server; collective.
+    """Return the texts of all ranks of this vLLM server, in their order; collective.
 
-    Args:
-        text: text of this rank; only its first 4,096 bytes are sent.
-        timeout_s: time limit for the other ranks to call this, and then for the exchange.
-
-    Returns:
-        The texts in the order of the ranks.
+    Only the first 4,096 bytes of a text are sent. The other ranks have ``timeout_s`` to call this,
+    and then the exchange has as long.
 
     Raises:
         RefitError: a rank is gone or did not come in time. All ranks that did come raise, too.

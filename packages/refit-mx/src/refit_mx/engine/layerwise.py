@@ -92,10 +92,7 @@ class LayerwiseReload:
             )
 
     def check(self, outputs: Mapping[str, TensorSpec]) -> None:
-        """Check that weights can be installed, before anything is changed.
-
-        Args:
-            outputs: tensors to install, by parameter name.
+        """Check that tensors, by parameter name, can be installed, before anything is changed.
 
         Raises:
             LayoutError: a layer cannot be processed again; or a parameter gets no tensor, or a
@@ -245,11 +242,7 @@ def _install_layer(layer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def _check_processing(prefix: str, layer: nn.Module, *, loaded: bool) -> None:
-    """Check that vLLM can process a layer again as it did at launch.
-
-    Raises:
-        LayoutError: it may process it differently; the message names the layer and its method.
-    """
+    """Check that vLLM can process a layer again as it did at launch."""
     if is_deferred_attention_layer(layer):
         if loaded:
             raise LayoutError(

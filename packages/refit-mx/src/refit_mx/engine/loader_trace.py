@@ -146,15 +146,10 @@ def trace_loaders(
     parameters: Mapping[str, torch.Tensor],
     published: Sequence[TensorSpec],
 ) -> dict[str, TracedParameter]:
-    """Run a model's ``load_weights`` and return the copies into each parameter.
+    """Run a model's ``load_weights``; return the writes to each parameter, by name.
 
-    Args:
-        load_weights: function that takes pairs of a checkpoint name and a tensor.
-        parameters: the model's parameters by name, in the form that its loaders expect.
-        published: tensors of the checkpoint.
-
-    Returns:
-        The recorded writes of each parameter that a loader writes to, by name.
+    The parameters are in the form that the loaders expect; the tensors of the checkpoint are the
+    published ones.
 
     Raises:
         LayoutError: a loader fails.

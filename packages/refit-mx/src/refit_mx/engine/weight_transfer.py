@@ -229,12 +229,8 @@ class MxWeightTransfer:
     ) -> Iterator[None]:
         """Make all ranks raise if the block fails on one of them; collective.
 
-        With ``errors: status`` a failure is only recorded, on the rank where it happens.
-
-        Args:
-            what: name of the block, for the message.
-            timeout_s: time limit for the other ranks to come to the block's end.
-            always: raise, whatever ``errors`` is.
+        With ``errors: status`` a failure is only recorded, on the rank where it happens, unless
+        ``always`` is set. The other ranks have ``timeout_s`` to come to the block's end.
 
         Raises:
             RefitError: this rank's failure, or one that names the failed or missing ranks.

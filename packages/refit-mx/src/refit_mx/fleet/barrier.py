@@ -94,10 +94,7 @@ class PhaseBarrier:
     def fail(self, point: Point, reason: str, *, timeout_s: float = _REPORT_S) -> None:
         """Report a failure of this rank at a point and all later ones, so no rank waits there.
 
-        Args:
-            point: next point that this rank would have reached.
-            reason: reason, for the error that the others raise.
-            timeout_s: time limit for the store to accept it.
+        The point is the next one that this rank would have reached; the others raise the reason.
 
         Raises:
             FleetError: the store refused, or its server is gone.

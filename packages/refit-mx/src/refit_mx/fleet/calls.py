@@ -73,12 +73,7 @@ class Calls:
     ) -> dict[str, Any]:
         """Send a request and return the answer's JSON object; an empty answer counts as ``{}``.
 
-        Args:
-            address: address of the server.
-            path: path of the route.
-            body: body to send as JSON.
-            query: query of the URL.
-            repeatable: whether to retry until the deadline if the connection is closed.
+        If it is repeatable, retry until the deadline if the connection is closed.
 
         Raises:
             ServerCallError: no complete answer came in time, or its status is not 200.

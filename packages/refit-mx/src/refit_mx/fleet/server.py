@@ -293,11 +293,7 @@ class Server:
         *,
         repeatable: bool = False,
     ) -> None:
-        """Make a call, and check the state of every rank afterwards.
-
-        Raises:
-            ServerCallError: a rank is in another state; the message has its state and any reason.
-        """
+        """Make a call, and check afterwards that every rank has reached a state."""
         failure: ServerCallError | None = None
         try:
             await calls.post(self.address, path, body, repeatable=repeatable)

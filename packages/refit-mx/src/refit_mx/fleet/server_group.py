@@ -76,12 +76,8 @@ class ServerGroup:
     async def resume(self, calls: Calls, *, checked: bool = False) -> float:
         """Resume all servers; on failure pause them again.
 
-        Args:
-            calls: calls of the operation.
-            checked: whether all servers have just reported what they hold.
-
-        Returns:
-            Monotonic time at which the last server confirmed.
+        Unless it is ``checked`` that all servers have just reported what they hold, they are asked.
+        Return the monotonic time at which the last server confirmed.
 
         Raises:
             FleetError: not all are paused and hold one version, or a server failed.

@@ -55,10 +55,7 @@ class RequestGuard(grpc.ServerInterceptor):
 
     gRPC would wait for a request without limit, in a thread of the pool, and log a traceback for a
     malformed one. So this interceptor, which must be the first, gets the request and decodes it.
-
-    Args:
-        name: name of the server, for the log.
-        threads: size of the pool; half of it may wait for requests.
+    Half of the ``threads`` of the pool may wait for requests.
     """
 
     def __init__(self, name: str, threads: int) -> None:

@@ -27,12 +27,10 @@ _logger = logging.getLogger("refit_mx")
 
 
 def bounded_connections(wanted: int, share: float) -> int:
-    """Return how many connections a listener may hold.
+    """Return how many connections a listener may hold, at most ``wanted``.
 
-    Args:
-        wanted: upper limit.
-        share: fraction of the file descriptors that this process may open; the others remain for
-            its other work.
+    ``share`` is the fraction of the file descriptors that this process may open; the others remain
+    for its other work.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -52,12 +50,7 @@ class PeerLog:
         self._lines = 0
 
     def warn(self, peer: str, event: str) -> None:
-        """Log an event of a peer.
-
-        Args:
-            peer: host of the peer, without a port.
-            event: the event, without anything that the peer sent.
-        """
+        """Log an event of a peer, by its host; the event has nothing that the peer sent."""
         now = time.monotonic()
         with self._lock:
             until, suppressed = self._peers.pop(peer, (0.0, 0))
@@ -77,10 +70,7 @@ class PeerLog:
 class PendingPeers(Generic[_Key]):
     """Peers whose first request has not arrived, oldest first. Safe to use from many threads.
 
-    Args:
-        max_pending: limit of their number; beyond it the oldest is dropped.
-        timeout_s: time after which a peer is dropped.
-        log: log for the dropped peers.
+    A peer is dropped after ``timeout_s``. Beyond ``max_pending`` the oldest is dropped.
     """
 
     def __init__(self, max_pending: int, timeout_s: float, log: PeerLog) -> None:
@@ -94,12 +84,9 @@ class PendingPeers(Generic[_Key]):
         self._thread.start()
 
     def add(self, key: _Key, peer: str, drop: Callable[[], object]) -> None:
-        """Add a peer whose request has not arrived.
+        """Add a peer whose request has not arrived, under the identity of its connection or call.
 
-        Args:
-            key: identity of the connection or call.
-            peer: host of the peer.
-            drop: function that ends it; called at most once, in any thread, and must not block.
+        The function ``drop`` ends it; it is called at most once, in any thread, and must not block.
         """
         with self._lock:
             self._pending[key] = (time.monotonic(), peer, drop)

@@ -23,14 +23,10 @@ _NO_CAPACITY = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Connection:
-    """An accepted connection.
+    """An accepted connection. Only its own thread closes the socket.
 
-    Attributes:
-        sock: its socket, which only its own thread closes.
-        peer: host of the other end.
-        idle_since: monotonic time at which it began to wait for its next request; None while one
-            is served, and before the greeting.
-        thread: thread that serves it.
+    ``idle_since`` is the monotonic time at which it began to wait for its next request; None while
+    one is served, and before the greeting.
     """
 
     def __init__(self, sock: socket.socket, peer: str, listener: ThreadedListener) -> None:
@@ -57,22 +53,15 @@ class Connection:
 
 
 class ThreadedListener:
-    """A TCP listener that starts when it is created.
+    """A TCP listener that starts when it is created; port 0 picks a free one.
 
     If there are too many connections, or no file descriptor is free, an older one is closed: the
     oldest without a first request, else the one idle for longest (at least a second). If there is
-    neither, the new connection is refused.
+    neither, the new connection is refused, and gets the bytes ``refusal``.
 
-    Args:
-        name: name of the listener, for the log.
-        host: host to bind.
-        port: port to bind; 0 picks a free one.
-        serve: function that serves a connection in its thread. It calls `Connection.mark_greeted`
-            when the first request has arrived, and returns to close the connection.
-        refusal: bytes to send to a refused connection.
-        max_connections: limit of concurrent connections.
-        share: fraction of this process's file descriptors that they may use.
-        handshake_timeout_s: time limit for a peer's first request.
+    The function ``serve`` serves a connection in its thread. It calls `Connection.mark_greeted`
+    when the first request has arrived, within ``handshake_timeout_s``, and returns to close the
+    connection. For ``share`` see `refit_mx.listening.peers.bounded_connections`.
 
     Raises:
         OSError: the listener cannot bind the address.
@@ -111,11 +100,7 @@ class ThreadedListener:
         self._acceptor.start()
 
     def close(self, timeout_s: float) -> None:
-        """Stop listening, end all connections and wait for their threads.
-
-        Args:
-            timeout_s: time limit for all threads together.
-        """
+        """Stop listening, end all connections and wait up to ``timeout_s`` for their threads."""
         self._stopped.set()
         with self._lock:
             self._closed = True

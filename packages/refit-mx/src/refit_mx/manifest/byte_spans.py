@@ -52,10 +52,7 @@ class RunBox(NamedTuple):
 def check_reads(reads: ReadTable, nbytes: int, side: Side) -> None:
     """Refuse a table that reaches outside a memory, even if products of its numbers overflow.
 
-    Args:
-        reads: untrusted table.
-        nbytes: size of the memory.
-        side: which addresses of the table refer to this memory.
+    The table is untrusted; ``side`` says which of its addresses refer to this memory.
 
     Raises:
         ValueError: a row reaches outside the memory; the message has the row.
@@ -121,10 +118,9 @@ def contiguous(reads: ReadTable, side: Side) -> npt.NDArray[np.bool_]:
 
 
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return a host buffer for copies from or to a device; the CUDA driver copies pinned ones fast.
+    """Return uninitialized bytes on the host for copies from or to a device.
 
-    Returns:
-        uint8 (nbytes,), uninitialized, on the CPU.
+    The CUDA driver copies pinned memory fast.
     """
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -191,8 +187,7 @@ def _small_chunks(reads: ReadTable, sizes: Int64s, side: Side) -> Iterator[Chunk
 class ByteSpans:
     """View of a memory as buffers to send from or receive into, one chunk at a time.
 
-    Args:
-        memory: one contiguous uint8 tensor of one axis, on the CPU or a CUDA device.
+    The memory is one contiguous uint8 tensor of one axis, on the CPU or a CUDA device.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -203,12 +198,10 @@ class ByteSpans:
         self._bounce: Bytes | None = None
 
     def buffers(self, chunk: Chunk, *, load: bool) -> list[memoryview]:
-        """Return the buffers of a chunk in order; valid until the next call.
+        """Return the buffers of a chunk from `chunks` in order; valid until the next call.
 
-        Args:
-            chunk: chunk from `chunks` for this memory.
-            load: True to read: staged buffers are filled from the memory. False to write: the
-                caller fills the buffers, and `store` copies staged bytes to their place.
+        With ``load``, staged buffers are filled from the memory. Without it, the caller fills the
+        buffers, and `store` copies staged bytes to their place.
         """
         view = self._view
         if view is not None and chunk.ranges:

@@ -32,15 +32,10 @@ from refit_mx.manifest.reads import ReadTable
 
 
 def block_digests(memory: torch.Tensor, offset: int, nbytes: int) -> bytes:
-    """Return the digests of the blocks of a shard.
+    """Return the digests of the blocks of a shard of ``nbytes`` at ``offset``.
 
-    Args:
-        memory: one contiguous uint8 tensor of one axis, on the CPU or a CUDA device.
-        offset: position of the shard's first byte.
-        nbytes: size of the shard; 0 has no blocks.
-
-    Returns:
-        `DIGEST_BYTES` for each block of `BLOCK_BYTES`, of which the last may be shorter.
+    These are `DIGEST_BYTES` for each block of `BLOCK_BYTES`, of which the last may be shorter. The
+    memory is one contiguous uint8 tensor of one axis, on the CPU or a CUDA device.
     """
     if memory.device.type == "cpu":
         return host_block_digests(host_bytes(memory).data, offset, offset + nbytes)
@@ -53,12 +48,9 @@ def block_digests(memory: torch.Tensor, offset: int, nbytes: int) -> bytes:
 
 
 def host_block_digests(memory: memoryview, begin: int, end: int) -> bytes:
-    """Return the block digests of a contiguous range of CPU memory.
+    """Return the block digests of a contiguous range of CPU memory, as from `block_digests`.
 
     The first block begins at the first byte of the range.
-
-    Returns:
-        Digests as from `block_digests`.
     """
     digest_of = xxhash.xxh3_128_digest
     if end - begin <= BLOCK_BYTES:
@@ -72,16 +64,10 @@ def host_block_digests(memory: memoryview, begin: int, end: int) -> bytes:
 
 
 def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> bytes:
-    """Return a digest of each row's bytes, in the order of `ReadTable`: over j, then i.
+    """Return `DIGEST_BYTES` for each row's bytes, in the order of `ReadTable`: over j, then i.
 
-    Args:
-        memory: the source's arena or the receiver's scratch: one contiguous uint8 tensor of one
-            axis, on the CPU or a CUDA device.
-        reads: reads inside the memory; those of a peer need `check_reads` before.
-        side: kind of memory, which selects the addresses of the rows.
-
-    Returns:
-        `DIGEST_BYTES` per row.
+    The memory is the source's arena or the receiver's scratch, as in `block_digests`; ``side``
+    selects the addresses of the rows. Reads of a peer need `check_reads` before.
     """
     spans = ByteSpans(memory)
     sizes = reads.sizes.tolist()
@@ -127,10 +113,8 @@ assert xxhash.xxh3_128().digest_size == DIGEST_BYTES
 class PublishedBlocks:
     """The blocks of a version in its arena, with the digests of its manifest.
 
-    Args:
-        offsets: offset of each shard in the arena, in bytes, ascending.
-        sizes: size of each shard, in bytes.
-        digests: digests of the blocks of all shards, concatenated.
+    Offsets in the arena and sizes of the shards are in bytes, offsets ascending. The digests are
+    those of the blocks of all shards, concatenated.
     """
 
     def __init__(self, offsets: Sequence[int], sizes: Sequence[int], digests: bytes) -> None:

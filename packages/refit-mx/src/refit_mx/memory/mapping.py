@@ -80,10 +80,6 @@ def create(nbytes: int) -> tuple[int, mmap.mmap, SharedMemory]:
 def attach(shared: SharedMemory, nbytes: int) -> mmap.mmap:
     """Map another process's memory for reading; return ``nbytes`` or more.
 
-    Args:
-        shared: description of the memory.
-        nbytes: lower limit of its size.
-
     Raises:
         OSError: there is no such memory here, or this process may not map it.
         ProtocolError: it is smaller, or its owner could shrink it.
@@ -133,17 +129,10 @@ def private_memory(nbytes: int) -> mmap.mmap | None:
 
 
 def map_shared(fd: int, nbytes: int, *, prot: int, max_bytes: int) -> mmap.mmap:
-    """Map a file from its start at an address that allows large pages.
+    """Map ``nbytes`` or more of a file from its start, at an address that allows large pages.
 
-    Args:
-        fd: file descriptor.
-        nbytes: lower limit of the mapping, in full pages.
-        prot: protection, as for `mmap.mmap`.
-        max_bytes: size of the file. `LARGE_PAGE_BYTES` more than ``nbytes`` leave space to align
-            the mapping.
-
-    Returns:
-        A mapping of ``nbytes`` or more.
+    If the file's size ``max_bytes`` is `LARGE_PAGE_BYTES` more than ``nbytes``, there is space to
+    align the mapping.
     """
     length = nbytes
     for _ in range(_TRIES):
@@ -161,11 +150,9 @@ def map_shared(fd: int, nbytes: int, *, prot: int, max_bytes: int) -> mmap.mmap:
 
 
 def collapse_shared(memory: mmap.mmap, nbytes: int) -> None:
-    """Convert a mapping from `map_shared` to large pages, before it is first written to.
+    """Convert a mapping of zeros from `map_shared` to large pages, before it is first written to.
 
-    Args:
-        memory: writable memory of zeros.
-        nbytes: bytes that are used; all of them are allocated afterwards.
+    Its first ``nbytes`` are used; all of them are allocated afterwards.
     """
     if nbytes < LARGE_PAGE_BYTES or not _ADVICE:
         return

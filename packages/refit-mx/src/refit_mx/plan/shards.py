@@ -48,10 +48,7 @@ class ShardTable:
 
     @classmethod
     def of(cls, manifests: Sequence[Manifest]) -> ShardTable:
-        """Merge the manifests of one version.
-
-        Args:
-            manifests: one per source, at least one.
+        """Merge the manifests of one version: one per source, at least one.
 
         Raises:
             ProtocolError: a manifest is malformed: a column has a wrong length, a shard is outside
@@ -105,14 +102,10 @@ class ShardTable:
         )
 
     def for_next_version(self, manifests: Sequence[Manifest]) -> ShardTable | None:
-        """Merge the manifests of another version, if it has the same sources and structures.
+        """Return the same columns with the manifests of another version of the same sources.
 
-        Args:
-            manifests: manifests of the same sources, in the same order.
-
-        Returns:
-            The same columns with the new manifests; None if structures, sources or sizes of arenas
-            have changed, or a manifest has no structure digest.
+        Return None if structures, sources, their order or sizes of arenas have changed, or a
+        manifest has no structure digest.
 
         Raises:
             ProtocolError, LayoutError, CompileTargetError: for the reasons of `of`.
@@ -146,12 +139,7 @@ class ShardTable:
         return self.held[self.held_of_source[source]]
 
     def block_digests(self, source: int, shard: int) -> bytes:
-        """Return the published digests of one shard's blocks, `DIGEST_BYTES` each.
-
-        Args:
-            source: index of the manifest.
-            shard: row of the source's shards.
-        """
+        """Return the published digests of the blocks of a source's shard, `DIGEST_BYTES` each."""
         before = self.boxes(source).blocks_before
         return self.manifests[source].digests[
             int(before[shard]) * DIGEST_BYTES : int(before[shard + 1]) * DIGEST_BYTES

@@ -192,19 +192,9 @@ def select_sources(
 ) -> SourceSet:
     """Return the sources of listed shards that answer and match.
 
-    Args:
-        version_id: version of the shards.
-        shards: shards listed by the control plane.
-        model_name: model of the version; sources of another model are left out.
-        source_filter: what sources must have published.
-        deadline: time limit.
-        exclude: worker ids to skip.
-        source_timeout_s: time limit for each source; a stopped one delays the call by at most this
-            time.
-        rank: rank of the receiver; receivers of different ranks start with different sources.
-
-    Returns:
-        The sources; ``missing_slots`` stays empty, since only the version lists its slots.
+    Sources of another model are left out. A stopped source delays the call by at most
+    ``source_timeout_s``. Receivers of different ranks start with different sources. In the result
+    ``missing_slots`` stays empty, since only the version lists its slots.
 
     Raises:
         SourceLostError: no source answers.
@@ -266,11 +256,7 @@ def _select_matching(
     source_filter: SourceFilter,
     excluded: dict[str, str],
 ) -> list[Manifest]:
-    """Return the largest group of matching manifests with one registry.
-
-    Raises:
-        CompileTargetError: none matches.
-    """
+    """Return the largest group of matching manifests with one registry, or raise."""
     if not source_filter:
         return list(manifests)
     alike: list[tuple[Registry, list[Manifest]]] = []
@@ -314,11 +300,7 @@ def _select_holders(
     layout: TargetTPLayout | None,
     excluded: dict[str, str],
 ) -> list[Manifest]:
-    """Return the manifests that hold a part of a slice.
-
-    Raises:
-        LayoutError: none does, or no source has the tensor.
-    """
+    """Return the manifests that hold a part of a slice; raise if there is none."""
     table = ShardTable.of(manifests)
     spec = table.spec(tensor)
     wanted = Box.full(spec.shape)

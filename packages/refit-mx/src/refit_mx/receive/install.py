@@ -14,9 +14,7 @@ from refit_mx.memory.cuda import synchronize
 def check_install(specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tensor]) -> None:
     """Check that each received tensor has a live one that can hold it without loss.
 
-    Args:
-        specs: received tensors by name.
-        live: served weights by name. Those that are not received stay unchanged.
+    Live weights that are not received stay unchanged.
 
     Raises:
         LayoutError: a name, a shape or a dtype does not match.

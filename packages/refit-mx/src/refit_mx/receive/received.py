@@ -164,11 +164,8 @@ class OpenReceives:
     def dropping(self, version_id: str, discard: Callable[[], None]) -> Callable[[], None]:
         """Return a function for the finalizer of weights that are dropped unclosed.
 
-        It stops renewing the lease at once; `end_dropped` does the rest.
-
-        Args:
-            version_id: received version.
-            discard: function that discards its scratch memory, which tensors may still use.
+        It stops renewing the lease at once; `end_dropped` does the rest. Then ``discard`` discards
+        the scratch memory, which tensors may still use.
         """
         held, dropped = self._open[version_id], self._dropped
         held.discard = discard

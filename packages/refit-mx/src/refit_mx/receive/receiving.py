@@ -118,15 +118,9 @@ class Receiving:
         exclude: Collection[str],
         source_filter: SourceFilter,
     ) -> Attempt:
-        """Receive once; after a failure the scratch memory is released or quarantined.
+        """Receive once, and add to the statistics; the caller holds the lease until it is done.
 
-        Args:
-            stats: statistics to add to.
-            targets: needed tensors.
-            deadline: time limit.
-            lease: lease on the version, held until the caller is done.
-            exclude: worker ids to avoid.
-            source_filter: what sources must have published.
+        After a failure the scratch memory is released or quarantined.
 
         Raises:
             RefitError: as in `refit_mx.receive.receiver.MxV2RefitReceiver.receive_weights_scratch`.

@@ -38,9 +38,7 @@ class ScratchPool:
     def take(self, nbytes: int, deadline: Deadline) -> Arena:
         """Return a buffer of at least ``nbytes`` that nothing writes into.
 
-        Args:
-            nbytes: needed size.
-            deadline: time limit of waiting for other buffers to be released or leave quarantine.
+        If necessary, wait for other buffers to be released or leave quarantine.
 
         Raises:
             ScratchExhaustedError: no buffer is free by the deadline, or the limit is too small.

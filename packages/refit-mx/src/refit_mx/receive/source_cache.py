@@ -82,11 +82,7 @@ class SourceCache:
     ) -> Manifest:
         """Request the complete manifest of a shard from its publisher.
 
-        Args:
-            shard: shard listed by the control plane.
-            model_name: model that the manifest must be of.
-            deadline: time limit of the operation.
-            timeout_s: time limit of this call, so that a stopped publisher costs no more.
+        The call ends after ``timeout_s``, so that a stopped publisher costs no more.
 
         Raises:
             SourceLostError: no answer came in time, or the publisher no longer holds the version.

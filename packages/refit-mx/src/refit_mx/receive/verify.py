@@ -133,12 +133,7 @@ class Verifier:
         return part.numpy().reshape(-1).data
 
     def check_rows(self, index: int, first: int, stop: int) -> None:
-        """Check the complete blocks of reads that have arrived.
-
-        Args:
-            index: index of the source in the plan.
-            first: first row of its reads.
-            stop: row after the last one.
+        """Check the complete blocks of a source's reads, from ``first`` up to ``stop``.
 
         Raises:
             DigestMismatchError: bytes differ from the published ones; the message names the tensor.
@@ -201,14 +196,9 @@ class Verifier:
         return len(self._checks[index].rest) > 0
 
     def check_rest(self, index: int, ask: Callable[[ReadTable], bytes]) -> int:
-        """Check the bytes that need digests from the source, after the fetch is complete.
+        """Check the bytes that need digests from the source, after the fetch; return their number.
 
-        Args:
-            index: index of the source in the plan.
-            ask: function that requests digests of ranges of the source's arena, one per range.
-
-        Returns:
-            Bytes that were checked.
+        The function ``ask`` requests one digest for each of the given ranges of the source's arena.
 
         Raises:
             DigestMismatchError: bytes differ from those at the source.

@@ -122,16 +122,12 @@ class SourceServer:
         structure: bytes = b"",
         manifest: bytes = b"",
     ) -> None:
-        """Serve a version from now on.
+        """Serve a version from now on, out of a contiguous uint8 tensor of one axis.
 
-        Args:
-            version_id: version in the control plane.
-            memory: part of the arena with the version: a contiguous uint8 tensor of one axis. It
-                must not change until `drop_version` has returned.
-            blocks: published digests; a request that touches a block that has changed since is
-                answered with ``changed``. None skips this check.
-            structure: encoded structure of the manifest, for receivers of a brief manifest.
-            manifest: encoded manifest, for receivers that are connected already.
+        The memory must not change until `drop_version` has returned. A request that touches one of
+        the published ``blocks`` that has changed since is answered with ``changed``; None skips
+        this check. The encoded structure is for receivers of a brief manifest, the encoded manifest
+        for receivers that are connected already.
         """
         with self._lock:
             self._held[version_id] = _Held(

@@ -74,12 +74,10 @@ class StagingLayout:
 
 
 def lay_out(shards: Sequence[LocalShard], wire_dtype: WireDtype) -> StagingLayout:
-    """Assign a place to every shard.
+    """Assign a place to every shard of a publish.
 
-    Args:
-        shards: shards of one publish.
-        wire_dtype: wire dtype of every floating-point tensor, or a mapping by tensor name. Tensors
-            that are not in the mapping or not floating-point are published unchanged.
+    The wire dtype is that of every floating-point tensor, or a mapping by tensor name. Tensors that
+    are not in the mapping or not floating-point are published unchanged.
 
     Raises:
         RefitConfigError: a dtype is unknown or not floating-point, a name in ``wire_dtype`` is not
@@ -131,16 +129,10 @@ def _wire_dtype(shard: LocalShard, wire_dtype: WireDtype) -> str:
 def stage(
     layout: StagingLayout, arena: torch.Tensor, *, threads: Executor, deadline: Deadline
 ) -> list[bytes]:
-    """Copy every shard, cast to its wire dtype, and compute its digests.
+    """Copy every shard, cast to its wire dtype; return the digests of each shard's blocks.
 
-    Args:
-        layout: layout from `lay_out`.
-        arena: uint8 memory of at least ``layout.nbytes`` that nothing else uses.
-        threads: pool that copies.
-        deadline: time limit, checked between shards.
-
-    Returns:
-        The digests of each shard's blocks, concatenated.
+    The arena is uint8 memory of at least ``layout.nbytes`` that nothing else uses. The deadline is
+    checked between shards.
 
     Raises:
         RefitConfigError: a value does not fit its wire dtype.
@@ -198,16 +190,10 @@ def copy_shard(layout: StagingLayout, row: int, arena: torch.Tensor) -> bytes:
 def _copied_blocks(
     name: str, source: torch.Tensor, place: torch.Tensor, memory: memoryview
 ) -> Iterator[bytes]:
-    """Copy on the CPU block by block, and compute each digest while the block is in the cache.
+    """Copy on the CPU by blocks; yield the digests of each while it is in the cache.
 
-    Args:
-        name: the tensor's name, for errors.
-        source: source tensor with any strides.
-        place: destination of the same shape, contiguous, possibly of another dtype.
-        memory: the bytes of ``place``.
-
-    Yields:
-        Digests of completed blocks.
+    The source may have any strides. Its copy ``place``, whose bytes are ``memory``, is contiguous
+    and may have another dtype.
     """
     if source.is_contiguous():
         source, place = source.reshape(-1), place.reshape(-1)

@@ -137,11 +137,8 @@ OnDone = Callable[[int, int, int], None]
 class BatchQueue:
     """Queue of the batches of one source; safe to use from many threads.
 
-    Attributes:
-        index: index of the source in ``source_reads`` of `Transport.read`.
-        source: source of the reads.
-        reads: all reads, split so that batches consist of full rows.
-        count: number of batches.
+    Its index is that of the source in ``source_reads`` of `Transport.read`. Its reads are split so
+    that batches consist of full rows; ``count`` is the number of batches.
     """
 
     def __init__(

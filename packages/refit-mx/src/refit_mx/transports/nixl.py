@@ -52,10 +52,8 @@ MAX_LANES = 2
 def batch_bytes(readers: int, *, copies: bool, local: bool) -> int:
     """Return the size of one transfer.
 
-    Args:
-        readers: sources times lanes; each has `IN_FLIGHT` transfers in flight.
-        copies: whether the receiver's CPU does the copying.
-        local: whether all sources are on this machine.
+    The readers are sources times lanes; each has `IN_FLIGHT` transfers in flight. ``copies`` is
+    whether the receiver's CPU does the copying, ``local`` whether all sources are on this machine.
     """
     maximum = BATCH_BYTES if copies else RDMA_BATCH_BYTES
     minimum = MIN_BATCH_BYTES if copies else RDMA_MIN_BATCH_BYTES

@@ -196,15 +196,8 @@ class Lane:
     ) -> None:
         """Read the batches that other lanes do not take.
 
-        If this raises, the caller must abandon the reads in progress.
-
-        Args:
-            queues: queues of batches, one per source.
-            scratch: registered buffer.
-            deadline: time limit of all reads.
-            on_done: callback as in `Transport.read`.
-            stopped: function that returns whether another lane has failed; this method then returns
-                with reads in progress.
+        If this raises, the caller must abandon the reads in progress. If ``stopped`` returns that
+        another lane has failed, this method returns with reads in progress.
         """
         idle = 0
         active = [_Flight(queue) for queue in queues]
@@ -295,10 +288,8 @@ class Lane:
     def _is_finished(self, read: _Read, probed: dict[str, bool]) -> bool:
         """Return whether an abandoned read can no longer write.
 
-        Args:
-            read: abandoned read.
-            probed: whether the worker is gone, by worker id. Each is probed once, since probing an
-                unreachable one takes `GONE_PROBE_S`.
+        Whether a worker is gone is stored in ``probed``, by worker id: each is probed once, since
+        probing an unreachable one takes `GONE_PROBE_S`.
         """
         if read.ended:
             return True

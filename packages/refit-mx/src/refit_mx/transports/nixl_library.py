@@ -70,10 +70,8 @@ def nixl_available() -> str | None:
 def new_agent(prefix: str, *, serves: bool) -> Any:  # Any: see the import
     """Create a UCX agent with a name that no other process ever has.
 
-    Args:
-        prefix: prefix of its name, for logs.
-        serves: True if others read from it, so that it needs a progress thread. Otherwise it makes
-            progress when its transfers are polled.
+    If others read from it, it ``serves`` and needs a progress thread. Otherwise it makes progress
+    when its transfers are polled.
 
     Raises:
         RefitConfigError: NIXL is missing, or lacks UCX.

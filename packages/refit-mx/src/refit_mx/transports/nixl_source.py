@@ -30,10 +30,7 @@ class NixlSource:
         self._registered: dict[int, tuple[torch.Tensor, Any, Any]] = {}
 
     def register(self, memory: torch.Tensor) -> NixlAgent:
-        """Make an arena readable through a new agent.
-
-        Args:
-            memory: the complete arena as a contiguous uint8 tensor of one axis, not registered yet.
+        """Make a complete arena readable through a new agent.
 
         Raises:
             RefitConfigError: NIXL is missing, or the memory is registered already or cannot be.

@@ -89,11 +89,7 @@ class SourceClient:
         return bool(here == there) or ipaddress.ip_address(there).is_loopback
 
     def connect(self, deadline: Deadline) -> bool:
-        """Connect, unless connected already.
-
-        Returns:
-            Whether it had to connect.
-        """
+        """Connect, unless connected already; return whether it had to connect."""
         if self.connected:
             return False
         self._drop()
@@ -119,11 +115,8 @@ class SourceClient:
     ) -> None:
         """Read into a scratch buffer, with one request.
 
-        Args:
-            reads: at most `MAX_READS` rows and `MAX_READ_BYTES` bytes, or one row of any size.
-            spans: scratch buffer.
-            version_id: version that the source must hold until the last byte.
-            deadline: time limit.
+        The reads are at most `MAX_READS` rows and `MAX_READ_BYTES` bytes, or one row of any size.
+        The source must hold the version until the last byte.
         """
         self.connect(deadline)
         with self._errors(deadline, "reading"):
@@ -145,10 +138,7 @@ class SourceClient:
             raise ProtocolError("the source ended its chunks early but reported no error")
 
     def digests(self, reads: ReadTable, *, version_id: str, deadline: Deadline) -> bytes:
-        """Request digests of reads, to compare with `refit_mx.manifest.digests.digest_of_reads`.
-
-        Returns:
-            `DIGEST_BYTES` per row.
+        """Request `DIGEST_BYTES` per read, as of `refit_mx.manifest.digests.digest_of_reads`.
 
         Raises:
             DigestMismatchError: the source's memory differs from what it published.
