@@ -199,38 +199,42 @@ class SourceServer:
 
     def _answer(self, sock: socket.socket, data: bytearray) -> None:
         request = decode_request(data)
-        if isinstance(request, Read):
-            answer = self._read(sock, request)
-        elif isinstance(request, Digest):
-            answer = self._digest(request)
-        elif isinstance(request, Get):
-            held = self._version(request.version_id)
-            if held is None:
-                answer = self._gone(request.version_id)
-            else:
-                answer = Answer("ok", data=held.stored[request.what])
-        else:
+        if isinstance(request, Hello):
             raise ProtocolError("HELLO was sent twice")
-        self._send(sock, answer)
-
-    def _read(self, sock: socket.socket, request: Read) -> Answer:
-        answer = Answer("ok")
-        held = self._version(request.version_id)
-        if held is None:
-            answer = self._gone(request.version_id)
-        else:
+        with self._lock:
+            held = self._held.get(request.version_id)
+        answer: Answer | None = None
+        if held is not None:
             try:
-                reads = _checked(request.rows, held.memory)
+                answer = self._answer_from(held, sock, request)
             except ProtocolError as error:
                 answer = Answer("refused", str(error))
-            else:
-                self._send_chunks(sock, held, reads)
-                # Checked after the last byte was read from the memory: if the version was dropped
-                # before, some bytes may belong to another version.
-                if held.dropped:
-                    answer = self._gone(request.version_id)
-        send_buffers(sock, [memoryview(LENGTH.pack(0))], self._deadline())
-        return answer
+        # Checked after the last use of the memory: if the version was dropped before, some bytes
+        # may belong to another version.
+        if answer is None or (held is not None and held.dropped):
+            answer = Answer(
+                "gone",
+                f"version {request.version_id!r} is not held; this source holds {self.versions}",
+            )
+        if isinstance(request, Read):
+            send_buffers(sock, [memoryview(LENGTH.pack(0))], self._deadline())
+        self._send(sock, answer)
+
+    def _answer_from(
+        self, held: _Held, sock: socket.socket, request: Read | Digest | Get
+    ) -> Answer:
+        if isinstance(request, Get):
+            return Answer("ok", data=held.stored[request.what])
+        reads = _checked(request.rows, held.memory)
+        if isinstance(request, Read):
+            self._send_chunks(sock, held, reads)
+            return Answer("ok")
+        with on_separate_stream(held.memory.device):
+            changed = held.blocks.changed(held.memory, reads) if held.blocks is not None else None
+            digests = digest_of_reads(held.memory, reads, side="source")
+        if changed is not None:
+            return Answer("changed", f"bytes {changed[0]} to {changed[1]} of its arena")
+        return Answer("ok", data=digests)
 
     def _send_chunks(self, sock: socket.socket, held: _Held, reads: ReadTable) -> None:
         spans = ByteSpans(held.memory)
@@ -241,33 +245,6 @@ class SourceServer:
                 buffers = spans.buffers(chunk, load=True)
             length = LENGTH.pack(chunk.nbytes)
             send_buffers(sock, [memoryview(length), *buffers], self._deadline())
-
-    def _digest(self, request: Digest) -> Answer:
-        held = self._version(request.version_id)
-        if held is None:
-            return self._gone(request.version_id)
-        try:
-            reads = _checked(request.rows, held.memory)
-        except ProtocolError as error:
-            return Answer("refused", str(error))
-        with on_separate_stream(held.memory.device):
-            changed = held.blocks.changed(held.memory, reads) if held.blocks is not None else None
-            digests = digest_of_reads(held.memory, reads, side="source")
-        # Checked before the result is used: another version may have overwritten a dropped one.
-        if held.dropped:
-            return self._gone(request.version_id)
-        if changed is not None:
-            return Answer("changed", f"bytes {changed[0]} to {changed[1]} of its arena")
-        return Answer("ok", data=digests)
-
-    def _version(self, version_id: str) -> _Held | None:
-        with self._lock:
-            return self._held.get(version_id)
-
-    def _gone(self, version_id: str) -> Answer:
-        return Answer(
-            "gone", f"version {version_id!r} is not held; this source holds {self.versions}"
-        )
 
     def _send(self, sock: socket.socket, answer: Answer) -> None:
         send_buffers(sock, [memoryview(frame(answer))], self._deadline())
