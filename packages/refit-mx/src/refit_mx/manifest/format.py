@@ -131,7 +131,7 @@ class Structure(msgspec.Struct, frozen=True):
         Raises:
             ProtocolError: the data is not a structure.
         """
-        return _decoded(_structures, data, "structure of a manifest")
+        return decoded(_structures, data, "structure of a manifest")
 
 
 _NO_SHARDS = ShardColumns(1, b"", b"", b"", b"")
@@ -209,7 +209,7 @@ class Manifest(msgspec.Struct, frozen=True):
         Raises:
             ProtocolError: the data is not a manifest.
         """
-        return _decoded(_manifests, data, "manifest")
+        return decoded(_manifests, data, "manifest")
 
 
 # Created at import, in one thread: if msgspec meets a type for the first time in two threads at
@@ -219,11 +219,17 @@ _structures = msgspec.msgpack.Decoder(Structure)
 _tables = msgspec.msgpack.Decoder(TensorTable)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_Message], data: bytes, what: str) -> _Message:
+def decoded(
+    decoder: msgspec.msgpack.Decoder[_Message],
+    data: bytes | bytearray,
+    what: str,
+    expected: str = FORMAT,
+) -> _Message:
+    """Return a decoded message; raise `ProtocolError` if the data is of another form."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ProtocolError(f"{what}: {error}; expected {FORMAT}") from None
+        raise ProtocolError(f"{what}: {error}; expected {expected}") from None
 
 
 def manifest_digest(data: bytes) -> str:
@@ -243,7 +249,7 @@ def decode_table(data: bytes) -> TensorTable:
     Raises:
         ProtocolError: the data is not a table.
     """
-    table = _decoded(_tables, data, "manifest: its table")
+    table = decoded(_tables, data, "manifest: its table")
     if not len(table.names) == len(table.dtypes) == len(table.shapes):
         raise ProtocolError(
             f"manifest: its table has {len(table.names)} names, {len(table.dtypes)} dtypes and "

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from refit_mx.errors import ProtocolError
+from refit_mx.manifest.format import decoded
 from refit_mx.manifest.reads import COLUMNS, ReadTable
 
 FORMAT: Literal["refit-mx-source/1"] = "refit-mx-source/1"
@@ -114,10 +115,7 @@ def decode_request(data: bytes | bytearray) -> Request:
     Raises:
         ProtocolError: the data is not a request.
     """
-    try:
-        return _requests.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ProtocolError(f"request: {error}; expected {FORMAT}") from None
+    return decoded(_requests, data, "request", FORMAT)
 
 
 def decode_answer(data: bytes | bytearray) -> Answer:
@@ -126,10 +124,7 @@ def decode_answer(data: bytes | bytearray) -> Answer:
     Raises:
         ProtocolError: the data is not an answer.
     """
-    try:
-        return _answers.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ProtocolError(f"answer: {error}; expected {FORMAT}") from None
+    return decoded(_answers, data, "answer", FORMAT)
 
 
 def encode_reads(reads: ReadTable) -> bytes:
