@@ -11,8 +11,15 @@ from typing import Literal, get_args
 
 import torch
 
-from refit_mx.compile.quantizing import E4M3_MAX, QuantizingPass, bands, check_finite, to_e4m3
-from refit_mx.compile.selection import Selection, linear_weights
+from refit_mx.compile.quantizing import (
+    E4M3_MAX,
+    QuantizingPass,
+    Selection,
+    bands,
+    check_finite,
+    linear_weights,
+    to_e4m3,
+)
 from refit_mx.errors import RefitConfigError
 from refit_mx.manifest.format import Scalar
 
