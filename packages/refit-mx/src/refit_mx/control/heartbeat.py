@@ -64,7 +64,8 @@ class Heartbeat:
         self._model_name = model_name
         self._ttl_s = ttl_s
         self._pid = os.getpid()
-        self._signalled = False
+        self.stale_by_sigterm = False
+        """True if SIGTERM made the worker STALE; the process may handle the signal and continue."""
         try:
             self.renew()
         except BaseException:  # disconnect also on an interrupt
@@ -84,11 +85,6 @@ class Heartbeat:
         if on_sigterm:
             _sigterm_heartbeats.append(self)
             _chain_sigterm()
-
-    @property
-    def stale_by_sigterm(self) -> bool:
-        """True if SIGTERM made the worker STALE; the process may handle the signal and continue."""
-        return self._signalled
 
     def renew(self, client: ControlClient | None = None) -> None:
         """Register now, before the next beat, for a control plane that forgot the worker.
@@ -169,7 +165,7 @@ def _chain_sigterm() -> None:
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     heartbeats = [each for each in _sigterm_heartbeats if each._pid == os.getpid()]
     for each in heartbeats:
-        each._signalled = True
+        each.stale_by_sigterm = True
         each._ask_to_stop()
     until = time.monotonic() + _STALE_TIMEOUT_S
     for each in heartbeats:

@@ -69,7 +69,8 @@ class ControlPlane:
         self._clock = clock or _anchored_clock()
         self._lock = threading.Lock()
         self._state = ControlState(limits)
-        self._failed: str | None = None
+        self.failed: str | None = None
+        """Error of the store; None while it works."""
         self._closed = threading.Event()
         self._grace_s = restart_grace_s
         self._seen_ms = self._clock()
@@ -84,11 +85,6 @@ class ControlPlane:
             raise
         self._sweeper = threading.Thread(target=self._sweep, name="refit-sweep", daemon=True)
         self._sweeper.start()
-
-    @property
-    def failed(self) -> str | None:
-        """Error of the store; None while it works."""
-        return self._failed
 
     def call(self, step: Callable[[ControlState, int], T]) -> T:
         """Run ``step`` with the state and the current time in milliseconds; store its changes.
@@ -154,8 +150,8 @@ class ControlPlane:
         return self._seen_ms
 
     def _check(self) -> None:
-        if self._failed is not None:
-            raise Refusal(Code.UNAVAILABLE, f"the state cannot be stored: {self._failed}")
+        if self.failed is not None:
+            raise Refusal(Code.UNAVAILABLE, f"the state cannot be stored: {self.failed}")
 
     def _store_changes(self) -> Future[None] | None:
         changes = self._state.ledger.take_changes()
@@ -168,10 +164,10 @@ class ControlPlane:
             stored.result(_STORE_TIMEOUT_S)
         except TimeoutError as error:
             # The future's own error has no text.
-            self._failed = str(error) or f"no answer from the store within {_STORE_TIMEOUT_S:g} s"
+            self.failed = str(error) or f"no answer from the store within {_STORE_TIMEOUT_S:g} s"
             self._check()
         except Exception as error:  # noqa: BLE001 - any error means that the state is not stored
-            self._failed = f"{type(error).__name__}: {error}"
+            self.failed = f"{type(error).__name__}: {error}"
             self._check()
 
     def _sweep(self) -> None:
