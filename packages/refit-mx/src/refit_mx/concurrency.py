@@ -37,13 +37,12 @@ class CallGroup:
         self._stopped = threading.Event()
         self._error: BaseException | None = None
 
-    @property
     def stopped(self) -> bool:
-        """True once a call failed or `stop` was called: running calls should return soon."""
+        """Return whether a call failed or `stop` was called: running calls should return soon."""
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Set `stopped`, so that no further call starts and running calls return soon."""
+        """Make `stopped` true, so that no further call starts and running calls return soon."""
         self._stopped.set()
 
     def start(self, call: Callable[[], object]) -> None:
@@ -86,7 +85,7 @@ class CallGroup:
     def _run(self, call: Callable[[], object]) -> None:
         with self._changed:
             self._waiting -= 1
-            if self._ended or self.stopped:
+            if self._ended or self.stopped():
                 self._changed.notify_all()
                 return
             self._under_way += 1
@@ -123,14 +122,10 @@ def run_concurrently(
         first(lambda: False)
         return
     group = CallGroup(threads)
-
-    def stopped() -> bool:
-        return group.stopped
-
     try:
         for call in others:
-            group.start(partial(call, stopped))
-        first(stopped)
+            group.start(partial(call, group.stopped))
+        first(group.stopped)
     except BaseException:  # stop the others also on an interrupt
         group.stop()
         raise
@@ -171,6 +166,20 @@ def map_calls(
     return [results[index] for index in range(len(results))]
 
 
+def in_daemon_thread(name: str, function: Callable[[], _Result]) -> Future[_Result]:
+    """Run a function in a thread that does not delay the exit of the process."""
+    outcome: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is read
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
 class BoundedCalls:
     """Calls on one object, one at a time, each in a daemon thread.
 
@@ -196,21 +205,16 @@ class BoundedCalls:
         until = time.monotonic() + timeout_s
         if not self._free.acquire(timeout=max(0.0, timeout_s)):
             raise TimeoutError
-        outcome: Future[_Result] = Future()
 
-        def run() -> None:
+        def run() -> _Result:
             try:
-                result = function()
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                return function()
+            finally:
+                # Before the caller has the result: it may then check `busy` at once.
                 self._free.release()
-                outcome.set_exception(error)
-            else:
-                # Released first: the caller may check `busy` as soon as it has the result.
-                self._free.release()
-                outcome.set_result(result)
 
         try:
-            threading.Thread(target=run, name=self._name, daemon=True).start()
+            outcome = in_daemon_thread(self._name, run)
         except BaseException:  # release the lock also on an interrupt
             self._free.release()
             raise

@@ -7,7 +7,6 @@ compiled in scratch memory; only `finish` changes live weights. For vLLM's sessi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from refit_mx.compile.base import CompilePass, allocate_outputs, compile_pass, run_pass
+from refit_mx.concurrency import in_daemon_thread
 from refit_mx.control.access import ControlAccess
 from refit_mx.control.client import ControlClient
 from refit_mx.deadline import Deadline
@@ -26,8 +26,9 @@ from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo
 from refit_mx.engine.layerwise import LayerwiseReload
 from refit_mx.errors import FencedError, LayoutError, PhaseError, RefitConfigError, RefitError
 from refit_mx.layout import TensorSpec
-from refit_mx.manifest.format import Manifest, Scalar, decode_table
+from refit_mx.manifest.format import Manifest, Scalar
 from refit_mx.memory.cuda import synchronize
+from refit_mx.plan.tensor_columns import TensorColumns, merge_tables
 from refit_mx.receive.discovery import discover_v2_sources_for_slice
 from refit_mx.receive.received import ReceivedWeights, RefitStats
 from refit_mx.receive.receiver import MxV2RefitReceiver
@@ -159,7 +160,7 @@ class MxWeightTransfer:
                 raise PhaseError("update_weights: call init_weight_transfer_engine first")
             if self._receiver is None:
                 self._receiver = self._make_receiver(init, info.version_id, deadline)
-            future = _in_thread(partial(fetch, self._receiver, init))
+            future = in_daemon_thread("refit-fetch", partial(fetch, self._receiver, init))
         except Exception as error:  # noqa: BLE001 - `join` raises it, on all ranks
             future = Future()
             future.set_exception(error)
@@ -403,20 +404,6 @@ class MxWeightTransfer:
             _after(running, receiver.close)
 
 
-def _in_thread(work: Callable[[], _Fetched]) -> Future[_Fetched]:
-    """Run work in a thread that does not delay the exit of the process."""
-    future: Future[_Fetched] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the future is read
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="refit-fetch", daemon=True).start()
-    return future
-
-
 def _after(running: Future[None] | None, close: Callable[[], None]) -> None:
     """Close something that a running fetch may use, after the fetch."""
     if running is None or running.done():
@@ -454,14 +441,8 @@ def published_specs(manifests: Iterable[Manifest]) -> Sequence[TensorSpec]:
         ProtocolError: a table cannot be decoded.
         LayoutError: two sources disagree about a tensor.
     """
-    specs: dict[str, TensorSpec] = {}
-    for table in {manifest.table_digest: manifest.table for manifest in manifests}.values():
-        decoded = decode_table(table)
-        for name, dtype, shape in zip(decoded.names, decoded.dtypes, decoded.shapes, strict=True):
-            spec = TensorSpec(name, dtype, tuple(shape))
-            if specs.setdefault(name, spec) != spec:
-                raise LayoutError(
-                    f"{name}: one source publishes {dtype} of shape {tuple(shape)}, another one "
-                    f"{specs[name].dtype} of shape {specs[name].shape}"
-                )
-    return tuple(specs.values())
+    distinct = {manifest.table_digest: manifest for manifest in manifests}.values()
+    workers = [manifest.worker_id for manifest in distinct]
+    tables = [TensorColumns.decode(manifest.table, manifest.worker_id) for manifest in distinct]
+    tensors, _, _ = merge_tables(tables, workers)
+    return [tensors.spec(row) for row in range(len(tensors.names))]

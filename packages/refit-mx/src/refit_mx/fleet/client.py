@@ -299,7 +299,11 @@ class _Update:
                 self._paused, began = True, time.monotonic()
                 await self._timed("pause", group.pause(calls))
                 await self._meet(Point.PAUSED)
-                await self._timed("check", self._check())
+                # Before live weights change: all have the version, and none serves.
+                await self._timed(
+                    "check",
+                    group.all("check", calls, lambda s, c: s.expect_ready(c, self._version_id)),
+                )
                 await self._timed(
                     "install",
                     group.all("install", calls, lambda s, c: s.finish(c, self._version_id)),
@@ -374,12 +378,6 @@ class _Update:
                 }
                 text = f"{deadline.error()}; the rest of timeout_s is reserved for the pause"
                 raise FleetError(text, failed)
-
-    async def _check(self) -> None:
-        """Check that all have the version and none serves, before live weights change."""
-        await self._group.all(
-            "check", self._calls, lambda s, c: s.expect_ready(c, self._version_id)
-        )
 
     async def _give_up(self, error: BaseException) -> None:
         """Make all servers drop the fetched version, and query what each holds."""
