@@ -87,11 +87,8 @@ _lock = threading.Lock()
 def register_compile_pass(name: str, factory: Factory) -> None:
     """Register a pass under its compile target in this process.
 
-    An installed package can instead have an entry point of the group `ENTRY_POINT_GROUP`.
-
-    Args:
-        name: the compile target.
-        factory: creates the pass; its keyword arguments are the options of a configuration.
+    An installed package can instead have an entry point of the group `ENTRY_POINT_GROUP`. The
+    keyword arguments of the factory are the options of a configuration.
 
     Raises:
         RefitConfigError: the name is empty or used by a built-in pass, an entry point or an earlier
@@ -108,11 +105,7 @@ def register_compile_pass(name: str, factory: Factory) -> None:
 
 
 def compile_pass(name: str, **options: Any) -> CompilePass:
-    """Create the pass for a compile target.
-
-    Args:
-        name: the compile target.
-        options: options of the pass.
+    """Create the pass for a compile target, with the options of that pass.
 
     Raises:
         RefitConfigError: there is no such pass, two packages use the name, or an option is wrong.

@@ -43,11 +43,7 @@ def read_token(path: Path) -> str:
 
 
 def checked_token(text: str, source: str) -> str:
-    """Return the token in a text, without surrounding white space.
-
-    Raises:
-        RefitConfigError: the text is not a token.
-    """
+    """Return the token in a text, without surrounding white space; raise if it is not a token."""
     token = text.strip()
     if len(token) < MIN_CHARACTERS or not is_sendable(token):
         raise RefitConfigError(

@@ -195,8 +195,7 @@ class ControlClient:
     ) -> int:
         """Register a worker as live for ``ttl_s``, rounded up to full seconds. See `Heartbeat`.
 
-        Returns:
-            Unix time in milliseconds at which the registration expires.
+        Return the Unix time in milliseconds at which the registration expires.
 
         Raises:
             ControlError: the id belongs to another worker, or the worker is STALE.

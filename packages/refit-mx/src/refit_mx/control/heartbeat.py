@@ -31,15 +31,11 @@ _STALE_TIMEOUT_S = 2.0
 class Heartbeat:
     """Registration of a worker, renewed every third of its time to live until closed.
 
-    Args:
-        client: control-plane client, cloned for a separate connection.
-        worker_id: id of the worker, new for every process.
-        role: role of the worker.
-        model_name: model of the weights.
-        ttl_s: time after which a silent worker counts as dead.
-        on_sigterm: whether SIGTERM marks the worker STALE before the previous handler runs. Python
-            sets handlers only in the main thread: if the process creates no heartbeat there, the
-            worker expires instead.
+    The client is cloned for a separate connection. The worker's id is new for every process.
+
+    With ``on_sigterm``, SIGTERM marks the worker STALE before the previous handler runs. Python
+    sets handlers only in the main thread: if the process creates no heartbeat there, the worker
+    expires instead.
 
     Raises:
         RefitConfigError: ``ttl_s`` is less than 1.

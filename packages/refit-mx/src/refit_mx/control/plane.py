@@ -27,12 +27,8 @@ _PAUSE_MS = 1000
 class Counts:
     """Number of records in the control plane, by kind.
 
-    Attributes:
-        versions: versions by state.
-        workers: live workers by role.
-        shards: shards of versions that are not forgotten.
-        leases: live leases.
-        sources: READY sources of ``P2pService``.
+    Versions, with their shards and leases, are counted until they are forgotten, by state. Workers
+    are those that are live, by role. Sources are the READY ones of ``P2pService``.
     """
 
     versions: dict[str, int]
@@ -109,11 +105,7 @@ class ControlPlane:
         return return_value
 
     def counts(self) -> Counts:
-        """Return the number of records, by kind.
-
-        Raises:
-            Refusal: UNAVAILABLE if the store failed.
-        """
+        """Return the number of records, by kind."""
 
         def count(state: ControlState, now_ms: int) -> Counts:
             state.expiry.expire_until(now_ms)

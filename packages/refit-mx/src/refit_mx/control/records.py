@@ -74,16 +74,10 @@ class ObjectStorage(msgspec.Struct, frozen=True):
 class VersionBody(msgspec.Struct, frozen=True):
     """Arguments that create a version; calls with one idempotency key must have equal arguments.
 
-    Attributes:
-        model_name: model of the weights.
-        idempotency_key: key, unique within the model.
-        payload_format: format of the shards or the object.
-        base_version_id: the version that a delta is based on.
-        expected_source_slots: slots that each have a live shard once the version is READY; empty
-            for a version in object storage.
-        object_storage: location; None if workers serve the version.
-        state: initial state, STAGING or READY.
-        uid: id chosen by the caller; None lets the control plane choose.
+    The key is unique within the model. A delta is based on the base version. Each expected slot has
+    a live shard once the version is READY; a version in object storage has no slots, and one that
+    workers serve has no object storage. The state is the initial one, STAGING or READY. Without a
+    ``uid``, the control plane chooses one.
     """
 
     model_name: str
@@ -99,14 +93,8 @@ class VersionBody(msgspec.Struct, frozen=True):
 class Version(msgspec.Struct):
     """One immutable set of weights.
 
-    Attributes:
-        uid: id, unique in the control plane.
-        body: arguments of its creation.
-        state: current state.
-        order: number that rises with each created version.
-        created_at_ms: Unix time of creation.
-        released_at_ms: Unix time at which it became RELEASING; 0 before.
-        reason: reason why it became RELEASING.
+    The ``order`` rises with each created version. Times are Unix time; ``released_at_ms`` is that
+    at which it became RELEASING, for a ``reason``, and 0 before.
     """
 
     uid: str
@@ -119,16 +107,10 @@ class Version(msgspec.Struct):
 
 
 class Worker(msgspec.Struct):
-    """A process that serves or receives weights.
+    """A process that serves or receives weights. Its id is new for every process.
 
-    Attributes:
-        worker_id: id, new for every process.
-        role: role of the worker.
-        model_name: model of the weights.
-        ttl_ms: time to live of each registration.
-        expires_at_ms: Unix time at which the registration expires unless it is renewed.
-        stale: whether the worker was marked STALE, which is final.
-        expired: whether the registration expired and has not been renewed since.
+    The registration expires at ``expires_at_ms``, Unix time, unless it is renewed; each renewal is
+    for ``ttl_ms``. To be STALE is final. ``expired`` lasts until the worker registers again.
     """
 
     worker_id: str
@@ -147,14 +129,8 @@ class Worker(msgspec.Struct):
 class Shard(msgspec.Struct, frozen=True):
     """One worker's part of a version; its fields are those of the message `WeightVersionShard`.
 
-    Attributes:
-        version_id: the version.
-        source_slot_id: the expected slot that the shard fills.
-        worker_id: the worker that serves it.
-        tensor_count: number of tensors, for display only.
-        total_bytes: size, for display only.
-        manifest_digest: sha256 of the manifest, in hex.
-        manifest_endpoint: host:port that serves the manifest.
+    The numbers of tensors and bytes are for display only. The digest of the manifest is its sha256
+    in hex, the endpoint the host:port that serves it.
     """
 
     version_id: str
@@ -172,14 +148,10 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct):
-    """A receiver's lease on a version.
+    """A receiver's lease on a version; it has one lease on a version at a time.
 
-    Attributes:
-        lease_id: id, unique in the control plane.
-        version_id: the version that is held.
-        worker_id: the receiver; it has one lease on a version at a time.
-        ttl_ms: time to live of each renewal.
-        expires_at_ms: Unix time at which the lease expires unless it is renewed.
+    The lease expires at ``expires_at_ms``, Unix time, unless it is renewed; each renewal is for
+    ``ttl_ms``.
     """
 
     lease_id: str

@@ -24,16 +24,9 @@ STALE = 3
 class Source:
     """A worker that publishes tensors.
 
-    Attributes:
-        mx_source_id: hash of the published identity.
-        worker_id: the worker.
-        model_name: model of the weights.
-        worker_rank: rank in its group.
-        identity: serialized ``SourceIdentity``.
-        metadata: serialized ``WorkerMetadata``.
-        status: status, numbered as in ``p2p.proto``.
-        updated_at_ms: Unix time of the last update.
-        source_load: load that the source measured; None if it did not.
+    ``mx_source_id`` is the hash of the published identity. Identity and metadata are a serialized
+    ``SourceIdentity`` and ``WorkerMetadata``, the status is numbered as in ``p2p.proto``. The load
+    is None if the source did not measure it.
     """
 
     mx_source_id: str
@@ -92,11 +85,7 @@ class SourceTable:
         source_load: float | None,
         now_ms: int,
     ) -> bool:
-        """Update a source's status.
-
-        Returns:
-            Whether the source is known.
-        """
+        """Update a source's status; return whether the source is known."""
         with self._lock:
             source = self._sources.get((mx_source_id, worker_id))
             if source is None:

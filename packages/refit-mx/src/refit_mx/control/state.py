@@ -251,10 +251,7 @@ class ControlState:
     def delete_shard(
         self, version_id: str, source_slot_id: str, worker_id: str, *, now_ms: int
     ) -> bool:
-        """Remove a worker's shard, so that the worker may reuse the memory.
-
-        Returns:
-            Whether the shard existed.
+        """Remove a worker's shard if it exists, so that the worker may reuse the memory.
 
         Raises:
             Refusal: NOT_FOUND; FAILED_PRECONDITION unless the version is RELEASING and not leased.
@@ -317,11 +314,7 @@ class ControlState:
         return lease
 
     def delete_lease(self, version_id: str, lease_id: str, worker_id: str, *, now_ms: int) -> bool:
-        """Release a lease.
-
-        Returns:
-            Whether the lease existed.
-        """
+        """Release a lease; return whether it existed."""
         self.expiry.expire_until(now_ms)
         lease = self.ledger.leases.get(version_id, {}).get(worker_id)
         if lease is None or lease.lease_id != lease_id:

@@ -75,10 +75,7 @@ _DAMAGE = (sqlite3.Error, UnicodeDecodeError)
 
 
 class SqliteStore:
-    """Storage of records in a SQLite file, which one server at a time may use.
-
-    Args:
-        path: path of the file, which is created if it does not exist.
+    """Storage of records in a SQLite file, created if missing; one server at a time may use it.
 
     Raises:
         RefitConfigError: the file is in use, damaged, of another application or of another schema

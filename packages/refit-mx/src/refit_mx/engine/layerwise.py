@@ -74,10 +74,9 @@ class LayerwiseReload:
         self._eager = bool(model_config.enforce_eager)
 
     def trace(self, published: Sequence[TensorSpec]) -> tuple[TargetTensor, ...]:
-        """Return what this rank needs of a checkpoint; the model's weights stay unchanged.
+        """Return a target for each parameter with published tensors, named as the parameter.
 
-        Returns:
-            A target for each parameter with published tensors, named as the parameter.
+        The model's weights stay unchanged.
 
         Raises:
             LayoutError: a loader fails, or does more than copy.

@@ -37,12 +37,7 @@ def register(name: str = BACKEND) -> bool:
 
     vLLM calls `plugin`, so a call is needed only for another name. Make it in a
     ``vllm.general_plugins`` entry point: vLLM calls these in every process, some of them twice.
-
-    Args:
-        name: name of the backend.
-
-    Returns:
-        Whether this call registered it; False if it was registered already.
+    Return whether this call registered it; False if it was registered already.
 
     Raises:
         RefitConfigError: another engine has the name, or this vLLM is not supported.
@@ -76,11 +71,7 @@ SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def check_vllm_version(version: object) -> None:
-    """Check that a version of vLLM is supported.
-
-    Raises:
-        RefitConfigError: the version is outside `SUPPORTED`, or cannot be parsed.
-    """
+    """Raise `RefitConfigError` if a version of vLLM is outside `SUPPORTED`, or cannot be parsed."""
     match = re.match(r"(\d+)\.(\d+)(\D|$)", version) if isinstance(version, str) else None
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
         raise RefitConfigError(

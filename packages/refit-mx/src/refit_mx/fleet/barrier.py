@@ -42,13 +42,9 @@ class Point(Enum):
 class PhaseBarrier:
     """One rank's part of the barrier. All ranks begin the same rounds in the same order.
 
-    Every call ends in time, even if the store's server is stopped and never answers.
-
-    Args:
-        store: store that all ranks share, such as a ``TCPStore``; it needs no process group.
-        rank: this rank, from 0.
-        world_size: number of ranks.
-        name: name of the barrier within the store.
+    Every call ends in time, even if the store's server is stopped and never answers. All ranks
+    share the store, such as a ``TCPStore``; it needs no process group. The name is that of the
+    barrier within the store.
 
     Raises:
         RefitConfigError: the rank is outside the world size.

@@ -54,11 +54,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 # Any: JSON.
 def parse_statuses(path: str, answer: dict[str, Any]) -> tuple[RankStatus, ...]:
-    """Parse an answer of ``/collective_rpc``, in the order of the ranks.
-
-    Raises:
-        ServerCallError: the answer has another form.
-    """
+    """Parse an answer of ``/collective_rpc``, in the order of the ranks."""
     try:
         ranks = msgspec.convert(answer.get("results"), tuple[RankStatus, ...])
     except msgspec.ValidationError as error:

@@ -30,10 +30,9 @@ _MAX_STALE = 16
 
 
 def checked_address(address: str) -> str:
-    """Return an address without a trailing slash.
+    """Return ``http[s]://host[:port]`` without a trailing slash.
 
-    Raises:
-        RefitConfigError: it is not ``http[s]://host[:port]``, or has a path, a query or a user.
+    Any other address, such as one with a path, a query or a user, is a `RefitConfigError`.
     """
     parts = urlsplit(address)
     try:
@@ -57,11 +56,9 @@ def checked_address(address: str) -> str:
 class Server:
     """One server, with its state and the calls to it.
 
-    Attributes:
-        address: address of the server.
-        held_version: version that all workers last reported; ``None`` for that of the launch;
-            `UNKNOWN` if the server was not queried, did not answer, or is fenced.
-        world_size: number of its workers; None before the first query.
+    ``held_version`` is the version that all workers last reported; None for that of the launch;
+    `UNKNOWN` if the server was not queried, did not answer, or is fenced. ``world_size``, the
+    number of its workers, is None before the first query.
     """
 
     UNKNOWN = "\0unknown"
@@ -222,11 +219,7 @@ class Server:
         return all(rank.has_received(version_id) for rank in ranks)
 
     async def expect_ready(self, calls: Calls, version_id: str) -> None:
-        """Check that it is paused and that all workers have fetched a version.
-
-        Raises:
-            ServerCallError: the server is not paused, or a worker has not fetched the version.
-        """
+        """Check that it is paused and that all workers have fetched a version."""
         _, fetched = await _gather_pair(self.expect_paused(calls), self.fetched(calls, version_id))
         if not fetched:
             raise ServerCallError(
@@ -234,11 +227,7 @@ class Server:
             )
 
     async def expect_paused_status(self, calls: Calls) -> tuple[RankStatus, ...]:
-        """Return its `status`, after checking that it is paused.
-
-        Raises:
-            ServerCallError: it is not paused, or does not answer.
-        """
+        """Return its `status`, after checking that it is paused."""
         _, ranks = await _gather_pair(self.expect_paused(calls), self.status(calls))
         return ranks
 

@@ -66,11 +66,7 @@ class ServerGroup:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def pause(self, calls: Calls) -> None:
-        """Pause all servers.
-
-        Raises:
-            FleetError: a server did not confirm the pause.
-        """
+        """Pause all servers; raise if one does not confirm."""
         await self.all("pause", calls, lambda s, c: s.pause(c, self._pause_mode, self._clear_cache))
 
     async def resume(self, calls: Calls, *, checked: bool = False) -> float:

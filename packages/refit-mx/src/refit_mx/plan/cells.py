@@ -44,12 +44,10 @@ class Division:
 
 
 def divide(shape: Int64s, start: Int64s, stop: Int64s) -> Division:
-    """Divide a box of ``shape`` by overlaps of it.
+    """Divide a box of ``shape``, int64 (axes,), which is not empty, by overlaps of it.
 
-    Args:
-        shape: int64 (axes,), shape of the wanted box, not empty.
-        start: int64 (overlaps, axes), relative to its first element.
-        stop: int64 (overlaps, axes); no overlap is empty or extends beyond the box.
+    Start and stop of the overlaps, int64 (overlaps, axes), are relative to the box's first element.
+    No overlap is empty or extends beyond the box.
 
     Raises:
         LayoutError: the overlaps intersect in too many ways to divide the box in time.

@@ -15,12 +15,9 @@ from refit_mx.plan.target_columns import TargetColumns
 
 @dataclass(frozen=True)
 class Missing:
-    """Boxes of a part that no source has.
+    """Boxes of a part that no source has, as (start, stop) in the published tensor.
 
-    Attributes:
-        part: row of the `TargetColumns`.
-        boxes: (start, stop) in the published tensor.
-        parts: number of parts with missing boxes.
+    The part is a row of the `TargetColumns`. ``parts`` is the number of parts with missing boxes.
     """
 
     part: int

@@ -61,14 +61,9 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Assignment:
-    """Boxes with the source chosen for each, one per row.
+    """Boxes as in `Choices`, with the source chosen for each, one per row.
 
-    Attributes:
-        part: int64 (n,), row of the `TargetColumns`.
-        start: int64 (n, axes), in the published tensor.
-        stop: int64 (n, axes).
-        source: int64 (n,), index in the `ShardTable`.
-        row: int64 (n,), row of the source's shards.
+    The source is an index in the `ShardTable`, the row one of the source's shards; both int64 (n,).
     """
 
     part: Int64s

@@ -68,11 +68,7 @@ class TensorColumns:
 def merge_tables(
     tables: Sequence[TensorColumns], workers: Sequence[str]
 ) -> tuple[TensorColumns, dict[str, int], list[Int64s]]:
-    """Merge tables into one with all tensors.
-
-    Args:
-        tables: distinct tables, at least one.
-        workers: one sender of each table, for messages.
+    """Merge distinct tables into one with all tensors; ``workers`` has one sender of each.
 
     Returns:
         The tensors; the row of each name; and for each table, the merged row of each of its rows.

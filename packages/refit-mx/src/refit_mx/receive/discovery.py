@@ -61,9 +61,8 @@ class SourceSet:
 class SourceFilter:
     """Requirements on the registry of a source; without either, any source is accepted.
 
-    Attributes:
-        targets: accepted compile targets; None for any.
-        metadata: values that its metadata must have; it may have more.
+    The targets are the accepted compile targets; None for any. The metadata has values that the
+    source's metadata must have; it may have more.
 
     Raises:
         RefitConfigError: ``targets`` is empty.

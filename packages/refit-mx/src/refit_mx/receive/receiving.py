@@ -57,14 +57,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """The result of a successful attempt.
+    """The result of a successful attempt: verified tensors in scratch memory by target name.
 
-    Attributes:
-        tensors: verified tensors in scratch memory by target name.
-        registry: how the publishers prepared the bytes.
-        published: names of all tensors that the version's sources hold.
-        release: function that releases the scratch memory.
-        discard: function that discards the scratch memory, whose tensors may still be in use.
+    ``published`` has the names of all tensors that the version's sources hold. ``release`` releases
+    the scratch memory, ``discard`` discards it, as its tensors may still be in use.
     """
 
     tensors: Mapping[str, torch.Tensor]

@@ -61,10 +61,8 @@ class _Planned:
 class SourceCache:
     """Retained connections, structures and the last plan of one receiver.
 
-    Any thread may request manifests. Tables and plans are for one thread at a time.
-
-    Args:
-        seed: seed of plans, which spreads receivers over replicas.
+    Any thread may request manifests. Tables and plans are for one thread at a time. The seed of
+    plans spreads receivers over replicas.
     """
 
     def __init__(self, *, seed: int = 0) -> None:

@@ -61,10 +61,7 @@ class ManifestService(refit_pb2_grpc.RefitWorkerServiceServicer):
         self.endpoint = host_and_port(advertised, bound)
 
     def put(self, version_id: str, source_slot_id: str, data: bytes) -> str:
-        """Serve a manifest from now on.
-
-        Returns:
-            Its digest, for the control plane.
+        """Serve a manifest from now on; return its digest, for the control plane.
 
         Raises:
             RefitConfigError: it is too large.

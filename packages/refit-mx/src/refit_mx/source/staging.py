@@ -38,14 +38,9 @@ Placement = tuple[tuple[str, tuple[int, ...], Box, str, int], ...]
 
 @dataclass(frozen=True)
 class StagingLayout:
-    """Places of shards in an arena.
+    """Places of shards in an arena, with a wire dtype, offset and size in bytes for each.
 
-    Attributes:
-        shards: shards in the order of rows.
-        dtypes: wire dtype of each shard.
-        offsets: offset of each in the arena, in bytes.
-        sizes: size of each, in bytes.
-        nbytes: required size of the arena.
+    ``nbytes`` is the required size of the arena.
     """
 
     shards: tuple[LocalShard, ...]

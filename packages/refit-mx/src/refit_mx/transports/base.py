@@ -25,12 +25,7 @@ UNUSED_FETCHES = 4
 
 @dataclass(frozen=True)
 class SourceReads:
-    """Reads from one source.
-
-    Attributes:
-        source: manifest of the source.
-        reads: reads from its arena into the scratch buffer.
-    """
+    """Reads from the arena of one source into the scratch buffer."""
 
     source: Manifest
     reads: ReadTable

@@ -74,9 +74,7 @@ def split_reads(
 class RowsDone:
     """Completed rows of a table, derived from the batches of its parts that have arrived.
 
-    Args:
-        origins: row of each part, from `split_reads`.
-        parts: all batches of the split table.
+    The origin of each part is its row, from `split_reads`; the batches are all of the split table.
     """
 
     def __init__(self, origins: Int64s, parts: list[Batch]) -> None:
@@ -91,10 +89,9 @@ class RowsDone:
             self._remaining[first:stop] += 1
 
     def done(self, batch: Batch) -> tuple[int, int]:
-        """Record the arrival of a batch.
+        """Record the arrival of a batch; return the rows that it completes.
 
-        Returns:
-            The first row and the row after the last that it completes; equal if it completes none.
+        They are the first row and the row after the last; equal if it completes none.
         """
         if self._unsplit:
             return batch.first, batch.stop

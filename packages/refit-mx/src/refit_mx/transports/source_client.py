@@ -46,16 +46,13 @@ _FULL_PAUSE_S = 0.1
 class SourceClient:
     """Client that connects on first use, and again after the server closed an idle connection.
 
-    One thread at a time may use it, but any thread may call `abort`. Every method raises
+    One thread at a time may use it, but any thread may call `abort`. The connection with its
+    greeting has ``connect_timeout_s``. Every method raises
 
     - `SourceLostError` with the source's worker: the source cannot be reached, is another process
-      than the one in the manifest, or does not hold the version;
+        than the one in the manifest, or does not hold the version;
     - `RefitTimeoutError`: the deadline passed;
     - `ProtocolError`: the source sent what the protocol does not allow, or refused a request.
-
-    Args:
-        source: manifest of the source.
-        connect_timeout_s: time limit of the connection with its greeting.
     """
 
     def __init__(self, source: Manifest, *, connect_timeout_s: float = 5.0) -> None:
