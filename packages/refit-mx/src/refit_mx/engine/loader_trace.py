@@ -22,16 +22,12 @@ from refit_mx.plan.target_tensors import TargetPart, TargetTensor
 
 @dataclass(frozen=True)
 class View:
-    """The box of a strided tensor that a view shows.
+    """The box of a strided tensor that a view shows."""
 
-    Attributes:
-        start: first element on each axis of the base tensor.
-        size: elements on each axis of the base tensor; 1 on those that the view lacks.
-        order: axes of the base tensor in the order of the view's axes, without those of size 1.
-    """
-
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # first element on each axis of the base tensor
+    # Elements on each axis of the base tensor; 1 on those that the view lacks.
     size: tuple[int, ...]
+    # Axes of the base tensor in the order of the view's axes, without those of size 1.
     order: tuple[int, ...]
 
 
@@ -70,16 +66,13 @@ def locate_view(base: torch.Tensor, view: torch.Tensor) -> View | None:
 
 @dataclass
 class TracedParameter:
-    """Copies that the loaders make into one parameter.
+    """Copies that the loaders make into one parameter."""
 
-    Attributes:
-        copies: name and view of each source, and the view of the parameter.
-        zeros: views of the parameter that are filled with 0, such as padding rows of a vocabulary.
-        obstacle: what its loader does besides copying boxes; None if it only copies boxes.
-    """
-
+    # Name and view of each source, and the view of the parameter.
     copies: list[tuple[str, View, View]] = field(default_factory=list)
+    # Views of the parameter that are filled with 0, such as padding rows of a vocabulary.
     zeros: list[View | None] = field(default_factory=list)
+    # What its loader does besides copying boxes; None if it only copies boxes.
     obstacle: str | None = None
 
 

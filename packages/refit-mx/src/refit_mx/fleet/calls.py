@@ -35,18 +35,13 @@ class ServerCallError(Exception):
 
 @dataclass(frozen=True)
 class Calls:
-    """Requests that share a client and a deadline.
+    """Requests that share a client and a deadline."""
 
-    Attributes:
-        client: HTTP client without redirects or persistent connections. vLLM closes a connection
-            after an unhandled error; the next request on it would fail as if the server were dead.
-        deadline: time limit of all requests.
-        max_answer_s: time limit of one query by `ask`.
-    """
-
+    # HTTP client without redirects or persistent connections. vLLM closes a connection after an
+    # unhandled error; the next request on it would fail as if the server were dead.
     client: httpx.AsyncClient
-    deadline: Deadline
-    max_answer_s: float = math.inf
+    deadline: Deadline  # time limit of all requests
+    max_answer_s: float = math.inf  # time limit of one query by `ask`
 
     # Any: JSON objects, whose fields the callers check.
     async def ask(

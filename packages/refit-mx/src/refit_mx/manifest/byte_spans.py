@@ -95,17 +95,11 @@ def host_bytes(memory: torch.Tensor) -> Bytes:
 
 
 class Chunk(NamedTuple):
-    """A part of the stream: either boxes, or ranges that are contiguous on this side.
+    """A part of the stream: either boxes, or ranges that are contiguous on this side."""
 
-    Attributes:
-        nbytes: size of the chunk, at most `CHUNK_BYTES`.
-        boxes: the boxes; empty if there are ranges.
-        ranges: first byte of each range, and the byte after its last.
-    """
-
-    nbytes: int
-    boxes: list[RunBox]
-    ranges: list[tuple[int, int]]
+    nbytes: int  # size of the chunk, at most `CHUNK_BYTES`
+    boxes: list[RunBox]  # empty if there are ranges
+    ranges: list[tuple[int, int]]  # first byte of each range, and the byte after its last
 
 
 def contiguous(reads: ReadTable, side: Side) -> npt.NDArray[np.bool_]:

@@ -43,81 +43,50 @@ class Registry(msgspec.Struct, frozen=True):
 
 
 class NixlAgent(msgspec.Struct, frozen=True):
-    """NIXL agent of the arena.
+    """NIXL agent of the arena."""
 
-    Attributes:
-        name: name of the agent; never used again by another process.
-        metadata: result of ``get_agent_metadata`` after the arena was registered.
-        memory: ``DRAM`` or ``VRAM``.
-        device_id: device of the memory; 0 on a CPU.
-    """
-
-    name: str
-    metadata: bytes
+    name: str  # name of the agent; never used again by another process
+    metadata: bytes  # result of ``get_agent_metadata`` after the arena was registered
     memory: Literal["DRAM", "VRAM"]
-    device_id: int
+    device_id: int  # device of the memory; 0 on a CPU
 
 
 class SharedMemory(msgspec.Struct, frozen=True):
-    """Shared memory of the arena, for processes on the same machine.
+    """Shared memory of the arena, for processes on the same machine."""
 
-    Attributes:
-        pid: process id of the source, in its own PID namespace.
-        fd: file descriptor of the memory in the source.
-        name: name of the memory in /proc; random, so that no other memory matches.
-    """
-
-    pid: int
-    fd: int
-    name: str
+    pid: int  # process id of the source, in its own PID namespace
+    fd: int  # file descriptor of the memory in the source
+    name: str  # name of the memory in /proc; random, so that no other memory matches
 
 
 class TensorTable(msgspec.Struct, frozen=True):
-    """The global tensors, usually the same for all sources of a version.
+    """The global tensors, usually the same for all sources of a version."""
 
-    Attributes:
-        names: unique names.
-        dtypes: dtype of each, a key of `refit_mx.layout.ITEM_SIZES`.
-        shapes: shape of each complete tensor.
-    """
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    names: list[str]  # unique
+    dtypes: list[str]  # dtype of each, a key of `refit_mx.layout.ITEM_SIZES`
+    shapes: list[list[int]]  # shape of each complete tensor
 
 
 class ShardColumns(msgspec.Struct, frozen=True):
     """The shards of this source, one per row; a tensor may have several, or none.
 
     A shard is stored in the arena as one contiguous C-ordered tensor of the shard's shape.
-
-    Attributes:
-        axes: width D of ``start`` and ``shape``. A tensor with fewer axes is padded at the end with
-            starts of 0 and sizes of 1.
-        tensor: int32 (n,), index into the `TensorTable`.
-        start: int64 (n, D), first element of the shard in the global tensor.
-        shape: int64 (n, D), shape of the shard.
-        offset: int64 (n,), position of its first byte in the arena.
     """
 
+    # Width D of ``start`` and ``shape``. A tensor with fewer axes is padded at the end with starts
+    # of 0 and sizes of 1.
     axes: int
-    tensor: bytes
-    start: bytes
-    shape: bytes
-    offset: bytes
+    tensor: bytes  # int32 (n,), index into the `TensorTable`
+    start: bytes  # int64 (n, D), first element of the shard in the global tensor
+    shape: bytes  # int64 (n, D), shape of the shard
+    offset: bytes  # int64 (n,), position of its first byte in the arena
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """The part of a manifest that is equal for all versions of one model and layout.
+    """The part of a manifest that is equal for all versions of one model and layout."""
 
-    Attributes:
-        table_digest: XXH3-128 of ``table``.
-        table: encoded `TensorTable`.
-        shards: shards of the source.
-    """
-
-    table_digest: bytes
-    table: bytes
+    table_digest: bytes  # XXH3-128 of ``table``
+    table: bytes  # encoded `TensorTable`
     shards: ShardColumns
 
     def encode(self) -> bytes:

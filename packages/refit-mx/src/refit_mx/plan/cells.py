@@ -27,19 +27,13 @@ _MAX_WORK = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Disjoint boxes that together form the wanted box, relative to its first element.
+    """Disjoint boxes that together form the wanted box, relative to its first element."""
 
-    Attributes:
-        start: int64 (boxes, axes).
-        stop: int64 (boxes, axes).
-        held: for each box, the overlaps that contain it; at least one.
-        missing: (start, stop) of disjoint boxes that no overlap covers. If there are any, the
-            wanted box is not available.
-    """
-
-    start: Int64s
-    stop: Int64s
-    held: tuple[tuple[int, ...], ...]
+    start: Int64s  # (boxes, axes)
+    stop: Int64s  # (boxes, axes)
+    held: tuple[tuple[int, ...], ...]  # for each box, the overlaps that contain it; at least one
+    # (start, stop) of disjoint boxes that no overlap covers. If there are any, the wanted box is
+    # not available.
     missing: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 

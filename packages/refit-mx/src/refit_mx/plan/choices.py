@@ -27,21 +27,13 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """Disjoint boxes that together form all wanted parts, one per row.
+    """Disjoint boxes that together form all wanted parts, one per row."""
 
-    Attributes:
-        part: int64 (n,), row of the `TargetColumns`.
-        start: int64 (n, axes), in the published tensor.
-        stop: int64 (n, axes).
-        overlaps: int64 (any,), rows of the `Overlaps`, grouped by box.
-        first: int64 (n + 1,), index of each box's first overlap; every box has at least one.
-    """
-
-    part: Int64s
-    start: Int64s
-    stop: Int64s
-    overlaps: Int64s
-    first: Int64s
+    part: Int64s  # (n,), row of the `TargetColumns`
+    start: Int64s  # (n, axes), in the published tensor
+    stop: Int64s  # (n, axes)
+    overlaps: Int64s  # (any,), rows of the `Overlaps`, grouped by box
+    first: Int64s  # (n + 1,), index of each box's first overlap; every box has at least one
 
 
 def choices(overlaps: Overlaps, wanted: TargetColumns) -> Choices | Missing:

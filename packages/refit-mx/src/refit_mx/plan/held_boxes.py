@@ -22,21 +22,13 @@ _INT64 = np.dtype("<i8")
 
 @dataclass(frozen=True, eq=False)
 class HeldBoxes:
-    """Boxes of tensors, one per row, in the order of the manifest.
+    """Boxes of tensors, one per row, in the order of the manifest."""
 
-    Attributes:
-        tensor: int64 (n,), row of the merged `TensorColumns`.
-        start: int64 (n, MAX_AXES), padded at the end with 0.
-        stop: int64 (n, MAX_AXES), padded at the end with 1.
-        nbytes: int64 (n,), size of each box.
-        blocks_before: int64 (n + 1,), number of digests of all boxes before each.
-    """
-
-    tensor: Int64s
-    start: Int64s
-    stop: Int64s
-    nbytes: Int64s
-    blocks_before: Int64s
+    tensor: Int64s  # (n,), row of the merged `TensorColumns`
+    start: Int64s  # (n, MAX_AXES), padded at the end with 0
+    stop: Int64s  # (n, MAX_AXES), padded at the end with 1
+    nbytes: Int64s  # (n,), size of each box
+    blocks_before: Int64s  # (n + 1,), number of digests of all boxes before each
 
     @classmethod
     def decode(

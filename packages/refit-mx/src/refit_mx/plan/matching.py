@@ -19,21 +19,13 @@ _MAX_PAIRS = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class Overlaps:
-    """Non-empty intersections of held boxes with wanted parts, one per row, ordered by part.
+    """Non-empty intersections of held boxes with wanted parts, one per row, ordered by part."""
 
-    Attributes:
-        part: int64 (n,), row of the `TargetColumns`.
-        held: int64 (n,), index of the `HeldBoxes`.
-        row: int64 (n,), row in those boxes.
-        start: int64 (n, axes), in the published tensor; as many axes as the `TargetColumns`.
-        stop: int64 (n, axes).
-    """
-
-    part: Int64s
-    held: Int64s
-    row: Int64s
-    start: Int64s
-    stop: Int64s
+    part: Int64s  # (n,), row of the `TargetColumns`
+    held: Int64s  # (n,), index of the `HeldBoxes`
+    row: Int64s  # (n,), row in those boxes
+    start: Int64s  # (n, axes), in the published tensor; as many axes as the `TargetColumns`
+    stop: Int64s  # (n, axes)
 
     def of(self, rows: Int64s) -> Overlaps:
         """Return the given rows, in the given order."""

@@ -21,30 +21,20 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, eq=False)
 class TargetColumns:
-    """The parts of targets, one per row, and their places in scratch.
+    """The parts of targets, one per row, and their places in scratch."""
 
-    Attributes:
-        offsets: int64 (targets,), first byte of each target in scratch.
-        nbytes: size of all targets, without the gaps between them.
-        scratch_bytes: size of all targets with the gaps.
-        target: int64 (parts,), index of the target.
-        tensor: int64 (parts,), row of the `ShardTable`'s tensors.
-        start: int64 (parts, axes), start of the box in the published tensor, padded with 0; has as
-            many axes as the widest published tensor, at least 1.
-        stop: int64 (parts, axes), padded with 1.
-        base: int64 (parts,), first byte of the part in scratch.
-        stride: int64 (parts, axes), bytes in scratch between neighbors along each axis of the
-            published tensor; arbitrary where the part has one element along it.
-    """
-
-    offsets: Int64s
-    nbytes: int
-    scratch_bytes: int
-    target: Int64s
-    tensor: Int64s
+    offsets: Int64s  # (targets,), first byte of each target in scratch
+    nbytes: int  # size of all targets, without the gaps between them
+    scratch_bytes: int  # size of all targets with the gaps
+    target: Int64s  # (parts,), index of the target
+    tensor: Int64s  # (parts,), row of the `ShardTable`'s tensors
+    # (parts, axes), start of the box in the published tensor, padded with 0; has as many axes as
+    # the widest published tensor, at least 1.
     start: Int64s
-    stop: Int64s
-    base: Int64s
+    stop: Int64s  # (parts, axes), padded with 1
+    base: Int64s  # (parts,), first byte of the part in scratch
+    # (parts, axes), bytes in scratch between neighbors along each axis of the published tensor;
+    # arbitrary where the part has one element along it.
     stride: Int64s
 
     @classmethod

@@ -26,19 +26,12 @@ _MAX_BYTES = 1 << 60
 
 @dataclass(frozen=True, eq=False)
 class TensorColumns:
-    """Global tensors, one per row.
+    """Global tensors, one per row."""
 
-    Attributes:
-        names: unique names.
-        dtype: int8 (n,), index into `DTYPES`.
-        axes: int8 (n,), number of axes.
-        shape: int64 (n, MAX_AXES), padded at the end with 1.
-    """
-
-    names: Sequence[str]
-    dtype: npt.NDArray[np.int8]
-    axes: npt.NDArray[np.int8]
-    shape: Int64s
+    names: Sequence[str]  # unique
+    dtype: npt.NDArray[np.int8]  # int8 (n,), index into `DTYPES`
+    axes: npt.NDArray[np.int8]  # int8 (n,), number of axes
+    shape: Int64s  # (n, MAX_AXES), padded at the end with 1
 
     @classmethod
     def decode(cls, data: bytes, worker: str) -> TensorColumns:

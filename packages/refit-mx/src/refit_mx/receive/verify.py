@@ -34,24 +34,17 @@ _BUFFER_BYTES = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class RowChecks:
-    """Checks of the reads from one source. They depend only on the plan and are stored with it.
+    """Checks of the reads from one source. They depend only on the plan and are stored with it."""
 
-    Attributes:
-        source: index of the source's manifest.
-        shard: int64 (reads,), row of the source's shards.
-        blocks: int64 (reads, 5). Columns 0 and 1: first byte of the manifest's digests for the
-            blocks that the read contains in full, and the byte after the last; equal if there is no
-            such block. Column 2: bytes of the read before its first such block. Column 3: length of
-            the read. Column 4: its start in scratch, or -1 if it is strided there.
-        rest: ranges whose digests must be requested, as reads.
-        rest_row: int64 (len(rest),), the read that each range belongs to.
-    """
-
-    source: int
-    shard: Int64s
+    source: int  # index of the source's manifest
+    shard: Int64s  # (reads,), row of the source's shards
+    # (reads, 5). Columns 0 and 1: first byte of the manifest's digests for the blocks that the read
+    # contains in full, and the byte after the last; equal if there is no such block. Column 2:
+    # bytes of the read before its first such block. Column 3: length of the read. Column 4: its
+    # start in scratch, or -1 if it is strided there.
     blocks: Int64s
-    rest: ReadTable
-    rest_row: Int64s
+    rest: ReadTable  # ranges whose digests must be requested, as reads
+    rest_row: Int64s  # (len(rest),), the read that each range belongs to
 
 
 def row_checks(shards: ShardTable, plan: Plan) -> tuple[RowChecks, ...]:

@@ -33,17 +33,12 @@ class SourceReads:
 
 @dataclass(frozen=True)
 class ReadStats:
-    """Amount and duration of a `Transport.read`.
+    """Amount and duration of a `Transport.read`."""
 
-    Attributes:
-        nbytes: bytes moved, without headers.
-        seconds: duration from the first request to the last byte; over TCP it includes connecting.
-        connected: number of sources that had to be connected.
-    """
-
-    nbytes: int
+    nbytes: int  # bytes moved, without headers
+    # Duration from the first request to the last byte; over TCP it includes connecting.
     seconds: float
-    connected: int
+    connected: int  # number of sources that had to be connected
 
 
 class Transport(Protocol):

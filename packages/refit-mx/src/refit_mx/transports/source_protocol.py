@@ -48,15 +48,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Request for the bytes of reads: row by row, each in the order of `ReadTable`, over j, then i.
+    """Request for the bytes of reads, row by row, each in the order of `ReadTable`: j, then i."""
 
-    Attributes:
-        version_id: version that the source must hold throughout.
-        rows: rows of a `ReadTable`, little-endian.
-    """
-
-    version_id: str
-    rows: bytes
+    version_id: str  # version that the source must hold throughout
+    rows: bytes  # rows of a `ReadTable`, little-endian
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True):
@@ -67,15 +62,11 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    """Request for what the source stores with a version, in `Answer.data`.
+    """Request for what the source stores with a version, in `Answer.data`."""
 
-    Attributes:
-        version_id: version that the source must hold.
-        what: encoded `refit_mx.manifest.format.Manifest` or `refit_mx.manifest.format.Structure`;
-            ``nothing`` only checks that the version is held.
-    """
-
-    version_id: str
+    version_id: str  # version that the source must hold
+    # Encoded `refit_mx.manifest.format.Manifest` or `refit_mx.manifest.format.Structure`;
+    # ``nothing`` only checks that the version is held.
     what: Stored = "nothing"
 
 
