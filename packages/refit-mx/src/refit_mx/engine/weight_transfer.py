@@ -340,7 +340,7 @@ class MxWeightTransfer:
         published = published_specs(sources.manifests)
         self._traced = frozenset(spec.name for spec in published)
         targets = self._reload.trace(published)
-        specs = [TensorSpec(target.name, target.dtype, target.shape) for target in targets]
+        specs = [target.spec for target in targets]
         compiler.check(specs)
         self._reload.check({spec.name: spec for spec in compiler.output_specs(specs)})
         self._compiled = {}

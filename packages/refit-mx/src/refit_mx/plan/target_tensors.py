@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refit_mx.errors import LayoutError
-from refit_mx.layout import ITEM_SIZES, MAX_AXES, Box
+from refit_mx.layout import ITEM_SIZES, Box, TensorSpec
 
 _PAIRS_AT_ONCE = 1 << 22
 
@@ -73,21 +73,20 @@ class TargetTensor:
     parts: tuple[TargetPart, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_SIZES:
-            raise LayoutError(
-                f"target {self.name!r}: dtype {self.dtype!r}; "
-                f"expected one of {', '.join(ITEM_SIZES)}"
-            )
-        if len(self.shape) > MAX_AXES or any(size < 0 for size in self.shape):
-            raise LayoutError(
-                f"target {self.name!r}: shape {self.shape}; "
-                f"expected at most {MAX_AXES} axes, none negative"
-            )
+        try:
+            TensorSpec(f"target {self.name!r}", self.dtype, self.shape)
+        except ValueError as error:
+            raise LayoutError(str(error)) from None
         if len(self.parts) == 1:
             part = self.parts[0]
             if part.box.shape == self.shape and part.at == (0,) * len(self.shape):
                 return
         self._check_parts()
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Spec of the target."""
+        return TensorSpec(self.name, self.dtype, self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -227,7 +227,7 @@ class MxV2RefitReceiver:
                 f"{self._fenced}; only a refit of all {len(self._targets)} targets repairs it, "
                 f"not one of {len(targets)}"
             )
-        specs = [TensorSpec(target.name, target.dtype, target.shape) for target in targets]
+        specs = [target.spec for target in targets]
         if compile_pass is not None:
             compile_pass.check(specs)
             if compile_target_filter is None:
