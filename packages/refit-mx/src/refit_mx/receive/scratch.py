@@ -30,9 +30,9 @@ class ScratchPool:
         self._max_bytes = max_bytes
         self._device = device
         self._lock = threading.Condition()
-        self._idle: list[Arena] = []
-        self._in_use: list[Arena] = []
-        self._quarantined: list[Arena] = []
+        self._idle: set[Arena] = set()
+        self._in_use: set[Arena] = set()
+        self._quarantined: set[Arena] = set()
         self._closed = False
 
     def take(self, nbytes: int, deadline: Deadline) -> Arena:
@@ -55,7 +55,7 @@ class ScratchPool:
                 self._end_quarantines()
                 arena = self._fitting(nbytes)
                 if arena is not None:
-                    self._in_use.append(arena)
+                    self._in_use.add(arena)
                     return arena
                 left = deadline.left_s
                 if not left:
@@ -73,14 +73,15 @@ class ScratchPool:
         Do nothing if it was released before.
         """
         with self._lock:
-            if not _removed(self._in_use, arena):
+            if arena not in self._in_use:
                 return
+            self._in_use.remove(arena)
             if self._closed:
                 self._dispose(arena)
             elif self._transport.busy(arena.memory):
-                self._quarantined.append(arena)
+                self._quarantined.add(arena)
             else:
-                self._idle.append(arena)
+                self._idle.add(arena)
             self._lock.notify_all()
 
     def discard(self, arena: Arena) -> None:
@@ -89,7 +90,8 @@ class ScratchPool:
         Do nothing if it was released before.
         """
         with self._lock:
-            if _removed(self._in_use, arena):
+            if arena in self._in_use:
+                self._in_use.remove(arena)
                 self._dispose(arena)
                 self._lock.notify_all()
 
@@ -114,20 +116,20 @@ class ScratchPool:
             self._lock.notify_all()
 
     def _end_quarantines(self) -> None:
-        for arena in [a for a in self._quarantined if not self._transport.busy(a.memory)]:
-            _removed(self._quarantined, arena)
-            self._idle.append(arena)
+        ended = {a for a in self._quarantined if not self._transport.busy(a.memory)}
+        self._quarantined -= ended
+        self._idle |= ended
 
     def _fitting(self, nbytes: int) -> Arena | None:
         fitting = [arena for arena in self._idle if arena.nbytes >= nbytes]
         if fitting:
             smallest = min(fitting, key=lambda arena: arena.nbytes)
-            _removed(self._idle, smallest)
+            self._idle.remove(smallest)
             return smallest
         for arena in sorted(self._idle, key=lambda arena: arena.nbytes):
             if self._free_bytes() >= nbytes:
                 break
-            _removed(self._idle, arena)
+            self._idle.remove(arena)
             self._transport.unregister(arena.memory)
         if self._free_bytes() < nbytes:
             return None
@@ -149,12 +151,5 @@ class ScratchPool:
             self._transport.unregister(arena.memory)
 
 
-def _total(arenas: list[Arena]) -> int:
+def _total(arenas: set[Arena]) -> int:
     return sum(arena.nbytes for arena in arenas)
-
-
-def _removed(arenas: list[Arena], arena: Arena) -> bool:
-    if arena not in arenas:
-        return False
-    arenas.remove(arena)
-    return True
