@@ -33,19 +33,6 @@ from refit_mx.control.records import (
 )
 from refit_mx.control.state import layout_signature
 
-__all__ = [
-    "compute_mx_source_id",
-    "p2p_pb2",
-    "p2p_pb2_grpc",
-    "refit_pb2",
-    "refit_pb2_grpc",
-    "refit_source_id",
-    "shard_message",
-    "shard_of",
-    "version_body_of",
-    "version_message",
-]
-
 # The generated classes have no types, so messages are Any in this package.
 Message = Any
 _Member = TypeVar("_Member", bound=enum.IntEnum)
@@ -214,9 +201,11 @@ def _stand_in_packages(*packages: str) -> Iterator[None]:
 
 
 if TYPE_CHECKING:  # a type checker needs real imports
-    from modelexpress import p2p_pb2, p2p_pb2_grpc
-    from modelexpress.metadata.source_id import compute_mx_source_id
-    from modelexpress_rl import refit_pb2, refit_pb2_grpc
+    from modelexpress import p2p_pb2 as p2p_pb2
+    from modelexpress import p2p_pb2_grpc as p2p_pb2_grpc
+    from modelexpress.metadata.source_id import compute_mx_source_id as compute_mx_source_id
+    from modelexpress_rl import refit_pb2 as refit_pb2
+    from modelexpress_rl import refit_pb2_grpc as refit_pb2_grpc
 else:
     with _stand_in_packages("modelexpress", "modelexpress.metadata", "modelexpress_rl"):
         p2p_pb2 = importlib.import_module("modelexpress.p2p_pb2")
