@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from refit_mx.deadline import Deadline
+from refit_mx.errors import SourceLostError
 from refit_mx.manifest.format import Manifest
 from refit_mx.manifest.reads import ReadTable
 
@@ -29,6 +30,11 @@ class SourceReads:
 
     source: Manifest
     reads: ReadTable
+
+
+def source_lost(source: Manifest, why: str) -> SourceLostError:
+    """Return the error for a source that was lost."""
+    return SourceLostError(f"source {source.worker_id!r} {why}", (source.worker_id,))
 
 
 @dataclass(frozen=True)

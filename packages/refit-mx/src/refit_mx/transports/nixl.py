@@ -17,9 +17,9 @@ import torch
 
 from refit_mx.concurrency import run_concurrently
 from refit_mx.deadline import Deadline
-from refit_mx.errors import RefitConfigError, SourceLostError
+from refit_mx.errors import RefitConfigError
 from refit_mx.manifest.format import Manifest
-from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads
+from refit_mx.transports.base import UNUSED_FETCHES, ReadStats, SourceReads, source_lost
 from refit_mx.transports.batches import BatchQueue, OnDone
 from refit_mx.transports.nixl_lane import DRAIN_S, IN_FLIGHT, Lane, agent_of
 from refit_mx.transports.nixl_library import has_rdma
@@ -243,10 +243,7 @@ class NixlTransport:
         name = agent_of(source).name
         if any(lane.is_lost(name) for lane in self._lanes):
             if not self._is_idle(name):
-                raise SourceLostError(
-                    f"source {source.worker_id!r} was lost with reads still in progress",
-                    (source.worker_id,),
-                )
+                raise source_lost(source, "was lost with reads still in progress")
             self._remove(name)
         known = self._sources.get(name)
         if known is None:

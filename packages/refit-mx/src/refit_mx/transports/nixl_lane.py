@@ -26,9 +26,10 @@ import torch
 
 from refit_mx.concurrency import BoundedCalls
 from refit_mx.deadline import Deadline
-from refit_mx.errors import ProtocolError, RefitConfigError, RefitError, SourceLostError
+from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.manifest.format import Manifest, NixlAgent
 from refit_mx.manifest.reads import Int64s, ReadTable
+from refit_mx.transports.base import source_lost
 from refit_mx.transports.batches import Batch, BatchQueue, OnDone
 from refit_mx.transports.nixl_library import is_disconnect, is_unreachable, new_agent
 from refit_mx.transports.nixl_source import register_memory
@@ -139,26 +140,19 @@ class Lane:
             return
         blocked = abandoned_connects()
         if agent.name in blocked or len(blocked) >= MAX_ABANDONED_CONNECTS:
-            raise SourceLostError(
-                f"source {source.worker_id!r} is not connected over NIXL: {len(blocked)} "
-                "abandoned attempts are still blocked",
-                (source.worker_id,),
+            raise source_lost(
+                source,
+                f"is not connected over NIXL: {len(blocked)} abandoned attempts are still blocked",
             )
         try:
             name = self._connecting.call(
                 partial(self._agent.add_remote_agent, agent.metadata), timeout_s
             )
         except TimeoutError:
-            raise SourceLostError(
-                f"source {source.worker_id!r} did not answer over NIXL for {timeout_s:.3g} s",
-                (source.worker_id,),
-            ) from None
+            raise source_lost(source, f"did not answer over NIXL for {timeout_s:.3g} s") from None
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no common base
             if is_unreachable(error):
-                raise SourceLostError(
-                    f"source {source.worker_id!r} lost while connecting: {error!r}",
-                    (source.worker_id,),
-                ) from None
+                raise source_lost(source, f"lost while connecting: {error!r}") from None
             raise ProtocolError(
                 f"source {source.worker_id!r}: NIXL refuses its metadata: {error!r}"
             ) from None
@@ -318,10 +312,9 @@ class Lane:
         read.ended = True
 
     @staticmethod
-    def _lost(remote: _Remote, error: BaseException, *, posted: bool = True) -> RefitError:
+    def _lost(remote: _Remote, error: BaseException, *, posted: bool = True) -> SourceLostError:
         remote.lost = remote.lost or posted
-        worker_id = remote.source.worker_id
-        return SourceLostError(f"source {worker_id!r} lost: {error!r}", (worker_id,))
+        return source_lost(remote.source, f"lost: {error!r}")
 
 
 def agent_of(source: Manifest) -> NixlAgent:
