@@ -77,10 +77,6 @@ class Server:
             "weights of the launch" if self.held_version is None else f"version {self.held_version}"
         )
 
-    def mark_unknown(self) -> None:
-        """Forget what it holds: it may be gone, or return with other weights."""
-        self.held_version = self.UNKNOWN
-
     async def identify(self, calls: Calls) -> None:
         """Check that the fleet can drive the server, without changing anything.
 
@@ -132,7 +128,7 @@ class Server:
         try:
             ranks = await self._query_status(calls)
         except ServerCallError:
-            self.mark_unknown()
+            self.held_version = self.UNKNOWN
             raise
         versions = {rank.version_id for rank in ranks}
         certain = len(versions) == 1 and not any(rank.fenced for rank in ranks)

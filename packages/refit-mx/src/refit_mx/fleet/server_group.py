@@ -56,7 +56,7 @@ class ServerGroup:
             elif isinstance(answer, ServerCallError):
                 failed[server.address] = str(answer)
                 if answer.status != 200:
-                    server.mark_unknown()
+                    server.held_version = Server.UNKNOWN  # it may return with other weights
             elif isinstance(answer, BaseException):
                 raise answer
         if unusable:
