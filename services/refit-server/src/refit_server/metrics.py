@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -74,16 +73,12 @@ class Metrics:
             "metrics",
             host,
             port,
-            serve=partial(_answer, self._registry),
+            serve=lambda connection: _Request(connection, self._registry),
             refusal=b"HTTP/1.0 503 Service Unavailable\r\n\r\n",
             max_connections=_MAX_CONNECTIONS,
             share=_CONNECTIONS_SHARE,
             handshake_timeout_s=REQUEST_S,
         )
-
-
-def _answer(registry: CollectorRegistry, connection: Connection) -> None:
-    _Request(connection, registry)
 
 
 class _Request(BaseHTTPRequestHandler):

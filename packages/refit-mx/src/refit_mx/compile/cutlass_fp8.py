@@ -70,7 +70,6 @@ class CutlassFp8(QuantizingPass):
 
     @property
     def metadata(self) -> Mapping[str, Scalar]:
-        """See `CompilePass.metadata`."""
         return {
             "weight_dtype": "float8_e4m3fn",
             "weight_layout": self._weight_layout,

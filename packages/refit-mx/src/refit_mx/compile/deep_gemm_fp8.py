@@ -62,7 +62,6 @@ class DeepGemmFp8(QuantizingPass):
 
     @property
     def metadata(self) -> Mapping[str, Scalar]:
-        """See `CompilePass.metadata`."""
         return {
             "weight_dtype": "float8_e4m3fn",
             "weight_layout": "row_major",
@@ -71,9 +70,6 @@ class DeepGemmFp8(QuantizingPass):
             "block_rows": BLOCK,
             "block_columns": BLOCK,
         }
-
-    def _weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
 
     def _scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))

@@ -55,7 +55,6 @@ class HfRaw:
                 )
 
     def output_specs(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-        """See `CompilePass.output_specs`."""
         return tuple(
             TensorSpec(spec.name, self._dtype, spec.shape)
             if self._dtype is not None and self._changes(spec.dtype)
@@ -64,7 +63,6 @@ class HfRaw:
         )
 
     def unchanged(self, specs: Sequence[TensorSpec]) -> frozenset[str]:
-        """See `CompilePass.unchanged`."""
         return frozenset(spec.name for spec in specs if not self._changes(spec.dtype))
 
     def run(self, tensors: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> None:

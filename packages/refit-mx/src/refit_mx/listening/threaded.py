@@ -73,7 +73,7 @@ class ThreadedListener:
         host: str,
         port: int,
         *,
-        serve: Callable[[Connection], None],
+        serve: Callable[[Connection], object],
         refusal: bytes,
         max_connections: int,
         share: float,

@@ -44,7 +44,12 @@ class TensorColumns:
         label = f"manifest of worker {worker!r}: its table"
         if len(set(table.names)) != len(table.names):
             raise ProtocolError(f"{label} has a tensor twice")
-        dtype = _dtype_codes(table, label)
+        unknown = set(table.dtypes) - DTYPE_CODES.keys()
+        if unknown:
+            raise ProtocolError(
+                f"{label} names dtype {min(unknown)!r}; expected one of {', '.join(DTYPES)}"
+            )
+        dtype = np.array([DTYPE_CODES[name] for name in table.dtypes], dtype=np.int8)
         return cls(table.names, dtype, *_padded_shapes(table, dtype, label))
 
     @property
@@ -101,15 +106,6 @@ def merge_tables(
                 f"{second.shape}; expected equal ones ({int(differ.sum())} tensors differ)"
             )
     return columns, row_of, rows_of_table
-
-
-def _dtype_codes(table: TensorTable, label: str) -> npt.NDArray[np.int8]:
-    unknown = set(table.dtypes) - DTYPE_CODES.keys()
-    if unknown:
-        raise ProtocolError(
-            f"{label} names dtype {min(unknown)!r}; expected one of {', '.join(DTYPES)}"
-        )
-    return np.array([DTYPE_CODES[dtype] for dtype in table.dtypes], dtype=np.int8)
 
 
 def _padded_shapes(

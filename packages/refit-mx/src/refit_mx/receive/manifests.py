@@ -33,7 +33,9 @@ def request_manifest(
             code, details = error.code(), str(error.details())
             if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise ProtocolError(f"{endpoint}: its manifest is too large: {details}") from None
-            if not _is_full(code, details) or deadline.left_s <= _FULL_PAUSE_S:
+            # A server with too many connections accepts and closes further ones.
+            full = code is grpc.StatusCode.UNAVAILABLE and "Socket closed" in details
+            if not full or deadline.left_s <= _FULL_PAUSE_S:
                 raise SourceLostError(f"{endpoint}: {code.name}: {details}") from None
         time.sleep(_FULL_PAUSE_S)
     actual = manifest_digest(data)
@@ -63,8 +65,3 @@ def _call(endpoint: str, version_id: str, source_slot_id: str, deadline: Deadlin
             ),
             timeout=deadline.left_s,
         )
-
-
-def _is_full(code: grpc.StatusCode, details: str) -> bool:
-    """Return whether the server accepted and closed the connection: it has too many of them."""
-    return code is grpc.StatusCode.UNAVAILABLE and "Socket closed" in details

@@ -246,9 +246,8 @@ class SourceCache:
             return manifest
         with self._lock:
             structure = self._structures.get(manifest.structure_digest)
-        return manifest.completed(structure or self._request_structure(manifest, deadline))
-
-    def _request_structure(self, manifest: Manifest, deadline: Deadline) -> Structure:
+        if structure is not None:
+            return manifest.completed(structure)
         with closing(SourceClient(manifest)) as client:
             data = client.get("structure", version_id=manifest.version_id, deadline=deadline)
         if hashlib.sha256(data).digest() != manifest.structure_digest:
@@ -263,7 +262,8 @@ class SourceCache:
             table = self._tables.setdefault(structure.table_digest, structure.table)
             if table == structure.table:
                 structure = Structure(structure.table_digest, table, structure.shards)
-            return self._structures.setdefault(manifest.structure_digest, structure)
+            structure = self._structures.setdefault(manifest.structure_digest, structure)
+        return manifest.completed(structure)
 
 
 def _names(targets: Sequence[TargetTensor]) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ class Transports:
     def _name_for(self, used: Sequence[Manifest]) -> str:
         without = [manifest.worker_id for manifest in used if manifest.nixl is None]
         if self._wanted == "auto":
-            if self._shares(used):
+            if self._unusable("shm") is None and all(map(can_map, used)):
                 return "shm"
             unreadable = without or self._unusable("nixl") is not None or self._stuck(used)
             return "tcp" if unreadable or self._is_slow_over_nixl(used) else "nixl"
@@ -141,10 +141,6 @@ class Transports:
                 pool.close()
             if transport is not self._given:
                 transport.close()
-
-    def _shares(self, used: Sequence[Manifest]) -> bool:
-        """Return whether the memory of all sources can be mapped here."""
-        return self._unusable("shm") is None and all(map(can_map, used))
 
     def _unusable(self, name: str) -> str | None:
         """Return why this receiver cannot use a transport at all; None if it can."""

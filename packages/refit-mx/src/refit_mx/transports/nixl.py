@@ -101,7 +101,6 @@ class NixlTransport:
         self._sources: dict[str, _Source] = {}
 
     def register(self, scratch: torch.Tensor) -> None:
-        """See `Transport.register`."""
         if scratch.data_ptr() in self._registered:
             raise RefitConfigError("the scratch buffer is already registered")
         try:
@@ -126,7 +125,6 @@ class NixlTransport:
             lane.unregister(scratch)
 
     def busy(self, scratch: torch.Tensor) -> bool:
-        """See `Transport.busy`."""
         # Reads progress only while they are polled, so poll every lane.
         busy = [lane.busy(scratch) for lane in (*self._lanes, *self._abandoned_lanes)]
         self._abandoned_lanes = [
@@ -151,7 +149,6 @@ class NixlTransport:
         deadline: Deadline,
         on_done: OnDone | None = None,
     ) -> ReadStats:
-        """See `Transport.read`."""
         check_source_reads(source_reads, scratch, set(self._registered))
         if self.busy(scratch):
             raise RefitConfigError("the scratch buffer is busy; an abandoned read may write to it")

@@ -92,12 +92,10 @@ class ShmTransport:
         self._sources: dict[_Key, _Source] = {}
 
     def register(self, scratch: torch.Tensor) -> None:
-        """See `Transport.register`."""
         _writable(scratch)  # raises if it cannot write to the buffer
         self._registered.add(scratch.data_ptr())
 
     def unregister(self, scratch: torch.Tensor) -> None:
-        """See `Transport.unregister`."""
         self._registered.discard(scratch.data_ptr())
 
     def busy(self, scratch: torch.Tensor) -> bool:
@@ -112,7 +110,6 @@ class ShmTransport:
         deadline: Deadline,
         on_done: OnDone | None = None,
     ) -> ReadStats:
-        """See `Transport.read`."""
         check_source_reads(source_reads, scratch, self._registered)
         wanted = [each for each in source_reads if len(each.reads)]
         keys = [_key(each.source) for each in wanted]
@@ -149,7 +146,6 @@ class ShmTransport:
         return ReadStats(nbytes, seconds, connected)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None

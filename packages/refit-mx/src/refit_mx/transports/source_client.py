@@ -188,18 +188,15 @@ class SourceClient:
         try:
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._adopt(sock)
+            with self._lock:
+                if self._aborted:
+                    raise ConnectionError("aborted")
+                self._sock = sock
             return self._answer(Hello(self._source.incarnation), deadline)
         except BaseException:  # close it also on an interrupt
             sock.close()
             self._sock = None
             raise
-
-    def _adopt(self, sock: socket.socket) -> None:
-        with self._lock:
-            if self._aborted:
-                raise ConnectionError("aborted")
-            self._sock = sock
 
     def _request(
         self, request: Request, deadline: Deadline, doing: str, max_bytes: int = MAX_FRAME

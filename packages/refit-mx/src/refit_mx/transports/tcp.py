@@ -49,12 +49,10 @@ class TcpTransport:
         self._registered: set[int] = set()
 
     def register(self, scratch: torch.Tensor) -> None:
-        """See `Transport.register`."""
         ByteSpans(scratch)  # raises if it cannot write to the buffer
         self._registered.add(scratch.data_ptr())
 
     def unregister(self, scratch: torch.Tensor) -> None:
-        """See `Transport.unregister`."""
         self._registered.discard(scratch.data_ptr())
 
     def busy(self, scratch: torch.Tensor) -> bool:
@@ -69,7 +67,6 @@ class TcpTransport:
         deadline: Deadline,
         on_done: OnDone | None = None,
     ) -> ReadStats:
-        """See `Transport.read`."""
         check_source_reads(source_reads, scratch, self._registered)
         started = monotonic()
         queues = [
@@ -82,7 +79,8 @@ class TcpTransport:
         aborted: list[SourceClient] = []
         connected = 0
         for queue, each in zip(queues, source_reads, strict=True):
-            connected += bool(queue.count) and not self._is_connected(each)
+            known = self._clients.get(_key(each), [])
+            connected += bool(queue.count) and not any(client.connected for client in known)
             for client in self._of(each, min(self._connections, queue.count)):
                 clients.append(client)
                 threads.append(
@@ -96,7 +94,12 @@ class TcpTransport:
         try:
             for thread in threads:
                 thread.start()
-            self._collect(events, sum(queue.count for queue in queues), deadline, on_done)
+            for _ in range(sum(queue.count for queue in queues)):
+                event = _next(events, deadline)
+                if isinstance(event, BaseException):
+                    raise _with_other_errors(event, events)
+                queue, batch = event
+                queue.done(batch, on_done)
         except BaseException:  # end the threads also on an interrupt
             # The caller may reuse the buffer when this returns, so no thread may remain.
             for client in clients:
@@ -115,7 +118,6 @@ class TcpTransport:
         return ReadStats(nbytes, monotonic() - started, connected)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         for clients in self._clients.values():
             for client in clients:
                 client.close()
@@ -138,21 +140,6 @@ class TcpTransport:
                 SourceClient(source_reads.source, connect_timeout_s=self._connect_timeout_s)
             )
         return clients[:count]
-
-    def _is_connected(self, source_reads: SourceReads) -> bool:
-        clients = self._clients.get(_key(source_reads), [])
-        return any(client.connected for client in clients)
-
-    @staticmethod
-    def _collect(
-        events: SimpleQueue[_Event], count: int, deadline: Deadline, on_done: OnDone | None
-    ) -> None:
-        for _ in range(count):
-            event = _next(events, deadline)
-            if isinstance(event, BaseException):
-                raise _with_other_errors(event, events)
-            queue, batch = event
-            queue.done(batch, on_done)
 
 
 def _key(source_reads: SourceReads) -> _Key:
@@ -185,10 +172,7 @@ def _run(
     events: SimpleQueue[_Event],
 ) -> None:
     try:
-        while True:
-            batch = queue.take()
-            if batch is None:
-                return
+        while (batch := queue.take()) is not None:
             client.read(
                 batch.rows_of(queue.reads),
                 spans,
@@ -215,11 +199,8 @@ def _with_other_errors(first: BaseException, events: SimpleQueue[_Event]) -> Bas
     if not isinstance(first, SourceLostError):
         return first
     lost = dict.fromkeys(first.worker_ids)
-    while True:
-        try:
-            event = events.get_nowait()
-        except Empty:
-            break
+    while not events.empty():
+        event = events.get()
         if isinstance(event, SourceLostError):
             lost.update(dict.fromkeys(event.worker_ids))
     return SourceLostError(str(first), tuple(lost))
