@@ -111,17 +111,16 @@ class ShmTransport:
         on_done: OnDone | None = None,
     ) -> ReadStats:
         check_source_reads(source_reads, scratch, self._registered)
-        wanted = [each for each in source_reads if len(each.reads)]
-        keys = [_key(each.source) for each in wanted]
+        queues = [
+            BatchQueue(index, each, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
+            for index, each in enumerate(source_reads)
+            if len(each.reads)
+        ]
+        keys = [_key(queue.source) for queue in queues]
         nbytes = sum(each.reads.nbytes for each in source_reads)
         try:
-            connected = sum(self._connect(each.source, deadline) for each in wanted)
+            connected = sum(self._connect(queue.source, deadline) for queue in queues)
             self._forget_unused(keys)
-            queues = [
-                BatchQueue(index, each, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
-                for index, each in enumerate(source_reads)
-                if len(each.reads)
-            ]
             memories = {
                 queue.index: self._sources[key].memory
                 for queue, key in zip(queues, keys, strict=True)
@@ -134,10 +133,9 @@ class ShmTransport:
             run_concurrently(self._threads, [copying] * lanes)
             seconds = time.monotonic() - started
             memories.clear()  # a stored error would keep the frame and so the mappings alive
-            for each, key in zip(wanted, keys, strict=True):
-                self._sources[key].client.check_held(
-                    version_id=each.source.version_id, deadline=deadline
-                )
+            for queue, key in zip(queues, keys, strict=True):
+                client = self._sources[key].client
+                client.check_held(version_id=queue.source.version_id, deadline=deadline)
         except SourceLostError as error:
             # The kernel does not free a lost source's memory while it is mapped here.
             lost = set(error.worker_ids)
