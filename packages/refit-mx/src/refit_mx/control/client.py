@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from refit_mx.closing import Closeable
 from refit_mx.control.connection import Connection, PreconditionError
 from refit_mx.control.leases import VersionLease
 from refit_mx.control.ledger import list_names
@@ -72,7 +73,7 @@ class VersionInfo:
     created_at_ms: int
 
 
-class ControlClient:
+class ControlClient(Closeable):
     """A connection to a control plane; safe to use from many threads.
 
     Every call raises `ControlUnavailableError` if the control plane cannot be reached, and
@@ -340,12 +341,6 @@ class ControlClient:
     def close(self) -> None:
         """Disconnect. May be called again."""
         self._connection.close()
-
-    def __enter__(self) -> ControlClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _renew_lease(self, version_id: str, worker_id: str, ttl_s: int) -> str:
         request = refit_pb2.RegisterVersionLeaseRequest(

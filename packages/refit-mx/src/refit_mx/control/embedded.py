@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import grpc
 
+from refit_mx.closing import Closeable
 from refit_mx.control.auth import TokenInterceptor
 from refit_mx.control.limits import Limits
 from refit_mx.control.plane import ControlPlane
@@ -24,7 +25,7 @@ _CONNECTIONS_SHARE = 0.25
 _STOP_S = 2.0
 
 
-class EmbeddedControlServer:
+class EmbeddedControlServer(Closeable):
     """Server of ``RefitService`` and ``P2pService`` in threads of this process.
 
     Args:
@@ -97,9 +98,3 @@ class EmbeddedControlServer:
             self._server.stop(_STOP_S).wait(2 * _STOP_S)
             self._guard.close()
             self.plane.close()
-
-    def __enter__(self) -> EmbeddedControlServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from refit_mx.closing import Closeable
 from refit_mx.control.client import ControlClient
 from refit_mx.control.records import WorkerRole
 from refit_mx.errors import RefitConfigError, RefitError
@@ -28,7 +29,7 @@ from refit_mx.errors import RefitConfigError, RefitError
 _STALE_TIMEOUT_S = 2.0
 
 
-class Heartbeat:
+class Heartbeat(Closeable):
     """Registration of a worker, renewed every third of its time to live until closed.
 
     The client is cloned for a separate connection. The worker's id is new for every process.
@@ -108,12 +109,6 @@ class Heartbeat:
             self._wake.close()
             self._woken.close()
         self._client.close()
-
-    def __enter__(self) -> Heartbeat:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ask_to_stop(self) -> None:
         # The socket is closed if the thread has stopped already.

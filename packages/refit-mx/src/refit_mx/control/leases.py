@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from refit_mx.closing import Closeable
 from refit_mx.errors import ControlError, ControlUnavailableError, LeaseLostError, RefitTimeoutError
 
 
-class VersionLease:
+class VersionLease(Closeable):
     """A lease from `ControlClient.lease`; a context manager that releases it.
 
     Its time to live counts from the moment before each renewal is sent, so the receiver never
@@ -89,12 +90,6 @@ class VersionLease:
         # If the call fails, the lease expires.
         with contextlib.suppress(ControlError, RefitTimeoutError):
             self._release(self.lease_id)
-
-    def __enter__(self) -> VersionLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _keep(self) -> None:
         pause_s = self._ttl_s / 3

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from refit_mx.closing import Closeable
 from refit_mx.control.client import ControlClient
 from refit_mx.control.leases import VersionLease
 from refit_mx.errors import PhaseError
@@ -59,7 +60,7 @@ class RefitStats:
         return self.nbytes / self.seconds["fetch"] / 1e9 if self.seconds["fetch"] else 0.0
 
 
-class ReceivedWeights(Mapping[str, torch.Tensor]):
+class ReceivedWeights(Mapping[str, torch.Tensor], Closeable):
     """Verified tensors by target name, C-ordered, in scratch memory.
 
     Use it as a context manager: on exit the memory goes to the next receive, so its tensors must
@@ -110,12 +111,6 @@ class ReceivedWeights(Mapping[str, torch.Tensor]):
         self._tensors = {}
         if on_close is not None:
             on_close()
-
-    def __enter__(self) -> ReceivedWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._on_close is None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from refit_mx.closing import Closeable
 from refit_mx.compile.base import CompilePass, allocate_outputs, run_pass
 from refit_mx.control.client import ControlClient
 from refit_mx.control.heartbeat import Heartbeat
@@ -47,7 +48,7 @@ _RENEW_S = 2.0
 Install = Callable[[Mapping[str, torch.Tensor]], None] | Mapping[str, torch.Tensor]
 
 
-class MxV2RefitReceiver:
+class MxV2RefitReceiver(Closeable):
     """Receiver of the slices that one generator rank needs.
 
     One thread at a time may receive. The receiver is a worker of the control plane with a
@@ -258,12 +259,6 @@ class MxV2RefitReceiver:
             return
         self._closed = True
         self._stack.close()
-
-    def __enter__(self) -> MxV2RefitReceiver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def _recorded(self, stats: RefitStats) -> Iterator[None]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from refit_mx.closing import Closeable
 from refit_mx.control.client import ControlClient, VersionInfo
 from refit_mx.control.connection import PreconditionError
 from refit_mx.control.heartbeat import Heartbeat
@@ -78,7 +79,7 @@ class _Held:
     maybe_registered: bool = False
 
 
-class MxV2TrainingPublisher:
+class MxV2TrainingPublisher(Closeable):
     """Publisher of one source slot of a model's versions.
 
     It is a worker of the control plane with a heartbeat. When the process exits, gets SIGTERM or
@@ -284,12 +285,6 @@ class MxV2TrainingPublisher:
         self._closed = True
         self._stack.close()
         self._held.clear()
-
-    def __enter__(self) -> MxV2TrainingPublisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from refit_mx.closing import Closeable
 from refit_mx.deadline import Deadline
 from refit_mx.errors import ProtocolError, RefitConfigError, RefitTimeoutError
 from refit_mx.listening.hosts import host_and_port, resolve_advertised_host
@@ -55,7 +56,7 @@ class _Held:
     dropped: bool = False
 
 
-class SourceServer:
+class SourceServer(Closeable):
     """Server for a publisher's versions. It listens from its creation on, in separate threads.
 
     ``incarnation`` is a random id of this process, never used before. ``timeout_s`` limits the time
@@ -154,12 +155,6 @@ class SourceServer:
         for version in held:
             version.dropped = True
         self._listener.close(self._timeout_s)
-
-    def __enter__(self) -> SourceServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _serve(self, connection: Connection) -> None:
         sock = connection.sock
