@@ -19,7 +19,6 @@ from refit_mx.closing import Closeable
 from refit_mx.compile.base import CompilePass, allocate_outputs, run_pass
 from refit_mx.control.client import ControlClient
 from refit_mx.control.heartbeat import Heartbeat
-from refit_mx.control.leases import VersionLease
 from refit_mx.control.records import WorkerRole
 from refit_mx.control.retry import retry_idempotent
 from refit_mx.deadline import Deadline
@@ -312,24 +311,15 @@ class MxV2RefitReceiver(Closeable):
         version_id = stats.version_id
         with stats.timed("lease"), phase("lease", version_id, self._on_phase):
             # The lease keeps using the client with which it was made.
-            clients: list[ControlClient] = []
-
-            def take(client: ControlClient) -> VersionLease:
-                clients[:] = [client]
-                ttl_s = self._settings.lease_ttl_s
-                return client.lease(version_id, self.worker_id, ttl_s=ttl_s)
-
-            lease = retry_idempotent(
+            ttl_s = self._settings.lease_ttl_s
+            control, lease = retry_idempotent(
                 self._control,
-                take,
+                lambda client: (client, client.lease(version_id, self.worker_id, ttl_s=ttl_s)),
                 deadline=deadline,
                 retry_s=self._settings.control_retry_s,
                 doing="taking a lease",
             )
-            (control,) = clients
-            control.rpc_timeout_s = min(
-                self._control.rpc_timeout_s, self._settings.lease_ttl_s / 3, _RENEW_S
-            )
+            control.rpc_timeout_s = min(self._control.rpc_timeout_s, ttl_s / 3, _RENEW_S)
         self._open.begin(lease, control)
         lost: set[str] = set()
         wrong: list[DigestMismatchError] = []
