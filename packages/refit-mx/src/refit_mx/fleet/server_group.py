@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from refit_mx.deadline import Deadline
@@ -18,21 +18,14 @@ _Answer = TypeVar("_Answer")
 _MAX_NAMED = 8
 
 
+@dataclass(frozen=True)
 class ServerGroup:
     """All servers of a fleet."""
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        *,
-        pause_mode: PauseMode,
-        clear_cache: bool,
-        cleanup_timeout_s: float,
-    ) -> None:
-        self.servers = servers
-        self.cleanup_timeout_s = cleanup_timeout_s
-        self._pause_mode = pause_mode
-        self._clear_cache = clear_cache
+    servers: Sequence[Server]
+    pause_mode: PauseMode
+    clear_cache: bool
+    cleanup_timeout_s: float
 
     async def all(
         self, what: str, calls: Calls, ask: Callable[[Server, Calls], Awaitable[_Answer]]
@@ -67,7 +60,7 @@ class ServerGroup:
 
     async def pause(self, calls: Calls) -> None:
         """Pause all servers; raise if one does not confirm."""
-        await self.all("pause", calls, lambda s, c: s.pause(c, self._pause_mode, self._clear_cache))
+        await self.all("pause", calls, lambda s, c: s.pause(c, self.pause_mode, self.clear_cache))
 
     async def resume(self, calls: Calls, *, checked: bool = False) -> float:
         """Resume all servers; on failure pause them again.
