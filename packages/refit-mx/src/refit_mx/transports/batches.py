@@ -142,12 +142,14 @@ class BatchQueue:
         self,
         index: int,
         source_reads: SourceReads,
+        on_done: OnDone | None,
         *,
         batch_bytes: int,
         batch_reads: int,
         batch_runs: int | None = None,
     ) -> None:
         self.index = index
+        self._on_done = on_done
         self.source = source_reads.source
         self.reads, origins = split_reads(source_reads.reads, batch_bytes, batch_runs)
         parts = list(
@@ -165,9 +167,9 @@ class BatchQueue:
         except IndexError:
             return None
 
-    def done(self, batch: Batch, on_done: OnDone | None) -> None:
+    def done(self, batch: Batch) -> None:
         """Report the rows that an arrived batch completes."""
         with self._lock:
             first, stop = self._rows.done(batch)
-        if on_done is not None and stop > first:
-            on_done(self.index, first, stop)
+        if self._on_done is not None and stop > first:
+            self._on_done(self.index, first, stop)

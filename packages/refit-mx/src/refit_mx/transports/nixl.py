@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -166,14 +166,24 @@ class NixlTransport:
         max_bytes = batch_bytes(len(wanted) * len(lanes), copies=copies, local=local)
         queues = [
             BatchQueue(
-                index, each, batch_bytes=max_bytes, batch_reads=BATCH_RUNS, batch_runs=BATCH_RUNS
+                index,
+                each,
+                on_done,
+                batch_bytes=max_bytes,
+                batch_reads=BATCH_RUNS,
+                batch_runs=BATCH_RUNS,
             )
             for index, each in enumerate(source_reads)
             if len(each.reads)
         ]
         started = time.monotonic()
         try:
-            self._carry_out(lanes, queues, scratch, deadline, on_done)
+            if len(lanes) > 1 and self._threads is None:
+                self._threads = ThreadPoolExecutor(
+                    self._max_lanes - 1, thread_name_prefix="refit-nixl"
+                )
+            carry_out = [partial(lane.carry_out, queues, scratch, deadline) for lane in lanes]
+            run_concurrently(self._threads, carry_out)
             seconds = time.monotonic() - started
             for queue in queues:
                 client = self._client(queue.source)
@@ -210,21 +220,6 @@ class NixlTransport:
                 break
             self._lanes.append(lane)
         return self._lanes[:wanted]
-
-    def _carry_out(
-        self,
-        lanes: Sequence[Lane],
-        queues: Sequence[BatchQueue],
-        scratch: torch.Tensor,
-        deadline: Deadline,
-        on_done: OnDone | None,
-    ) -> None:
-        def carry_out(lane: Lane, stopped: Callable[[], bool]) -> None:
-            lane.carry_out(queues, scratch, deadline=deadline, on_done=on_done, stopped=stopped)
-
-        if len(lanes) > 1 and self._threads is None:
-            self._threads = ThreadPoolExecutor(self._max_lanes - 1, thread_name_prefix="refit-nixl")
-        run_concurrently(self._threads, [partial(carry_out, lane) for lane in lanes])
 
     def _abandon(self, lanes: Sequence[Lane], deadline: Deadline) -> None:
         for lane in lanes:

@@ -30,7 +30,7 @@ from refit_mx.errors import ProtocolError, RefitConfigError, SourceLostError
 from refit_mx.manifest.format import Manifest, NixlAgent
 from refit_mx.manifest.reads import Int64s, ReadTable
 from refit_mx.transports.base import source_lost
-from refit_mx.transports.batches import Batch, BatchQueue, OnDone
+from refit_mx.transports.batches import Batch, BatchQueue
 from refit_mx.transports.nixl_library import is_disconnect, is_unreachable, new_agent
 from refit_mx.transports.nixl_source import register_memory
 from refit_mx.transports.source_client import is_gone
@@ -183,9 +183,7 @@ class Lane:
         self,
         queues: Sequence[BatchQueue],
         scratch: torch.Tensor,
-        *,
         deadline: Deadline,
-        on_done: OnDone | None,
         stopped: Callable[[], bool],
     ) -> None:
         """Read the batches that other lanes do not take.
@@ -212,7 +210,7 @@ class Lane:
                     _, batch = flight.reads.popleft()
                     progressed = True
                     deadline.record_progress()
-                    queue.done(batch, on_done)
+                    queue.done(batch)
             active = [flight for flight in active if flight.reads or flight.more]
             if progressed:
                 idle = 0

@@ -112,7 +112,7 @@ class ShmTransport:
     ) -> ReadStats:
         check_source_reads(source_reads, scratch, self._registered)
         queues = [
-            BatchQueue(index, each, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
+            BatchQueue(index, each, on_done, batch_bytes=BATCH_BYTES, batch_reads=BATCH_READS)
             for index, each in enumerate(source_reads)
             if len(each.reads)
         ]
@@ -126,7 +126,7 @@ class ShmTransport:
                 for queue, key in zip(queues, keys, strict=True)
             }
             started = time.monotonic()
-            copying = partial(_copy, queues, memories, _writable(scratch), deadline, on_done)
+            copying = partial(_copy, queues, memories, _writable(scratch), deadline)
             lanes = self._max_lanes if nbytes >= LANE_BYTES else 1
             if lanes > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(lanes - 1, thread_name_prefix="refit-shm")
@@ -203,7 +203,6 @@ def _copy(
     memories: Mapping[int, _Bytes],
     scratch: _Bytes | torch.Tensor,
     deadline: Deadline,
-    on_done: OnDone | None,
     stopped: Callable[[], bool],
 ) -> None:
     """Copy the batches that other threads do not take."""
@@ -221,7 +220,7 @@ def _copy(
             else:
                 _copy_reads(reads, memory, scratch)
             deadline.record_progress()
-            queue.done(batch, on_done)
+            queue.done(batch)
 
 
 def _copy_reads(reads: ReadTable, source: _Bytes, scratch: _Bytes) -> None:

@@ -70,7 +70,7 @@ class TcpTransport:
         check_source_reads(source_reads, scratch, self._registered)
         started = monotonic()
         queues = [
-            BatchQueue(index, each, batch_bytes=BATCH_BYTES, batch_reads=MAX_READS)
+            BatchQueue(index, each, on_done, batch_bytes=BATCH_BYTES, batch_reads=MAX_READS)
             for index, each in enumerate(source_reads)
         ]
         events: SimpleQueue[_Event] = SimpleQueue()
@@ -99,7 +99,7 @@ class TcpTransport:
                 if isinstance(event, BaseException):
                     raise _with_other_errors(event, events)
                 queue, batch = event
-                queue.done(batch, on_done)
+                queue.done(batch)
         except BaseException:  # end the threads also on an interrupt
             # The caller may reuse the buffer when this returns, so no thread may remain.
             for client in clients:
