@@ -8,8 +8,7 @@ goes through a small buffer that fits the processor's cache.
     stream      r r r           r              rrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrrr  r
     chunks    | rows 0 and 1, together       | 2 runs: 1 MiB | 1 MiB | 0.5 MiB     | row 3 ...
 
-A row larger than a chunk is cut into boxes: along ``n2`` if n1 runs fit a chunk, else along ``n1``
-if one run fits, else within the run.
+A row larger than a chunk is cut into boxes by `refit_mx.manifest.reads.row_parts`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from refit_mx.errors import RefitConfigError
-from refit_mx.manifest.reads import Int64s, ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable, row_parts
 
 CHUNK_BYTES = 1 << 20
 """Size limit of a chunk; both sides of a connection must agree on it."""
@@ -119,28 +118,11 @@ def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def boxes(reads: ReadTable, side: Side) -> Iterator[RunBox]:
-    """Yield the boxes of at most `CHUNK_BYTES` that rows are cut into, in stream order."""
+def boxes(row: list[int], side: Side) -> Iterator[RunBox]:
+    """Yield the boxes of at most `CHUNK_BYTES` that a row is cut into, in stream order."""
     at, stride1, stride2 = _COLUMNS[side]
-    columns = reads.rows[:, (at, 2, 3, stride1, 6, stride2)]
-    for start, run, n1, s1, n2, s2 in columns.tolist():
-        if run * n1 * n2 <= CHUNK_BYTES:
-            yield RunBox(start, run, n1, s1, n2, s2)
-        elif run * n1 <= CHUNK_BYTES:
-            step = CHUNK_BYTES // (run * n1)
-            for j in range(0, n2, step):
-                yield RunBox(start + j * s2, run, n1, s1, min(step, n2 - j), s2)
-        elif run <= CHUNK_BYTES:
-            step = CHUNK_BYTES // run
-            for j in range(n2):
-                for i in range(0, n1, step):
-                    yield RunBox(start + j * s2 + i * s1, run, min(step, n1 - i), s1, 1, 0)
-        else:
-            for j in range(n2):
-                for i in range(n1):
-                    first = start + j * s2 + i * s1
-                    for k in range(0, run, CHUNK_BYTES):
-                        yield RunBox(first + k, min(CHUNK_BYTES, run - k), 1, 0, 1, 0)
+    for part in row_parts(row, CHUNK_BYTES):
+        yield RunBox(part[at], part[2], part[3], part[stride1], part[6], part[stride2])
 
 
 def chunks(reads: ReadTable, side: Side) -> Iterator[Chunk]:
@@ -150,7 +132,7 @@ def chunks(reads: ReadTable, side: Side) -> Iterator[Chunk]:
     for large in [*np.flatnonzero(sizes > CHUNK_BYTES).tolist(), len(reads)]:
         yield from _small_chunks(ReadTable(reads.rows[done:large]), sizes[done:large], side)
         if large < len(reads):
-            for box in boxes(ReadTable(reads.rows[large : large + 1]), side):
+            for box in boxes(reads.rows[large].tolist(), side):
                 yield Chunk(box.nbytes, [box], [])
         done = large + 1
 

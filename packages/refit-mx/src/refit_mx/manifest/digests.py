@@ -77,8 +77,8 @@ def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> by
         if flat:
             parts = _blocks(starts[row], sizes[row])
         else:
-            part = ReadTable(reads.rows[row : row + 1])
-            parts = [Chunk(box.nbytes, [box], []) for box in boxes(part, side)]
+            cut = boxes(reads.rows[row].tolist(), side)
+            parts = [Chunk(box.nbytes, [box], []) for box in cut]
         digests.append(_digest(spans, parts))
     return b"".join(digests)
 

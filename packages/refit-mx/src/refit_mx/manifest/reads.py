@@ -6,6 +6,8 @@ since a large model has a hundred thousand reads per source.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,3 +65,29 @@ class ReadTable:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+
+def row_parts(
+    row: list[int], max_bytes: int, max_runs: int = sys.maxsize
+) -> Iterator[tuple[int, ...]]:
+    """Yield rows for the same copies in the same order, each within both limits.
+
+    They are cut along ``n2`` if n1 runs fit, else along ``n1`` if one run fits, else within the
+    run.
+    """
+    src, dst, run, n1, src1, dst1, n2, src2, dst2 = row
+    if run * n1 <= max_bytes and n1 <= max_runs:
+        step = min(max_bytes // (run * n1), max_runs // n1)
+        for j in range(0, n2, step):
+            n = min(step, n2 - j)
+            yield src + j * src2, dst + j * dst2, run, n1, src1, dst1, n, src2, dst2
+        return
+    step = max(1, min(max_bytes // run, max_runs))
+    for j in range(n2):
+        for i in range(0, n1, step):
+            s, d = src + j * src2 + i * src1, dst + j * dst2 + i * dst1
+            if run <= max_bytes:
+                yield s, d, run, min(step, n1 - i), src1, dst1, 1, 0, 0
+                continue
+            for k in range(0, run, max_bytes):
+                yield s + k, d + k, min(max_bytes, run - k), 1, 0, 0, 1, 0, 0

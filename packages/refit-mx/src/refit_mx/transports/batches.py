@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from refit_mx.manifest.reads import Int64s, ReadTable
+from refit_mx.manifest.reads import Int64s, ReadTable, row_parts
 from refit_mx.transports.base import SourceReads
 
 
@@ -62,7 +62,7 @@ def split_reads(
     origins: list[Int64s] = []
     done = 0
     for row in large.tolist():
-        parts = np.array(list(_parts(reads.rows[row].tolist(), max_bytes, max_runs)), np.int64)
+        parts = np.array(list(row_parts(reads.rows[row].tolist(), max_bytes, max_runs)), np.int64)
         tables += [reads.rows[done:row], parts]
         origins += [origin[done:row], np.full(len(parts), row, np.int64)]
         done = row + 1
@@ -106,25 +106,6 @@ class RowsDone:
 
     def _rows(self, batch: Batch) -> tuple[int, int]:
         return int(self._origins[batch.first]), int(self._origins[batch.stop - 1]) + 1
-
-
-def _parts(row: list[int], max_bytes: int, max_runs: int) -> Iterator[tuple[int, ...]]:
-    src, dst, run, n1, src1, dst1, n2, src2, dst2 = row
-    if run * n1 <= max_bytes and n1 <= max_runs:
-        step = min(max_bytes // (run * n1), max_runs // n1)
-        for j in range(0, n2, step):
-            n = min(step, n2 - j)
-            yield src + j * src2, dst + j * dst2, run, n1, src1, dst1, n, src2, dst2
-        return
-    step = max(1, min(max_bytes // run, max_runs))
-    for j in range(n2):
-        for i in range(0, n1, step):
-            s, d = src + j * src2 + i * src1, dst + j * dst2 + i * dst1
-            if run <= max_bytes:
-                yield s, d, run, min(step, n1 - i), src1, dst1, 1, 0, 0
-                continue
-            for k in range(0, run, max_bytes):
-                yield s + k, d + k, min(max_bytes, run - k), 1, 0, 0, 1, 0, 0
 
 
 OnDone = Callable[[int, int, int], None]
