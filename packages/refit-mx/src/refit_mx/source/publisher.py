@@ -75,8 +75,7 @@ class _Held:
     arena: Arena
     manifest: Manifest
     shard: Shard
-    registered: bool = False
-    maybe_registered: bool = False
+    maybe_registered: bool = False  # also if no answer came
 
 
 class MxV2TrainingPublisher(Closeable):
@@ -451,7 +450,7 @@ class MxV2TrainingPublisher(Closeable):
                     if reregistered:
                         self._heartbeat.renew(control)
                     control.create_shard(held.shard)
-                    held.registered = True
+                    held.maybe_registered = True
                     return
                 except (ControlUnavailableError, RefitTimeoutError) as error:
                     held.maybe_registered = True
@@ -464,7 +463,7 @@ class MxV2TrainingPublisher(Closeable):
                     if isinstance(error, PreconditionError) and not reregistered:
                         reregistered = True
                         continue
-                    if not held.maybe_registered and not held.registered:
+                    if not held.maybe_registered:
                         self._drop(version_id)
                     raise
                 time.sleep(min(_POLL_S, deadline.check(reason)))
