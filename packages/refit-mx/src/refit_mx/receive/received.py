@@ -47,17 +47,18 @@ class RefitStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     total_seconds: float = 0.0
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the duration of a block to that of a stage, unless the block fails."""
-        started = time.monotonic()
-        yield
-        self.seconds[stage] += time.monotonic() - started
-
     @property
     def gb_per_s(self) -> float:
         """Rate of the fetch in 1e9 bytes per second; 0 if nothing was moved."""
         return self.nbytes / self.seconds["fetch"] / 1e9 if self.seconds["fetch"] else 0.0
+
+
+@contextmanager
+def timed(stats: RefitStats, stage: str) -> Iterator[None]:
+    """Add the duration of a block to that of a stage, unless the block fails."""
+    started = time.monotonic()
+    yield
+    stats.seconds[stage] += time.monotonic() - started
 
 
 class ReceivedWeights(Mapping[str, torch.Tensor], Closeable):

@@ -36,7 +36,7 @@ from refit_mx.plan.target_columns import ALIGNMENT
 from refit_mx.plan.target_tensors import TargetTensor
 from refit_mx.receive.discovery import SourceFilter
 from refit_mx.receive.install import check_install, install_tensors
-from refit_mx.receive.received import OpenReceives, ReceivedWeights, RefitStats
+from refit_mx.receive.received import OpenReceives, ReceivedWeights, RefitStats, timed
 from refit_mx.receive.receiving import Receiving
 from refit_mx.settings import ReceiverSettings
 from refit_mx.spans import OnPhase, phase, record_bytes
@@ -309,7 +309,7 @@ class MxV2RefitReceiver(Closeable):
         if attempts < 1:
             raise RefitConfigError(f"attempts {attempts}; expected at least 1")
         version_id = stats.version_id
-        with stats.timed("lease"), phase("lease", version_id, self._on_phase):
+        with timed(stats, "lease"), phase("lease", version_id, self._on_phase):
             # The lease keeps using the client with which it was made.
             ttl_s = self._settings.lease_ttl_s
             control, lease = retry_idempotent(
@@ -382,7 +382,7 @@ class MxV2RefitReceiver(Closeable):
         stats: RefitStats,
     ) -> dict[str, torch.Tensor]:
         started = time.monotonic()
-        with stats.timed("compile"), phase("compile", stats.version_id, self._on_phase) as span:
+        with timed(stats, "compile"), phase("compile", stats.version_id, self._on_phase) as span:
             compiled = allocate_outputs(compile_pass, specs, self._device)
             outputs = run_pass(compile_pass, specs, received, compiled)
             record_bytes(span, _nbytes(outputs), time.monotonic() - started)
@@ -398,7 +398,7 @@ class MxV2RefitReceiver(Closeable):
         complete: bool,
     ) -> None:
         started = time.monotonic()
-        with stats.timed("install"), phase("install", version_id, self._on_phase) as span:
+        with timed(stats, "install"), phase("install", version_id, self._on_phase) as span:
             try:
                 if isinstance(install, Mapping):
                     install_tensors(tensors, install)

@@ -40,7 +40,7 @@ from refit_mx.receive.discovery import (
     missing_slots,
     select_sources,
 )
-from refit_mx.receive.received import RefitStats
+from refit_mx.receive.received import RefitStats, timed
 from refit_mx.receive.source_cache import SourceCache
 from refit_mx.receive.transport_choice import Transports
 from refit_mx.receive.verify import Verifier
@@ -122,10 +122,10 @@ class Receiving:
             RefitError: as in `refit_mx.receive.receiver.MxV2RefitReceiver.receive_weights_scratch`.
         """
         version_id = stats.version_id
-        with stats.timed("discover"), phase("discover", version_id, self._on_phase) as span:
+        with timed(stats, "discover"), phase("discover", version_id, self._on_phase) as span:
             sources = self._discover(version_id, deadline, exclude, source_filter)
             span.set_attribute("refit.sources", len(sources.manifests))
-        with stats.timed("plan"), phase("plan", version_id, self._on_phase) as span:
+        with timed(stats, "plan"), phase("plan", version_id, self._on_phase) as span:
             shards, unsplit = self._plan(sources, targets, deadline)
             span.set_attribute("refit.bytes", unsplit.nbytes)
             used = [shards.manifests[source] for source, _ in unsplit.source_reads]
@@ -289,13 +289,13 @@ class Receiving:
 
         try:
             transfer = phase("transfer", stats.version_id, self._on_phase)
-            with stats.timed("fetch"), transfer as span:
+            with timed(stats, "fetch"), transfer as span:
                 done = transport.read(source_reads, scratch.memory, deadline=stall, on_done=on_done)
                 record_bytes(span, done.nbytes, done.seconds)
                 span.set_attribute("refit.transport", transport.name)
                 span.set_attribute("refit.sources", len(used))
             stats.nbytes = done.nbytes
-            with stats.timed("verify"):
+            with timed(stats, "verify"):
                 if not checking.join(deadline.left_s or 0.001):
                     raise deadline.error("verifying what has arrived")
                 checking.check()
@@ -306,7 +306,7 @@ class Receiving:
         finally:
             checking.end()
         if not overlapped:
-            with stats.timed("verify"):
+            with timed(stats, "verify"):
                 for index, (_, reads) in enumerate(plan.source_reads):
                     verifier.check_rows(index, 0, len(reads))
 
@@ -348,7 +348,7 @@ class Receiving:
         over the time since ``moving``, the monotonic time at which the fetch began.
         """
         verify = phase("verify", stats.version_id, self._on_phase)
-        with stats.timed("verify"), verify as span:
+        with timed(stats, "verify"), verify as span:
             allowed = min(self._settings.digest_timeout_s, deadline.check("verifying"))
             asking = Deadline(allowed, f"digests of version {stats.version_id}")
 
