@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,28 @@ from refit_mx.spans import phase
 _MAX_NAMED = 5
 _RANKS_S = 120.0
 """Time limit for the other ranks to finish the same step."""
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The sources to fetch from, and the pass to run on what they publish."""
+
+    compiler: CompilePass
+    targets: frozenset[str]
+    metadata: Mapping[str, Scalar] | None
+
+
+@dataclass
+class _Layout:
+    """What this rank fetches; a dropped fetch that still runs keeps using its layout."""
+
+    sources: _Sources
+    receiver: MxV2RefitReceiver
+    attempts: int
+    published: frozenset[str]
+    """Names that were published when the layout was derived."""
+    compiled: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Memory for the outputs of the pass, which all versions reuse."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +116,9 @@ class MxWeightTransfer:
         self._reload = LayerwiseReload(model, model_config)
         self._fence = ModelFence(model, lambda: self.fenced or "an install is in progress")
         self._info: MxInitInfo | None = None
-        self._compiler: CompilePass | None = None
-        self._source_targets: frozenset[str] = frozenset()
-        self._source_metadata: Mapping[str, Scalar] | None = None
+        self._sources: _Sources | None = None
         self._control: ControlClient | None = None
-        self._receiver: MxV2RefitReceiver | None = None
-        self._compiled: dict[str, torch.Tensor] = {}
-        self._traced: frozenset[str] = frozenset()  # published names when the layout was derived
+        self._layout: _Layout | None = None
         self._fetch: _Fetch | None = None
         self._dropped: Future[None] | None = None
         self._status_only = False
@@ -128,12 +146,12 @@ class MxWeightTransfer:
         # Unset until all ranks agree, so that after a failure all of them get here again.
         self._info = None
         with self._raise_on_all_ranks("init_transfer_engine"):
-            chosen = self._choose_compiler(info)
+            sources = self._choose_sources(info)
             # The info has no certificates or token: a caller of the engine's routes must not choose
             # which certificates to trust, or which file or variable to read and send.
             control = ControlAccess.from_environment().connect(info.control_address)
             self.release()
-            self._compiler, self._source_targets, self._source_metadata = chosen
+            self._sources = sources
             self._control = control
         self._info = None if self._error else info
 
@@ -150,17 +168,17 @@ class MxWeightTransfer:
         init = self._info
         deadline = Deadline(self._timeout_of(info), f"update to version {info.version_id}")
 
-        def fetch(receiver: MxV2RefitReceiver, init: MxInitInfo) -> _Fetched:
+        def fetch(layout: _Layout) -> _Fetched:
             if previous is not None:
                 wait([previous], deadline.check("waiting for the previous fetch"))
-            return self._receive(receiver, init, info.version_id, deadline)
+            return self._receive(layout, info.version_id, deadline)
 
         try:
             if init is None:
                 raise PhaseError("update_weights: call init_weight_transfer_engine first")
-            if self._receiver is None:
-                self._receiver = self._make_receiver(init, info.version_id, deadline)
-            future = in_daemon_thread("refit-fetch", partial(fetch, self._receiver, init))
+            if self._layout is None:
+                self._layout = self._derive_layout(init, info.version_id, deadline)
+            future = in_daemon_thread("refit-fetch", partial(fetch, self._layout))
         except Exception as error:  # noqa: BLE001 - `join` raises it, on all ranks
             future = Future()
             future.set_exception(error)
@@ -267,7 +285,7 @@ class MxWeightTransfer:
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             if fetch.failed:
-                self._close_receiver(None)  # the layout may have changed, so derive it again
+                self._drop_layout(None)  # the layout may have changed, so derive it again
             fetch.drop()
             ended = self._dropped = Future()
             fetch.future.add_done_callback(lambda _: ended.set_result(None))
@@ -276,9 +294,8 @@ class MxWeightTransfer:
     def release(self) -> None:
         """Drop the fetch and close all connections; `init` may follow. Weights and fence stay."""
         running = self.drop()
-        self._close_receiver(running)
+        self._drop_layout(running)
         self._error = None
-        self._compiled = {}
         self._info = None
         control, self._control = self._control, None
         if control is not None:
@@ -296,10 +313,7 @@ class MxWeightTransfer:
         }
 
     @staticmethod
-    def _choose_compiler(
-        info: MxInitInfo,
-    ) -> tuple[CompilePass, frozenset[str], Mapping[str, Scalar] | None]:
-        """Choose the pass to run here, and what to require of sources."""
+    def _choose_sources(info: MxInitInfo) -> _Sources:
         compiler = compile_pass(info.compile_target, **info.compile_options)
         metadata: Mapping[str, Scalar] | None = dict(info.source_metadata) or None
         if info.source_target is None:
@@ -317,34 +331,30 @@ class MxWeightTransfer:
                 f"{compiler.name} can be compiled from {', '.join(sorted(compiler.accepts))}, "
                 f"or received as {compiler.name}"
             )
-        return compiler, targets, metadata
+        return _Sources(compiler, targets, metadata)
 
-    def _make_receiver(
-        self, init: MxInitInfo, version_id: str, deadline: Deadline
-    ) -> MxV2RefitReceiver:
+    def _derive_layout(self, init: MxInitInfo, version_id: str, deadline: Deadline) -> _Layout:
         """Derive what this rank needs, and create a receiver for it.
 
         Raises:
             RefitError: no source matches, or its tensors do not fit the pass or the model.
         """
-        compiler, control = self._compiler, self._control
-        assert compiler is not None
+        sources, control = self._sources, self._control
+        assert sources is not None
         assert control is not None
-        sources = discover_v2_sources_for_slice(
+        discovered = discover_v2_sources_for_slice(
             control,
             version_id,
-            compile_target_filter=self._source_targets,
-            required_compile_metadata=self._source_metadata,
+            compile_target_filter=sources.targets,
+            required_compile_metadata=sources.metadata,
             deadline=deadline,
         )
-        published = published_specs(sources.manifests)
-        self._traced = frozenset(spec.name for spec in published)
+        published = published_specs(discovered.manifests)
         targets = self._reload.trace(published)
         specs = [target.spec for target in targets]
-        compiler.check(specs)
-        self._reload.check({spec.name: spec for spec in compiler.output_specs(specs)})
-        self._compiled = {}
-        return MxV2RefitReceiver(
+        sources.compiler.check(specs)
+        self._reload.check({spec.name: spec for spec in sources.compiler.output_specs(specs)})
+        receiver = MxV2RefitReceiver(
             init.model_name or self._served_name,
             control=control,
             targets=targets,
@@ -353,29 +363,29 @@ class MxWeightTransfer:
             device=self._device,
             settings=init.settings(),
         )
+        names = frozenset(spec.name for spec in published)
+        return _Layout(sources, receiver, init.attempts, names)
 
-    def _receive(
-        self, receiver: MxV2RefitReceiver, init: MxInitInfo, version_id: str, deadline: Deadline
-    ) -> _Fetched:
+    def _receive(self, layout: _Layout, version_id: str, deadline: Deadline) -> _Fetched:
         """Fetch, verify and compile; in a thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        received = receiver.receive_weights_scratch(
+        received = layout.receiver.receive_weights_scratch(
             version_id,
-            compile_target_filter=self._source_targets,
-            required_compile_metadata=self._source_metadata,
+            compile_target_filter=layout.sources.targets,
+            required_compile_metadata=layout.sources.metadata,
             timeout_s=deadline.check("receiving"),
-            attempts=init.attempts,
+            attempts=layout.attempts,
         )
         try:
-            unknown = sorted(received.published - self._traced)
+            unknown = sorted(received.published - layout.published)
             if unknown:
                 raise LayoutError(
                     f"{len(unknown)} tensors were not published when the layout was derived, and "
                     f"are not loaded: {', '.join(unknown[:_MAX_NAMED])}; the next update derives "
                     "it again"
                 )
-            tensors = self._compile(received)
+            tensors = self._compile(layout, received)
             deadline.check("compiling")
         except BaseException:  # release the scratch memory in any case
             received.close()
@@ -383,25 +393,24 @@ class MxWeightTransfer:
         self.stats = received.stats
         return _Fetched(received, tensors)
 
-    def _compile(self, received: ReceivedWeights) -> dict[str, torch.Tensor]:
-        """Compile into memory that all versions reuse."""
-        assert self._compiler is not None
+    def _compile(self, layout: _Layout, received: ReceivedWeights) -> dict[str, torch.Tensor]:
+        compiler = layout.sources.compiler
         specs = [
             TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in received.items()
         ]
-        self._compiler.check(specs)
-        if not self._compiled:
-            self._compiled = allocate_outputs(self._compiler, specs, self._device)
-        outputs = run_pass(self._compiler, specs, received, self._compiled)
-        if self._compiled:
+        compiler.check(specs)
+        if not layout.compiled:
+            layout.compiled = allocate_outputs(compiler, specs, self._device)
+        outputs = run_pass(compiler, specs, received, layout.compiled)
+        if layout.compiled:
             synchronize([self._device])
         return outputs
 
-    def _close_receiver(self, running: Future[None] | None) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            _after(running, receiver.close)
+    def _drop_layout(self, running: Future[None] | None) -> None:
+        layout, self._layout = self._layout, None
+        if layout is not None:
+            _after(running, layout.receiver.close)
 
 
 def _after(running: Future[None] | None, close: Callable[[], None]) -> None:
