@@ -158,6 +158,7 @@ def test_lists_serve_where_tensors_do(step):
         (answer(2, terminateds=[None, True]), "terminateds is a list of 2, not a tensor"),
         (answer(2, rewards=[None, 1.0]), "reward 'rewards' is a list of 2, not a tensor"),
         (answer(2, rewards=[1j, 1.0]), "torch.complex64.*expected numbers of shape"),
+        (answer(2, rewards={}), "rewards is an empty mapping; expected a component"),
         (answer(2, rewards={3: [1.0, 1.0]}), "reward component 3 is a int; expected a str"),
         (answer(2, rewards=torch.tensor([0.0, torch.nan])), "reward 'rewards' of row 6 is nan"),
         (answer(2, rewards={"x": [torch.inf, 1.0]}), "reward 'x' of row 5 is inf"),

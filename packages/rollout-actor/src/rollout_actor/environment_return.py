@@ -147,6 +147,8 @@ def _read_rewards(
     rewards: Any, source: str, rows: Sequence[int]
 ) -> tuple[list[float], dict[str, list[float]]]:
     named = rewards if isinstance(rewards, Mapping) else {"rewards": rewards}
+    if not named:
+        raise InvalidRequestError(f"{source}: rewards is an empty mapping; expected a component")
     columns: dict[str, list[float]] = {}
     for name, values in named.items():
         if not isinstance(name, str):
