@@ -11,9 +11,9 @@ Public to authors of adapters. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any  # Any: callers may pass any type
+from typing import Any, Literal  # Any: callers may pass any type
 
 from dataplane_core.arguments import (
     MIN_INT,
@@ -25,10 +25,13 @@ from dataplane_core.arguments import (
     checked_names,
     checked_seconds,
 )
+from dataplane_core.declaration import tagged_lengths
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger.selection import ClaimRequest, TagFilter
-from dataplane_core.meta import LEASE, lease_token
+from dataplane_core.meta import LEASE, KVBatchMeta, lease_token
 from dataplane_core.tags import checked_tags
+
+LeaseAction = Literal["acknowledge", "release", "renew"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,12 @@ class PutRequest:
     origin: str | None
     acknowledge: bool = False
 
-    def copied_tags(self) -> list[dict[str, Any]] | None:
-        """Return copies of the tags for the caller, who may change them."""
-        return None if self.tags is None else [dict(tag) for tag in self.tags]
+    def result(self, fields: Iterable[str]) -> KVBatchMeta:
+        """Return the put's result for the names of the fields written; its tags are copies."""
+        tags = None if self.tags is None else [dict(tag) for tag in self.tags]
+        return KVBatchMeta(
+            self.partition_id, None, self.sample_ids, list(fields) or None, tags=tags
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,20 @@ class ClaimCall:
     request: ClaimRequest
     timeout_s: float
 
+    def result(
+        self, sample_ids: list[str], tags: Sequence[dict[str, Any]], token: str | None = None
+    ) -> KVBatchMeta:
+        """Return the claim's result for the samples claimed, their tags, and the lease's token."""
+        return KVBatchMeta(
+            partition_id=self.partition_id,
+            task_name=self.request.task_name,
+            sample_ids=sample_ids,
+            fields=list(self.request.required_fields),
+            sequence_lengths=tagged_lengths(tags),
+            extra_info={} if token is None else {LEASE: token},
+            tags=list(tags) if any(tags) else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseCall:
@@ -98,6 +118,7 @@ class LeaseCall:
 
     Attributes:
         operation: method and its main arguments, for errors.
+        action: the method.
         sample_ids: samples of the claim to which the call applies.
         partition_id: their partition.
         task_name: the claiming task, or None.
@@ -105,6 +126,7 @@ class LeaseCall:
     """
 
     operation: str
+    action: LeaseAction
     sample_ids: list[str]
     partition_id: str
     task_name: str | None
@@ -286,7 +308,7 @@ def check_clear(
     return ids, partition, checked_bool(operation, "force", force)
 
 
-def check_lease_call(method: str, meta: object) -> LeaseCall:
+def check_lease_call(action: LeaseAction, meta: object) -> LeaseCall:
     """Check the argument of ``acknowledge``, ``renew`` or ``release``.
 
     A meta without samples needs no lease.
@@ -294,14 +316,15 @@ def check_lease_call(method: str, meta: object) -> LeaseCall:
     Raises:
         InvalidRequestError: (a ValueError) ``meta`` is not a meta, or carries no lease.
     """
-    claim: Any = checked_meta(method, "meta", meta)
-    partition = checked_name(method, "meta.partition_id", claim.partition_id)
+    claim: Any = checked_meta(action, "meta", meta)
+    partition = checked_name(action, "meta.partition_id", claim.partition_id)
     task = claim.task_name
     if task is not None:
-        task = checked_name(method, "meta.task_name", task)
-    operation = f"{method}(partition={partition!r}, task={task!r})"
+        task = checked_name(action, "meta.task_name", task)
+    operation = f"{action}(partition={partition!r}, task={task!r})"
     ids = checked_names(operation, "meta.sample_ids", claim.sample_ids)
-    return LeaseCall(operation, ids, partition, task, _token(operation, claim) if ids else "")
+    token = _token(operation, claim) if ids else ""
+    return LeaseCall(operation, action, ids, partition, task, token)
 
 
 def _token(operation: str, claim: Any) -> str:

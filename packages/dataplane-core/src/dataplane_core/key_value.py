@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -24,22 +23,15 @@ from typing import (
 import msgspec
 
 from dataplane_core import declaration as rules
-from dataplane_core.boundary import (
-    check_claim,
-    check_clear,
-    check_consumption,
-    check_put,
-    check_read,
-)
+from dataplane_core.boundary import ClaimCall, PutRequest, ReadRequest
 from dataplane_core.capabilities import Capabilities
-from dataplane_core.client import DataPlaneClient
+from dataplane_core.checked_client import CheckedClient
 from dataplane_core.errors import (
     PartitionNotFoundError,
     UnknownTaskError,
     UnsupportedError,
     listed,
 )
-from dataplane_core.ledger.selection import TagFilter
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import Form
 from dataplane_core.tensors.object_codec import decode_object, decode_struct, encode_object
@@ -86,12 +78,14 @@ class _Sample(msgspec.Struct):
     fields: list[str] = []
 
 
-class KeyValueClient(DataPlaneClient):
+class KeyValueClient(CheckedClient):
     """Base class of data-plane clients on a transactional key-value store.
 
     Values are stored as bytes without pickle (`tensors.object_codec`). Each key is a JSON array in
     ASCII, so that names of partitions, samples and fields cannot collide. Claims have no leases:
-    the samples of a consumer that crashes are lost for its task.
+    the samples of a consumer that crashes are lost for its task. Puts refuse ``claim`` and
+    ``origin``, reads ``origins``, and claims ``dp_world``, ``where``, ``seed`` and ``sample_ids``;
+    ``force`` has no effect.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -111,52 +105,21 @@ class KeyValueClient(DataPlaneClient):
             ClosedError: (RuntimeError) the client was closed.
         """
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-    ) -> None:
-        """Declare a partition; see `DataPlaneClient.register_partition`."""
-        declared = rules.PartitionDeclaration.checked(
-            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
-        )
+    def _register_checked(self, declaration: rules.PartitionDeclaration) -> None:
+        partition_id = declaration.partition_id
         with self.transaction() as store:
             known = store.get(_key("partition", partition_id))
-            record = _Partition(declared) if known is None else decode_struct(known, _Partition)
-            record.declared = declared
+            record = _Partition(declaration) if known is None else decode_struct(known, _Partition)
+            record.declared = declaration
             record.put = len(list(store.scan(_under("sample", partition_id))))
             _save(store, record, "partition", partition_id)
             # Tasks that are declared again keep their claims.
             for key, _ in list(store.scan(_under("claim", partition_id))):
-                if json.loads(key)[2] not in declared.consumer_tasks:
+                if json.loads(key)[2] not in declaration.consumer_tasks:
                     store.delete(key)
 
-    def put_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        claim: KVBatchMeta | None = None,
-        origin: str | None = None,
-        acknowledge: bool = False,
-    ) -> KVBatchMeta:
-        """Write samples; see `DataPlaneClient`. ``claim`` and ``origin`` are refused."""
-        put = check_put(
-            "put_samples",
-            sample_ids,
-            partition_id,
-            tags,
-            claim=claim,
-            origin=origin,
-            acknowledge=acknowledge,
-        )
-        _refuse("put_samples", claim=claim, origin=origin)
+    def _put_checked(self, put: PutRequest, fields: TensorDict | None) -> Sequence[str]:
+        _refuse("put_samples", claim=put.token, origin=put.origin)
         sample_ids, partition_id, tags = put.sample_ids, put.partition_id, put.tags
         columns = {} if fields is None else split_rows(fields, len(sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
@@ -183,19 +146,9 @@ class KeyValueClient(DataPlaneClient):
                         record.fields[name].samples += 1
                 _save(store, sample, "sample", partition_id, sample_id)
             _save(store, record, "partition", partition_id)
-        names = list(columns) or None
-        return KVBatchMeta(partition_id, None, sample_ids, names, tags=put.copied_tags())
+        return list(columns)
 
-    def get_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        select_fields: list[str],
-        *,
-        origins: dict[str, int] | None = None,
-    ) -> TensorDict:
-        """Fetch samples; see `DataPlaneClient.get_samples`. ``origins`` is refused."""
-        read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
+    def _get_checked(self, read: ReadRequest, origins: dict[str, int] | None) -> TensorDict:
         _refuse("get_samples", origins=origins)
         sample_ids, partition_id, select_fields = read.sample_ids, read.partition_id, read.fields
         with self.transaction() as store:
@@ -220,51 +173,18 @@ class KeyValueClient(DataPlaneClient):
         forms = {name: own.form for name, own in record.fields.items() if own.form is not None}
         return set_forms(collate(columns, len(sample_ids)), forms)
 
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        *,
-        dp_world: int | None = None,
-        where: Sequence[TagFilter] = (),
-        seed: int | None = None,
-        wait_for_leased: bool = True,
-        sample_ids: Sequence[str] | None = None,
-    ) -> KVBatchMeta:
-        """Claim samples; see `DataPlaneClient.claim_meta`.
-
-        ``dp_world``, ``where``, ``seed`` and ``sample_ids`` are refused.
-        """
-        call = check_claim(
-            partition_id,
-            task_name,
-            required_fields,
-            batch_size,
-            dp_rank,
-            blocking,
-            timeout_s,
-            dp_world=dp_world,
-            where=where,
-            seed=seed,
-            wait_for_leased=wait_for_leased,
-            sample_ids=sample_ids,
-        )
+    def _claim_checked(self, call: ClaimCall) -> KVBatchMeta:
+        request = call.request
         _refuse(
             "claim_meta",
-            dp_world=dp_world,
-            where=where or None,
-            seed=seed,
-            sample_ids=sample_ids,
+            dp_world=request.dp_world,
+            where=request.where or None,
+            seed=request.seed,
+            sample_ids=request.sample_ids,
         )
-        partition_id, task_name = call.partition_id, call.request.task_name
-        required_fields, batch_size = list(call.request.required_fields), call.request.batch_size
-        blocking, timeout_s = call.request.blocking, call.timeout_s
-        deadline = time.monotonic() + timeout_s
+        partition_id, task_name = call.partition_id, request.task_name
+        required_fields, batch_size = request.required_fields, request.batch_size
+        deadline = time.monotonic() + call.timeout_s
         while True:
             is_timed_out = time.monotonic() >= deadline
             with self.transaction() as store:
@@ -279,7 +199,7 @@ class KeyValueClient(DataPlaneClient):
                 ready = [each for each in present if {*required_fields} <= {*each[1].fields}]
                 not_put = max(0, declared.num_samples - record.put)
                 is_remainder = not not_put and len(ready) == len(present)
-                if len(ready) >= batch_size or is_remainder or not blocking:
+                if len(ready) >= batch_size or is_remainder or not request.blocking:
                     taken = ready[:batch_size]
                     for sample_id, _ in taken:
                         store.set(_key("claim", partition_id, task_name, sample_id), b"")
@@ -296,22 +216,14 @@ class KeyValueClient(DataPlaneClient):
                     not_put=not_put,
                     lacking={name: count for name, count in lacking.items() if count},
                     batch_size=batch_size,
-                    timeout_s=timeout_s,
+                    timeout_s=call.timeout_s,
                 )
             time.sleep(self.poll_s)
-        tags = [sample.tags for _, sample in taken]
-        return KVBatchMeta(
-            partition_id,
-            task_name,
-            [sample_id for sample_id, _ in taken],
-            required_fields,
-            rules.tagged_lengths(tags),
-            tags=tags if any(tags) else None,
+        return call.result(
+            [sample_id for sample_id, _ in taken], [sample.tags for _, sample in taken]
         )
 
-    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Return whether tasks acknowledged all samples; see `DataPlaneClient`."""
-        partition_id, task_names = check_consumption(partition_id, task_names)
+    def _consumed_checked(self, partition_id: str, task_names: list[str]) -> bool:
         with self.transaction() as store:
             put = len(list(store.scan(_under("sample", partition_id))))
             claimed = [
@@ -319,11 +231,7 @@ class KeyValueClient(DataPlaneClient):
             ]
         return put > 0 and all(count == put for count in claimed)
 
-    def clear_samples(
-        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
-    ) -> None:
-        """Drop samples; see `DataPlaneClient.clear_samples`. ``force`` has no effect."""
-        ids, partition_id, _ = check_clear("clear_samples", sample_ids, partition_id, force)
+    def _clear_checked(self, partition_id: str, ids: list[str] | None, *, force: bool) -> bool:
         with self.transaction() as store:
             encoded = store.get(_key("partition", partition_id))
             if encoded is not None and ids is None:
@@ -336,12 +244,7 @@ class KeyValueClient(DataPlaneClient):
                 for sample_id in ids or ():
                     _forget(store, record, partition_id, sample_id)
                 _save(store, record, "partition", partition_id)
-        if encoded is None and ids is None:
-            warnings.warn(
-                f"clear_samples(None, partition={partition_id!r}): nothing to clear",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        return encoded is not None
 
 
 def _key(*parts: str) -> str:

@@ -10,7 +10,6 @@ the operation.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,31 +21,22 @@ from tensordict import TensorDict
 from dataplane_core import (
     Capabilities,
     ClosedError,
-    DataPlaneClient,
     DataPlaneConfig,
     KVBatchMeta,
-    TagFilter,
     UnavailableError,
     validate_config,
 )
 from dataplane_core.boundary import (
+    ClaimCall,
+    LeaseCall,
     PutRequest,
     ReadRequest,
-    check_claim,
-    check_clear,
-    check_consumption,
-    check_lease_call,
     check_put,
     check_read,
 )
+from dataplane_core.checked_client import LedgerClient
 from dataplane_core.config import REQUIRED_OF_STORES, check_agreement, require_keys
-from dataplane_core.declaration import (
-    PartitionDeclaration,
-    check_enums,
-    tagged_lengths,
-)
-from dataplane_core.meta import LEASE
-from dataplane_core.process import process_name
+from dataplane_core.declaration import PartitionDeclaration, check_enums
 from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
 from dataplane_core.tensors.columns import Column as PaddedColumn
@@ -76,7 +66,7 @@ processes its samples.
 """
 
 
-class TQDataPlaneClient(DataPlaneClient):
+class TQDataPlaneClient(LedgerClient):
     """Client of a data plane on TransferQueue, over the Ray cluster of this process.
 
     Args:
@@ -171,51 +161,21 @@ class TQDataPlaneClient(DataPlaneClient):
     def inspector(self) -> DirectoryInspector:
         return DirectoryInspector(self._ask_open, self.clear_samples)
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-    ) -> None:
-        self._check_open()
-        declaration = PartitionDeclaration.checked(
-            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
-        )
-        self._link.ask(f"register_partition({partition_id!r})", p.Register(declaration), type(None))
+    def _register_checked(self, declaration: PartitionDeclaration) -> None:
+        what = f"register_partition({declaration.partition_id!r})"
+        self._ask_open(what, p.Register(declaration), type(None))
 
-    def put_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        claim: KVBatchMeta | None = None,
-        origin: str | None = None,
-        acknowledge: bool = False,
-    ) -> KVBatchMeta:
+    def _put_checked(self, put: PutRequest, fields: TensorDict | None) -> Sequence[str]:
         self._check_open()
-        put = check_put(
-            "put_samples",
-            sample_ids,
-            partition_id,
-            tags,
-            claim=claim,
-            origin=origin,
-            acknowledge=acknowledge,
-        )
         if fields is None:
-            return self._put(put, Encoded({}), dict)
+            return self._put_encoded(put, Encoded({}), dict)
         count = len(put.sample_ids)
         encoded = self._store.encode(fields, count)
 
         def rows() -> dict[str, Column]:
             return split_rows(fields, count)
 
-        return self._put(put, encoded, rows)
+        return self._put_encoded(put, encoded, rows)
 
     def put_columns(
         self,
@@ -247,13 +207,17 @@ class TQDataPlaneClient(DataPlaneClient):
         def rows() -> dict[str, Column]:
             return split_rows(fields_of_columns(columns, count), count)
 
-        return self._put(put, encoded, rows)
+        return put.result(self._put_encoded(put, encoded, rows))
 
-    def _put(
+    def _put_encoded(
         self, put: PutRequest, encoded: Encoded, rows: Callable[[], Mapping[str, Column]]
-    ) -> KVBatchMeta:
-        """Put encoded values; ``rows`` returns them row by row, to check fields with enums."""
+    ) -> list[str]:
+        """Put encoded values; return the names of the fields.
+
+        ``rows`` returns the values row by row, to check fields with enums.
+        """
         what, sample_ids, partition_id = put.operation, put.sample_ids, put.partition_id
+        fields = list(encoded.kinds)
         if self._reporter is not None:
             self._reporter.wait_for_turn(what)
         with self._link.session(what) as session:
@@ -288,27 +252,12 @@ class TQDataPlaneClient(DataPlaneClient):
             else:
                 session.ask(commit, type(None))
             if reporter is not None:
-                tags = put.copied_tags()
-                fields = list(encoded.kinds)
+                tags = put.tags  # the result has copies
                 reporter.report_put(session, partition_id, sample_ids, tags, answer.orphans, fields)
-        return KVBatchMeta(
-            partition_id=partition_id,
-            task_name=None,
-            sample_ids=sample_ids,
-            fields=list(encoded.kinds) or None,
-            tags=put.copied_tags(),
-        )
+        return fields
 
-    def get_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        select_fields: list[str],
-        *,
-        origins: dict[str, int] | None = None,
-    ) -> TensorDict:
+    def _get_checked(self, read: ReadRequest, origins: dict[str, int] | None) -> TensorDict:
         self._check_open()
-        read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
         with self._reading(read, origins) as answer:
             if not read.sample_ids or not read.fields:
                 return TensorDict({}, batch_size=[len(read.sample_ids)])
@@ -348,39 +297,8 @@ class TQDataPlaneClient(DataPlaneClient):
             yield answer
             session.send(p.Unpin())
 
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        *,
-        dp_world: int | None = None,
-        where: Sequence[TagFilter] = (),
-        seed: int | None = None,
-        wait_for_leased: bool = True,
-        sample_ids: Sequence[str] | None = None,
-    ) -> KVBatchMeta:
+    def _claim_checked(self, call: ClaimCall) -> KVBatchMeta:
         self._check_open()
-        call = check_claim(
-            partition_id,
-            task_name,
-            required_fields,
-            batch_size,
-            dp_rank,
-            blocking,
-            timeout_s,
-            dp_world=dp_world,
-            where=where,
-            seed=seed,
-            lease_s=self._lease_s,
-            owner=process_name(),
-            wait_for_leased=wait_for_leased,
-            sample_ids=sample_ids,
-        )
         request = call.request
         claimed = self._link.ask(
             call.operation,
@@ -390,34 +308,17 @@ class TQDataPlaneClient(DataPlaneClient):
         )
         if self._reporter is not None:
             self._reporter.report_claim(claimed.mirrored_ids, call.partition_id, request.task_name)
-        return KVBatchMeta(
-            partition_id=call.partition_id,
-            task_name=request.task_name,
-            sample_ids=claimed.sample_ids,
-            fields=list(request.required_fields),
-            sequence_lengths=tagged_lengths(claimed.tags or []),
-            extra_info={} if claimed.token is None else {LEASE: claimed.token},
-            tags=claimed.tags,
-        )
+        return call.result(claimed.sample_ids, claimed.tags or [], claimed.token)
 
-    def clear_samples(
-        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
-    ) -> None:
+    def _clear_checked(
+        self, partition_id: str, ids: list[str] | None, *, force: bool, withdrawn: bool = False
+    ) -> bool:
         self._check_open()
-        ids, partition_id, force = check_clear("clear_samples", sample_ids, partition_id, force)
         if ids is not None and not ids:
-            return
-        what = f"clear_samples(partition={partition_id!r})"
-        dropped = self._clear(what, p.Clear(partition_id, ids, force, self._timeout_s))
-        if ids is None and not dropped:
-            warnings.warn(f"{what}: nothing to clear", RuntimeWarning, stacklevel=2)
-
-    def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
-        self._check_open()
-        ids, partition_id, _ = check_clear("withdraw_samples", sample_ids, partition_id)
-        if ids:
-            what = f"withdraw_samples(partition={partition_id!r})"
-            self._clear(what, p.Clear(partition_id, ids, True, self._timeout_s, withdrawn=True))
+            return False
+        method = "withdraw_samples" if withdrawn else "clear_samples"
+        request = p.Clear(partition_id, ids, force, self._timeout_s, withdrawn)
+        return bool(self._clear(f"{method}(partition={partition_id!r})", request))
 
     def _clear(self, what: str, request: p.Clear) -> int:
         """Clear in the directory, then in TransferQueue; return the number of samples."""
@@ -435,40 +336,21 @@ class TQDataPlaneClient(DataPlaneClient):
             session.ask(p.Dropped(), type(None))
         return cleared.dropped
 
-    def acknowledge(self, meta: KVBatchMeta) -> None:
-        self._update_lease(meta, "acknowledge")
-
-    def release(self, meta: KVBatchMeta) -> None:
-        self._update_lease(meta, "release")
-
-    def renew(self, meta: KVBatchMeta) -> None:
-        self._update_lease(meta, "renew")
-
-    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        partition_id, task_names = check_consumption(partition_id, task_names)
+    def _consumed_checked(self, partition_id: str, task_names: list[str]) -> bool:
         what = f"check_consumption_status(partition={partition_id!r})"
         return self._ask_open(what, p.Consumed(partition_id, task_names), bool)
 
-    def read_origins(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
-    ) -> dict[str, int]:
-        read = check_read("read_origins", sample_ids, partition_id, fields)
+    def _origins_checked(self, read: ReadRequest) -> dict[str, int]:
         request = p.ReadOrigins(read.partition_id, read.sample_ids, read.fields)
         return self._ask_open(read.operation, request, dict[str, int])
 
-    def _update_lease(self, meta: KVBatchMeta, action: p.LeaseAction) -> None:
-        self._check_open()
-        claim = check_lease_call(action, meta)
-        if claim.sample_ids:
-            mirrored = self._link.ask(
-                claim.operation,
-                p.UpdateLease(
-                    claim.partition_id, claim.token, claim.sample_ids, action, claim.task_name
-                ),
-                list[str],
-            )
-            if self._reporter is not None and claim.task_name is not None:
-                self._reporter.report_claim(mirrored, claim.partition_id, claim.task_name)
+    def _update_lease_checked(self, call: LeaseCall) -> None:
+        request = p.UpdateLease(
+            call.partition_id, call.token, call.sample_ids, call.action, call.task_name
+        )
+        mirrored = self._ask_open(call.operation, request, list[str])
+        if self._reporter is not None and call.task_name is not None:
+            self._reporter.report_claim(mirrored, call.partition_id, call.task_name)
 
     @property
     def closed(self) -> bool:

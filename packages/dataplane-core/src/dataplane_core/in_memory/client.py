@@ -9,44 +9,28 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal  # Any: rows, tags
+from typing import TYPE_CHECKING, Any, ClassVar  # Any: rows
 
 import torch
 
-from dataplane_core.boundary import (
-    PutRequest,
-    check_claim,
-    check_clear,
-    check_consumption,
-    check_lease_call,
-    check_put,
-    check_read,
-)
+from dataplane_core.boundary import ClaimCall, LeaseCall, PutRequest, ReadRequest
 from dataplane_core.capabilities import Capabilities
-from dataplane_core.client import DataPlaneClient
+from dataplane_core.checked_client import LedgerClient
 from dataplane_core.config import DataPlaneConfig, check_agreement, validate_config
 from dataplane_core.declaration import PartitionDeclaration, check_enums
 from dataplane_core.errors import ClosedError, ConfigError
 from dataplane_core.in_memory.inspector import InMemoryInspector
-from dataplane_core.ledger import (
-    Ledger,
-    PutTicket,
-    Shortage,
-    load_order,
-)
+from dataplane_core.ledger import Ledger, PutTicket, Shortage, load_order
 from dataplane_core.ledger.origins import count_origins
-from dataplane_core.meta import LEASE, KVBatchMeta
-from dataplane_core.process import process_name
+from dataplane_core.meta import KVBatchMeta
 from dataplane_core.tensors import rows as row_codec
 from dataplane_core.tensors.object_codec import decode_object, encode_object
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from dataplane_core.ledger import TagFilter
     from dataplane_core.schema import Form
 
 _DEFAULT_PUT_TIMEOUT_S = 60.0
@@ -66,7 +50,7 @@ _attachable: Store | None = None
 _attachable_lock = threading.Lock()
 
 
-class InMemoryDataPlaneClient(DataPlaneClient):
+class InMemoryDataPlaneClient(LedgerClient):
     """Client with the full contract, including leases and backpressure, inside one process.
 
     Args:
@@ -131,41 +115,11 @@ class InMemoryDataPlaneClient(DataPlaneClient):
     def inspector(self) -> InMemoryInspector:
         return InMemoryInspector(self._ledger, self.clear_samples)
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-    ) -> None:
-        declaration = PartitionDeclaration.checked(
-            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
-        )
+    def _register_checked(self, declaration: PartitionDeclaration) -> None:
         with self._ledger(change=True) as ledger:
             ledger.register(declaration)
 
-    def put_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        claim: KVBatchMeta | None = None,
-        origin: str | None = None,
-        acknowledge: bool = False,
-    ) -> KVBatchMeta:
-        put = check_put(
-            "put_samples",
-            sample_ids,
-            partition_id,
-            tags,
-            claim=claim,
-            origin=origin,
-            acknowledge=acknowledge,
-        )
+    def _put_checked(self, put: PutRequest, fields: TensorDict | None) -> Sequence[str]:
         columns = {} if fields is None else row_codec.split_rows(fields, len(put.sample_ids))
         kinds = {name: column.kind for name, column in columns.items()}
         forms = {name: column.form for name, column in columns.items() if column.form is not None}
@@ -187,13 +141,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
             finally:
                 self._store.ledger.abort_put(ticket)
             self._store.changed.notify_all()
-        return KVBatchMeta(
-            partition_id=put.partition_id,
-            task_name=None,
-            sample_ids=put.sample_ids,
-            fields=list(columns) or None,
-            tags=put.copied_tags(),
-        )
+        return list(columns)
 
     def _admit(
         self, put: PutRequest, kinds: dict[str, str], forms: dict[str, Form], deadline: float
@@ -215,15 +163,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 raise self._store.ledger.capacity_error(put.partition_id, put.sample_ids)
             self._store.changed.wait(remaining)
 
-    def get_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        select_fields: list[str],
-        *,
-        origins: dict[str, int] | None = None,
-    ) -> TensorDict:
-        read = check_read("get_samples", sample_ids, partition_id, select_fields, origins=origins)
+    def _get_checked(self, read: ReadRequest, origins: dict[str, int] | None) -> TensorDict:
         with self._store.changed:
             self._check_open()
             partition = self._store.ledger.partition(read.partition_id)
@@ -244,38 +184,7 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 column.rows[:] = map(decode_object, column.rows)
         return row_codec.set_forms(row_codec.collate(columns, len(read.sample_ids)), forms)
 
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        *,
-        dp_world: int | None = None,
-        where: Sequence[TagFilter] = (),
-        seed: int | None = None,
-        wait_for_leased: bool = True,
-        sample_ids: Sequence[str] | None = None,
-    ) -> KVBatchMeta:
-        call = check_claim(
-            partition_id,
-            task_name,
-            required_fields,
-            batch_size,
-            dp_rank,
-            blocking,
-            timeout_s,
-            dp_world=dp_world,
-            where=where,
-            seed=seed,
-            lease_s=self._lease_s,
-            owner=process_name(),
-            wait_for_leased=wait_for_leased,
-            sample_ids=sample_ids,
-        )
+    def _claim_checked(self, call: ClaimCall) -> KVBatchMeta:
         request = call.request
         deadline = time.monotonic() + call.timeout_s
         with self._store.changed:
@@ -299,67 +208,29 @@ class InMemoryDataPlaneClient(DataPlaneClient):
                 wake_at = deadline if expiry is None else min(deadline, expiry)
                 self._store.changed.wait(max(0.0, wake_at - now))
             tags = [dict(row.tags) for row in claimed.rows]
-        return KVBatchMeta(
-            partition_id=call.partition_id,
-            task_name=request.task_name,
-            sample_ids=[row.sample_id for row in claimed.rows],
-            fields=list(request.required_fields),
-            sequence_lengths=claimed.sequence_lengths,
-            extra_info={} if claimed.token is None else {LEASE: claimed.token},
-            tags=tags if any(tags) else None,
-        )
+        return call.result([row.sample_id for row in claimed.rows], tags, claimed.token)
 
-    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        partition_id, task_names = check_consumption(partition_id, task_names)
+    def _consumed_checked(self, partition_id: str, task_names: list[str]) -> bool:
         with self._ledger() as ledger:
             partition = ledger.partitions.get(partition_id)
             return partition is not None and partition.consumed(task_names)
 
-    def clear_samples(
-        self, sample_ids: list[str] | None, partition_id: str, *, force: bool = False
-    ) -> None:
-        ids, partition_id, force = check_clear("clear_samples", sample_ids, partition_id, force)
+    def _clear_checked(
+        self, partition_id: str, ids: list[str] | None, *, force: bool, withdrawn: bool = False
+    ) -> bool:
         with self._ledger(change=True) as ledger:
-            dropped = ledger.clear(partition_id, ids, force=force)
-        if ids is None and not dropped:
-            warnings.warn(
-                f"clear_samples(None, partition={partition_id!r}): nothing to clear",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            return bool(ledger.clear(partition_id, ids, force=force, withdrawn=withdrawn))
 
-    def withdraw_samples(self, sample_ids: list[str], partition_id: str) -> None:
-        ids, partition_id, _ = check_clear("withdraw_samples", sample_ids, partition_id)
-        with self._ledger(change=True) as ledger:
-            ledger.clear(partition_id, ids, force=True, withdrawn=True)
-
-    def read_origins(
-        self, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str]
-    ) -> dict[str, int]:
-        read = check_read("read_origins", sample_ids, partition_id, fields)
+    def _origins_checked(self, read: ReadRequest) -> dict[str, int]:
         with self._ledger() as ledger:
             return ledger.partition(read.partition_id).samples.origins(read.sample_ids, read.fields)
 
-    def acknowledge(self, meta: KVBatchMeta) -> None:
-        self._on_lease("acknowledge", meta)
-
-    def release(self, meta: KVBatchMeta) -> None:
-        self._on_lease("release", meta)
-
-    def renew(self, meta: KVBatchMeta) -> None:
-        self._on_lease("renew", meta)
-
-    def _on_lease(
-        self, method: Literal["acknowledge", "release", "renew"], meta: KVBatchMeta
-    ) -> None:
-        call = check_lease_call(method, meta)
-        if not call.sample_ids:
-            return
+    def _update_lease_checked(self, call: LeaseCall) -> None:
         with self._ledger(change=True) as ledger:
             partition = ledger.partition(call.partition_id)
-            if method == "renew":
+            if call.action == "renew":
                 partition.renew(call.token, call.sample_ids, time.monotonic(), call.task_name)
-            elif method == "acknowledge":
+            elif call.action == "acknowledge":
                 partition.acknowledge(call.token, call.sample_ids, call.task_name)
             else:
                 partition.release(call.token, call.sample_ids, call.task_name)

@@ -8,7 +8,6 @@ from itertools import compress, repeat
 from operator import contains
 from typing import Any, TypeAlias  # Any: cells belong to the storage
 
-from dataplane_core.declaration import tagged_lengths
 from dataplane_core.ledger.assignments import Assignment, Assignments
 from dataplane_core.ledger.leases import Lease
 from dataplane_core.ledger.order import ClaimOrder, Positions
@@ -51,11 +50,6 @@ class Claimed:
 
     rows: list[Row]
     token: str | None
-
-    @property
-    def sequence_lengths(self) -> list[int] | None:
-        """Lengths from the tags, as in `KVBatchMeta`."""
-        return tagged_lengths([row.tags for row in self.rows])
 
 
 @dataclass(eq=False)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal  # Any: tags hold the caller's own primitives
+from typing import Any  # Any: tags hold the caller's own primitives
 
 import msgspec
 
+from dataplane_core.boundary import LeaseAction
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest, SampleState
 from dataplane_core.schema import Form
 from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts
-
-LeaseAction = Literal["acknowledge", "release", "renew"]
 
 
 class BindActor(msgspec.Struct, frozen=True, tag=True):
