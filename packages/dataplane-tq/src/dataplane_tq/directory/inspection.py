@@ -65,11 +65,9 @@ def _list_partitions(store: StoreState, request: p.ListPartitions) -> list[Parti
     return [inspect.summarize(each, now) for each in store.ledger.partitions.values()]
 
 
-def _find_samples(store: StoreState, request: p.FindSamples) -> p.FoundSamples:
+def _find_samples(store: StoreState, request: p.FindSamples) -> Any:
     check_search(request.tag, request.value, request.limit)
-    partition = _partition(store, request.partition_id)
-    place = request.start, request.limit, time.monotonic()
-    return p.FoundSamples(*search(partition, request.tag, request.value, *place))
+    return _handler(search)(store, request)
 
 
 def _scan_states(store: StoreState, request: p.ScanStates) -> StatePage:

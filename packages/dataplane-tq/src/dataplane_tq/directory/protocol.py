@@ -8,7 +8,7 @@ import msgspec
 
 from dataplane_core.boundary import LeaseAction
 from dataplane_core.declaration import PartitionDeclaration
-from dataplane_core.ledger import ClaimRequest, SampleState
+from dataplane_core.ledger import ClaimRequest
 from dataplane_core.schema import Form
 from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts
 
@@ -292,31 +292,23 @@ class ListSamples(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadSample(msgspec.Struct, frozen=True, tag=True):
-    """Read one sample. Answer: `MaybeSample`."""
+    """Read one sample. Answer: `SampleState`, or None."""
 
     partition_id: str
     sample_id: str
 
 
-MaybeSample: Any = SampleState | None
-"""Optional sample; declared as Any because a union is a type to msgspec, but not to mypy."""
-
-
 class FindSamples(msgspec.Struct, frozen=True, tag=True):
-    """Search one step by tag, from position ``start`` on. Answer: `FoundSamples`."""
+    """Search one step by tag, from position ``start`` on.
+
+    Answer: list of `SampleState`, and the position of the next step; None at the end.
+    """
 
     partition_id: str
     tag: str
     value: str | int | float | bool | None
     start: int
     limit: int
-
-
-class FoundSamples(msgspec.Struct, frozen=True, array_like=True):
-    """Matches of one search step, and the position of the next step; None at the end."""
-
-    samples: list[SampleState]
-    after: int | None
 
 
 class ListClaims(msgspec.Struct, frozen=True, tag=True):
