@@ -1,9 +1,12 @@
 """Checks of single arguments: names, counts, durations and flags.
 
 Checks of names, numbers and flags return plain Python values: no scalar of numpy or torch, no
-subclass and no enum passes the boundary. An error names the argument, what was found and what was
-expected. The module imports neither numpy nor torch; it recognizes their scalars by their
-attributes.
+subclass and no enum passes the boundary. The module imports neither numpy nor torch; it recognizes
+their scalars by their attributes.
+
+A refused value raises an `InvalidRequestError` (a ValueError), one of a wrong type an
+`InvalidTypeError` (a TypeError too). The error names ``operation`` (the method and its main
+arguments), ``argument``, what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -49,12 +52,7 @@ def argument_type_error(
 
 
 def checked_name(operation: str, argument: str, value: object, *, empty: bool = False) -> str:
-    """Return ``value`` as a plain str that UTF-8 can encode; it may be empty only with ``empty``.
-
-    Raises:
-        InvalidRequestError: (a ValueError) ``value`` is not a str, has a lone surrogate, or is
-            empty without ``empty``.
-    """
+    """Return ``value`` as a plain str that UTF-8 can encode; only ``empty`` lets it be empty."""
     if not isinstance(value, str):
         raise argument_type_error(operation, argument, value, "a str")
     name = str.__str__(value)
@@ -72,15 +70,8 @@ def checked_names(
 ) -> list[str]:
     """Return ``value`` as a new list of names, each checked as by `checked_name`.
 
-    Args:
-        operation: method and its main arguments, for the error.
-        argument: name of the argument, for the error.
-        value: a list, a tuple, another sequence, the keys of a dict, or an array of one dimension.
-        empty: accept empty names too.
-
-    Raises:
-        InvalidRequestError: (a ValueError) ``value`` is a single str, is unordered, or has an
-            item that is no name.
+    ``value`` is a list, another sequence except a str, the keys of a dict, or an array of one
+    dimension.
     """
     names: list[Any] = checked_items(operation, argument, value, "a list of str")
     # The fast path checks all names at once: a put of many ids pays one pass, not a call per id.
@@ -96,7 +87,6 @@ def checked_distinct_ids(operation: str, value: object) -> list[str]:
     """Return distinct sample ids, checked as by `checked_names`.
 
     Raises:
-        InvalidRequestError: (a ValueError) as `checked_names`.
         DuplicateSampleError: (a ValueError) an id is given twice.
     """
     ids = checked_names(operation, "sample_ids", value)
@@ -114,9 +104,6 @@ def checked_int(
     """Return ``value`` as a plain int between ``minimum`` and ``maximum``.
 
     Integers of numpy and torch are accepted; a bool, a float or a str is not.
-
-    Raises:
-        InvalidRequestError: (a ValueError) ``value`` is not an integer, or is out of bounds.
     """
     expected = (
         f"an int of at least {minimum}"
@@ -141,15 +128,8 @@ def checked_int(
 def checked_ints(operation: str, argument: str, value: object, *, minimum: int = 0) -> list[int]:
     """Return ``value`` as a new list of plain ints, each checked as by `checked_int`.
 
-    Args:
-        operation: method and its main arguments, for the error.
-        argument: name of the argument, for the error.
-        value: a list, another sequence, or an array or tensor of one dimension.
-        minimum: smallest value allowed.
-
-    Raises:
-        InvalidRequestError: (a ValueError) an item is not an int or is too small; the error
-            names its index.
+    ``value`` is a list, another sequence, or an array or tensor of one dimension. The error names
+    the index of an invalid item.
     """
     numbers: list[Any] = checked_items(operation, argument, value, "a list of ints")
     if set(map(type, numbers)) <= {int} and (
@@ -166,7 +146,6 @@ def checked_indices(operation: str, value: object, rows: int) -> list[int]:
     """Return ``value`` as a new list of row indices; negative ones count from the end.
 
     Args:
-        operation: method and its main arguments, for the error.
         value: as for `checked_ints`, or a set or an iterator.
         rows: number of rows.
 
@@ -186,11 +165,7 @@ def checked_indices(operation: str, value: object, rows: int) -> list[int]:
 
 
 def checked_slice(operation: str, start: object, stop: object) -> slice:
-    """Return the slice ``[start, stop)`` with Python's rules; None leaves a side open.
-
-    Raises:
-        InvalidRequestError: (a ValueError) a bound is neither an int nor None.
-    """
+    """Return the slice ``[start, stop)`` with Python's rules; None leaves a side open."""
     start, stop = (
         None if bound is None else checked_int(operation, name, bound, minimum=MIN_INT)
         for name, bound in (("start", start), ("stop", stop))
@@ -199,11 +174,7 @@ def checked_slice(operation: str, start: object, stop: object) -> slice:
 
 
 def checked_seconds(operation: str, argument: str, value: object) -> float:
-    """Return ``value`` as a duration in seconds, from 0 to `MAX_SECONDS`; NaN is refused.
-
-    Raises:
-        InvalidRequestError: (a ValueError) ``value`` is not a number, or is out of bounds.
-    """
+    """Return ``value`` as a duration in seconds, from 0 to `MAX_SECONDS`; NaN is refused."""
     number = scalar_of(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise argument_type_error(operation, argument, value, "a number of seconds")
@@ -215,11 +186,7 @@ def checked_seconds(operation: str, argument: str, value: object) -> float:
 
 
 def checked_period(operation: str, argument: str, value: object) -> float:
-    """Return ``value`` as seconds between two calls: above 0, up to `MAX_SECONDS`.
-
-    Raises:
-        InvalidRequestError: (a ValueError) ``value`` is not a number, or is out of bounds.
-    """
+    """Return ``value`` as seconds between two calls: above 0, up to `MAX_SECONDS`."""
     seconds = checked_seconds(operation, argument, value)
     if not seconds:
         raise InvalidRequestError(f"{operation}: {argument} is 0; expected more than 0 seconds")
@@ -227,11 +194,7 @@ def checked_period(operation: str, argument: str, value: object) -> float:
 
 
 def checked_bool(operation: str, argument: str, value: object) -> bool:
-    """Return ``value`` as a plain bool; numbers and text are refused.
-
-    Raises:
-        InvalidRequestError: (a ValueError) ``value`` is not a bool of Python, numpy or torch.
-    """
+    """Return a bool of Python, numpy or torch as a plain bool; numbers and text are refused."""
     flag = scalar_of(value)
     if not isinstance(flag, bool):
         raise argument_type_error(operation, argument, value, "True or False")
@@ -250,11 +213,7 @@ def scalar_of(value: Any) -> object:
 
 
 def checked_items(operation: str, argument: str, value: Any, expected: str) -> list[Any]:
-    """Return the items of an ordered ``value`` as a new list; a str, set or scalar is refused.
-
-    Raises:
-        InvalidTypeError: (a ValueError and a TypeError) ``value`` is not ordered.
-    """
+    """Return the items of an ordered ``value`` as a new list; a str, set or scalar is refused."""
     if type(value) is list:
         return value[:]
     if isinstance(value, Sequence | KeysView) and not isinstance(value, str | bytes | bytearray):
@@ -270,11 +229,7 @@ def checked_items(operation: str, argument: str, value: Any, expected: str) -> l
 
 
 def checked_mapping(operation: str, argument: str, value: Any, expected: str) -> Mapping[Any, Any]:
-    """Return ``value`` if it is a mapping; a TensorDict, which may unwrap its items, is refused.
-
-    Raises:
-        InvalidTypeError: (a ValueError and a TypeError) ``value`` is not a mapping.
-    """
+    """Return ``value`` if it is a mapping; a TensorDict, which may unwrap its items, is refused."""
     if isinstance(value, Mapping) and not hasattr(value, "batch_size"):
         return value
     raise argument_type_error(operation, argument, value, expected)

@@ -1,8 +1,9 @@
 """Argument checks for every method of the contract, shared by all clients.
 
 Each client checks its arguments here before it does anything else. So all clients accept and refuse
-the same arguments with the same messages, and a refused call stores nothing. The results are plain:
-new lists of str, ints, floats, and tags of primitives.
+the same arguments with the same messages, and a refused call stores nothing. Each check raises an
+`InvalidRequestError` (a ValueError) that names the invalid argument. The results are plain: new
+lists of str, ints, floats, and tags of primitives.
 `dataplane_core.tensors.rows.checked_leaves` checks the values of fields, and
 `dataplane_core.tensors.columns.check_columns` checks padded columns.
 
@@ -188,11 +189,7 @@ def check_read(
     *,
     origins: object = None,
 ) -> ReadRequest:
-    """Check the arguments of a read.
-
-    Raises:
-        InvalidRequestError: (a ValueError) an argument is invalid.
-    """
+    """Check the arguments of a read."""
     partition = checked_name(method, "partition_id", partition_id)
     operation = f"{method}(partition={partition!r})"
     if origins is not None and not isinstance(origins, dict):
@@ -280,11 +277,7 @@ def check_claim(
 
 
 def check_consumption(partition_id: object, task_names: object) -> tuple[str, list[str]]:
-    """Check the arguments of ``check_consumption_status``.
-
-    Raises:
-        InvalidRequestError: (a ValueError) an argument is invalid.
-    """
+    """Check the arguments of ``check_consumption_status``."""
     operation = "check_consumption_status"
     partition = checked_name(operation, "partition_id", partition_id)
     return partition, checked_names(
@@ -295,11 +288,7 @@ def check_consumption(partition_id: object, task_names: object) -> tuple[str, li
 def check_clear(
     method: str, sample_ids: object, partition_id: object, force: object = False
 ) -> tuple[list[str] | None, str, bool]:
-    """Check the arguments of ``clear_samples`` or ``withdraw_samples``.
-
-    Raises:
-        InvalidRequestError: (a ValueError) an argument is invalid.
-    """
+    """Check the arguments of ``clear_samples`` or ``withdraw_samples``."""
     partition = checked_name(method, "partition_id", partition_id)
     operation = f"{method}(partition={partition!r})"
     ids = None
@@ -336,9 +325,6 @@ def check_inspection(method: str, partition_id: object, **names: object) -> tupl
 
     Returns:
         The partition, and the names in the order given.
-
-    Raises:
-        InvalidRequestError: (a ValueError) an argument is invalid.
     """
     return (
         checked_name(method, "partition_id", partition_id),
@@ -347,11 +333,7 @@ def check_inspection(method: str, partition_id: object, **names: object) -> tupl
 
 
 def checked_meta(operation: str, argument: str, meta: Any) -> Any:
-    """Return ``meta`` if it has the attributes of a `KVBatchMeta`; its class does not matter.
-
-    Raises:
-        InvalidRequestError: (a ValueError) ``meta`` lacks an attribute.
-    """
+    """Return ``meta`` if it has the attributes of a `KVBatchMeta`; its class does not matter."""
     attributes = ("partition_id", "task_name", "sample_ids", "fields", "extra_info")
     if isinstance(meta, type) or not all(hasattr(meta, name) for name in attributes):
         raise argument_type_error(operation, argument, meta, "a KVBatchMeta")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class DataPlaneInspector(Protocol):
     """Methods that read a store's contents, claims and states.
 
-    Each may also raise `UnavailableError`, or `UnsupportedError` if the store does not know the
-    answer.
+    Each may raise `UnavailableError`, or `UnsupportedError` if the store does not know the answer,
+    and those with a ``partition_id`` `PartitionNotFoundError`.
     """
 
     def list_partitions(self) -> list[PartitionSummary]:
@@ -51,7 +51,7 @@ class DataPlaneInspector(Protocol):
         """Return the number of samples in each state for ``task_name``, at one moment.
 
         Raises:
-            PartitionNotFoundError, UnknownTaskError: as `DataPlaneClient.claim_meta`.
+            UnknownTaskError: as `DataPlaneClient.claim_meta`.
         """
 
     def list_samples(
@@ -63,16 +63,11 @@ class DataPlaneInspector(Protocol):
         make it skip others.
 
         Raises:
-            PartitionNotFoundError: the partition is not registered.
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or a number is negative.
         """
 
     def read_sample(self, partition_id: str, sample_id: str) -> SampleState | None:
-        """Return one sample; None if it was never put, or was cleared.
-
-        Raises:
-            PartitionNotFoundError: the partition is not registered.
-        """
+        """Return one sample; None if it was never put, or was cleared."""
 
     def find_samples(
         self, partition_id: str, *, tag: str, value: object, limit: int = 100
@@ -83,32 +78,23 @@ class DataPlaneInspector(Protocol):
         cleared meanwhile may be missed.
 
         Raises:
-            PartitionNotFoundError: the partition is not registered.
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or ``value`` is not a
                 primitive that a tag can hold: str, int of 64 bits, float, bool or None.
         """
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
-        """Return up to 1,000 leased claims that are not fully acknowledged, oldest first.
-
-        Raises:
-            PartitionNotFoundError: the partition is not registered.
-        """
+        """Return up to 1,000 leased claims that are not fully acknowledged, oldest first."""
 
     def list_assignments(self, partition_id: str) -> list[AssignmentSummary]:
         """Return up to 1,000 summaries of samples assigned to data-parallel ranks.
 
         Each summary covers one rank of one task, for claims with the same fields, filter and seed.
-
-        Raises:
-            PartitionNotFoundError: the partition is not registered.
         """
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
         """Return the fields and task states of many samples, one byte each.
 
         Raises:
-            PartitionNotFoundError: the partition is not registered.
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or a number is negative.
         """
 

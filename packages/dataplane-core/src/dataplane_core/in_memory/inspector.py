@@ -13,9 +13,11 @@ from dataplane_core.ledger.scan import scan, search
 
 _QUERIES: dict[str, Callable[..., Any]] = {
     "count_samples": lambda partition, now, *of: partition.counts(*of),
-    "list_samples": lambda partition, now, *page: inspect.page(partition, *page, now),
+    "list_samples": lambda partition, now, start, limit: inspect.page(partition, start, limit, now),
     "read_sample": lambda partition, now, sample_id: inspect.sample(partition, sample_id, now),
-    "find_samples": lambda partition, now, *step: search(partition, *step, now),
+    "find_samples": lambda partition, now, tag, value, start, limit: search(
+        partition, tag, value, start, limit, now
+    ),
     "list_claims": lambda partition, now: inspect.claims(partition, now),
     "list_assignments": lambda partition, now: inspect.assignments(partition, now),
     "scan_states": lambda partition, now, *page: scan(partition, *page),
