@@ -8,6 +8,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar  # Any: answers differ by request
 
 import msgspec
@@ -287,7 +289,7 @@ class Connection:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(p.Request)
+_requests = msgspec.msgpack.Decoder(reduce(or_, p.Request.__subclasses__()))
 
 _HANDLERS: dict[type[Any], Callable[[Connection, Any], Any]] = {
     p.BindActor: Connection._bind_actor,

@@ -13,7 +13,7 @@ from typing import Any  # Any: answers differ by request
 
 import msgspec
 
-from dataplane_core import PartitionSummary, StatePage, StorageSummary, TaskCounts
+from dataplane_core import PartitionSummary, TaskCounts
 from dataplane_core.ledger import Partition, actions, inspect
 from dataplane_core.ledger.scan import check_search, scan, search
 from dataplane_tq.directory import protocol as p
@@ -25,17 +25,16 @@ def _partition(store: StoreState, partition_id: str) -> Partition:
     return store.ledger.partition(partition_id)
 
 
-def _handler(query: Callable[..., Any]) -> Callable[[StoreState, Any], Any]:
+def _handler(query: Callable[..., Any], *, timed: bool = True) -> Callable[[StoreState, Any], Any]:
     """Make a handler that calls ``query`` with the partition, the other fields and the time.
 
-    The other fields are those of the request besides ``partition_id``.
+    The other fields are those of the request besides ``partition_id``; the time only if ``timed``.
     """
 
     def answer(store: StoreState, request: Any) -> Any:
         fields = msgspec.structs.asdict(request)
-        return query(
-            _partition(store, fields.pop("partition_id")), *fields.values(), time.monotonic()
-        )
+        partition = _partition(store, fields.pop("partition_id"))
+        return query(partition, *fields.values(), *([time.monotonic()] if timed else []))
 
     return answer
 
@@ -54,11 +53,6 @@ async def _count(store: StoreState, request: p.Count) -> TaskCounts:
     return partition.counts(request.task_name, request.required_fields)
 
 
-def _read_origins(store: StoreState, request: p.ReadOrigins) -> dict[str, int]:
-    partition = store.ledger.partition(request.partition_id)
-    return partition.samples.origins(request.sample_ids, request.fields)
-
-
 def _list_partitions(store: StoreState, request: p.ListPartitions) -> list[PartitionSummary]:
     store.expire()
     now = time.monotonic()
@@ -68,14 +62,6 @@ def _list_partitions(store: StoreState, request: p.ListPartitions) -> list[Parti
 def _find_samples(store: StoreState, request: p.FindSamples) -> Any:
     check_search(request.tag, request.value, request.limit)
     return _handler(search)(store, request)
-
-
-def _scan_states(store: StoreState, request: p.ScanStates) -> StatePage:
-    return scan(_partition(store, request.partition_id), request.start, request.limit)
-
-
-def _list_storage(store: StoreState, request: p.ListStorage) -> list[StorageSummary]:
-    return [] if store.catalogue is None else store.catalogue.usage()
 
 
 def _read_totals(store: StoreState, request: p.ReadTotals) -> dict[str, int]:
@@ -105,15 +91,17 @@ def _end_claim(store: StoreState, request: p.EndClaim) -> int:
 INSPECTIONS: dict[type[Any], Callable[[StoreState, Any], Any]] = {
     p.Consumed: _consumed,
     p.Count: _count,
-    p.ReadOrigins: _read_origins,
+    p.ReadOrigins: _handler(
+        lambda partition, *names: partition.samples.origins(*names), timed=False
+    ),
     p.ListPartitions: _list_partitions,
     p.ListSamples: _handler(inspect.page),
     p.ReadSample: _handler(inspect.sample),
     p.FindSamples: _find_samples,
     p.ListClaims: _handler(inspect.claims),
     p.ListAssignments: _handler(inspect.assignments),
-    p.ScanStates: _scan_states,
-    p.ListStorage: _list_storage,
+    p.ScanStates: _handler(scan, timed=False),
+    p.ListStorage: lambda store, _: [] if store.catalogue is None else store.catalogue.usage(),
     p.ReadTotals: _read_totals,
     p.ResetConsumption: _reset_consumption,
     p.EndClaim: _end_claim,

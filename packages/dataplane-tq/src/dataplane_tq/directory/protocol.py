@@ -13,7 +13,11 @@ from dataplane_core.schema import Form
 from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts
 
 
-class BindActor(msgspec.Struct, frozen=True, tag=True):
+class Request(msgspec.Struct, frozen=True, tag=True):
+    """Base of all requests."""
+
+
+class BindActor(Request, frozen=True):
     """Bind an actor to the connection: once the connection closes, every request fails.
 
     Answer: None.
@@ -22,13 +26,13 @@ class BindActor(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class Register(msgspec.Struct, frozen=True, tag=True):
+class Register(Request, frozen=True):
     """Declare a partition. Answer: None."""
 
     declaration: PartitionDeclaration
 
 
-class BeginPut(msgspec.Struct, frozen=True, tag=True):
+class BeginPut(Request, frozen=True):
     """Reserve capacity for a put. Answer: `PutAnswer`. The put belongs to the connection.
 
     Attributes:
@@ -73,11 +77,11 @@ class PutAnswer(msgspec.Struct, frozen=True):
     orphans: list[Orphans]
 
 
-class CheckPut(msgspec.Struct, frozen=True, tag=True):
+class CheckPut(Request, frozen=True):
     """Fail if the connection's put could not be committed any more. Answer: None."""
 
 
-class CommitPut(msgspec.Struct, frozen=True, tag=True):
+class CommitPut(Request, frozen=True):
     """Make the connection's put visible.
 
     Answer: None; with ``acknowledge`` a list of `Consumption`, to report now.
@@ -112,7 +116,7 @@ class SavedBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
     sample_ids: list[str]
 
 
-class BeginRestore(msgspec.Struct, frozen=True, tag=True):
+class BeginRestore(Request, frozen=True):
     """Reserve capacity for saved blocks, without waiting for it. Answer: `RestoreAnswer`.
 
     The partition is registered if it is missing. The restore belongs to the connection.
@@ -129,11 +133,11 @@ class RestoreAnswer(msgspec.Struct, frozen=True):
     blocks: list[Block]
 
 
-class CommitRestore(msgspec.Struct, frozen=True, tag=True):
+class CommitRestore(Request, frozen=True):
     """Make the connection's restore visible. Answer: None."""
 
 
-class Reported(msgspec.Struct, frozen=True, tag=True):
+class Reported(Request, frozen=True):
     """Report that TransferQueue has the put. Answer: list of `Consumption`, to report now."""
 
 
@@ -144,7 +148,7 @@ class Consumption(msgspec.Struct, frozen=True, array_like=True):
     sample_ids: list[str]
 
 
-class Read(msgspec.Struct, frozen=True, tag=True):
+class Read(Request, frozen=True):
     """Find and pin rows. Answer: `ReadAnswer`. The pins belong to the connection."""
 
     partition_id: str
@@ -169,11 +173,11 @@ class ReadAnswer(msgspec.Struct, frozen=True):
     forms: dict[str, Form] = {}
 
 
-class Unpin(msgspec.Struct, frozen=True, tag=True):
+class Unpin(Request, frozen=True):
     """End the connection's read. No answer."""
 
 
-class Claim(msgspec.Struct, frozen=True, tag=True):
+class Claim(Request, frozen=True):
     """Claim a batch, waiting up to ``timeout_s`` until it is complete. Answer: `ClaimAnswer`."""
 
     partition_id: str
@@ -198,7 +202,7 @@ class ClaimAnswer(msgspec.Struct, frozen=True):
     mirrored_ids: list[str]
 
 
-class UpdateLease(msgspec.Struct, frozen=True, tag=True):
+class UpdateLease(Request, frozen=True):
     """Acknowledge, release or renew a lease. Answer: list of sample ids.
 
     For an acknowledgment the list is like `ClaimAnswer.mirrored_ids`; otherwise it is empty.
@@ -213,14 +217,14 @@ class UpdateLease(msgspec.Struct, frozen=True, tag=True):
     task_name: str | None = None
 
 
-class Consumed(msgspec.Struct, frozen=True, tag=True):
+class Consumed(Request, frozen=True):
     """Check that the tasks have acknowledged every sample. Answer: bool."""
 
     partition_id: str
     task_names: list[str]
 
 
-class Count(msgspec.Struct, frozen=True, tag=True):
+class Count(Request, frozen=True):
     """Count a task's samples by state. Answer: `TaskCounts`."""
 
     partition_id: str
@@ -228,7 +232,7 @@ class Count(msgspec.Struct, frozen=True, tag=True):
     required_fields: list[str]
 
 
-class ReadOrigins(msgspec.Struct, frozen=True, tag=True):
+class ReadOrigins(Request, frozen=True):
     """List the puts that wrote fields. Answer: dict of `DataPlaneClient.read_origins`."""
 
     partition_id: str
@@ -236,7 +240,7 @@ class ReadOrigins(msgspec.Struct, frozen=True, tag=True):
     fields: list[str]
 
 
-class Clear(msgspec.Struct, frozen=True, tag=True):
+class Clear(Request, frozen=True):
     """Drop samples, or the partition. Answer: `ClearAnswer`.
 
     Attributes:
@@ -268,22 +272,22 @@ class ClearAnswer(msgspec.Struct, frozen=True):
     more: bool = False
 
 
-class NextOrphans(msgspec.Struct, frozen=True, tag=True):
+class NextOrphans(Request, frozen=True):
     """Request the next page of orphans; those of the previous page are dropped in TransferQueue.
 
     Answer: `ClearAnswer`, with ``dropped`` 0.
     """
 
 
-class Dropped(msgspec.Struct, frozen=True, tag=True):
+class Dropped(Request, frozen=True):
     """Report that the connection's orphans are dropped in TransferQueue. Answer: None."""
 
 
-class ListPartitions(msgspec.Struct, frozen=True, tag=True):
+class ListPartitions(Request, frozen=True):
     """List all partitions. Answer: list of `PartitionSummary`."""
 
 
-class ListSamples(msgspec.Struct, frozen=True, tag=True):
+class ListSamples(Request, frozen=True):
     """List a page of samples. Answer: list of `SampleState`."""
 
     partition_id: str
@@ -291,14 +295,14 @@ class ListSamples(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
-class ReadSample(msgspec.Struct, frozen=True, tag=True):
+class ReadSample(Request, frozen=True):
     """Read one sample. Answer: `SampleState`, or None."""
 
     partition_id: str
     sample_id: str
 
 
-class FindSamples(msgspec.Struct, frozen=True, tag=True):
+class FindSamples(Request, frozen=True):
     """Search one step by tag, from position ``start`` on.
 
     Answer: list of `SampleState`, and the position of the next step; None at the end.
@@ -311,19 +315,19 @@ class FindSamples(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
-class ListClaims(msgspec.Struct, frozen=True, tag=True):
+class ListClaims(Request, frozen=True):
     """List the leased claims. Answer: list of `ClaimSummary`."""
 
     partition_id: str
 
 
-class ListAssignments(msgspec.Struct, frozen=True, tag=True):
+class ListAssignments(Request, frozen=True):
     """List the samples assigned to data-parallel ranks. Answer: list of `AssignmentSummary`."""
 
     partition_id: str
 
 
-class ScanStates(msgspec.Struct, frozen=True, tag=True):
+class ScanStates(Request, frozen=True):
     """Read the states of a page of samples as bytes. Answer: `StatePage`."""
 
     partition_id: str
@@ -331,7 +335,7 @@ class ScanStates(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
-class ResetConsumption(msgspec.Struct, frozen=True, tag=True):
+class ResetConsumption(Request, frozen=True):
     """Make consumed samples claimable again. Answer: their number."""
 
     partition_id: str
@@ -339,7 +343,7 @@ class ResetConsumption(msgspec.Struct, frozen=True, tag=True):
     sample_ids: list[str]
 
 
-class EndClaim(msgspec.Struct, frozen=True, tag=True):
+class EndClaim(Request, frozen=True):
     """End a claim as if its lease had expired. Answer: the number of samples it held."""
 
     partition_id: str
@@ -347,42 +351,9 @@ class EndClaim(msgspec.Struct, frozen=True, tag=True):
     expired_only: bool
 
 
-class ListStorage(msgspec.Struct, frozen=True, tag=True):
+class ListStorage(Request, frozen=True):
     """List the packed backend's units with their bytes. Answer: list of `StorageSummary`."""
 
 
-class ReadTotals(msgspec.Struct, frozen=True, tag=True):
+class ReadTotals(Request, frozen=True):
     """Read totals since the directory's start. Answer: dict of `DataPlaneInspector.read_totals`."""
-
-
-Request = (
-    BindActor
-    | Register
-    | BeginPut
-    | CheckPut
-    | CommitPut
-    | BeginRestore
-    | CommitRestore
-    | Reported
-    | Read
-    | Unpin
-    | Claim
-    | UpdateLease
-    | Consumed
-    | Count
-    | ReadOrigins
-    | Clear
-    | NextOrphans
-    | Dropped
-    | ListPartitions
-    | ListSamples
-    | ReadSample
-    | FindSamples
-    | ListClaims
-    | ListAssignments
-    | ScanStates
-    | ResetConsumption
-    | EndClaim
-    | ListStorage
-    | ReadTotals
-)
