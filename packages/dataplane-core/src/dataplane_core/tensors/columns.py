@@ -266,7 +266,7 @@ def padded_tensor(tensor: torch.Tensor, pad_value: float, width: int | None) -> 
     return pad_width(padded, width, pad_value)
 
 
-def object_leaf(column: NDArray[np.object_]) -> NonTensorStack | NonTensorData:
+def object_leaf(column: Sequence[Any] | NDArray[np.object_]) -> NonTensorStack | NonTensorData:
     """Return Python values as a leaf of a TensorDict, one per row."""
     # An array as one leaf is ambiguous: it could be one value for every row. A stack is per row,
     # but cannot be empty.

@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from dataplane_core import InvalidRequestError
-from dataplane_core.tensors.columns import Column, bytes_of, jagged_from_padded
+from dataplane_core.tensors.columns import Column, bytes_of, count_rows, jagged_from_padded
 from dataplane_core.tensors.object_codec import encode_object
 from dataplane_core.tensors.rows import OBJECT, checked_leaves
 from dataplane_tq.packed.layout import Block, FieldLayout
@@ -92,14 +91,14 @@ def encode_columns(
         elif name in ragged and lengths is not None:
             encoded.append(_encode_cut(name, column, lengths))
         else:
-            encoded.append(_encode_tensor(name, column, int(column.size(0))))
+            encoded.append(_encode_tensor(name, column))
     return encoded
 
 
 def _encode_cut(name: str, padded: torch.Tensor, lengths: Sequence[int]) -> EncodedField:
     item = tuple(padded.shape[2:])
     if 0 in item:
-        return _encode_tensor(name, jagged_from_padded(padded, lengths), len(lengths))
+        return _encode_tensor(name, jagged_from_padded(padded, lengths))
     # Row i is the first lengths[i] values at i * stride; the padding is never copied.
     step = padded.element_size() * math.prod(item)
     stride = padded.shape[1] * step
@@ -122,18 +121,15 @@ def encode(fields: TensorDictBase, count: int, *, allow_pickle: bool = False) ->
         InvalidRequestError: (a ValueError) as `checked_leaves`, or a value cannot be stored.
     """
     return [
-        _encode_tensor(name, leaf, count)
+        _encode_tensor(name, leaf)
         if isinstance(leaf, torch.Tensor)
         else _encode_objects(name, leaf, allow_pickle)
         for name, leaf in checked_leaves(fields, count).items()
     ]
 
 
-def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
+def _encode_tensor(name: str, leaf: torch.Tensor) -> EncodedField:
     jagged = plain_jagged(leaf)
-    rows = int(leaf.size(0)) if leaf.dim() else 0  # len() fails on some nested tensors
-    if rows != count:
-        raise InvalidRequestError(f"field {name!r}: {rows} rows; expected {count}")
     if jagged is not None:
         return _encode_jagged(name, *jagged)
     tensor = leaf.detach()
@@ -143,7 +139,7 @@ def _encode_tensor(name: str, leaf: torch.Tensor, count: int) -> EncodedField:
         return _encode_rows(name, str(tensor.dtype), tensor.unbind(), flat)
     item = tuple(tensor.shape[1:])
     nbytes = tensor.element_size() * math.prod(item)
-    layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count)
+    layout = FieldLayout(name, str(tensor.dtype), False, item, b"", nbytes, count_rows(leaf))
     return _one_slice(layout, _raw(tensor))
 
 
@@ -211,12 +207,7 @@ def _ragged_layout(
 
 def _raw(tensor: torch.Tensor) -> Bytes:
     """Return the tensor's bytes; a view if it is contiguous and in main memory."""
-    if not tensor.numel():
-        return np.empty(0, np.uint8)
-    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
-    # A contiguous tensor of one element may have any strides, and view() refuses some.
-    raw: Bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
-    return raw
+    return bytes_of(tensor.cpu().as_subclass(torch.Tensor))
 
 
 def _encode_objects(name: str, values: Sequence[Any], allow_pickle: bool = False) -> EncodedField:
