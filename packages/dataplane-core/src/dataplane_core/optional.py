@@ -36,8 +36,12 @@ class SampleStore(Protocol):
     def clear_samples(self) -> Callable[..., None]: ...
 
 
-class PaddedColumns:
-    """Puts and reads of padded columns; override these methods to avoid a copy."""
+class OptionalMethods:
+    """All optional methods of a client: columns, leases, origins, withdrawal, and its inspector.
+
+    Override `put_columns` and `get_columns` to avoid a copy. `acknowledge`, `renew` and `release`
+    are for ``capabilities.leases``.
+    """
 
     def put_columns(
         self: SampleStore,
@@ -151,10 +155,6 @@ class PaddedColumns:
             forms.update(forms_of(samples))
         return {name: columns[name] for name in read.fields}
 
-
-class LeasedClaims:
-    """Methods that acknowledge, renew and release claims; for ``capabilities.leases``."""
-
     def acknowledge(self, meta: KVBatchMeta) -> None:
         """Acknowledge a leased claim, or a subset of it: its samples never return to the task.
 
@@ -175,10 +175,6 @@ class LeasedClaims:
         The errors are those of `acknowledge`.
         """
         raise _unsupported(self, "leases")
-
-
-class OptionalMethods(PaddedColumns, LeasedClaims):
-    """All optional methods of a client: columns, leases, origins, withdrawal, and its inspector."""
 
     @property
     def inspector(self) -> StoreInspector:
