@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any  # Any: tags hold the caller's own primitives
+from typing import TYPE_CHECKING, Any, ClassVar  # Any: tags hold the caller's own primitives
 
 from dataplane_core.boundary import (
     ClaimCall,
@@ -23,6 +23,7 @@ from dataplane_core.boundary import (
     check_put,
     check_read,
 )
+from dataplane_core.capabilities import Capabilities
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.process import process_name
@@ -150,6 +151,24 @@ class CheckedClient(DataPlaneClient):
 
 class LedgerClient(CheckedClient):
     """Client of a store whose samples and claims are in a `dataplane_core.ledger.Ledger`."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        read_your_writes=True,
+        no_torn_rows=True,
+        exclusive_claims=True,
+        bounded_waits=True,
+        leases=True,
+        conservation=True,
+        safe_clear=True,
+        backpressure=True,
+        survivable=True,
+        group_claims=True,
+        origins=True,
+        inspection=True,
+        withdrawal=True,
+        named_claims=True,
+        claim_order=True,
+    )
 
     def acknowledge(self, meta: KVBatchMeta) -> None:
         self._update_lease(check_lease_call("acknowledge", meta))

@@ -13,13 +13,12 @@ import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar  # Any: tags and Ray handles
+from typing import Any, TypeVar  # Any: tags and Ray handles
 
 import ray
 from tensordict import TensorDict
 
 from dataplane_core import (
-    Capabilities,
     ClosedError,
     DataPlaneConfig,
     KVBatchMeta,
@@ -80,24 +79,6 @@ class TQDataPlaneClient(LedgerClient):
             or TransferQueue already runs.
         UnavailableError: Ray is not initialized, or there is nothing to attach to.
     """
-
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        read_your_writes=True,
-        no_torn_rows=True,
-        exclusive_claims=True,
-        bounded_waits=True,
-        leases=True,
-        conservation=True,
-        safe_clear=True,
-        backpressure=True,
-        survivable=True,
-        group_claims=True,
-        origins=True,
-        inspection=True,
-        withdrawal=True,
-        named_claims=True,
-        claim_order=True,
-    )
 
     def __init__(self, cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool = True) -> None:
         valid = validate_config(cfg)

@@ -11,19 +11,18 @@ import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar  # Any: rows
+from typing import TYPE_CHECKING, Any  # Any: rows
 
 import torch
 
 from dataplane_core.boundary import ClaimCall, LeaseCall, PutRequest, ReadRequest
-from dataplane_core.capabilities import Capabilities
 from dataplane_core.checked_client import LedgerClient
 from dataplane_core.config import DataPlaneConfig, check_agreement, validate_config
 from dataplane_core.declaration import PartitionDeclaration, check_enums
 from dataplane_core.errors import ClosedError, ConfigError
 from dataplane_core.in_memory.inspector import InMemoryInspector
 from dataplane_core.ledger import Ledger, PutTicket, Shortage, load_order
-from dataplane_core.ledger.origins import count_origins
+from dataplane_core.ledger.samples import count_origins
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.tensors import rows as row_codec
 from dataplane_core.tensors.object_codec import decode_object, encode_object
@@ -64,24 +63,6 @@ class InMemoryDataPlaneClient(LedgerClient):
         ConfigError: (a ValueError) the configuration is invalid; or, with ``bootstrap=False``,
             there is no open store, or it has another ``storage_capacity`` or ``claim_order``.
     """
-
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        read_your_writes=True,
-        no_torn_rows=True,
-        exclusive_claims=True,
-        bounded_waits=True,
-        leases=True,
-        conservation=True,
-        safe_clear=True,
-        backpressure=True,
-        survivable=True,
-        group_claims=True,
-        origins=True,
-        inspection=True,
-        withdrawal=True,
-        named_claims=True,
-        claim_order=True,
-    )
 
     def __init__(
         self, cfg: DataPlaneConfig | Mapping[str, Any] | None = None, *, bootstrap: bool = True

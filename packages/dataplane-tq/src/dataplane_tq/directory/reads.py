@@ -7,7 +7,7 @@ from typing import Any  # Any: numpy's integers
 import numpy as np
 
 from dataplane_core.ledger import Partition, Row
-from dataplane_core.ledger.origins import count_origins
+from dataplane_core.ledger.samples import count_origins
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.catalogue import Catalogue
 from dataplane_tq.packed.layout import Block, FieldParts
