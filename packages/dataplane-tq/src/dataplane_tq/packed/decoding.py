@@ -78,7 +78,8 @@ def decode(pieces: Sequence[Piece], *, allow_pickle: bool = False) -> torch.Tens
     pieces, places = _checked(pieces)
     layout = pieces[0].layout
     if layout.kind == OBJECT:
-        return object_leaf(_decode_objects(pieces, places, allow_pickle))
+        leaf: Any = object_leaf(_decode_objects(pieces, places, allow_pickle))
+        return leaf  # a stack, because there is at least one row
     return _decode_tensor(pieces, places)
 
 
