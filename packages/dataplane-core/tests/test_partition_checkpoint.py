@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,16 +273,15 @@ def test_restore_into_a_too_small_store_leaves_nothing(tmp_path: Path):
     target.put_samples(list("abcde"), "other", batch(5, x=torch.ones(5)))
 
 
-def test_restore_needs_claims_that_filter(tmp_path: Path):
+def test_restore_of_acknowledged_samples_needs_named_claims(tmp_path: Path):
     class Plain(InMemoryDataPlaneClient):
-        def claim_meta(self, *args, where=(), **kwargs):
-            return super().claim_meta(*args, **kwargs)
+        capabilities = replace(InMemoryDataPlaneClient.capabilities, named_claims=False)
 
     client = filled()
     client.claim_meta("train", "train", ["extra"], 1, blocking=False)
     save_partition(client, "train", tmp_path / "p")
     target = Plain()
-    with pytest.raises(UnsupportedError, match="claimed 's0'; expected 's3'"):
+    with pytest.raises(UnsupportedError, match=r"lacks capabilities\.named_claims"):
         restore_partition(target, tmp_path / "p")
     assert target.inspector.list_partitions() == []
 

@@ -7,7 +7,6 @@ size. Needs the extra ``dataplane-core[checkpoint]``.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,7 +30,6 @@ from dataplane_core.errors import (
     listed,
 )
 from dataplane_core.ledger.inspect import MAX_PAGE_ROWS, PartitionSummary, SampleState
-from dataplane_core.ledger.selection import TagFilter
 from dataplane_core.meta import LEASE
 from dataplane_core.schema import Form
 from dataplane_core.tensors.object_codec import decode_struct, encode_object
@@ -151,7 +149,8 @@ def restore_partition(
     consumers afterwards: a claim during the restore makes it fail.
 
     Args:
-        client: a client whose claims support ``where``; its store may be of another kind or size.
+        client: a client with ``capabilities.named_claims``, unless no task has acknowledged
+            samples; its store may be of another kind or size.
         folder: the folder that `save_partition` wrote.
         partition_id: name to restore under; None is the saved name.
 
@@ -160,7 +159,8 @@ def restore_partition(
 
     Raises:
         CheckpointError: a file is missing, changed, unexpected or malformed; the error names it.
-        InvalidRequestError: (a ValueError) the partition is registered already.
+        InvalidRequestError: (a ValueError) the partition is registered already, or a consumer
+            claimed during the restore.
         UnsupportedError: the client cannot restore which samples were acknowledged.
         DataPlaneError: a put failed, for example because the store is full. After any error,
             nothing of the partition remains in the store.
@@ -188,67 +188,47 @@ def restore_partition(
 def _restore(
     client: DataPlaneClient, checkpoint: VerifiedFolder, saved: _Declaration, name: str
 ) -> None:
-    def declare(tasks: list[str], group_size: int | None) -> None:
+    def declare(tasks: list[str]) -> None:
+        declared = saved.samples + saved.not_put
         client.register_partition(
-            name, saved.fields, saved.samples + saved.not_put, tasks, group_size, saved.enums
+            name, saved.fields, declared, tasks, saved.group_size, saved.enums
         )
 
-    # Tasks are declared after the puts, so that no consumer can claim earlier. The group size is
-    # declared last: claims of a grouped partition take complete groups, but a task may have
-    # acknowledged part of a group.
-    declare([], None)
-    # A mark is a tag that no other sample has. With it `_acknowledge` claims exactly the samples
-    # that the task had acknowledged. At the end the saved tags replace the marked ones.
-    marks = {task: f"{secrets.token_hex(8)}:{task}" for task in saved.tasks}
-    acknowledged: dict[str, set[str]] = {task: set() for task in saved.tasks}
-    marked: list[int] = []
+    declare([])  # the tasks follow after the puts, so that no consumer can claim earlier
+    acknowledged: dict[str, list[str]] = {task: [] for task in saved.tasks}
     for number in range(saved.batches):
         index, blocks = _restored(checkpoint, number, saved.forms)
-        tags = [dict(tag) for tag in index.tags]
         for task, rows in index.acknowledged.items():
-            acknowledged[task].update(index.sample_ids[row] for row in rows)
-            for row in rows:
-                tags[row][marks[task]] = True
-        if any(index.acknowledged.values()):
-            marked.append(number)
-        client.put_samples(index.sample_ids, name, None, tags)
+            acknowledged[task] += [index.sample_ids[row] for row in rows]
+        client.put_samples(index.sample_ids, name, None, index.tags)
         for rows, fields in blocks:
             client.put_samples([index.sample_ids[row] for row in rows], name, fields)
-    declare(saved.tasks, None)
+    declare(saved.tasks)
     for task, sample_ids in acknowledged.items():
-        _acknowledge(client, name, task, marks[task], sample_ids)
-    for number in marked:
-        index, _ = _restored(checkpoint, number, saved.forms)
-        client.put_samples(index.sample_ids, name, None, index.tags)
-    if saved.group_size is not None:
-        declare(saved.tasks, saved.group_size)
+        for start in range(0, len(sample_ids), _CLAIM):
+            _acknowledge(client, name, task, sample_ids[start : start + _CLAIM])
 
 
 def _acknowledge(
-    client: DataPlaneClient, partition_id: str, task: str, mark: str, sample_ids: set[str]
+    client: DataPlaneClient, partition_id: str, task: str, sample_ids: list[str]
 ) -> None:
-    """Claim and acknowledge exactly ``sample_ids``, which carry the tag ``mark``."""
-    remaining = set(sample_ids)
-    while remaining:
-        claimed = client.claim_meta(
-            partition_id,
-            task,
-            [],
-            min(_CLAIM, len(remaining)),
-            blocking=False,
-            where=[TagFilter(mark, "==", True)],
+    """Claim and acknowledge ``sample_ids``; a task may have acknowledged part of a group."""
+    if not client.capabilities.named_claims:
+        raise UnsupportedError(
+            f"restore_partition({partition_id!r}): task {task!r} has acknowledged samples, and the "
+            "client lacks capabilities.named_claims to claim them"
         )
-        unexpected = set(claimed.sample_ids) - remaining
-        if unexpected or not claimed.size:
-            raise UnsupportedError(
-                f"restore_partition({partition_id!r}): task {task!r} claimed "
-                f"{listed(sorted(unexpected)) or 'nothing'}; expected "
-                f"{listed(sorted(remaining))}. Either the client's claims do not filter by tags, "
-                "or a consumer claimed during the restore"
-            )
-        if LEASE in claimed.extra_info:
-            client.acknowledge(claimed)
-        remaining.difference_update(claimed.sample_ids)
+    count = len(sample_ids)
+    claimed = client.claim_meta(
+        partition_id, task, [], count, blocking=False, sample_ids=sample_ids
+    )
+    if claimed.size < count:
+        raise InvalidRequestError(
+            f"restore_partition({partition_id!r}): task {task!r} could claim {claimed.size} of "
+            f"{count} acknowledged samples; start its consumers after the restore"
+        )
+    if LEASE in claimed.extra_info:
+        client.acknowledge(claimed)
 
 
 def _packed(
