@@ -169,10 +169,9 @@ class TransferQueueStore(Store):
 
     def read(self, read: ReadRequest, answer: ReadAnswer) -> TensorDict:
         distinct = list(dict.fromkeys(read.sample_ids))
-        names = list(dict.fromkeys(read.fields))
         client, what = self._engine.client, read.operation
         fields = self._engine.run(
-            what, rows_in.read, client, distinct, read.partition_id, names, what
+            what, rows_in.read, client, distinct, read.partition_id, read.fields, what
         )
         places = {sample_id: i for i, sample_id in enumerate(distinct)}
         order = [places[sample_id] for sample_id in read.sample_ids]

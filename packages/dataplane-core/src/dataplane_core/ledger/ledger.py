@@ -231,7 +231,7 @@ class Ledger:
         except DataPlaneError:
             self.abort_put(ticket)
             raise
-        self._end_put(ticket)
+        self.retract_put(ticket)
         partition = ticket.partition
         partition.samples.kinds.update(ticket.kinds)
         for name, form in ticket.forms.items():
@@ -263,13 +263,10 @@ class Ledger:
         """Undo the reservations of `begin_put`; idempotent."""
         if ticket.open:
             self.totals["puts_aborted"] += 1
-            self._end_put(ticket)
+            self.retract_put(ticket)
 
     def retract_put(self, ticket: PutTicket) -> None:
-        """Undo the reservations of `begin_put`, because the put begins again later."""
-        self._end_put(ticket)
-
-    def _end_put(self, ticket: PutTicket) -> None:
+        """Undo the reservations of `begin_put`, for example because the put begins again later."""
         ticket.open = False
         partition = ticket.partition
         for sample_id in ticket.reserved:

@@ -123,21 +123,13 @@ def _decode_model(stored: list[Any]) -> Any:
     return known.model_validate_json(text)
 
 
-def _encode_features(features: Any) -> dict[str, Any]:
-    return dict(features.data)
-
-
 def _decode_features(kind: str) -> Callable[[dict[str, Any]], Any]:
     return lambda data: getattr(importlib.import_module("transformers"), kind)(data)
 
 
-def _decode_complex(parts: list[float]) -> complex:
-    return complex(*parts)
-
-
 _add(
     "builtins.complex",
-    ObjectType("complex", lambda value: [value.real, value.imag], _decode_complex),
+    ObjectType("complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
 )
 _add(
     "builtins.slice",
@@ -151,4 +143,5 @@ for _path_of, _kind in (
     ("transformers.feature_extraction_utils.BatchFeature", "BatchFeature"),
     ("transformers.tokenization_utils_base.BatchEncoding", "BatchEncoding"),
 ):
-    _add(_path_of, ObjectType(f"transformers.{_kind}", _encode_features, _decode_features(_kind)))
+    _name, _encode = f"transformers.{_kind}", lambda features: dict(features.data)
+    _add(_path_of, ObjectType(_name, _encode, _decode_features(_kind)))

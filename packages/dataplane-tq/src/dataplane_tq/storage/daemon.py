@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any  # Any: Ray handles have no static types
 
@@ -127,6 +128,14 @@ def end_daemon(actor: Any) -> None:
     if ray.is_initialized():
         with suppress(RayError, ValueError):  # a handle of an earlier cluster
             ray.wait([actor.stop.remote()], timeout=2 * _STOP_TIMEOUT_S)
+
+
+def package_folder(module: str) -> Path:
+    """Return the folder of an installed package, without importing it."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
 
 
 def free_port(host: str) -> int:

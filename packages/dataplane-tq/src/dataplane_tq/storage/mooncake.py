@@ -11,7 +11,6 @@ import os
 import shutil
 from http.client import HTTPConnection, HTTPException
 from importlib import import_module
-from importlib.util import find_spec
 from ipaddress import ip_address
 from math import ceil
 from pathlib import Path
@@ -35,7 +34,7 @@ from dataplane_tq.storage.base import (
     require_bytes,
     require_module,
 )
-from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port, listens
+from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port, listens, package_folder
 
 logger = structlog.get_logger("dataplane_tq.storage")
 
@@ -190,10 +189,7 @@ class MooncakeMaster(DaemonActor):
 
     def _executable(self) -> Path:
         """Return the program in the wheel; some installers drop its executable bit."""
-        spec = find_spec("mooncake")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        shipped = Path(spec.submodule_search_locations[0]) / "mooncake_master"
+        shipped = package_folder("mooncake") / "mooncake_master"
         if os.access(shipped, os.X_OK):
             return shipped
         private = Path(shutil.copy(shipped, self.folder))

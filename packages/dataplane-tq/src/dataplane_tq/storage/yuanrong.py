@@ -7,8 +7,6 @@ client looks for the worker on its own node, so one worker serves one node.
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any  # Any: TransferQueue's options have no static types
 
 import ray
@@ -22,7 +20,7 @@ from dataplane_tq.storage.base import (
     require_bytes,
     require_module,
 )
-from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port
+from dataplane_tq.storage.daemon import DaemonActor, end_daemon, free_port, package_folder
 from dataplane_tq.upstream import set_yuanrong_timeout
 
 _WORKER = "YuanrongWorker"
@@ -87,10 +85,7 @@ class YuanrongWorker(DaemonActor):
         Returns:
             The worker's port.
         """
-        spec = find_spec("yr.datasystem")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        package = Path(spec.submodule_search_locations[0])
+        package = package_folder("yr.datasystem")
         port = free_port(_HOST)
         ready = self.folder / "ready"
         options = {
