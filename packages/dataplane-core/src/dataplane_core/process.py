@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
+_HOST = socket.gethostname()
+
 
 def process_name() -> str:
     """Return this process as host:pid."""
-    return f"{socket.gethostname()}:{os.getpid()}"
+    return f"{_HOST}:{os.getpid()}"
