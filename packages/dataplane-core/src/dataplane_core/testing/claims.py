@@ -38,9 +38,6 @@ class Stage(enum.IntEnum):
 class ClaimContract(StoreFixtures):
     """Contract: each task claims a ready sample once; blocked claims end with a reason."""
 
-    max_wait_s = 20.0
-    """Maximum seconds that a test waits for an event; only failing tests wait so long."""
-
     def test_a_task_claims_each_sample_once(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
@@ -210,15 +207,12 @@ class ClaimContract(StoreFixtures):
     def test_claim_concurrent_with_a_put_is_never_short(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            for start in range(0, 60, 2):
-                client.register_partition(partition, ["x"], 2, ["train"])
-                claim = pool.submit(
-                    client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.max_wait_s
-                )
+        for start in range(0, 60, 2):
+            client.register_partition(partition, ["x"], 2, ["train"])
+            with self.blocked_claim(client, partition, ["x"], 2) as claim:
                 put(peer, partition, [f"s{start}", f"s{start + 1}"])
                 assert claim.result(self.max_wait_s).size == 2
-                client.clear_samples(None, partition)
+            client.clear_samples(None, partition)
 
     def test_timed_out_claim_reports_what_is_missing(
         self, client: DataPlaneClient, partition: str
@@ -238,10 +232,7 @@ class ClaimContract(StoreFixtures):
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a"])
-        with ThreadPoolExecutor(1) as pool:
-            claim = pool.submit(
-                client.claim_meta, partition, "train", ["x"], 2, timeout_s=self.max_wait_s
-            )
+        with self.blocked_claim(client, partition, ["x"], 2) as claim:
             put(peer, partition, ["b"])
             assert sorted(claim.result(self.max_wait_s).sample_ids) == ["a", "b"]
 
@@ -249,10 +240,7 @@ class ClaimContract(StoreFixtures):
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, ["a", "b"])
-        with ThreadPoolExecutor(1) as pool:
-            claim = pool.submit(
-                client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.max_wait_s
-            )
+        with self.blocked_claim(client, partition, ["x", "y"], 2) as claim:
             put(peer, partition, ["a"], "y")
             put(peer, partition, ["b"], "y")
             assert sorted(claim.result(self.max_wait_s).sample_ids) == ["a", "b"]
@@ -261,20 +249,17 @@ class ClaimContract(StoreFixtures):
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         """A claim without a lease must wake others itself, because no acknowledgment follows."""
-        with ThreadPoolExecutor(1) as pool:
-            for _ in range(3):  # in case the other claim was first
-                client.register_partition(partition, ["x", "y"], 2, ["train"])
-                put(client, partition, ["a", "b"])
-                put(client, partition, ["a"], "y")
-                started = time.monotonic()
-                claim = pool.submit(
-                    client.claim_meta, partition, "train", ["x", "y"], 2, timeout_s=self.max_wait_s
-                )
+        for _ in range(3):  # in case the other claim was first
+            client.register_partition(partition, ["x", "y"], 2, ["train"])
+            put(client, partition, ["a", "b"])
+            put(client, partition, ["a"], "y")
+            started = time.monotonic()
+            with self.blocked_claim(client, partition, ["x", "y"], 2) as claim:
                 client.get_samples(["a"], partition, ["x"])  # gives the claim time to block
                 assert peer.claim_meta(partition, "train", ["x"], 2, blocking=False).size == 2
                 assert claim.result(2 * self.max_wait_s).sample_ids == []
-                assert time.monotonic() - started < self.max_wait_s / 2
-                client.clear_samples(None, partition)
+            assert time.monotonic() - started < self.max_wait_s / 2
+            client.clear_samples(None, partition)
 
     def test_concurrent_claimers_share_no_sample_and_miss_none(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str

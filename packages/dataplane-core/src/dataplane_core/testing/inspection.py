@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any  # Any: values of tags
 
 import pytest
@@ -57,8 +56,6 @@ class InspectionContract(StateMachineContract):
     In addition to ``client`` and ``peer``, a subclass provides ``leasing``: a client of the same
     store, in this process, with leases of 1000 s.
     """
-
-    max_wait_s = 20.0
 
     @pytest.fixture
     def leasing(self, client: DataPlaneClient) -> DataPlaneClient:
@@ -382,10 +379,7 @@ class InspectionContract(StateMachineContract):
     ) -> None:
         put(client, partition, ["a"])
         client.claim_meta(partition, "train", ["x"], 1)
-        with ThreadPoolExecutor(1) as pool:
-            blocked = pool.submit(
-                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.max_wait_s
-            )
+        with self.blocked_claim(client, partition, ["x"], 1) as blocked:
             assert peer.inspector.reset_consumption(partition, "train", ["a"]) == 1
             assert blocked.result(self.max_wait_s).sample_ids == ["a"]
 
@@ -426,10 +420,7 @@ class InspectionContract(StateMachineContract):
         put(client, partition, ["a"])
         leasing.claim_meta(partition, "train", ["x"], 1)
         [claim] = client.inspector.list_claims(partition)
-        with ThreadPoolExecutor(1) as pool:
-            blocked = pool.submit(
-                client.claim_meta, partition, "train", ["x"], 1, timeout_s=self.max_wait_s
-            )
+        with self.blocked_claim(client, partition, ["x"], 1) as blocked:
             assert peer.inspector.end_claim(partition, claim.claim, expired_only=False) == 1
             assert blocked.result(self.max_wait_s).sample_ids == ["a"]
 

@@ -54,14 +54,18 @@ def filled(
     return client
 
 
-class LeaseWaitContract:
-    """Contract: a leased sample is neither ready nor acknowledged."""
+class MakeClientFixtures:
+    """Fixture that a subclass overrides: ``make_client``, see `LeaseContract`."""
 
     max_wait_s = 20.0
 
     @pytest.fixture
     def make_client(self) -> MakeClient:
         raise NotImplementedError("override the fixture 'make_client'")
+
+
+class LeaseWaitContract(MakeClientFixtures):
+    """Contract: a leased sample is neither ready nor acknowledged."""
 
     @pytest.fixture
     def leasing(self, make_client: MakeClient) -> DataPlaneClient:

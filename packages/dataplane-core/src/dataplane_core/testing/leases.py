@@ -18,7 +18,12 @@ from dataplane_core import (
     SamplesLeasedError,
 )
 from dataplane_core.testing.claims import put
-from dataplane_core.testing.lease_waits import LeaseWaitContract, MakeClient, filled
+from dataplane_core.testing.lease_waits import (
+    LeaseWaitContract,
+    MakeClient,
+    MakeClientFixtures,
+    filled,
+)
 from dataplane_core.testing.storage import batch
 
 
@@ -211,17 +216,11 @@ class LeaseContract(LeaseWaitContract):
         }
 
 
-class BackpressureContract:
+class BackpressureContract(MakeClientFixtures):
     """Contract of clients with ``capabilities.backpressure``.
 
     A subclass provides the fixture ``make_client``, as for `LeaseContract`.
     """
-
-    max_wait_s = 20.0
-
-    @pytest.fixture
-    def make_client(self) -> MakeClient:
-        raise NotImplementedError("override the fixture 'make_client'")
 
     def test_put_past_capacity_raises_and_stores_nothing(self, make_client: MakeClient) -> None:
         client = filled(make_client(storage_capacity=2, ack_timeout_ms=50), ["a"], 4)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import uuid
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any  # Any: rows of object columns
 
 import numpy as np
@@ -61,6 +64,19 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 class StoreFixtures:
     """Fixtures that a subclass overrides: ``client``, and ``peer``, a client of the same store."""
+
+    max_wait_s = 20.0
+    """Maximum seconds that a test waits for an event; only failing tests wait so long."""
+
+    @contextmanager
+    def blocked_claim(
+        self, client: DataPlaneClient, partition: str, fields: list[str], size: int
+    ) -> Iterator[Future[KVBatchMeta]]:
+        """Claim for the task 'train' in a thread, while the block provides what it waits for."""
+        with ThreadPoolExecutor(1) as pool:
+            yield pool.submit(
+                client.claim_meta, partition, "train", fields, size, timeout_s=self.max_wait_s
+            )
 
     @pytest.fixture
     def client(self) -> DataPlaneClient:
