@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from tensordict import TensorDict
 from torch.utils.data import IterableDataset
@@ -13,6 +14,7 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.streaming.held_claims import release
 
 
+@dataclass(eq=False, repr=False)
 class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
     """Dataset that claims batches of a partition until none is left, and fetches them.
 
@@ -35,32 +37,21 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
             of a crashed consumer can be claimed again.
     """
 
-    def __init__(
-        self,
-        make_client: Callable[[], DataPlaneClient],
-        partition_id: str,
-        task_name: str,
-        *,
-        required_fields: list[str],
-        select_fields: list[str] | None = None,
-        batch_size: int,
-        dp_rank: int | None = None,
-        dp_world: int | None = None,
-        where: Sequence[TagFilter] = (),
-        seed: int | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        self.make_client = make_client
-        self.partition_id = partition_id
-        self.task_name = task_name
-        self.required_fields = required_fields
-        self.select_fields = select_fields
-        self.batch_size = batch_size
-        self.dp_rank = dp_rank
-        self.dp_world = dp_world
-        self.where = tuple(where)
-        self.seed = seed
-        self.timeout_s = timeout_s
+    make_client: Callable[[], DataPlaneClient]
+    partition_id: str
+    task_name: str
+    _: KW_ONLY
+    required_fields: list[str]
+    select_fields: list[str] | None = None
+    batch_size: int
+    dp_rank: int | None = None
+    dp_world: int | None = None
+    where: Sequence[TagFilter] = ()
+    seed: int | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.where = tuple(self.where)
 
     def __iter__(self) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
         with self.make_client() as client:
