@@ -21,10 +21,8 @@ class DirectoryActor:
     whose class imports them: see `bind_actor`.
 
     Args:
-        capacity: maximum number of samples in the store.
-        units: the packed backend's units.
-        claim_order: ``claim_order`` of `DataPlaneConfig`.
-        mirrored: whether rows are reported to TransferQueue.
+        claim_order: ``claim_order`` of `DataPlaneConfig`. The other arguments are those of
+            `StoreState`.
     """
 
     def __init__(

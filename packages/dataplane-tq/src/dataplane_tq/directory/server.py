@@ -35,11 +35,7 @@ class Directory:
     `start` starts the thread. Call other methods only in it, unless they say otherwise.
 
     Args:
-        capacity: maximum number of samples over all partitions.
-        units: the packed backend's units; empty for other backends.
-        host: address to listen on.
-        order: order of claims without a seed; None is the order of first puts.
-        mirrored: whether rows are reported to TransferQueue.
+        host: address to listen on. The other arguments are those of `StoreState`.
     """
 
     def __init__(
