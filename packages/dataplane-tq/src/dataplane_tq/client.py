@@ -49,6 +49,7 @@ from dataplane_tq import topology
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Link
 from dataplane_tq.inspector import DirectoryInspector
+from dataplane_tq.mirror import rows as rows_in
 from dataplane_tq.mirror.engine import Engine
 from dataplane_tq.mirror.reporter import Reporter
 from dataplane_tq.storage import BACKENDS
@@ -294,28 +295,25 @@ class TQDataPlaneClient(LedgerClient):
     def _clear_checked(
         self, partition_id: str, ids: list[str] | None, *, force: bool, withdrawn: bool = False
     ) -> bool:
+        """Clear in the directory, then in TransferQueue."""
         self._check_open()
         if ids is not None and not ids:
             return False
         method = "withdraw_samples" if withdrawn else "clear_samples"
+        what, engine = f"{method}(partition={partition_id!r})", self._engine
         request = p.Clear(partition_id, ids, force, self._timeout_s, withdrawn)
-        return bool(self._clear(f"{method}(partition={partition_id!r})", request))
-
-    def _clear(self, what: str, request: p.Clear) -> int:
-        """Clear in the directory, then in TransferQueue; return the number of samples."""
-        partition_id, reporter = request.partition_id, self._reporter
         with self._link.session(what) as session:
             answer = cleared = session.ask(request, p.ClearAnswer)
             while True:
-                if reporter is not None:
-                    reporter.drop(what, partition_id, answer.orphans)
+                if engine is not None:
+                    engine.run(what, rows_in.drop, engine.client, partition_id, answer.orphans)
                 if not answer.more:
                     break
                 answer = session.ask(p.NextOrphans(), p.ClearAnswer)
-            if reporter is not None and request.sample_ids is None:
-                reporter.forget(what, partition_id)
+            if engine is not None and ids is None:
+                engine.run(what, rows_in.forget, engine.client, partition_id)
             session.ask(p.Dropped(), type(None))
-        return cleared.dropped
+        return bool(cleared.dropped)
 
     def _consumed_checked(self, partition_id: str, task_names: list[str]) -> bool:
         what = f"check_consumption_status(partition={partition_id!r})"

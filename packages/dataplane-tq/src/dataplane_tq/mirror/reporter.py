@@ -154,14 +154,6 @@ class Reporter:
                         "transfer_queue_report_failed", claims=len(sample_ids), error=repr(error)
                     )
 
-    def drop(self, what: str, partition_id: str, orphans: Sequence[p.Orphans]) -> None:
-        """Drop cleared rows in TransferQueue; raise as `Engine.wait`."""
-        self._engine.run(what, rows.drop, self._engine.client, partition_id, orphans)
-
-    def forget(self, what: str, partition_id: str) -> None:
-        """Remove an empty partition from TransferQueue's list; raise as `Engine.wait`."""
-        self._engine.run(what, rows.forget, self._engine.client, partition_id)
-
     async def _set_flushing(self) -> None:
         self._flushing.set()
 
