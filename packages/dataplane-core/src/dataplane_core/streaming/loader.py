@@ -217,7 +217,7 @@ class StreamingDataLoader:
                     more = True
                     self._all_lost_since = None
                     yield fresh.content
-                    self._finish(fresh.meta)
+                    self.ack(fresh.meta)
         return more
 
     def _renew_claim(self, meta: KVBatchMeta) -> KVBatchMeta | None:
@@ -275,9 +275,6 @@ class StreamingDataLoader:
             LeaseLostError: the lease expired, or some of the samples were released. They are
                 delivered again unless they were cleared. The others are marked as done.
         """
-        self._finish(meta)
-
-    def _finish(self, meta: KVBatchMeta) -> None:
         done = indices_of(meta, self._done)
         rest = meta.drop(done) if done else meta
         if rest is None:
