@@ -72,7 +72,7 @@ class StoreFixtures:
     def blocked_claim(
         self, client: DataPlaneClient, partition: str, fields: list[str], size: int
     ) -> Iterator[Future[KVBatchMeta]]:
-        """Claim for the task 'train' in a thread, while the block provides what it waits for."""
+        """Claim for the task 'train' in a thread; the block makes the samples ready."""
         with ThreadPoolExecutor(1) as pool:
             yield pool.submit(
                 client.claim_meta, partition, "train", fields, size, timeout_s=self.max_wait_s
