@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any  # Any: rows
 
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import SeriesPoint
@@ -21,6 +21,7 @@ POINT_BYTES = 40
 """Approximate bytes of a stored point, with its share of a block."""
 
 _STORED = select(CurveModel.__table__).where(CurveModel.digest.in_(WANTED))
+_COUNTS = select(CurveModel.points).where(CurveModel.id.in_(WANTED))
 
 
 def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
@@ -64,11 +65,9 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
 
 def drop_curves(work: Work, ids: Sequence[int]) -> None:
     """Delete curves with their points."""
-    for group in in_groups(ids):
-        counts = select(CurveModel.points).where(CurveModel.id.in_(group))
-        work.state.nbytes -= POINT_BYTES * sum(work.connection.scalars(counts))
-        for column in (CurvePointModel.curve, CurveBlockModel.curve, CurveModel.id):
-            work.connection.execute(delete(column.class_).where(column.in_(group)))
+    work.state.nbytes -= POINT_BYTES * sum(row.points for row in work.rows(_COUNTS, ids))
+    for column in (CurvePointModel.curve, CurveBlockModel.curve, CurveModel.id):
+        work.drop(column, ids)
 
 
 def _known_points(work: Work, curves: Sequence[int], steps: set[int]) -> dict[int, set[int]]:

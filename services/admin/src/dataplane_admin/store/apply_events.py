@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any  # Any: values of rows
 
-from sqlalchemy import delete, select, tuple_
+from sqlalchemy import select, tuple_
 
 from dataplane_admin.store.apply_runs import apply_run_changes, apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
@@ -25,7 +25,7 @@ from dataplane_admin.store.tables import (
     SampleModel,
 )
 from dataplane_admin.store.texts import HEAD_BYTES, storable
-from dataplane_admin.store.work import Work, in_groups
+from dataplane_admin.store.work import WANTED, Work, in_groups
 
 ENDS = ("claimed", "claim_failed", "answered")
 """Events that end a wait."""
@@ -48,13 +48,20 @@ class _Place:
 _PlaceKey = tuple[str, str]
 _SampleKey = tuple[int, bytes]
 
+_STORED = select(EventModel.digest).where(EventModel.digest.in_(WANTED))
+_PLACES = select(PlaceModel.__table__).where(
+    tuple_(PlaceModel.run_id, PlaceModel.partition).in_(WANTED)
+)
+_SAMPLES = select(SampleModel.__table__).where(SampleModel.head.in_(WANTED))
+_ENDED_WAITS = select(EventModel.wait).where(EventModel.wait.in_(WANTED), EventModel.name.in_(ENDS))
+
 
 def apply_events(work: Work, batches: Sequence[Batch]) -> list[int]:
     """Store new events; return the number of new events of each batch."""
     events = [event for batch in batches for event in batch.events]
     if not events:
         return [0] * len(batches)
-    seen = work.present(EventModel.digest, {event.digest for event in events})
+    seen = {row.digest for row in work.rows(_STORED, {event.digest for event in events})}
     new: list[LifecycleEvent] = []
     counts = []
     for batch in batches:
@@ -107,27 +114,16 @@ def _place_key(event: LifecycleEvent) -> _PlaceKey:
 
 def _places(work: Work, events: Iterable[LifecycleEvent]) -> dict[_PlaceKey, _Place]:
     wanted = dict.fromkeys(_place_key(event) for event in events)
-    key = tuple_(PlaceModel.run_id, PlaceModel.partition)
     places = {
         (row.run_id, row.partition): _Place(row.id, row.cleared_ns)
-        for group in in_groups(wanted)
-        for row in work.connection.execute(select(PlaceModel.__table__).where(key.in_(group)))
+        for row in work.rows(_PLACES, wanted)
     }
-    missing = [key_pair for key_pair in wanted if key_pair not in places]
-    for key_pair in missing:
-        places[key_pair] = _Place(work.state.next_id(), 0)
-    work.add(
-        PlaceModel,
-        [
-            {
-                "id": places[key_pair].id,
-                "run_id": key_pair[0],
-                "partition": key_pair[1],
-                "cleared_ns": 0,
-            }
-            for key_pair in missing
-        ],
-    )
+    new: list[dict[str, Any]] = []
+    for run_id, partition in wanted:
+        if (run_id, partition) not in places:
+            place = places[run_id, partition] = _Place(work.state.next_id(), 0)
+            new.append({"id": place.id, "run_id": run_id, "partition": partition, "cleared_ns": 0})
+    work.add(PlaceModel, new)
     return places
 
 
@@ -140,12 +136,10 @@ def _samples(
         for sample_id in event.sample_ids:
             wanted.setdefault((place.id, sample_id), event.time_ns)
     samples: dict[_SampleKey, SampleLife] = {}
-    table = SampleModel.__table__
-    for heads in in_groups({sample_id[:HEAD_BYTES] for _, sample_id in wanted}):
-        for row in work.connection.execute(select(table).where(SampleModel.head.in_(heads))):
-            place_and_id = row.place_id, row.head + row.tail
-            if place_and_id in wanted:
-                samples[place_and_id] = _life(row)
+    for row in work.rows(_SAMPLES, {sample_id[:HEAD_BYTES] for _, sample_id in wanted}):
+        place_and_id = row.place_id, row.head + row.tail
+        if place_and_id in wanted:
+            samples[place_and_id] = _life(row)
     for place_and_id, time_ns in wanted.items():
         if place_and_id not in samples:
             key = work.state.next_id()
@@ -253,15 +247,8 @@ def _track_waits(work: Work, rows: list[dict[str, Any]], events: Sequence[Lifecy
         for row, event in zip(rows, events, strict=True)
         if row["name"] == "waiting"
     }
-    for group in in_groups(ended | newest.keys()):
-        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.wait.in_(group)))
-    finished = {
-        row[0]
-        for group in in_groups(newest.keys())
-        for row in work.connection.execute(
-            select(EventModel.wait).where(EventModel.wait.in_(group), EventModel.name.in_(ENDS))
-        )
-    }
+    work.drop(OpenWaitModel.wait, ended | newest.keys())
+    finished = {row.wait for row in work.rows(_ENDED_WAITS, newest)}
     work.add(
         OpenWaitModel,
         [

@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, delete, func, select
 from dataplane_admin.store.batch import LoadPoint
 from dataplane_admin.store.tables import LoadPointModel, LoadSeriesModel
 from dataplane_admin.store.texts import storable
-from dataplane_admin.store.work import WANTED, Work, in_groups
+from dataplane_admin.store.work import WANTED, Work
 
 MAX_LOAD_SERIES = 2_000
 """Maximum number of series; beyond it, those reported longest ago are deleted."""
@@ -101,9 +101,5 @@ def drop_load(work: Work, before_s: int) -> bool:
 
 
 def _drop_series(work: Work, ids: Sequence[int]) -> None:
-    for group in in_groups(ids):
-        gone = work.connection.execute(
-            delete(LoadPointModel).where(LoadPointModel.series.in_(group))
-        )
-        work.state.nbytes -= POINT_BYTES * gone.rowcount
-        work.connection.execute(delete(LoadSeriesModel).where(LoadSeriesModel.id.in_(group)))
+    work.state.nbytes -= POINT_BYTES * work.drop(LoadPointModel.series, ids)
+    work.drop(LoadSeriesModel.id, ids)

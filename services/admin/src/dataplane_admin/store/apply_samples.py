@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any  # Any: rows
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import func, select
 
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch, SampleFacts, SampleText
 from dataplane_admin.store.tables import SampleFactModel, SampleTextModel
 from dataplane_admin.store.texts import storable
-from dataplane_admin.store.work import WANTED, Work, in_groups
+from dataplane_admin.store.work import WANTED, Work
 
 FACT_BYTES = 300
 """Approximate bytes of the facts of a sample, without its tags."""
@@ -30,6 +30,10 @@ _MERGED = (
     "last_version",
 )
 _STORED = select(SampleFactModel.__table__).where(SampleFactModel.digest.in_(WANTED))
+_TAGS = select(SampleFactModel.tags).where(SampleFactModel.id.in_(WANTED))
+_TEXTS = select(func.length(SampleTextModel.blob).label("nbytes")).where(
+    SampleTextModel.id.in_(WANTED)
+)
 
 
 def digest_of_sample(run_id: str, sample: bytes) -> bytes:
@@ -69,21 +73,14 @@ def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
 def drop_samples(work: Work, ids: Sequence[int]) -> None:
     """Delete facts with their text."""
     drop_texts(work, ids)
-    for group in in_groups(ids):
-        chosen = SampleFactModel.id.in_(group)
-        tags = work.connection.scalars(select(SampleFactModel.tags).where(chosen))
-        work.state.nbytes -= sum(len(each.encode()) for each in tags)
-        work.connection.execute(delete(SampleFactModel).where(chosen))
-    work.state.nbytes -= FACT_BYTES * len(ids)
+    work.state.nbytes -= sum(_tag_bytes(row._mapping) for row in work.rows(_TAGS, ids))
+    work.state.nbytes -= FACT_BYTES * work.drop(SampleFactModel.id, ids)
 
 
-def drop_texts(work: Work, ids: Iterable[int]) -> None:
+def drop_texts(work: Work, ids: Collection[int]) -> None:
     """Delete the text of samples."""
-    for group in in_groups(ids):
-        size = select(func.sum(func.length(SampleTextModel.blob)))
-        chosen = SampleTextModel.id.in_(group)
-        work.state.nbytes -= int(work.connection.scalar(size.where(chosen)) or 0)
-        work.connection.execute(delete(SampleTextModel).where(chosen))
+    work.state.nbytes -= sum(row.nbytes for row in work.rows(_TEXTS, ids))
+    work.drop(SampleTextModel.id, ids)
 
 
 def _tag_bytes(row: Mapping[str, Any]) -> int:

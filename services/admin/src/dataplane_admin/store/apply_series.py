@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any  # Any: values of rows
 
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
 from dataplane_admin.store.batch import SeriesPoint
 from dataplane_admin.store.series_sums import Sums
 from dataplane_admin.store.tables import SeriesModel
 from dataplane_admin.store.texts import storable
-from dataplane_admin.store.work import WANTED, Work, in_groups
+from dataplane_admin.store.work import WANTED, Work
 
 MAX_SERIES = 10_000
 """Maximum number of series; beyond it, those reported longest ago are deleted."""
@@ -45,9 +45,8 @@ def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
     ]
     work.save(SeriesModel, "digest", rows, stored)
     if len(stored) < len(by_series):
-        excess = work.beyond(SeriesModel.digest, SeriesModel.updated_ns, MAX_SERIES)
-        for group in in_groups(excess):
-            work.connection.execute(delete(SeriesModel).where(SeriesModel.digest.in_(group)))
+        key = SeriesModel.digest
+        work.drop(key, work.beyond(key, SeriesModel.updated_ns, MAX_SERIES))
     return len(rows)
 
 

@@ -84,20 +84,14 @@ def apply_spans(work: Work, batches: Sequence[Batch]) -> list[int]:
 
 
 def _stored(work: Work, chunks: list[Chunk]) -> set[tuple[bytes, bytes]]:
-    return {
-        (row[0], row[1])
-        for group in in_groups({(chunk.trace_id, chunk.digest) for chunk in chunks})
-        for row in work.connection.execute(_CHUNKS, {"wanted": group})
-    }
+    keys = {(chunk.trace_id, chunk.digest) for chunk in chunks}
+    return {(row[0], row[1]) for row in work.rows(_CHUNKS, keys)}
 
 
 def _rows(work: Work, chunks: Iterable[Chunk]) -> dict[bytes, _Row]:
     """Return the stored rows of these chunks' traces."""
-    return {
-        row["trace_id"]: dict(row)
-        for group in in_groups({chunk.trace_id: None for chunk in chunks})
-        for row in work.connection.execute(_TRACES, {"wanted": group}).mappings()
-    }
+    wanted = {chunk.trace_id: None for chunk in chunks}
+    return {row.trace_id: dict(row._mapping) for row in work.rows(_TRACES, wanted)}
 
 
 def _states(work: Work, chunks: Iterable[Chunk], arrivals: Mapping[bytes, int]) -> _States:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any  # Any: a model
 
 from sqlalchemy import delete, exists, func, select
 
@@ -131,14 +132,17 @@ def _oldest_ns(work: Work) -> int | None:
 
     Traces, events, logs, curves and facts of the same age are deleted together.
     """
-    traces = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(_TRACES_A_STEP)
-    events = select(EventModel.received_ns).order_by(EventModel.id).limit(_EVENTS_A_STEP)
-    curves = select(CurveModel.updated_ns).order_by(CurveModel.updated_ns).limit(_CURVES_A_STEP)
-    facts = select(SampleFactModel.received_ns).order_by(SampleFactModel.id).limit(_FACTS_A_STEP)
-    logs = select(LogModel.received_ns).order_by(LogModel.id).limit(_LOGS_A_STEP)
-    queries = (traces, events, curves, facts, logs)
-    columns = [work.connection.execute(query).scalars().all() for query in queries]
-    newest = [max(query) for query in columns if query]
+    newest = []
+    for received_ns, order, limit in (
+        (TraceModel.updated_ns, TraceModel.updated_ns, _TRACES_A_STEP),
+        (EventModel.received_ns, EventModel.id, _EVENTS_A_STEP),
+        (CurveModel.updated_ns, CurveModel.updated_ns, _CURVES_A_STEP),
+        (SampleFactModel.received_ns, SampleFactModel.id, _FACTS_A_STEP),
+        (LogModel.received_ns, LogModel.id, _LOGS_A_STEP),
+    ):
+        query = select(received_ns).order_by(order).limit(limit)
+        times = work.connection.scalars(query).all()
+        newest += [max(times)] if times else []
     oldest_load_s = work.connection.scalar(select(func.min(LoadSeriesModel.first_s)))
     if oldest_load_s is not None:
         newest.append((oldest_load_s + _LOAD_S_A_STEP) * 10**9)
@@ -159,16 +163,11 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
         .order_by(TraceModel.updated_ns)
         .limit(_TRACES_A_STEP)
     ).all()
-    for group in in_groups([row.trace_id for row in traces]):
-        for column in (
-            ChunkModel.trace_id,
-            LinkModel.trace_id,
-            TraceModel.trace_id,
-        ):
-            work.connection.execute(delete(column.class_).where(column.in_(group)))
-        drop_logs(work, LogModel.trace_id.in_(group))
-    for arrivals in in_groups([row.arrival for row in traces]):
-        work.connection.execute(delete(SpanModel).where(SpanModel.trace.in_(arrivals)))
+    trace_ids = [row.trace_id for row in traces]
+    for column in (ChunkModel.trace_id, LinkModel.trace_id, TraceModel.trace_id):
+        work.drop(column, trace_ids)
+    drop_logs(work, LogModel.trace_id.in_(trace_ids))
+    work.drop(SpanModel.trace, [row.arrival for row in traces])
     work.state.traces -= len(traces)
     work.state.spans -= sum(row.spans for row in traces)
     work.state.nbytes -= sum(row.nbytes for row in traces)
@@ -179,24 +178,16 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
         .limit(_CURVES_A_STEP)
     ).all()
     drop_curves(work, curves)
-    facts = [
-        row.id
-        for row in work.connection.execute(
-            select(SampleFactModel.id, SampleFactModel.received_ns)
-            .order_by(SampleFactModel.id)
-            .limit(_FACTS_A_STEP)
-        )
-        if row.received_ns < before_ns
-    ]
+    facts = _old(work, SampleFactModel, _FACTS_A_STEP, before_ns)
     drop_samples(work, facts)
-    dropped = len(traces) + len(curves) + len(facts)
-    return dropped + _drop_old_logs(work, before_ns) + _drop_events(work, before_ns)
+    logs = drop_logs(work, LogModel.id.in_(_old(work, LogModel, _LOGS_A_STEP, before_ns)))
+    return len(traces) + len(curves) + len(facts) + logs + _drop_events(work, before_ns)
 
 
-def _drop_old_logs(work: Work, before_ns: int) -> int:
-    query = select(LogModel.id, LogModel.received_ns).order_by(LogModel.id).limit(_LOGS_A_STEP)
-    old = [row.id for row in work.connection.execute(query) if row.received_ns < before_ns]
-    return drop_logs(work, LogModel.id.in_(old))
+def _old(work: Work, model: Any, limit: int, before_ns: int) -> list[int]:
+    """Return the ids of up to ``limit`` first records, without those received later."""
+    query = select(model.id, model.received_ns).order_by(model.id).limit(limit)
+    return [row.id for row in work.connection.execute(query) if row.received_ns < before_ns]
 
 
 def _drop_texts(work: Work, max_age_s: float | None) -> int:
@@ -235,9 +226,8 @@ def _drop_events(work: Work, before_ns: int) -> int:
                 EventSampleModel.block.in_(blocks), EventSampleModel.event_id <= dropped[-1]
             )
         )
-    for group in in_groups(dropped):
-        work.connection.execute(delete(OpenWaitModel).where(OpenWaitModel.event_id.in_(group)))
-        work.connection.execute(delete(EventModel).where(EventModel.id.in_(group)))
+    work.drop(OpenWaitModel.event_id, dropped)
+    work.drop(EventModel.id, dropped)
     for group in in_groups(keys):
         unnamed = ~exists().where(names(SampleModel.key))
         done = work.connection.execute(

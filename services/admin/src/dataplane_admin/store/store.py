@@ -14,53 +14,22 @@ from sqlalchemy import select
 from sqlalchemy.exc import DBAPIError
 
 from dataplane_admin.models import AuditEntry
+from dataplane_admin.store import (
+    read_alerts,
+    read_curves,
+    read_events,
+    read_load,
+    read_runs,
+    read_samples,
+    read_series,
+    read_staleness,
+    read_traces,
+    read_waits,
+)
 from dataplane_admin.store.batch import Batch, WriteResult
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.migrate import migrate
-from dataplane_admin.store.read_alerts import (
-    read_cleared_alerts,
-    read_pending,
-    read_raised_alerts,
-    read_unfinished_runs,
-)
-from dataplane_admin.store.read_curves import (
-    read_curve_facts,
-    read_curves,
-    read_run_with_curves,
-)
-from dataplane_admin.store.read_events import (
-    read_claimants,
-    read_generator_events,
-    read_newest_claims,
-    read_sample_records,
-    read_samples,
-)
-from dataplane_admin.store.read_load import read_load
-from dataplane_admin.store.read_runs import read_run, read_runs
-from dataplane_admin.store.read_samples import (
-    read_group,
-    read_sample_facts,
-    read_sample_text,
-)
-from dataplane_admin.store.read_series import (
-    read_audit,
-    read_dropped_items,
-    read_dropped_spans,
-    read_series,
-)
-from dataplane_admin.store.read_staleness import read_staleness, read_trace_staleness
-from dataplane_admin.store.read_traces import (
-    read_linked,
-    read_logs,
-    read_run_steps,
-    read_run_with_steps,
-    read_steps,
-    read_trace,
-    read_trace_records,
-    read_traces,
-)
-from dataplane_admin.store.read_waits import read_wait_records
 from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.retention import Retention, Sweeper
 from dataplane_admin.store.rows import StoreTotals
@@ -172,40 +141,40 @@ class Store:
         with self._reader.connect() as connection:
             return int(connection.execute(select(StateRow.revision)).scalar_one())
 
-    # Each of these methods is an imported function, bound to this store's reader.
-    runs = _bound(read_runs)
-    run = _bound(read_run)
-    run_with_steps = _bound(read_run_with_steps)
-    run_steps = _bound(read_run_steps)
-    traces = _bound(read_traces)
-    steps = _bound(read_steps)
-    trace = _bound(read_trace)
-    trace_records = _bound(read_trace_records)
-    linked = _bound(read_linked)
-    logs = _bound(read_logs)
-    sample_records = _bound(read_sample_records)
-    find_samples = _bound(read_samples)
-    sample_facts = _bound(read_sample_facts)
-    group = _bound(read_group)
-    sample_text = _bound(read_sample_text)
-    wait_records = _bound(read_wait_records)
-    newest_claims = _bound(read_newest_claims)
-    claimants = _bound(read_claimants)
-    generator_events = _bound(read_generator_events)
-    staleness = _bound(read_staleness)
-    trace_staleness = _bound(read_trace_staleness)
-    run_with_curves = _bound(read_run_with_curves)
-    curve_facts = _bound(read_curve_facts)
-    curves = _bound(read_curves)
-    load = _bound(read_load)
-    series = _bound(read_series)
-    dropped_spans = _bound(read_dropped_spans)
-    dropped_items = _bound(read_dropped_items)
-    audit = _bound(read_audit)
-    unfinished_runs = _bound(read_unfinished_runs)
-    raised_alerts = _bound(read_raised_alerts)
-    cleared_alerts = _bound(read_cleared_alerts)
-    pending_notifications = _bound(read_pending)
+    # Each of these methods is a function of a `read_*` module, bound to this store's reader.
+    runs = _bound(read_runs.read_runs)
+    run = _bound(read_runs.read_run)
+    run_with_steps = _bound(read_traces.read_run_with_steps)
+    run_steps = _bound(read_traces.read_run_steps)
+    traces = _bound(read_traces.read_traces)
+    steps = _bound(read_traces.read_steps)
+    trace = _bound(read_traces.read_trace)
+    trace_records = _bound(read_traces.read_trace_records)
+    linked = _bound(read_traces.read_linked)
+    logs = _bound(read_traces.read_logs)
+    sample_records = _bound(read_events.read_sample_records)
+    find_samples = _bound(read_events.read_samples)
+    sample_facts = _bound(read_samples.read_sample_facts)
+    group = _bound(read_samples.read_group)
+    sample_text = _bound(read_samples.read_sample_text)
+    wait_records = _bound(read_waits.read_wait_records)
+    newest_claims = _bound(read_events.read_newest_claims)
+    claimants = _bound(read_events.read_claimants)
+    generator_events = _bound(read_events.read_generator_events)
+    staleness = _bound(read_staleness.read_staleness)
+    trace_staleness = _bound(read_staleness.read_trace_staleness)
+    run_with_curves = _bound(read_curves.read_run_with_curves)
+    curve_facts = _bound(read_curves.read_curve_facts)
+    curves = _bound(read_curves.read_curves)
+    load = _bound(read_load.read_load)
+    series = _bound(read_series.read_series)
+    dropped_spans = _bound(read_series.read_dropped_spans)
+    dropped_items = _bound(read_series.read_dropped_items)
+    audit = _bound(read_series.read_audit)
+    unfinished_runs = _bound(read_alerts.read_unfinished_runs)
+    raised_alerts = _bound(read_alerts.read_raised_alerts)
+    cleared_alerts = _bound(read_alerts.read_cleared_alerts)
+    pending_notifications = _bound(read_alerts.read_pending)
 
     def record_action(self, entry: AuditEntry) -> None:
         """Add an entry to the audit log. Raises as `write`."""

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Table,
     Update,
     bindparam,
+    delete,
     insert,
     select,
     update,
@@ -147,13 +148,13 @@ class Work:
         newest = select(key).order_by(updated_ns.desc(), key)
         return self.connection.scalars(newest.offset(maximum)).all()
 
-    def present(self, column: Any, wanted: Iterable[bytes]) -> set[bytes]:
-        """Return which of these values a column has."""
-        return {
-            row[0]
-            for group in in_groups(wanted)
-            for row in self.connection.execute(select(column).where(column.in_(group)))
-        }
+    def drop(self, column: Any, values: Iterable[Any]) -> int:
+        """Delete the rows that have one of these values in a column; return how many."""
+        rows = delete(column.class_)
+        return sum(
+            self.connection.execute(rows.where(column.in_(group))).rowcount
+            for group in in_groups(values)
+        )
 
 
 @cache
