@@ -102,8 +102,8 @@ class AdminService:
                 totals, writable=error is None, error=error, revision=self._store.revision
             ),
             telemetry=models.TelemetryStatus.of(
-                totals,
-                ingested={"spans": totals.ingested_spans, "events": totals.ingested_events},
+                totals.counts,
+                ingested={"spans": totals.counts.spans, "events": totals.counts.events},
             ),
             actions=self._settings.allow_actions,
             subscribers=self._subscribers,

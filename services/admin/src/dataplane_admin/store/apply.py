@@ -29,10 +29,11 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
     events = apply_events(work, batches)
     apply_logs(work, batches)
     apply_samples(work, batches)
-    series = apply_series(work, (point for batch in batches for point in batch.series))
-    apply_curves(work, (point for batch in batches for point in batch.series))
+    points = [point for batch in batches for point in batch.series]
+    apply_series(work, points)
+    apply_curves(work, points)
     apply_load(work, (point for batch in batches for point in batch.load))
-    mark_seen(work, (point.run_id for batch in batches for point in batch.series))
+    mark_seen(work, (point.run_id for point in points))
     apply_tags(work, (tags for batch in batches for tags in batch.tags))
     apply_audit(work, (entry for batch in batches for entry in batch.audit))
     shown = [change(work) for batch in batches for change in batch.changes]
@@ -43,7 +44,6 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
         WriteResult(
             spans=new_spans,
             events=new_events,
-            series=min(series, len(batch.series)),
             repeated=sum(chunk.spans for chunk in batch.chunks)
             - new_spans
             + len(batch.events)

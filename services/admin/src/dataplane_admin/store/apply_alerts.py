@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, func, select
 
 from dataplane_admin.models import Alert, AuditEntry
 from dataplane_admin.store.apply import apply_audit
@@ -39,14 +39,10 @@ class Notification:
 def hold_lease(work: Work, holder: str, until_ns: int) -> bool:
     """Acquire or renew the lease until a time; return False while another service holds it."""
     row = work.connection.execute(select(AlertHolderModel.__table__)).first()
-    if row is None:
-        values = {"id": _HOLDER, "holder": holder, "until_ns": until_ns}
-        work.add(AlertHolderModel, [values])
-        return True
-    if row.holder != holder and row.until_ns > work.now_ns:
+    if row is not None and row.holder != holder and row.until_ns > work.now_ns:
         return False
     values = {"id": _HOLDER, "holder": holder, "until_ns": until_ns}
-    work.change(AlertHolderModel, "id", [values])
+    work.save(AlertHolderModel, "id", [values], () if row is None else (_HOLDER,))
     return True
 
 
@@ -73,10 +69,7 @@ def apply_alerts(
     for given, reason in alerts:
         alert = given.model_copy(update={"id": given.id or work.state.next_id()})
         row = alert.model_dump() | {"sentence": storable(alert.sentence)}
-        if not given.id:
-            work.add(AlertModel, [row])
-        else:
-            work.change(AlertModel, "id", [row])
+        work.save(AlertModel, "id", [row], (given.id,))
         if not given.id or alert.cleared_ns is not None:
             _audit(work, alert, reason)
             notifications += notify(alert, reason)
@@ -98,22 +91,20 @@ def claim_notification(work: Work, webhook: str, until_ns: int) -> Notification 
     if row is None or row.next_ns > work.now_ns:
         return None
     attempts = row.attempts + 1
-    work.change(
-        NotificationModel, "id", [{"id": row.id, "attempts": attempts, "next_ns": until_ns}]
-    )
+    claim = {"id": row.id, "attempts": attempts, "next_ns": until_ns}
+    work.change(NotificationModel, "id", [claim])
     return Notification(row.id, row.message, row.body, attempts)
 
 
 def finish_notification(work: Work, notification_id: int) -> bool:
     """Delete a delivered notification."""
-    chosen = delete(NotificationModel).where(NotificationModel.id == notification_id)
-    return bool(work.connection.execute(chosen).rowcount)
+    return bool(work.drop(NotificationModel.id, [notification_id]))
 
 
 def retry_notification(work: Work, notification_id: int, error: str, next_ns: int) -> bool:
     """Store the error of an attempt and the time of the next one; return True."""
-    chosen = update(NotificationModel).where(NotificationModel.id == notification_id)
-    work.connection.execute(chosen.values(error=storable(error), next_ns=next_ns))
+    row = {"id": notification_id, "error": storable(error), "next_ns": next_ns}
+    work.change(NotificationModel, "id", [row])
     return True
 
 

@@ -30,13 +30,13 @@ _STORED = select(SeriesModel.digest, SeriesModel.sums, SeriesModel.points).where
 )
 
 
-def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
-    """Add new points to their series; return how many series changed."""
+def apply_series(work: Work, points: Iterable[SeriesPoint]) -> None:
+    """Add new points to their series."""
     by_series: dict[bytes, list[SeriesPoint]] = {}
     for point in points:
         by_series.setdefault(point.digest, []).append(point)
     if not by_series:
-        return 0
+        return
     stored = {row.digest: row for row in work.rows(_STORED, by_series)}
     rows = [
         row
@@ -47,7 +47,6 @@ def apply_series(work: Work, points: Iterable[SeriesPoint]) -> int:
     if len(stored) < len(by_series):
         key = SeriesModel.digest
         work.drop(key, work.beyond(key, SeriesModel.updated_ns, MAX_SERIES))
-    return len(rows)
 
 
 def _row(work: Work, points: Sequence[SeriesPoint], before: Any) -> dict[str, Any] | None:

@@ -256,8 +256,8 @@ class Batch:
     @property
     def is_empty(self) -> bool:
         """True if the batch has nothing to store."""
-        held = (self.chunks, self.events, self.logs, self.series, self.load, self.samples)
-        return not any(held) and not self.audit and not self.tags
+        telemetry = (self.chunks, self.events, self.logs, self.series, self.load, self.samples)
+        return not any((*telemetry, self.audit, self.tags))
 
     @property
     def nbytes(self) -> int:
@@ -285,11 +285,9 @@ class WriteResult:
     Attributes:
         spans: new spans.
         events: new events.
-        series: written series.
         repeated: spans and events that were stored already.
     """
 
     spans: int = 0
     events: int = 0
-    series: int = 0
     repeated: int = 0

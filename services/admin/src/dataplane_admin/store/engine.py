@@ -158,12 +158,7 @@ class Database:
     def disk_bytes(self, connection: Connection) -> int:
         """Return the bytes of the files or tables."""
         if self.is_sqlite:
-            path = Path(str(self.url.database))
-            return sum(
-                file.stat().st_size
-                for file in (path, path.with_name(f"{path.name}-wal"))
-                if file.exists()
-            )
+            return self.file_bytes() + self.log_bytes()
         size = connection.execute(
             text(
                 "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0) FROM pg_class c "
@@ -175,11 +170,14 @@ class Database:
 
     def file_bytes(self) -> int:
         """Return the bytes of SQLite's file without its log; 0 for PostgreSQL."""
-        return Path(str(self.url.database)).stat().st_size if self.is_sqlite else 0
+        return self._size_of("")
 
     def log_bytes(self) -> int:
         """Return the bytes of SQLite's write-ahead log; 0 for PostgreSQL."""
-        path = Path(f"{self.url.database}-wal")
+        return self._size_of("-wal")
+
+    def _size_of(self, suffix: str) -> int:
+        path = Path(f"{self.url.database}{suffix}")
         return path.stat().st_size if self.is_sqlite and path.exists() else 0
 
     def empty_log(self) -> bool:

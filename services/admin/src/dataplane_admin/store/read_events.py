@@ -100,17 +100,14 @@ def read_samples(
         .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
         .order_by(SampleModel.head, SampleModel.tail, SampleModel.key)
     )
-    head, tail = wanted[:HEAD_BYTES], wanted[HEAD_BYTES:]
-    if tail:
-        query = query.where(SampleModel.head == head, SampleModel.tail >= tail)
-        end = after_prefix(tail)
-        if end is not None:
-            query = query.where(SampleModel.tail < end)
-    elif head:
-        query = query.where(SampleModel.head >= head)
-        end = after_prefix(head)
-        if end is not None:
-            query = query.where(SampleModel.head < end)
+    column, part = SampleModel.head, wanted[:HEAD_BYTES]
+    if wanted[HEAD_BYTES:]:
+        query = query.where(column == part)
+        column, part = SampleModel.tail, wanted[HEAD_BYTES:]
+    if part:
+        query = query.where(column >= part)
+        if (end := after_prefix(part)) is not None:
+            query = query.where(column < end)
     if after is not None:
         before = bytes_of_id(after[0])
         query = query.where(

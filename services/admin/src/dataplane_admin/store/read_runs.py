@@ -58,7 +58,7 @@ def read_runs(reader: Reader, *, silent_after_s: float = 300.0) -> list[Run]:
     A run without a reported end is silent ``silent_after_s`` seconds after its last record.
     """
     rows = reader.rows(_RUNS.order_by(*NEWEST_RUN).limit(_MAX_RUNS))
-    return [Run(**_facts(row, silent_after_s)) for row in rows]
+    return [Run.of(row, **_facts(row, silent_after_s)) for row in rows]
 
 
 def read_run(reader: Reader, run_id: str, *, silent_after_s: float = 300.0) -> RunDetail | None:
@@ -67,23 +67,19 @@ def read_run(reader: Reader, run_id: str, *, silent_after_s: float = 300.0) -> R
     rows = reader.rows(wanted)
     if not rows:
         return None
-    return RunDetail(**_facts(rows[0], silent_after_s), config=json.loads(rows[0].config))
+    config = json.loads(rows[0].config)
+    return RunDetail.of(rows[0], **_facts(rows[0], silent_after_s), config=config)
 
 
 def _facts(row: Any, silent_after_s: float) -> dict[str, Any]:
+    """Return what a `Run` has besides the columns."""
     state = row.state or "running"
     if state == "running" and time.time_ns() - row.updated_ns > silent_after_s * 1e9:
         state = "silent"
     return {
-        "run_id": row.run_id,
         "state": state,
-        "first_ns": row.first_ns,
-        "last_ns": row.last_ns,
         "seen_ns": row.updated_ns,
         "seconds": max(0, row.last_ns - row.first_ns) / 1e9,
         "steps": max(row.traced, row.points),
-        "reward": row.reward,
-        "resumed_from": row.resumed_from,
-        "error": row.error,
         "tags": json.loads(row.tags),
     }

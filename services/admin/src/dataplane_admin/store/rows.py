@@ -99,18 +99,32 @@ class ClaimRow:
     fields: tuple[str, ...] | None
 
 
+@dataclass
+class Counts:
+    """Counters since the service started.
+
+    Attributes:
+        spans: new spans; ``events`` likewise.
+        repeated: spans and events that were stored already.
+        refused: rejected spans, log records and data points.
+        ignored: log records that were not stored, see `Batch.ignored`.
+    """
+
+    spans: int = 0
+    events: int = 0
+    repeated: int = 0
+    refused: int = 0
+    ignored: int = 0
+
+
 @dataclass(frozen=True)
 class StoreTotals:
-    """Totals of the store, and counters since the service started.
+    """Totals of the store.
 
     Attributes:
         traces: number of stored traces; ``spans``, ``events`` and ``samples`` likewise.
         nbytes: bytes of the SQLite files, or of PostgreSQL's tables.
         oldest_ns: receive time of the oldest stored trace or event; None without any.
-        ingested_spans: new spans since the start; ``ingested_events`` likewise.
-        repeated: spans and events since the start that were stored already.
-        refused: spans, log records and data points rejected since the start.
-        ignored: log records that were not stored since the start, see `Batch.ignored`.
     """
 
     traces: int
@@ -119,8 +133,4 @@ class StoreTotals:
     samples: int
     nbytes: int
     oldest_ns: int | None
-    ingested_spans: int
-    ingested_events: int
-    repeated: int
-    refused: int
-    ignored: int
+    counts: Counts

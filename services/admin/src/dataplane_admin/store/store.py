@@ -189,14 +189,13 @@ class Store:
         return self._database.free_bytes()
 
     def totals(self) -> StoreTotals:
-        """Return totals of the store, and counters since the start."""
+        """Return totals of the store."""
         oldest_trace = select(TraceModel.updated_ns).order_by(TraceModel.updated_ns).limit(1)
         oldest_event = select(EventModel.received_ns).order_by(EventModel.id).limit(1)
         with self._reader.connect() as connection:
             state = connection.execute(select(StateRow.__table__)).one()
             oldest = [connection.scalar(query) for query in (oldest_trace, oldest_event)]
             nbytes = self._database.disk_bytes(connection)
-        counts = self._writer.counts()
         return StoreTotals(
             traces=state.traces,
             spans=state.spans,
@@ -204,9 +203,5 @@ class Store:
             samples=state.samples,
             nbytes=nbytes,
             oldest_ns=min((query for query in oldest if query is not None), default=None),
-            ingested_spans=counts.spans,
-            ingested_events=counts.events,
-            repeated=counts.repeated,
-            refused=counts.refused,
-            ignored=counts.ignored,
+            counts=self._writer.counts(),
         )

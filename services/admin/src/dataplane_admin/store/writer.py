@@ -23,6 +23,7 @@ from dataplane_admin.store.apply import apply
 from dataplane_admin.store.batch import Batch, WriteResult
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import QueueFull, StoreError, StoreUnavailable, WriteRefused
+from dataplane_admin.store.rows import Counts
 from dataplane_admin.store.work import Work
 
 logger = structlog.get_logger("dataplane_admin")
@@ -45,17 +46,6 @@ class _Waiting:
     batch: Batch
     nbytes: int
     done: Future[WriteResult] = field(default_factory=Future)
-
-
-@dataclass
-class Counts:
-    """Counters since the writer started."""
-
-    spans: int = 0
-    events: int = 0
-    repeated: int = 0
-    refused: int = 0
-    ignored: int = 0
 
 
 class Recent:
