@@ -32,106 +32,48 @@ from dataplane_admin.ingest.values import Attributed, add_dropped
 MAX_TEXT = 128
 """Maximum characters of text under a key that no rule names, and of a span's or event's name."""
 
+
+def _words_of(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # Facts about a process, its machine, its code and the operation, not about samples.
-_NAMESPACES = (
-    "cloud.",
-    "code.",
-    "container.",
-    "dataplane.",
-    "deployment.",
-    "host.",
-    "k8s.",
-    "messaging.",
-    "network.",
-    "os.",
-    "process.",
-    "refit.",
-    "rl.",
-    "server.",
-    "service.",
-    "telemetry.",
-    "thread.",
+_NAMESPACES = _words_of(
+    """
+    cloud. code. container. dataplane. deployment. host. k8s. messaging. network. os. process.
+    refit. rl. server. service. telemetry. thread.
+    """
 )
-_KEYS = frozenset(
-    {
-        "ai.model.id",
-        "ai.model.provider",
-        "ai.operationId",
-        "ai.response.finishReason",
-        "ai.response.id",
-        "ai.response.model",
-        "exception.type",
-        "gen_ai.agent.id",
-        "gen_ai.agent.name",
-        "gen_ai.conversation.id",
-        "gen_ai.operation.name",
-        "gen_ai.output.type",
-        "gen_ai.provider.name",
-        "gen_ai.request.id",
-        "gen_ai.request.model",
-        "gen_ai.response.finish_reasons",
-        "gen_ai.response.id",
-        "gen_ai.response.model",
-        "gen_ai.system",
-        "gen_ai.token.type",
-        "gen_ai.tool.call.id",
-        "gen_ai.tool.name",
-        "gen_ai.tool.type",
-        "input.mime_type",
-        "langfuse.environment",
-        "langfuse.observation.model.name",
-        "langfuse.observation.type",
-        "langfuse.release",
-        "langfuse.version",
-        "llm.model_name",
-        "llm.provider",
-        "llm.request.type",
-        "llm.system",
-        "mlflow.spanType",
-        "mlflow.traceRequestId",
-        "openinference.span.kind",
-        "output.mime_type",
-        "system.memory.state",
-        "tool.id",
-        "tool.name",
-        "traceloop.entity.name",
-        "traceloop.span.kind",
-        "traceloop.workflow.name",
-    }
+_KEYS = _words_of(
+    """
+    ai.model.id ai.model.provider ai.operationId ai.response.finishReason ai.response.id
+    ai.response.model exception.type gen_ai.agent.id gen_ai.agent.name gen_ai.conversation.id
+    gen_ai.operation.name gen_ai.output.type gen_ai.provider.name gen_ai.request.id
+    gen_ai.request.model gen_ai.response.finish_reasons gen_ai.response.id gen_ai.response.model
+    gen_ai.system gen_ai.token.type gen_ai.tool.call.id gen_ai.tool.name gen_ai.tool.type
+    input.mime_type langfuse.environment langfuse.observation.model.name
+    langfuse.observation.type langfuse.release langfuse.version llm.model_name llm.provider
+    llm.request.type llm.system mlflow.spanType mlflow.traceRequestId openinference.span.kind
+    output.mime_type system.memory.state tool.id tool.name traceloop.entity.name
+    traceloop.span.kind traceloop.workflow.name
+    """
 )
-_OF_MODELS = (
-    "ai.",
-    "document.",
-    "embedding.",
-    "gen_ai.",
-    "input.",
-    "langfuse.",
-    "langsmith.",
-    "llm.",
-    "logfire.",
-    "message.",
-    "mlflow.",
-    "openinference.",
-    "output.",
-    "pydantic_ai.",
-    "reranker.",
-    "retrieval.",
-    "tool.",
-    "tool_",
-    "traceloop.",
+_OF_MODELS = _words_of(
+    """
+    ai. document. embedding. gen_ai. input. langfuse. langsmith. llm. logfire. message. mlflow.
+    openinference. output. pydantic_ai. reranker. retrieval. tool. tool_ traceloop.
+    """
 )
-_CONTENT = frozenset(
-    word
-    for line in (
-        "answer answers args arguments backstory body choice choices chunk chunks completion",
-        "completions content contents context conversation description dialog dialogue doc docs",
-        "document documents feedback generated generation goal history input inputs instruction",
-        "instructions memory message messages output outputs parameters passage passages payload",
-        "prompt prompts query question reasoning response result results sentence sentences",
-        "snippet statement summary text texts thought thoughts token tokens trajectory transcript",
-        "turns utterance",
-    )
-    for word in line.split()
+_CONTENT = _words_of(
+    """
+    answer answers args arguments backstory body choice choices chunk chunks completion
+    completions content contents context conversation description dialog dialogue doc docs
+    document documents feedback generated generation goal history input inputs instruction
+    instructions memory message messages output outputs parameters passage passages payload
+    prompt prompts query question reasoning response result results sentence sentences snippet
+    statement summary text texts thought thoughts token tokens trajectory transcript turns
+    utterance
+    """
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _NUMBERS = ("int_value", "double_value")
@@ -270,7 +212,7 @@ def _max_text(key: str) -> int | None:
     if key == _STACKTRACE or key.startswith(_OF_MODELS):
         return 0
     words = {word.lower() for word in _WORD.findall(key)}
-    return 0 if words & _CONTENT else MAX_TEXT
+    return MAX_TEXT if words.isdisjoint(_CONTENT) else 0
 
 
 def _length(value: AnyValue) -> int:
