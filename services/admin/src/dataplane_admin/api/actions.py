@@ -23,21 +23,21 @@ def actions_router(service: AdminService) -> APIRouter:
     @routes.post("/clear", response_model=models.ActionResult)
     def clear_samples(request: Request, change: models.ClearSamples) -> Response:
         """Clear samples or an entire partition."""
-        return json_reply(service.clear(change, actor=caller_of(request).name))
+        return json_reply(service.actions.clear(change, caller_of(request).name))
 
     @routes.post("/reset-consumption", response_model=models.ActionResult)
     def reset_consumption(request: Request, change: models.ResetConsumption) -> Response:
         """Redeliver acknowledged samples to a task."""
-        return json_reply(service.reset_consumption(change, actor=caller_of(request).name))
+        return json_reply(service.actions.reset_consumption(change, caller_of(request).name))
 
     @routes.post("/end-claim", response_model=models.ActionResult)
     def end_claim(request: Request, change: models.EndClaim) -> Response:
         """End a claim as if its lease had expired."""
-        return json_reply(service.end_claim(change, actor=caller_of(request).name))
+        return json_reply(service.actions.end_claim(change, caller_of(request).name))
 
     @routes.post("/tag-run", response_model=models.TaggedRun)
     def tag_run(request: Request, change: models.TagRun) -> Response:
         """Replace the tags of a run."""
-        return json_reply(service.tag_run(change, actor=caller_of(request).name))
+        return json_reply(service.actions.tag_run(change, caller_of(request).name))
 
     return routes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
@@ -19,53 +19,38 @@ class Intake:
         self._held = 0
 
     @contextmanager
-    def share(self) -> Iterator[Share]:
-        """Yield the memory share of one request; it is released at the end."""
-        share = Share(self)
-        try:
-            yield share
-        finally:
-            self._held -= share.held
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves bytes for one request; they are released at the end.
 
-    def take(self, nbytes: int) -> None:
-        """Reserve bytes.
-
-        Raises:
-            Refusal: the bound is exceeded.
+        It raises `Refusal` if the bound is exceeded.
         """
-        if self._held + nbytes > self._limits.waiting_bytes:
-            raise Refusal(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"{self._held} bytes of requests are being read; expected at most "
-                f"{self._limits.waiting_bytes}; retry",
-                retry_s=1.0,
-            )
-        self._held += nbytes
+        share = 0
 
+        def take(nbytes: int) -> None:
+            nonlocal share
+            if self._held + nbytes > self._limits.waiting_bytes:
+                raise Refusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    f"{self._held} bytes of requests are being read; expected at most "
+                    f"{self._limits.waiting_bytes}; retry",
+                    retry_s=1.0,
+                )
+            self._held += nbytes
+            share += nbytes
 
-class Share:
-    """Memory of an `Intake` that one request holds."""
-
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
-        self.held = 0
-
-    def take(self, nbytes: int) -> None:
-        """Reserve bytes, see `Intake.take`."""
-        self._intake.take(nbytes)
-        self.held += nbytes
+        try:
+            yield take
+        finally:
+            self._held -= share
 
 
 async def read_body(
-    chunks: AsyncIterator[bytes], declared: str | None, share: Share, limits: Limits
+    chunks: AsyncIterator[bytes],
+    declared: str | None,
+    take: Callable[[int], None],
+    limits: Limits,
 ) -> bytes:
-    """Read a body as it was sent.
-
-    Args:
-        chunks: parts of the body.
-        declared: Content-Length, None without one.
-        share: memory of the request.
-        limits: limits of the request.
+    """Read a body as it was sent; ``declared`` is its Content-Length, ``take`` reserves memory.
 
     Raises:
         Refusal: the body is too long, or too many bytes are being read at once.
@@ -78,7 +63,7 @@ async def read_body(
         length += len(chunk)
         if length > limits.body_bytes:
             raise too_large(limits.body_bytes)
-        share.take(len(chunk))
+        take(len(chunk))
         parts.append(chunk)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

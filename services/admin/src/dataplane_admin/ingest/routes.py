@@ -98,10 +98,10 @@ class _Receiver:
                     f"Content-Type {content[:60]!r}: expected {PROTOBUF} or {JSON}",
                 )
             encoding = request.headers.get("content-encoding", "identity").strip().lower()
-            with self._intake.share() as share:
+            with self._intake.share() as take:
                 async with asyncio.timeout(BODY_S):
                     declared = request.headers.get("content-length")
-                    body = await read_body(request.stream(), declared, share, self._limits)
+                    body = await read_body(request.stream(), declared, take, self._limits)
                 batch = await asyncio.get_running_loop().run_in_executor(
                     self._pool, self._decode, kind, body, encoding, media_type
                 )

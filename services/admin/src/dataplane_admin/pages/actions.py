@@ -212,7 +212,7 @@ def _clear(
             partition=partition, sample_ids=ids, force=force, confirm=partition
         )
     )
-    return service.clear(request, actor=actor)
+    return service.actions.clear(request, actor)
 
 
 def _reset(
@@ -224,7 +224,7 @@ def _reset(
             partition=partition, task=task, sample_ids=ids, confirm=partition
         )
     )
-    return service.reset_consumption(request, actor=actor)
+    return service.actions.reset_consumption(request, actor)
 
 
 def _end(service: AdminService, params: Params, partition: str, actor: str) -> models.ActionResult:
@@ -234,7 +234,7 @@ def _end(service: AdminService, params: Params, partition: str, actor: str) -> m
             partition=partition, claim=claim, expired_only=expired_only, confirm=partition
         )
     )
-    return service.end_claim(request, actor=actor)
+    return service.actions.end_claim(request, actor)
 
 
 _CONFIRMATIONS: dict[str, Callable[[AdminService, Params, str], Confirmation]] = {

@@ -89,7 +89,7 @@ class Learning:
 def learning(service: AdminService, run: str) -> Learning:
     """Return the section of a run."""
     by_name: dict[str, list[models.CurveFacts]] = {}
-    for curve in service.curve_facts(run):
+    for curve in service.store.curve_facts(run):
         by_name.setdefault(curve.name, []).append(curve)
     panels = [_panel(curves) for curves in by_name.values()]
     return _learning(to("/api/v1/runs/curves", run=run), panels)
@@ -99,7 +99,7 @@ def compared_learning(service: AdminService, runs: Sequence[str], axis: models.A
     """Return the section of several runs, with a panel for each metric and set of attributes."""
     by_kind: dict[tuple[str, str], list[tuple[int, models.CurveFacts]]] = {}
     for ink, run in enumerate(runs):
-        for curve in service.curve_facts(run):
+        for curve in service.store.curve_facts(run):
             kind = curve.name, json.dumps(curve.attributes, ensure_ascii=False)
             by_kind.setdefault(kind, []).append((ink, curve))
     panels = [
@@ -129,7 +129,7 @@ def learning_trends(service: AdminService, run: str) -> list[tuple[str, marks.Tr
     """Return titles and trends of the main metrics of a run that have two points or more."""
     by_name: dict[str, models.Curve] = {}
     limit = 4 * len(_SPARKS)
-    for curve in service.curves(run, _SPARKS, max_points=_SPARK_POINTS, limit=limit):
+    for curve in service.store.curves(run, names=_SPARKS, max_points=_SPARK_POINTS, limit=limit):
         # A curve without attributes is the metric of all samples.
         if curve.name not in by_name or not curve.attributes:
             by_name[curve.name] = curve

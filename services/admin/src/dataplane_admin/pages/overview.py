@@ -165,6 +165,7 @@ def overview(
     rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]
     steps = [_step(item, buckets.of(item), longest) for item in facts]
     last = _last(steps, newest)
+    raised = service.store.raised_alerts()
     return Overview(
         state=state,
         headline=first_line,
@@ -180,16 +181,14 @@ def overview(
         runs=service.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
         learning=learning_trends(service, last.facts.run_id) if last else [],
-        alerts=[
-            alert for alert in service.raised_alerts() if run is None or alert.run_id in ("", run)
-        ],
+        alerts=[alert for alert in raised if run is None or alert.run_id in ("", run)],
         has_rules=bool(service.watch.rules.rules),
     )
 
 
 def _newest(service: AdminService, run: str | None) -> list[models.TraceFacts]:
     """Return the newest steps; the newest traces of a program that has no steps."""
-    return service.steps(run, limit=_STEPS) or service.traces(run=run, limit=_STEPS).traces
+    return service.store.steps(run, _STEPS) or service.traces(run=run, limit=_STEPS).traces
 
 
 def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview | None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from starlette.datastructures import FormData, QueryParams
 
 from dataplane_admin.service import Refused
 
 _LARGEST = 2**53
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Raise `Refused` unless a parameter is empty or has one of the known values."""
+    if value and value not in known:
+        raise Refused(f"{name} is '{value[:40]}'; expected one of {', '.join(known)}")
 
 
 class Params:

@@ -271,7 +271,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
         params = Params(request.query_params)
         run_id = params.maybe("run")
         view = run_page(service, run_id)
-        shown = run_id or (view.steps.run_id if view else service.run_with_curves())
+        shown = run_id or (view.steps.run_id if view else service.store.run_with_curves() or "")
         return shell.page(
             request,
             "run.html.j2",
@@ -339,7 +339,7 @@ def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_pa
 
         def make() -> Response:
             run_id = params.required("run")
-            service.tag_run(tag_change(run_id, params), actor=caller_of(request).name)
+            service.actions.tag_run(tag_change(run_id, params), caller_of(request).name)
             return RedirectResponse(f"{root_path}{to('/run', run=run_id)}", 303)
 
         return await run_in_threadpool(shell.answer, request, make)

@@ -11,8 +11,8 @@ from dataplane_admin.pages import words
 from dataplane_admin.pages.actions import checked
 from dataplane_admin.pages.learning import Learning, compared_learning
 from dataplane_admin.pages.links import Link, to
-from dataplane_admin.pages.params import Params
-from dataplane_admin.service import AdminService, Refused
+from dataplane_admin.pages.params import Params, check_choice
+from dataplane_admin.service import AdminService
 
 _MAX_RUNS = 200
 _SORTS: dict[models.RunSort, str] = {
@@ -87,8 +87,7 @@ def run_list(service: AdminService, params: Params) -> RunList:
         ("sort", get_args(models.RunSort)),
         ("order", ("ascending",)),
     ):
-        if query[name] and query[name] not in known:
-            raise Refused(f"{name} is '{query[name][:40]}'; expected one of {', '.join(known)}")
+        check_choice(name, query[name], known)
     sort = cast("models.RunSort", query["sort"] or "seen")
     ascending = query["order"] == "ascending"
     listed = service.runs(
@@ -118,11 +117,9 @@ def compared_runs(service: AdminService, params: Params) -> ComparedRuns:
     """
     compared = service.compare_runs(params.texts("run"))
     runs = [run.run_id for run in compared.runs]
-    given = params.text("axis") or "step"
     known = get_args(models.Axis)
-    if given not in known:
-        raise Refused(f"axis is '{given[:40]}'; expected one of {', '.join(known)}")
-    axis = cast("models.Axis", given)
+    check_choice("axis", params.text("axis"), known)
+    axis = cast("models.Axis", params.text("axis") or "step")
     kept = {"smooth": params.text("smooth")}
     return ComparedRuns(
         compared=compared,

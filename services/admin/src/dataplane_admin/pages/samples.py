@@ -9,7 +9,7 @@ from typing import cast, get_args
 from dataplane_admin import models
 from dataplane_admin.pages.learning import number
 from dataplane_admin.pages.links import Link, to
-from dataplane_admin.pages.params import Params
+from dataplane_admin.pages.params import Params, check_choice
 from dataplane_admin.pages.runs import Column, sort_columns
 from dataplane_admin.pages.shell import next_page
 from dataplane_admin.service import AdminService, Refused
@@ -108,8 +108,7 @@ def sample_list(service: AdminService, params: Params) -> SampleList:
         ("sort", get_args(models.SampleSort)),
         ("order", ("ascending",)),
     ):
-        if query[name] and query[name] not in known:
-            raise Refused(f"{name} is '{query[name][:40]}'; expected one of {', '.join(known)}")
+        check_choice(name, query[name], known)
     sort = cast("models.SampleSort", query["sort"] or "newest")
     ascending = query["order"] == "ascending"
     page = service.sample_facts(
@@ -161,9 +160,8 @@ def content_page(
     Raises:
         Refused: the color is unknown.
     """
+    check_choice("color", color, [*COLORS])
     color = color or "logprob"
-    if color not in COLORS:
-        raise Refused(f"color is '{color[:40]}'; expected one of {', '.join(COLORS)}")
     facts, divergence = content.facts, content.divergence
     query = {"id": facts.sample_id, "run": facts.run_id, "partition": partition}
     first = None if divergence is None else divergence.place

@@ -135,7 +135,7 @@ class Shell:
     def _raised(self) -> list[models.Alert]:
         """Return the raised alerts; none if the store is unavailable, which the page reports."""
         try:
-            return self._service.raised_alerts()
+            return self._service.store.raised_alerts()
         except StoreError:
             return []
 

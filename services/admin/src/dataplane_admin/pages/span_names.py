@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.pages.links import Link
+from dataplane_admin.pages.params import check_choice
 from dataplane_admin.pages.runs import Column, sort_columns
-from dataplane_admin.service import Refused
 
 _MAX_NAMES = 100
 _SORTS: dict[str, tuple[str, Callable[[models.SpanGroup], float]]] = {
@@ -58,11 +58,8 @@ def name_table(
         Refused: the sort order is invalid.
     """
     sort, ascending = query["sort"] or DEFAULT_SORT, query["order"] == "ascending"
-    for name, value, known in (("sort", sort, tuple(_SORTS)), ("order", query["order"], _ORDERS)):
-        if value not in known:
-            raise Refused(
-                f"{name} is '{value[:40]}'; expected one of {', '.join(filter(None, known))}"
-            )
+    check_choice("sort", sort, [*_SORTS])
+    check_choice("order", query["order"], ["ascending"])
     rank = _SORTS[sort][1]
     groups = sorted(trace.names, key=rank, reverse=not ascending)
     rows = []
@@ -81,6 +78,3 @@ def name_table(
     titles = [(name, title) for name, (title, _) in _SORTS.items()]
     columns = sort_columns(titles, sort, ascending, url)
     return NameTable(rows, columns, trace.names_omitted + max(0, len(groups) - _MAX_NAMES))
-
-
-_ORDERS = ("", "ascending")

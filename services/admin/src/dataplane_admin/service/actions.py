@@ -37,12 +37,9 @@ _MAX_IDS = 20
 
 
 class Actions:
-    """The manual actions.
+    """The manual actions, whose audit log is in ``store``.
 
-    Args:
-        store: stores the audit log.
-        live: the data plane.
-        allowed: whether actions are allowed.
+    Each method raises a `ServiceError` if its action is refused or fails.
     """
 
     def __init__(self, store: Store, live: Live | None, *, allowed: bool) -> None:
@@ -51,9 +48,8 @@ class Actions:
         self._allowed = allowed
 
     def clear(self, change: models.ClearSamples, actor: str) -> models.ActionResult:
-        """Clear samples, see `AdminService.clear`."""
+        """Clear samples or a partition."""
         ids = change.sample_ids
-
         named = f"partition '{printable(change.partition)}'"
 
         def act(plane: DataPlaneActions) -> None:
@@ -72,7 +68,7 @@ class Actions:
         )
 
     def reset_consumption(self, change: models.ResetConsumption, actor: str) -> models.ActionResult:
-        """Redeliver samples, see `AdminService.reset_consumption`."""
+        """Redeliver acknowledged samples to a task."""
         return self._do(
             "reset-consumption",
             change.partition,
@@ -87,7 +83,7 @@ class Actions:
         )
 
     def end_claim(self, change: models.EndClaim, actor: str) -> models.ActionResult:
-        """End a claim, see `AdminService.end_claim`."""
+        """End a claim."""
 
         def act(plane: DataPlaneActions) -> int:
             count = plane.end_claim(
@@ -113,7 +109,7 @@ class Actions:
         )
 
     def tag_run(self, change: models.TagRun, actor: str) -> models.TaggedRun:
-        """Replace the tags of a run, see `AdminService.tag_run`."""
+        """Replace the tags of a run."""
         tags = sorted(set(change.tags))
 
         def act() -> None:

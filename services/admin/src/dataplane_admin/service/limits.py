@@ -21,7 +21,7 @@ def check(name: str, value: float, minimum: int, maximum: int) -> None:
         raise Refused(f"{name}: found {value}; expected {minimum} to {maximum}")
 
 
-def check_id(name: str, value: str) -> None:
-    """Raise `Refused` if an id is empty or too long."""
-    if not 1 <= len(value) <= MAX_ID:
+def check_id(name: str, value: str | None) -> None:
+    """Raise `Refused` if an id is empty or too long; None is no id."""
+    if value is not None and not 1 <= len(value) <= MAX_ID:
         raise Refused(f"{name}: found {len(value)} characters; expected 1 to {MAX_ID}")

@@ -1,4 +1,4 @@
-"""`AdminService`: one method per query, composed of the store, the live data plane and the views.
+"""`AdminService`: queries and actions, composed of the store, the live data plane and the views.
 
 All methods are synchronous and thread-safe. They raise `ServiceError`, whose text is one sentence
 for the user. Sizes of pages and numbers of points are checked by the routes, ids and times here.
@@ -46,19 +46,17 @@ _STATUS_PROBE_S = 60.0
 class AdminService:
     """Queries and actions of the service.
 
-    Args:
-        store: stored telemetry.
-        live: the inspected data plane; None for stored telemetry only.
-        settings: settings of the service.
+    ``live`` is the inspected data plane; None for stored telemetry only. Pages and routes also read
+    ``store``, and change the data plane through ``actions``.
     """
 
     def __init__(self, store: Store, live: Live | None, settings: Settings) -> None:
-        self._store = store
+        self.store = store
         self._live = live
         self._settings = settings
         self._needs = Needs(store)
         self._health = Health(store)
-        self._actions = Actions(store, live, allowed=settings.allow_actions)
+        self.actions = Actions(store, live, allowed=settings.allow_actions)
         self._started_ns = time.time_ns()
         self._subscribers = 0
         facts = alerts.facts_of(store, live, settings, self._started_ns)
@@ -69,7 +67,7 @@ class AdminService:
     def revisions(self) -> models.Changed:
         """Revisions that grow when an answer may have changed. Reading them is cheap."""
         live = 0 if self._live is None else self._live.snapshot.revision
-        return models.Changed(store=self._store.revision, live=live)
+        return models.Changed(store=self.store.revision, live=live)
 
     def subscribed(self, change: int) -> None:
         """Add ``change`` to the number of subscribers of live updates."""
@@ -90,7 +88,7 @@ class AdminService:
 
     def status(self) -> models.Status:
         """Return the status of the service."""
-        totals = self._store.totals()
+        totals = self.store.totals()
         error = self._health.trouble(max_age_s=_STATUS_PROBE_S)
         return models.Status(
             name=NAME,
@@ -99,7 +97,7 @@ class AdminService:
             started_ns=self._started_ns,
             live=partitions.live_status(self._live, self._newest()),
             store=models.StoreStatus.of(
-                totals, writable=error is None, error=error, revision=self._store.revision
+                totals, writable=error is None, error=error, revision=self.store.revision
             ),
             telemetry=models.TelemetryStatus.of(
                 totals.counts,
@@ -150,7 +148,7 @@ class AdminService:
             self._live,
             partition_id,
             self._needs,
-            self._store.generator_events(partition_id),
+            self.store.generator_events(partition_id),
             start=start,
             limit=limit,
             windows=windows,
@@ -204,12 +202,10 @@ class AdminService:
     ) -> models.SampleHits:
         """Search samples by id prefix ``q``, or live samples whose ``tag`` equals ``value``."""
         for name, text in (("q", q), ("tag", tag), ("value", value)):
-            if text:
-                limits.check_id(name, text)
-        if partition is not None:
-            limits.check_id("partition", partition)
+            limits.check_id(name, text or None)
+        limits.check_id("partition", partition)
         if not tag:
-            return lineage.search(self._store, self._live, q, partition, cursor, limit)
+            return lineage.search(self.store, self._live, q, partition, cursor, limit)
         if q or cursor:
             raise Refused("found tag together with q or cursor; expected either tag or q")
         return lineage.by_tag(self._live, tag, value or "", partition, limit)
@@ -217,9 +213,8 @@ class AdminService:
     def sample(self, sample_id: str, *, partition: str | None = None) -> models.SampleLife:
         """Return the lifecycle of one sample. Raises NotFound if no event or partition has it."""
         limits.check_id("id", sample_id)
-        if partition is not None:
-            limits.check_id("partition", partition)
-        return lineage.life(self._store, self._live, sample_id, partition)
+        limits.check_id("partition", partition)
+        return lineage.life(self.store, self._live, sample_id, partition)
 
     def sample_facts(
         self,
@@ -231,7 +226,7 @@ class AdminService:
         **chosen: Any,
     ) -> models.SampleFactsPage:
         """Return a page of facts of samples; ``chosen`` are the attributes of `SampleFilter`."""
-        page, after = self._store.sample_facts(
+        page, after = self.store.sample_facts(
             SampleFilter(**chosen),
             sort=sort,
             ascending=ascending,
@@ -242,41 +237,36 @@ class AdminService:
 
     def group(self, run: str, group: str) -> models.SampleGroup:
         """Return the samples of one prompt. Raises NotFound."""
-        return samples.group(self._store, run, group)
+        return samples.group(self.store, run, group)
 
     def sample_content(
         self, sample_id: str, *, run: str | None = None, threshold: float = THRESHOLD
     ) -> models.SampleContent:
         """Return facts, conversation and tokens of a sample. Raises NotFound."""
         limits.check_id("id", sample_id)
-        return samples.content(self._store, run, sample_id, threshold)
+        return samples.content(self.store, run, sample_id, threshold)
 
     def why(self, *, run: str | None = None) -> list[models.Wait]:
         """Return blocked tasks, longest first, those of silent processes last.
 
         With ``run``, only tasks that processes of this run reported.
         """
-        if run is not None:
-            limits.check_id("run", run)
+        limits.check_id("run", run)
         return waits.waits(
-            self._store, self._live, silent_after_s=self._settings.silent_after_s, run=run
+            self.store, self._live, silent_after_s=self._settings.silent_after_s, run=run
         )
 
     def paces(self, runs: Iterable[str], now_ns: int, stuck_after_s: float) -> dict[str, Pace]:
         """Return the pace of each run; see `pace.paces`."""
-        return paces(self._store, runs, now_ns, stuck_after_s)
+        return paces(self.store, runs, now_ns, stuck_after_s)
 
     def alerts(self, *, limit: int = alerts.MAX_CLEARED) -> models.Alerts:
         """Return the raised alerts and the latest ``limit`` cleared ones."""
-        return alerts.alerts(self._store, self.watch, limit)
-
-    def raised_alerts(self) -> list[models.Alert]:
-        """Return the raised alerts, the most severe first, then the newest."""
-        return self._store.raised_alerts()
+        return alerts.alerts(self.store, self.watch, limit)
 
     def staleness(self, *, run: str | None = None, steps: int = 20) -> models.Staleness:
         """Return the staleness of the last ``steps`` steps of a run, by default the newest."""
-        return self._store.staleness(self._run_or_newest(run), steps)
+        return self.store.staleness(self._run_or_newest(run), steps)
 
     def run_steps(self, *, run: str | None = None, ranges: int = 10) -> models.RunSteps:
         """Return step durations in at most ``ranges`` ranges.
@@ -290,8 +280,8 @@ class AdminService:
     ) -> list[models.RunSteps]:
         """Return one `run_steps` for each maximum number of ranges, all from one read."""
         if run is None:
-            run = self._store.run_with_steps()
-        return run_steps.run_steps(self._store, self._run_or_newest(run), *max_ranges)
+            run = self.store.run_with_steps()
+        return run_steps.run_steps(self.store, self._run_or_newest(run), *max_ranges)
 
     def runs(
         self,
@@ -313,17 +303,17 @@ class AdminService:
             ascending: whether the smallest comes first.
             limit: maximum number of runs.
         """
-        known = self._store.runs(silent_after_s=self._settings.silent_after_s)
+        known = self.store.runs(silent_after_s=self._settings.silent_after_s)
         return runs.choose(known, q, state, tag, sort, ascending=ascending, limit=limit)
 
     def run(self, run: str) -> models.RunDetail:
         """Return one run with its configuration. Raises NotFound."""
         limits.check_id("run", run)
-        return runs.run(self._store, run, self._settings.silent_after_s)
+        return runs.run(self.store, run, self._settings.silent_after_s)
 
     def find_run(self, run: str) -> models.RunDetail | None:
         """Return one run with its configuration, None if it is not stored."""
-        return self._store.run(run[: limits.MAX_ID], silent_after_s=self._settings.silent_after_s)
+        return self.store.run(run[: limits.MAX_ID], silent_after_s=self._settings.silent_after_s)
 
     def compare_runs(self, run_ids: Sequence[str]) -> models.RunComparison:
         """Return runs and the differences of their configurations. Raises NotFound, Refused."""
@@ -341,25 +331,7 @@ class AdminService:
     ) -> models.ComparedCurves:
         """Return curves of runs over an axis; see `runs.compare_curves`. Raises NotFound."""
         compared = self._compared(run_ids)
-        return runs.compare_curves(self._store, compared, axis, names, first, last, max_points)
-
-    def tag_run(self, change: models.TagRun, *, actor: str) -> models.TaggedRun:
-        """Replace the tags of a run. Raises as `clear`."""
-        return self._actions.tag_run(change, actor)
-
-    def curves(
-        self, run: str, names: Sequence[str], *, max_points: int, limit: int
-    ) -> list[models.Curve]:
-        """Return ``limit`` curves of metrics of a run, each with about ``max_points`` points."""
-        return self._store.curves(run, names=names, max_points=max_points, limit=limit)
-
-    def run_with_curves(self) -> str:
-        """Return the run whose curves changed last; empty if no run has any."""
-        return self._store.run_with_curves() or ""
-
-    def curve_facts(self, run: str) -> list[models.CurveFacts]:
-        """Return the curves of a run without their points."""
-        return self._store.curve_facts(self._run_or_newest(run))
+        return runs.compare_curves(self.store, compared, axis, names, first, last, max_points)
 
     def traces(
         self,
@@ -376,42 +348,36 @@ class AdminService:
     ) -> models.Traces:
         """Return a page of traces, newest first. Raises Refused for an invalid cursor."""
         for parameter, text in (("run", run), ("name", name), ("service", service)):
-            if text:
-                limits.check_id(parameter, text)
+            limits.check_id(parameter, text or None)
         for parameter, seconds in (("min_s", min_s), ("max_s", max_s)):
             if seconds is not None:
                 limits.check(parameter, seconds, 0, limits.MAX_S)
         if step is not None:
             limits.check("step", step, 0, 2**63 - 1)
-        page, after = self._store.traces(
+        page, after = self.store.traces(
             TraceFilter(run, step, min_s, max_s, error, name or None, service or None),
             cursors.TRACES.read(cursor),
             limit,
         )
         return models.Traces(traces=page, next=cursors.TRACES.write(after))
 
-    def steps(self, run: str | None, *, limit: int = 10) -> list[models.TraceFacts]:
-        """Return the newest step traces of a run, or of all runs, newest first."""
-        return self._store.steps(run, limit)
-
     def trace(self, trace_id: str, chosen: Selection = Selection()) -> models.Trace:  # noqa: B008
         """Return one trace, see `traces.trace`."""
-        return traces.trace(self._store, self._settings, trace_id, chosen)
+        return traces.trace(self.store, self._settings, trace_id, chosen)
 
     def trace_compare(self, a: str, b: str) -> models.TraceComparison:
         """Compare two traces. Raises as `trace`."""
-        return traces.compare(self._store, a, b)
+        return traces.compare(self.store, a, b)
 
     def audit(self, *, cursor: str | None = None, limit: int = 50) -> models.Audit:
         """Return a page of the audit log, newest first."""
-        entries, after = self._store.audit(cursors.AUDIT.read(cursor), limit)
+        entries, after = self.store.audit(cursors.AUDIT.read(cursor), limit)
         return models.Audit(entries=entries, next=cursors.AUDIT.write(after))
 
     def series(self, *, name: str | None = None) -> list[models.Series]:
         """Return the value of each metric series, filtered by ``name`` if given."""
-        if name is not None:
-            limits.check_id("name", name)
-        return self._store.series(name)
+        limits.check_id("name", name)
+        return self.store.series(name)
 
     def load(
         self,
@@ -425,23 +391,8 @@ class AdminService:
 
         With ``run``, engines and nodes that report another run are omitted.
         """
-        if run is not None:
-            limits.check_id("run", run)
-        return load(self._store, start_ns, end_ns, run=run, max_points=max_points)
-
-    def clear(self, change: models.ClearSamples, *, actor: str) -> models.ActionResult:
-        """Clear samples or a partition. Raises any subclass of ServiceError."""
-        return self._actions.clear(change, actor)
-
-    def reset_consumption(
-        self, change: models.ResetConsumption, *, actor: str
-    ) -> models.ActionResult:
-        """Redeliver acknowledged samples to a task. Raises as `clear`."""
-        return self._actions.reset_consumption(change, actor)
-
-    def end_claim(self, change: models.EndClaim, *, actor: str) -> models.ActionResult:
-        """End a claim. Raises as `clear`."""
-        return self._actions.end_claim(change, actor)
+        limits.check_id("run", run)
+        return load(self.store, start_ns, end_ns, run=run, max_points=max_points)
 
     def _newest(self) -> Snapshot:
         return Snapshot() if self._live is None else self._live.snapshot
@@ -458,9 +409,8 @@ class AdminService:
         return [self.run(run_id) for run_id in distinct]
 
     def _run_or_newest(self, run: str | None) -> str:
-        if run:
-            limits.check_id("run", run)
+        limits.check_id("run", run or None)
         if run is not None:
             return run
-        known = self._store.runs()
+        known = self.store.runs()
         return known[0].run_id if known else ""
