@@ -23,8 +23,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, what a Bear
 def canonical_host(host: str) -> str:
     """Return a host name or IP address in canonical form.
 
-    Raises:
-        ValueError: it is neither, or has a port or a wildcard.
+    Raises ValueError if it is neither, or has a port or a wildcard.
     """
     try:
         return str(ipaddress.ip_address(host))
@@ -40,8 +39,7 @@ def canonical_host(host: str) -> str:
 def canonical_origin(origin: str) -> str:
     """Return an origin in canonical form, with its port.
 
-    Raises:
-        ValueError: it is not http or https with a host and an optional port.
+    Raises ValueError if it is not http or https with a host and an optional port.
     """
     match = _ORIGIN.fullmatch(origin.lower())
     if match is None:
@@ -61,8 +59,7 @@ def origin_as_sent(canonical: str) -> str:
 def canonical_root_path(path: str) -> str:
     """Return a path with a leading slash and without a trailing one; the root is empty.
 
-    Raises:
-        ValueError: it is not a path of letters, digits and ``-._~``.
+    Raises ValueError if it is not a path of letters, digits and ``-._~``.
     """
     stripped = path.strip("/")
     canonical = f"/{stripped}" if stripped else ""
@@ -74,8 +71,7 @@ def canonical_root_path(path: str) -> str:
 def check_link(url: str) -> None:
     """Check the URL of a page that traces link to.
 
-    Raises:
-        ValueError: it is not http or https, or has a placeholder other than ``{trace_id}``.
+    Raises ValueError if it is not http or https, or has a placeholder other than ``{trace_id}``.
     """
     if not url.lower().startswith(("http://", "https://")):
         raise ValueError(f"found {url!r}; expected http://... or https://...")

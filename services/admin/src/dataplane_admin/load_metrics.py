@@ -19,10 +19,7 @@ class LoadMetric:
     """A metric of load.
 
     Attributes:
-        name: name of the metric.
-        kind: what reports it.
         label: name on a page.
-        unit: unit of its values.
     """
 
     name: str
@@ -60,7 +57,6 @@ class Source:
     """An exported metric, and what its points add to the value and the total of a `LoadMetric`.
 
     Attributes:
-        metric: name of the `LoadMetric`.
         value: multiplier of a reported number before it is added to the value.
         total: multiplier of a reported number before it is added to the total.
         count: added to the total for each point; with 1, the ratio is the mean of the points.

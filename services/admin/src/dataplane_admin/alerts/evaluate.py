@@ -41,7 +41,6 @@ class RunFacts:
     """An unfinished run.
 
     Attributes:
-        run_id: id of the run.
         seen_s: seconds since its last record.
         step_s: seconds since its last finished step, or its start.
         late_after_s: seconds without a step, or with a blocked task, after which it is late.
@@ -66,9 +65,7 @@ class Facts:
     """Knowledge of the service at one moment.
 
     Attributes:
-        now_ns: nanoseconds since 1970.
         uptime_s: seconds since the service started: it received no telemetry before.
-        runs: unfinished runs.
         waits: blocked tasks of live processes and of the data plane.
         full: used share of each store.
         knows_plane: False while the data plane has been unreachable for less than ten minutes;
@@ -105,7 +102,6 @@ class Decision:
     """Changes of the alerts.
 
     Attributes:
-        raised: new alerts.
         cleared: alerts that end, each with the reason.
         kept: raised alerts whose value is still above the bound, with the newest value.
         since: start of each condition that has not lasted long enough yet, nanoseconds since 1970.
@@ -126,9 +122,6 @@ def decide(
     """Return the changes of the raised alerts.
 
     Args:
-        rules: the rules.
-        facts: the facts.
-        alerts: raised alerts.
         since: `Decision.since` of the previous evaluation; empty after a start.
     """
     measures = {measure.key: measure for rule in rules for measure in measure_all(rule, facts)}

@@ -28,14 +28,7 @@ logger = structlog.get_logger("dataplane_admin")
 
 
 class Watch:
-    """Evaluation of the rules that runs until closed, and the senders of the webhooks.
-
-    Args:
-        store: has alerts and notifications.
-        rules: rules and webhooks.
-        facts: returns what the service knows now.
-        every_s: seconds between evaluations.
-    """
+    """Evaluation of the rules that runs until closed, and the senders of the webhooks."""
 
     def __init__(
         self, store: Store, rules: AlertRules, facts: Callable[[], Facts], *, every_s: float

@@ -49,12 +49,7 @@ class Sent:
 
 
 class Sender:
-    """Thread that delivers the notifications of one webhook.
-
-    Args:
-        store: has the notifications.
-        webhook: the receiver.
-    """
+    """Thread that delivers the notifications of one webhook."""
 
     def __init__(self, store: Store, webhook: Webhook) -> None:
         self.webhook = webhook

@@ -30,8 +30,6 @@ def conditional_reply(
     """Return an answer with an ETag, or 304 without calling ``answer`` if the client has it.
 
     Args:
-        request: the request, with or without If-None-Match.
-        answer: builds the answer.
         ages: whether the answer contains ages.
     """
     # They grow when the answer may have changed.

@@ -25,12 +25,7 @@ _RETRY_MS = 2_000
 
 
 class LiveUpdates:
-    """Subscribers of live updates. Used within one event loop.
-
-    Args:
-        service: source of the revisions.
-        maximum: maximum number of subscribers.
-    """
+    """Subscribers of live updates. Used within one event loop."""
 
     def __init__(self, service: AdminService, maximum: int) -> None:
         self._service = service

@@ -30,8 +30,6 @@ def fetch(
     """Return the body of the service's answer.
 
     Args:
-        url: URL of the service, such as ``http://127.0.0.1:8080``.
-        path: path of the API.
         query: parameters; None values are omitted.
         token: bearer token, None if the service has none.
         body: what to post as JSON; None to get.

@@ -19,11 +19,7 @@ class OptionsCommand(TyperCommand):
         return _without_variables(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments.
-
-        Raises:
-            typer.Exit: an option is wrong.
-        """
+        """Parse the arguments. Raises typer.Exit if an option is wrong."""
         values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
         trial = type(ctx)(self, info_name=ctx.info_name, parent=ctx.parent)
         problems = []

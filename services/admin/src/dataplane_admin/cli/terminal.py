@@ -22,8 +22,7 @@ _GAP = 2
 def show(path: str, body: str, console: Console | None = None) -> None:
     """Print the answer ``body`` of ``path``.
 
-    Raises:
-        ValueError: the body is not an answer of this version's API.
+    Raises ValueError if the body is not an answer of this version's API.
     """
     console = console or Console()
     try:

@@ -52,8 +52,7 @@ async def read_body(
 ) -> bytes:
     """Read a body as it was sent; ``declared`` is its Content-Length, ``take`` reserves memory.
 
-    Raises:
-        Refusal: the body is too long, or too many bytes are being read at once.
+    Raises Refusal if the body is too long, or too many bytes are being read at once.
     """
     if _number(declared) > limits.body_bytes:
         raise too_large(limits.body_bytes)
@@ -78,8 +77,7 @@ def _number(declared: str | None) -> int:
 def inflate(body: bytes, encoding: str, limits: Limits) -> bytes:
     """Decompress a body, never beyond the limit.
 
-    Raises:
-        Refusal: the encoding is unknown, or the body is invalid or too long.
+    Raises Refusal if the encoding is unknown, or the body is invalid or too long.
     """
     if encoding == "identity":
         if len(body) > limits.inflated_bytes:

@@ -70,7 +70,6 @@ def batch_of_logs(
 
     Args:
         request: the decoded request; it is changed.
-        limits: limits of a request.
         now_ns: the time of events that report none, in nanoseconds since 1970.
         redaction: applied to turns and tokens of samples and to bodies of other records; None
             removes them.

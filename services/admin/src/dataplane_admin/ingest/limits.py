@@ -42,11 +42,7 @@ class Limits:
     id_bytes: int = 4096
 
     def __post_init__(self) -> None:
-        """Check the limits.
-
-        Raises:
-            ValueError: a limit is below 1.
-        """
+        """Check the limits. Raises ValueError if a limit is below 1."""
         for limit in fields(self):
             value = getattr(self, limit.name)
             if value < 1:

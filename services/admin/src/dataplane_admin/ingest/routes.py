@@ -52,8 +52,6 @@ def router(store: Store, limits: Limits, *, redaction: Redaction | None = None) 
     """Return the three routes, which write to ``store``.
 
     Args:
-        store: store for the records.
-        limits: limits of a request.
         redaction: applied to text of samples before it is stored. If None, no text is stored, see
             `sample_text`.
     """

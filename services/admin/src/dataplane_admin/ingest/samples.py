@@ -37,10 +37,7 @@ def samples_of(
 
     Args:
         record: the record; its body is JSON.
-        record_attributes: attributes of the record.
-        limits: limits of a request.
         now_ns: the time of records that report none.
-        redaction: applied to text.
 
     Raises:
         RecordRefused: the body is not as documented.

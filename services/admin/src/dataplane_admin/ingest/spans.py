@@ -40,7 +40,6 @@ def batch_of_spans(request: TracesData, body: bytes | None, limits: Limits) -> B
     Args:
         request: the decoded request; it is changed if something is cut.
         body: the bytes of the request if they are protobuf and unchanged.
-        limits: limits of a request.
     """
     chunks: dict[bytes, Chunk] = {}
     kept: defaultdict[bytes, _Kept] = defaultdict(list)

@@ -36,8 +36,7 @@ def digest_of(record: Message) -> bytes:
 def ids_within(named: Sequence[str], limits: Limits) -> tuple[bytes, ...]:
     """Return the sample ids of a record as bytes.
 
-    Raises:
-        RecordRefused: there are too many, or one is too long.
+    Raises RecordRefused if there are too many, or one is too long.
     """
     if len(named) > limits.ids:
         raise RecordRefused(f"the record has more than {limits.ids} samples")

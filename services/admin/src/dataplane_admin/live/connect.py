@@ -56,7 +56,6 @@ class RayConnector:
 
     Args:
         address: address of the cluster for `ray.init`; ``auto`` for the one on this machine.
-        timeout_s: deadline of one query in seconds.
     """
 
     def __init__(self, address: str, *, timeout_s: float) -> None:

@@ -55,9 +55,6 @@ class Live:
     """Poller of a data plane that runs until closed.
 
     Args:
-        connector: connects to the data plane.
-        poll_s: seconds between polls.
-        ask_s: deadline of `ask` in seconds.
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
         has_claimed: whether a task of a partition has claimed, in addition to what polls show.
     """

@@ -29,9 +29,7 @@ class Moment:
     Attributes:
         at_ns: time of the read, in nanoseconds since 1970.
         spread_s: duration of the read if samples changed meanwhile; 0.0 for one snapshot.
-        summary: numbers of the partition.
         scan: states of its samples; None if they exceed one page.
-        samples: requested samples.
         claims: leased claims, oldest first.
     """
 
@@ -48,14 +46,7 @@ def read_moment(
 ) -> Moment:
     """Read a partition; repeat while samples change, at most 8 times or half a second.
 
-    Args:
-        inspector: the data plane.
-        partition_id: id of the partition.
-        start: index of the first sample to list.
-        limit: maximum number of samples to list.
-
-    Raises:
-        PartitionNotFoundError: the partition is not registered.
+    Raises PartitionNotFoundError if the partition is not registered.
     """
     start_s = time.monotonic()
     before = _summary(inspector, partition_id)

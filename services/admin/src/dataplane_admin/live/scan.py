@@ -34,7 +34,6 @@ class Scan:
     """States of all samples of a partition at about one moment.
 
     Attributes:
-        partition_id: id of the partition.
         revision: revision of the partition when the scan began.
         at_ns: end of the scan, in nanoseconds since 1970.
         total: samples in the partition.
@@ -115,11 +114,7 @@ class Scan:
 
 
 class Scanner:
-    """Scanner of changed partitions within a time budget. Not thread-safe.
-
-    Args:
-        clock: monotonic clock in seconds.
-    """
+    """Scanner of changed partitions within a time budget. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -137,10 +132,7 @@ class Scanner:
         """Return the scans of the present partitions, some of them renewed.
 
         Args:
-            inspector: the data plane.
-            partitions: present partitions.
             wanted: partitions that a page shows, which are scanned first.
-            stop: whether to stop early.
         """
         present = {summary.partition_id: summary for summary in partitions}
         scans = {name: scan for name, scan in self._scans.items() if name in present}

@@ -24,7 +24,6 @@ class Snapshot:
         at_ns: time of the read, in nanoseconds since 1970; None before the first.
         read_s: the same time by `time.monotonic`.
         partitions: partitions in the data plane's order.
-        storage: storage units.
         totals: counters since the store was created.
         trends: partition to its numbers over the last polls.
         history: partition to its numbers over the last hour.

@@ -29,10 +29,7 @@ class Stuck:
     """One sign that a run is stuck.
 
     Attributes:
-        partition_id: id of the partition.
-        task: name of the task.
         samples: unclaimed samples, assigned ones included; or samples held by the claim.
-        present: samples in the partition.
         seconds: age of the oldest of these samples, or of the claim.
         idle_s: seconds for which the task has claimed nothing; 0 for a claim.
         lacks: field to unclaimed samples that lack it; empty for a claim.

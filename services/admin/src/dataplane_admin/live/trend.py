@@ -32,7 +32,6 @@ class Trend:
     Attributes:
         times_ns: times of the polls, in nanoseconds since 1970.
         put: samples put since registration, at each poll.
-        tasks: task to its numbers.
         claiming: tasks that claimed at any poll, also in an earlier partition of this name.
     """
 

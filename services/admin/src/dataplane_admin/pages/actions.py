@@ -46,8 +46,7 @@ class Confirmation:
 def confirmation(service: AdminService, name: str, params: Params) -> Confirmation:
     """Return the confirmation page of an action.
 
-    Raises:
-        ServiceError: there is no such action, or a required parameter is missing.
+    Raises ServiceError if there is no such action, or a required parameter is missing.
     """
     return _known(_CONFIRMATIONS, name)(service, params, params.required("partition"))
 
@@ -55,8 +54,7 @@ def confirmation(service: AdminService, name: str, params: Params) -> Confirmati
 def perform(service: AdminService, name: str, params: Params, actor: str) -> models.ActionResult:
     """Run a confirmed action.
 
-    Raises:
-        ServiceError: there is no such action, or it was refused or failed.
+    Raises ServiceError if there is no such action, or it was refused or failed.
     """
     act = _known(_ACTIONS, name)
     partition = params.required("partition")
@@ -192,8 +190,7 @@ def _facts(service: AdminService, partition: str) -> models.Partition | None:
 def checked(make: Callable[[], _Request]) -> _Request:
     """Return the request that ``make`` builds.
 
-    Raises:
-        Refused: the model rejects a value, such as too many ids.
+    Raises Refused if the model rejects a value, such as too many ids.
     """
     try:
         return make()

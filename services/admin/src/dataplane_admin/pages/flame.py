@@ -64,11 +64,9 @@ class _Node:
 
 
 def draw_flame(paths: Sequence[models.SpanPath], tones: Mapping[str, int], zoomed: str) -> Flame:
-    """Draw a flame graph.
+    """Draw a flame graph of paths, each parent before its children.
 
     Args:
-        paths: paths of the trace, each parent before its children.
-        tones: color of each service.
         zoomed: key of the frame that gets the full width; any other text draws all paths.
     """
     tops, nodes = _nodes(paths)

@@ -58,10 +58,6 @@ def headline(
     """Return the state, see `Overview`, and the headline.
 
     Args:
-        status: status of the service.
-        waits: blocked tasks of live processes.
-        silent: blocked tasks of silent processes.
-        partitions: partitions of the data plane.
         paces: pace of each run of `runs_to_judge`.
         run: the run of `newest_pace`; None if unknown.
     """

@@ -53,7 +53,6 @@ class HeatMap:
 
     Attributes:
         paths: CSS class and outline of each path.
-        height: height of all rows in pixels.
     """
 
     rows: Sequence[HeatRow]

@@ -18,8 +18,6 @@ class Column:
     Attributes:
         x: middle, in percent.
         left: left edge, in percent.
-        width: width in percent.
-        height: height in pixels.
     """
 
     label: str

@@ -71,9 +71,6 @@ def life_page(
     """Return the page of a sample.
 
     Args:
-        life: lifecycle and current state of the sample.
-        now_ns: current time in nanoseconds since 1970.
-        plane: connection to the data plane.
         generated_by: weight version that generated the sample. If it is None, the page shows that
             of the first put with a version.
     """

@@ -22,7 +22,6 @@ class Stretch:
     Attributes:
         kind: bucket or state; the end of its CSS class.
         x: left edge, in percent.
-        width: width in percent.
     """
 
     kind: str
@@ -75,7 +74,6 @@ class Trend:
     Attributes:
         line: points of a polyline.
         area: points of a polygon, down to the base.
-        maximum: largest value.
         last: newest value.
     """
 

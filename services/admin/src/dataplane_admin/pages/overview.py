@@ -73,11 +73,8 @@ class Overview:
     Attributes:
         state: ``moving``, ``stuck``, ``quiet`` or ``empty``.
         waits: blocked tasks of live processes.
-        silent: blocked tasks of silent processes.
         run: the only run that is shown; None for all.
-        runs: runs to choose from.
         last: the step that the headline names, else the newest one.
-        durations: durations of the last steps.
         alerts: raised alerts, the most severe first.
         has_rules: whether alerts can be raised.
         learning: titles and trends of metrics of the run of ``last``.

@@ -39,11 +39,7 @@ class Params:
         return self.text(name) or None
 
     def required(self, name: str) -> str:
-        """Return the value of ``name``.
-
-        Raises:
-            Refused: it is missing.
-        """
+        """Return the value of ``name``. Raises Refused if it is missing."""
         value = self.text(name)
         if not value:
             raise Refused(f"parameter '{name}' is missing; expected ?{name}=... in the URL")
@@ -52,8 +48,7 @@ class Params:
     def integer(self, name: str) -> int | None:
         """Return a non-negative integer, None if missing.
 
-        Raises:
-            Refused: the value is not one.
+        Raises Refused if the value is not one.
         """
         value = self.text(name).strip()
         if not value:
@@ -63,11 +58,7 @@ class Params:
         return int(value)
 
     def number(self, name: str) -> float | None:
-        """Return a non-negative number, None if missing.
-
-        Raises:
-            Refused: the value is not one.
-        """
+        """Return a non-negative number, None if missing. Raises Refused if the value is not one."""
         value = self.text(name).strip()
         if not value:
             return None

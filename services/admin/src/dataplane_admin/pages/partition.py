@@ -27,9 +27,6 @@ class PartitionPage:
         cause: the first reason in one line.
         severity: ``critical`` if the first task is blocked for so long that it is a fault.
         window_count: samples of the chosen window, None without one.
-        history: numbers over the last hour, as lines.
-        before: URL of the previous samples.
-        after: URL of the next samples.
     """
 
     seen: models.PartitionView
@@ -95,10 +92,7 @@ def partition_page(
     """Return the page of a partition.
 
     Args:
-        service: source of the data.
-        partition_id: id of the partition.
         start: index of the first sample to list; None if no window is chosen.
-        count: samples of the chosen window.
         stuck_after_s: seconds after which a blocked task is shown as a fault.
 
     Raises:

@@ -29,11 +29,9 @@ class Column:
 
     Attributes:
         x: left edge, in percent.
-        width: width in percent.
         middle: height of the median step in pixels.
         top: height of the slowest step in pixels, truncated to the chart.
         cut: whether it is truncated.
-        words: tooltip.
     """
 
     url: str
@@ -61,7 +59,6 @@ class RunPage:
     """Content of the run page.
 
     Attributes:
-        sentence: headline.
         ticks: pixels from the top, and the label.
         cut: whether a column is truncated.
     """

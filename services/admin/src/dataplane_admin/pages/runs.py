@@ -37,9 +37,6 @@ class ComparedRuns:
     """Content of a comparison.
 
     Attributes:
-        compared: the runs, and differences of their configurations.
-        learning: the curves.
-        axis: quantity on the horizontal axis.
         axes: name and URL of each axis.
         without: URLs of the comparison, each without one of the runs.
         without_axis: runs that do not report this quantity.
@@ -60,11 +57,7 @@ class RunList:
     """Content of the list.
 
     Attributes:
-        listed: the runs.
         query: filters and sort order, as in the URL.
-        filtered: whether a filter is set.
-        columns: columns to sort by.
-        states: states to filter by.
     """
 
     listed: models.Runs
@@ -75,11 +68,7 @@ class RunList:
 
 
 def run_list(service: AdminService, params: Params) -> RunList:
-    """Return the list of runs.
-
-    Raises:
-        ServiceError: a parameter is invalid.
-    """
+    """Return the list of runs. Raises ServiceError if a parameter is invalid."""
     query = {name: params.text(name) for name in ("q", "state", "tag", "sort", "order")}
     states = get_args(models.RunState)
     for name, known in (
@@ -112,8 +101,7 @@ def run_list(service: AdminService, params: Params) -> RunList:
 def compared_runs(service: AdminService, params: Params) -> ComparedRuns:
     """Return a comparison.
 
-    Raises:
-        ServiceError: a parameter is invalid, or a run does not exist.
+    Raises ServiceError if a parameter is invalid, or a run does not exist.
     """
     compared = service.compare_runs(params.texts("run"))
     runs = [run.run_id for run in compared.runs]
@@ -136,11 +124,7 @@ def compared_runs(service: AdminService, params: Params) -> ComparedRuns:
 
 
 def tag_change(run_id: str, params: Params) -> models.TagRun:
-    """Return the change of tags that a form requests.
-
-    Raises:
-        Refused: a tag is invalid.
-    """
+    """Return the change of tags that a form requests. Raises Refused if a tag is invalid."""
     tags = [tag.strip() for tag in params.text("tags").split(",")]
     return checked(lambda: models.TagRun(run=run_id, tags=[tag for tag in tags if tag]))
 
@@ -153,9 +137,6 @@ def sort_columns(
     A click on a column sorts in descending order, the next click in ascending order.
 
     Args:
-        titles: name and title of each column.
-        sort: the column that sorts now.
-        ascending: whether its smallest value comes first.
         url: returns the URL with the given ``sort`` and ``order``.
     """
     columns = []

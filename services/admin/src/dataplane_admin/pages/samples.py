@@ -96,11 +96,7 @@ class ContentPage:
 
 
 def sample_list(service: AdminService, params: Params) -> SampleList:
-    """Return the list of samples.
-
-    Raises:
-        ServiceError: a parameter is invalid.
-    """
+    """Return the list of samples. Raises ServiceError if a parameter is invalid."""
     query = {name: params.text(name) for name in _FILTERS}
     for name, known in (
         ("truncated", ("yes", "no")),
@@ -153,7 +149,6 @@ def content_page(
     """Return the section of a sample with stored text.
 
     Args:
-        content: text and facts of the sample.
         color: one of `COLORS`; the first if empty.
         partition: partition to which the page limits the lifecycle; links keep it.
 

@@ -49,12 +49,7 @@ _HEADERS = {"vary": "Cookie"}
 
 
 class Shell:
-    """Renders pages in their frame.
-
-    Args:
-        settings: settings of the service.
-        service: source of the number of raised alerts.
-    """
+    """Renders pages in their frame."""
 
     def __init__(self, settings: Settings, service: AdminService) -> None:
         self.assets = Assets()

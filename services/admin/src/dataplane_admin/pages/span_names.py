@@ -54,8 +54,7 @@ def name_table(
 ) -> NameTable:
     """Return the table in the order of ``query``; ``url`` is `TracePage.url`.
 
-    Raises:
-        Refused: the sort order is invalid.
+    Raises Refused if the sort order is invalid.
     """
     sort, ascending = query["sort"] or DEFAULT_SORT, query["order"] == "ascending"
     check_choice("sort", sort, [*_SORTS])

@@ -150,10 +150,7 @@ def trace_page(
     """Return the page of a trace, with the details of the span in ``query`` if it is received.
 
     ``load`` is the load of engines and nodes during the trace; None if the time of the trace is
-    unknown.
-
-    Raises:
-        Refused: the sort order is invalid.
+    unknown. Raises Refused if the sort order is invalid.
     """
     spans = {span.span_id: span for span in trace.rows}
     chosen = spans.get(query["span"])

@@ -35,7 +35,6 @@ class Export:
 
     Args:
         url: URL of the receiver, without the path of OTLP.
-        token: bearer token, None if it needs none.
         timeout_s: deadline of an export, with its retries.
     """
 
@@ -58,8 +57,7 @@ class Export:
     ) -> None:
         """Send readings, each list with the attributes of its resource.
 
-        Raises:
-            ScrapeError: the receiver did not accept them.
+        Raises ScrapeError if the receiver did not accept them.
         """
         data = MetricsData(
             [

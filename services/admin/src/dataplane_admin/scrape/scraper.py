@@ -95,12 +95,7 @@ def scrape(
     """Scrape until the process ends.
 
     Args:
-        engines: URLs of the metrics of vLLM and SGLang.
-        node: whether to report this node.
-        to: URL of the service.
-        token: its bearer token, None if it has none.
         run_id: run that engines and node belong to, empty for all runs.
-        interval_s: seconds between two scrapes.
     """
     timeout_s = min(interval_s, _MAX_TIMEOUT_S)
     host = socket.gethostname()
@@ -136,8 +131,7 @@ def scrape(
 def engine_name(url: str, host: str) -> str:
     """Return the name of an engine: host and port; ``host`` replaces a loopback address.
 
-    Raises:
-        ValueError: it is not a URL with http or https and a host.
+    Raises ValueError if it is not a URL with http or https and a host.
     """
     try:
         parsed = httpx.URL(url)

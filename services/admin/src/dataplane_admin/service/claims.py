@@ -59,8 +59,7 @@ class Claimants:
     def has_claimed(self, partition: str, task: str) -> bool:
         """Return whether a task of a partition has claimed in any run.
 
-        Raises:
-            StoreUnavailable: the store cannot be read.
+        Raises StoreUnavailable if the store cannot be read.
         """
         self._newest.refresh()
         partition = storable(partition)
@@ -94,8 +93,7 @@ class _NewestClaims:
     def refresh(self) -> None:
         """Read the claims since the last call.
 
-        Raises:
-            StoreUnavailable: the store cannot be read; the next call reads it again.
+        Raises StoreUnavailable if the store cannot be read; the next call reads it again.
         """
         revision = self._store.revision
         if revision == self._revision or not self._lock.acquire(blocking=False):

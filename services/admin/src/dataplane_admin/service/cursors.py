@@ -18,7 +18,6 @@ class Cursor:
     """Encoding of the places in one kind of list.
 
     Args:
-        kind: what the list contains.
         types: types of the parts of a place; integers fit a database.
     """
 
@@ -36,8 +35,7 @@ class Cursor:
     def read(self, text: str | None) -> Any:
         """Return the place that a cursor encodes, a tuple; None without a cursor.
 
-        Raises:
-            Refused: it is not a cursor of this kind.
+        Raises Refused if it is not a cursor of this kind.
         """
         if text is None:
             return None

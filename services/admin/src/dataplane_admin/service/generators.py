@@ -15,7 +15,6 @@ def generators(events: Iterable[Event], claims: Sequence[models.Claim]) -> list[
 
     Args:
         events: when generators joined and left, oldest first.
-        claims: the claims held in the partition.
     """
     joined: dict[str, Event] = {}
     left: dict[str, Event] = {}

@@ -40,9 +40,7 @@ def paces(store: Store, runs: Iterable[str], now_ns: int, stuck_after_s: float) 
     """Return the pace of each run.
 
     Args:
-        store: source of the runs' steps.
         runs: run ids; empty for telemetry without a run.
-        now_ns: nanoseconds since 1970.
         stuck_after_s: seconds before which nothing is late, however short the steps are.
     """
     min_late_s = max(_MIN_LATE_S, stuck_after_s)

@@ -59,11 +59,7 @@ def choose(
 
 
 def run(store: Store, run_id: str, silent_after_s: float) -> models.RunDetail:
-    """Return one run.
-
-    Raises:
-        NotFound: it is not stored.
-    """
+    """Return one run. Raises NotFound if it is not stored."""
     known = store.run(run_id, silent_after_s=silent_after_s)
     if known is None:
         raise NotFound(f"run '{printable(run_id)}' does not exist")
@@ -96,10 +92,6 @@ def compare_curves(
     """Return curves of runs over an axis, each down-sampled to about ``max_points`` points.
 
     Args:
-        store: the store.
-        runs: the runs.
-        axis: quantity on the axis.
-        names: metrics; None for all.
         first: smallest place on the axis; None for the smallest known.
         last: largest place on the axis; None for the largest known.
         max_points: number of points of a curve above which it is down-sampled.

@@ -297,11 +297,6 @@ class AdminService:
 
         Args:
             q: part of id, tag or error, in any case.
-            state: state of the run.
-            tag: one of its tags.
-            sort: what to sort by.
-            ascending: whether the smallest comes first.
-            limit: maximum number of runs.
         """
         known = self.store.runs(silent_after_s=self._settings.silent_after_s)
         return runs.choose(known, q, state, tag, sort, ascending=ascending, limit=limit)

@@ -24,8 +24,6 @@ def waits(
     A data plane that no longer answers its clients comes before them.
 
     Args:
-        store: stored telemetry.
-        live: the data plane; None if the service is not connected to one.
         silent_after_s: seconds without telemetry after which a process counts as silent.
         run: run to filter by. What the data plane itself shows belongs to no run.
     """

@@ -36,11 +36,7 @@ _FULL = (
 
 
 class Connections:
-    """Open connections. For one event loop.
-
-    Args:
-        max_connections: maximum number of open connections.
-    """
+    """Open connections. For one event loop."""
 
     def __init__(self, max_connections: int) -> None:
         self.log = PeerLog(structlog.get_logger("dataplane_admin"))

@@ -40,8 +40,7 @@ class Address:
 def resolve(host: str, port: int) -> Address:
     """Return the first address of ``host``; an empty host means all interfaces.
 
-    Raises:
-        OSError: the host is unknown.
+    Raises OSError if the host is unknown.
     """
     try:
         addresses = socket.getaddrinfo(
@@ -56,8 +55,7 @@ def resolve(host: str, port: int) -> Address:
 def listen(address: Address) -> tuple[socket.socket, Address]:
     """Return a listening socket and its address, with the actual port for port 0.
 
-    Raises:
-        OSError: the address is in use or not of this machine.
+    Raises OSError if the address is in use or not of this machine.
     """
     listener = socket.socket(address.family, socket.SOCK_STREAM)
     try:

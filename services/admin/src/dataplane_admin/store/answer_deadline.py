@@ -22,8 +22,7 @@ class TimedConnection(psycopg.Connection[Any]):
     def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
         """Wait for an answer.
 
-        Raises:
-            psycopg.OperationalError: the answer did not arrive in time.
+        Raises psycopg.OperationalError if the answer did not arrive in time.
         """
         return super().wait(self._in_time(gen), *arguments, **options)
 

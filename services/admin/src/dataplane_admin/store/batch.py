@@ -160,8 +160,6 @@ class SeriesPoint:
         process: label of the process.
         process_id: 16 bytes that only equal resources share.
         scope: name of the instrumentation scope, empty if unknown.
-        name: name of the metric.
-        unit: unit of the metric.
         attributes: attributes as JSON.
         figures: ``value`` of a number; ``count`` and other known figures of a histogram; None if
             nothing was recorded.
@@ -197,12 +195,10 @@ class LoadPoint:
         digest: digest of all attributes but the last three.
         kind: ``engine`` or ``node``.
         subject: name of the engine or node.
-        metric: name of the metric.
         is_counter: whether value and total are counters.
         device: the GPU, empty if the metric has none.
         run_id: ``rl.run_id``, empty if unknown.
         second: seconds since 1970.
-        value: value in that second.
         total: total of a ratio.
     """
 
@@ -223,13 +219,10 @@ class Batch:
     """The records of one request.
 
     Attributes:
-        chunks: spans.
-        events: lifecycle events.
         logs: other log records of traces.
         series: points of metrics.
         load: load of engines and nodes.
         samples: facts and text of samples.
-        audit: entries of the audit log.
         tags: run ids with the tags that replace those of the run.
         changes: functions that read and change further tables in the transaction, and return
             whether a page shows the change. Each may be called again if a commit fails.
@@ -237,7 +230,6 @@ class Batch:
             same digest.
         ignored: digests of log records that are not stored: outside of traces, or text of samples
             without ``keep_sample_text``.
-        reasons: why records were rejected.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -283,8 +275,6 @@ class WriteResult:
     """Result of writing a batch.
 
     Attributes:
-        spans: new spans.
-        events: new events.
         repeated: spans and events that were stored already.
     """
 

@@ -39,7 +39,6 @@ def read_lives(
     """Return the lives of samples, from the newest back to the one at a given time.
 
     Args:
-        connection: connection to read from.
         place_id: the samples' partition, a `PlaceModel`.
         wanted: by sample key, the time of its first event and the time to read back to, in
             nanoseconds since 1970.

@@ -23,8 +23,7 @@ from dataplane_admin.store.tables import Base, StateRow
 def migrate(database: Database) -> None:
     """Create the tables, or run missing migrations.
 
-    Raises:
-        StoreError: the database has tables of a version that this service does not know.
+    Raises StoreError if the database has tables of a version that this service does not know.
     """
     with database.writer.begin() as connection:
         database.lock(connection)

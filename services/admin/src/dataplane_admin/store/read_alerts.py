@@ -38,7 +38,6 @@ class UnfinishedRun:
     """A run without a reported end; times are nanoseconds since 1970 by this service's clock.
 
     Attributes:
-        run_id: id of the run.
         seen_ns: time of its last record.
         start_ns: start, or last resume, by the sender's clock.
         step_ns: time of its last finished step; 0 without any.

@@ -86,13 +86,9 @@ def read_curves(
     A longer curve is divided into buckets of equally many steps.
 
     Args:
-        reader: reader of the store.
-        run_id: the run.
-        names: metrics; None for all.
         first_step: first step; None for the first of the curves.
         last_step: last step; None for the last of the curves.
         max_points: maximum number of buckets.
-        limit: maximum number of curves.
     """
     with reader.connect() as connection:
         rows = connection.execute(_curves(run_id, names).limit(limit)).all()

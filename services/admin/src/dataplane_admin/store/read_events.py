@@ -31,13 +31,7 @@ _MAX_EVENTS_OF_GENERATORS = 1000
 
 
 def read_sample_records(reader: Reader, sample_id: str, partition: str | None = None) -> Records:
-    """Return the events of a sample, each with this id only, and the spans of their traces.
-
-    Args:
-        reader: reader of the store.
-        sample_id: id of the sample.
-        partition: name of the partition; None for all.
-    """
+    """Return the events of a sample, each with this id only, and the spans of their traces."""
     wanted = bytes_of_id(sample_id)
     samples = (
         select(SampleModel.key, PlaceModel.id, PlaceModel.cleared_ns)
@@ -167,7 +161,6 @@ def read_newest_claims(
     """Return the newest claim or wait of each task, partition and run.
 
     Args:
-        reader: reader of the store.
         event_id: event after which to read.
         maximum: maximum number of events to read, the newest ones.
 

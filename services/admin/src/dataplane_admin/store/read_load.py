@@ -41,9 +41,7 @@ def read_load(
     """Return the points of a period, at most about ``max_points`` of each series.
 
     Args:
-        reader: reader of the store.
         first_s: start of the period, seconds since 1970.
-        last_s: end of the period.
         run_id: run whose engines and nodes are read, with those that report no run; None for all.
         max_points: maximum number of buckets. A bucket of several points has their mean, or the
             largest if the metric is a counter.

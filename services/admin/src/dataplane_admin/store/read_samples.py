@@ -58,12 +58,9 @@ def read_sample_facts(
     """Return a page of facts, and the place of the next page.
 
     Args:
-        reader: reader of the store.
-        chosen: what the facts must match.
         sort: ``newest`` or a numeric column; samples without the number are omitted.
         ascending: whether the smallest comes first.
         after: number and id of the last row of the previous page.
-        limit: maximum number of rows.
     """
     key = SampleFactModel.id
     column: Any = key if sort == "newest" else getattr(SampleFactModel, sort)

@@ -127,9 +127,6 @@ def read_trace_records(
     """Return the spans of a trace with its first events, and how many further events it has.
 
     Args:
-        reader: reader of the database.
-        trace_id: id of the trace.
-        max_events: maximum number of events.
         span_id: the only span whose events to return and count; None for all spans.
     """
     wanted = trace_bytes(trace_id)

@@ -54,8 +54,6 @@ def read_wait_records(
     Of more than 200 waits, those of live processes are preferred, then the newest.
 
     Args:
-        reader: reader of the store.
-        run_id: run to filter by; None for all.
         silent_after_s: seconds without telemetry after which a process counts as silent.
     """
     open_waits = (
@@ -205,11 +203,8 @@ def _gone(
     absent samples.
 
     Args:
-        connection: connection to read from.
-        place_id: the partition.
         cleared_ns: last clear of the entire partition before that time.
         since_ns: the time, in nanoseconds since 1970.
-        maximum: number at which to stop counting.
     """
     record = case((EventModel.name == "cleared", EventModel.record), else_=None)
     events = (

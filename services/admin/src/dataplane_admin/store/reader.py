@@ -39,8 +39,7 @@ class Reader:
     def connect(self) -> Iterator[Connection]:
         """Open a connection that sees one snapshot of the database.
 
-        Raises:
-            StoreUnavailable: no connection is available, or the database failed.
+        Raises StoreUnavailable if no connection is available, or the database failed.
         """
         try:
             with self._database.readers.begin() as connection:
@@ -81,8 +80,6 @@ class Reader:
         """Return the events of a query of `EVENT_COLUMNS`.
 
         Args:
-            connection: connection to read from.
-            chosen: the query.
             only: the only sample id to return with each event; None for all.
         """
         rows = connection.execute(chosen).all()

@@ -73,11 +73,7 @@ class Retention:
     max_load_age_s: float | None = 2 * 86_400.0
 
     def __post_init__(self) -> None:
-        """Check the limits.
-
-        Raises:
-            ValueError: a limit is not above 0.
-        """
+        """Check the limits. Raises ValueError if a limit is not above 0."""
         for name in ("max_age_s", "max_bytes", "max_text_age_s", "max_load_age_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

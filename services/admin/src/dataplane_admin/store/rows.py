@@ -37,8 +37,6 @@ class TraceFilter:
     """Filter of traces; a None does not filter.
 
     Attributes:
-        run_id: run id.
-        step: step number.
         min_s: minimum duration in seconds.
         max_s: maximum duration in seconds.
         error: True for traces with a failed span, False for others.

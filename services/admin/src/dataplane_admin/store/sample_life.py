@@ -21,14 +21,10 @@ class SampleLife:
     """A sample's row while events are applied to it. Times are nanoseconds since 1970.
 
     Attributes:
-        key: key of the row.
-        place_id: its partition.
         weight_version: version of the weights that generated its newest life; None if unknown.
         put_ns: time of the first put of that life, 0 without any.
         live_ns: time of its latest put, 0 if a clear by id came later.
         gone_ns: time of its latest clear by id, 0 without any.
-        first_ns: time of its first event.
-        last_ns: time of its last event.
         is_new: whether it has no row yet.
         needs_lookup: whether `look_up_lives` must look up which put began the newest life.
     """

@@ -68,7 +68,6 @@ class Writer:
     """Writer with a running thread.
 
     Args:
-        database: a migrated database.
         tidy: runs one small sweep when the queue is empty; returns whether more remains. While
             batches are queued, it runs at intervals. While more remains, it gets as much time as
             the writes, so that the store does not outgrow its limits.

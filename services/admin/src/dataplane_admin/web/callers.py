@@ -44,7 +44,6 @@ class Caller:
     """The sender of a request.
 
     Attributes:
-        by: means of authentication.
         csrf: CSRF value that the caller's forms must contain.
         name: name for the audit log, without secrets.
     """
@@ -66,8 +65,6 @@ class AccessMiddleware:
 
     Args:
         token: bearer token; None disables authentication.
-        failed: delays the answers to wrong tokens.
-        root_path: prefix of the login page's path.
         sessions: open sessions. Exporters' routes accept the token only.
     """
 

@@ -57,9 +57,6 @@ class FailedLogins:
 
     Requests with the right token in their header are never delayed or refused: behind a proxy all
     clients have one address, and guesses by one must not block the telemetry of others.
-
-    Args:
-        delay_s: delay of each answer in seconds.
     """
 
     def __init__(self, delay_s: float) -> None:
@@ -90,7 +87,6 @@ class Session:
 
     Attributes:
         name: name for the audit log; it is not a credential.
-        csrf: CSRF value of its forms.
         ends_s: its end by `time.monotonic`.
     """
 

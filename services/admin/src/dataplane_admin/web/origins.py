@@ -31,7 +31,6 @@ class HostMiddleware:
 
     Args:
         allowed_hosts: canonical names and addresses.
-        failed: delays the answers to wrong tokens.
         token: bearer token of requests that may use any host; None for none.
     """
 

@@ -12,7 +12,6 @@ class ProblemResponse(JSONResponse):
     """An error response: status, standard title, and a detail about this request.
 
     Args:
-        status: HTTP status code.
         detail: one sentence on the error, without anything that the caller may not see.
         headers: additional headers, such as Allow or WWW-Authenticate.
     """
