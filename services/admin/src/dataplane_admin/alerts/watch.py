@@ -143,16 +143,6 @@ def _changed(decision: Decision, now_ns: int) -> list[tuple[models.Alert, str]]:
 
 
 def _alert(measure: Measure, alert_id: int, raised_ns: int) -> models.Alert:
-    return models.Alert(
-        id=alert_id,
-        name=measure.rule.name,
-        kind=measure.rule.kind,
-        severity=measure.rule.severity,
-        run_id=measure.run_id,
-        subject=measure.subject,
-        value=measure.value,
-        bound=measure.bound,
-        sentence=measure.sentence,
-        raised_ns=raised_ns,
-        cleared_ns=None,
-    )
+    rule = measure.rule
+    facts = {"name": rule.name, "kind": rule.kind, "severity": rule.severity}
+    return models.Alert.of(measure, id=alert_id, raised_ns=raised_ns, cleared_ns=None, **facts)

@@ -146,12 +146,8 @@ def _task(
 def history(partition_id: str, snapshot: Snapshot) -> models.PartitionHistory:
     """Return one partition's numbers over the last hour."""
     trend = snapshot.history.get(partition_id, Trend())
-    return models.PartitionHistory(
-        partition=partition_id,
-        times_ns=list(trend.times_ns),
-        put=list(trend.put),
-        tasks=[models.TaskHistory.of(numbers, name=name) for name, numbers in trend.tasks.items()],
-    )
+    tasks = [models.TaskHistory.of(numbers, name=name) for name, numbers in trend.tasks.items()]
+    return models.PartitionHistory.of(trend, partition=partition_id, tasks=tasks)
 
 
 def matrix(summary: PartitionSummary, scan: Scan | None, windows: int) -> models.Matrix:
@@ -166,13 +162,10 @@ def matrix(summary: PartitionSummary, scan: Scan | None, windows: int) -> models
             tasks=[task.name for task in summary.tasks],
             windows=[],
         )
-    return models.Matrix(
+    return models.Matrix.of(
+        scan,
         partition=summary.partition_id,
-        total=scan.total,
         scanned=scan.rows,
-        at_ns=scan.at_ns,
-        fields=list(scan.fields),
-        tasks=list(scan.tasks),
         windows=scan.windows(windows),
     )
 
@@ -210,9 +203,8 @@ def view(
     if scan is None and moment.summary.present > PAGE:
         scan = snapshot.scans.get(partition_id)
     claims = [models.Claim.of(claim) for claim in moment.claims]
-    return models.PartitionView(
-        at_ns=moment.at_ns,
-        spread_s=moment.spread_s,
+    return models.PartitionView.of(
+        moment,
         partition=partition(moment.summary, snapshot, scan, needs),
         matrix=matrix(moment.summary, scan, windows),
         samples=models.SamplePage(
@@ -229,11 +221,7 @@ def view(
 
 def sample(state: SampleState, partition_id: str) -> models.Sample:
     """Return one sample."""
-    return models.Sample.of(
-        state,
-        partition=partition_id,
-        tasks=dict(state.tasks),
-    )
+    return models.Sample.of(state, partition=partition_id, tasks=dict(state.tasks))
 
 
 def _short(text: str) -> str:

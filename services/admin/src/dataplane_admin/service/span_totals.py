@@ -121,17 +121,8 @@ def path_statistics(step: Step, self_ns: Mapping[str, int]) -> tuple[list[models
     while paths:
         path = paths.pop()
         if path is not top:
-            rows.append(
-                models.SpanPath(
-                    service=path.service,
-                    name=path.name,
-                    depth=path.depth,
-                    count=path.count,
-                    errors=path.errors,
-                    total_s=path.total_ns / 1e9,
-                    self_s=path.self_ns / 1e9,
-                )
-            )
+            seconds = {"total_s": path.total_ns / 1e9, "self_s": path.self_ns / 1e9}
+            rows.append(models.SpanPath.of(path, **seconds))
         children = [child for child in path.children.values() if id(child) in included]
         paths += sorted(children, key=lambda child: child.total_ns)
     return rows, len(step.spans) - sum(row.count for row in rows)
