@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -44,9 +44,9 @@ class Stuck:
     samples: int
     present: int
     seconds: float
-    idle_s: float
-    lacks: Mapping[str, int]
-    examples: tuple[str, ...]
+    idle_s: float = 0.0
+    lacks: Mapping[str, int] = field(default_factory=dict)
+    examples: tuple[str, ...] = ()
     claim: ClaimSummary | None = None
     blocked_claim_fields: tuple[str, ...] | None = None
 
@@ -128,7 +128,6 @@ def _backlog(
         seconds=age_s,
         idle_s=idle_s,
         lacks=lacks,
-        examples=(),
         blocked_claim_fields=task.blocked_claim_fields,
     )
 
@@ -140,9 +139,6 @@ def _held(partition: PartitionSummary, task: TaskSummary, claim: ClaimSummary) -
         samples=claim.samples,
         present=partition.present,
         seconds=claim.age_s,
-        idle_s=0.0,
-        lacks={},
-        examples=(),
         claim=claim,
     )
 
@@ -169,7 +165,7 @@ def _with_examples(inspector: DataPlaneInspector, stuck: Stuck, scans: Mapping[s
                 ids.append(state.sample_id)
         if len(ids) == EXAMPLES:
             break
-    return Stuck(**{**vars(stuck), "examples": tuple(ids)})
+    return replace(stuck, examples=tuple(ids))
 
 
 def _first(rows: npt.NDArray[np.bool_], maximum: int) -> list[int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar  # Any: values of a form
 
 from pydantic import ValidationError
 
@@ -16,7 +16,6 @@ from dataplane_admin.pages.params import Params
 from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
 from observability.views.printable import printable
 
-_Function = TypeVar("_Function")
 _Request = TypeVar("_Request", bound=models.Model)
 
 
@@ -48,7 +47,8 @@ def confirmation(service: AdminService, name: str, params: Params) -> Confirmati
 
     Raises ServiceError if there is no such action, or a required parameter is missing.
     """
-    return _known(_CONFIRMATIONS, name)(service, params, params.required("partition"))
+    _check_name(name)
+    return _CONFIRMATIONS[name](service, params, params.required("partition"))
 
 
 def perform(service: AdminService, name: str, params: Params, actor: str) -> models.ActionResult:
@@ -56,7 +56,7 @@ def perform(service: AdminService, name: str, params: Params, actor: str) -> mod
 
     Raises ServiceError if there is no such action, or it was refused or failed.
     """
-    act = _known(_ACTIONS, name)
+    _check_name(name)
     partition = params.required("partition")
     confirm = params.text("confirm")
     # Characters that cannot be typed are confirmed in their escaped form.
@@ -67,13 +67,20 @@ def perform(service: AdminService, name: str, params: Params, actor: str) -> mod
             f"the confirmation is '{printable(confirm[:80])}'; expected the partition name "
             f"'{printable(partition)}'. Nothing was changed"
         )
-    return act(service, params, partition, actor)
+    given: dict[str, Any] = {"partition": partition, "confirm": partition}
+    if name == "clear":
+        given |= {"sample_ids": _ids(params) or None, "force": params.flag("force")}
+        return service.actions.clear(checked(models.ClearSamples, **given), actor)
+    if name == "reset-consumption":
+        given |= {"task": params.required("task"), "sample_ids": _ids(params)}
+        return service.actions.reset_consumption(checked(models.ResetConsumption, **given), actor)
+    given |= {"claim": params.required("claim"), "expired_only": not params.flag("running")}
+    return service.actions.end_claim(checked(models.EndClaim, **given), actor)
 
 
-def _known(functions: Mapping[str, _Function], name: str) -> _Function:
-    if name not in functions:
+def _check_name(name: str) -> None:
+    if name not in _CONFIRMATIONS:
         raise NotFound(f"action '{name}' does not exist")
-    return functions[name]
 
 
 def _confirm_clear(service: AdminService, params: Params, partition: str) -> Confirmation:
@@ -187,60 +194,21 @@ def _facts(service: AdminService, partition: str) -> models.Partition | None:
         return None
 
 
-def checked(make: Callable[[], _Request]) -> _Request:
-    """Return the request that ``make`` builds.
+def checked(model: type[_Request], **values: Any) -> _Request:
+    """Return a request with these values.
 
     Raises Refused if the model rejects a value, such as too many ids.
     """
     try:
-        return make()
+        return model(**values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise Refused(f"{place}: {first['msg']}. Nothing was changed") from None
 
 
-def _clear(
-    service: AdminService, params: Params, partition: str, actor: str
-) -> models.ActionResult:
-    ids, force = _ids(params) or None, params.flag("force")
-    request = checked(
-        lambda: models.ClearSamples(
-            partition=partition, sample_ids=ids, force=force, confirm=partition
-        )
-    )
-    return service.actions.clear(request, actor)
-
-
-def _reset(
-    service: AdminService, params: Params, partition: str, actor: str
-) -> models.ActionResult:
-    task, ids = params.required("task"), _ids(params)
-    request = checked(
-        lambda: models.ResetConsumption(
-            partition=partition, task=task, sample_ids=ids, confirm=partition
-        )
-    )
-    return service.actions.reset_consumption(request, actor)
-
-
-def _end(service: AdminService, params: Params, partition: str, actor: str) -> models.ActionResult:
-    claim, expired_only = params.required("claim"), not params.flag("running")
-    request = checked(
-        lambda: models.EndClaim(
-            partition=partition, claim=claim, expired_only=expired_only, confirm=partition
-        )
-    )
-    return service.actions.end_claim(request, actor)
-
-
 _CONFIRMATIONS: dict[str, Callable[[AdminService, Params, str], Confirmation]] = {
     "clear": _confirm_clear,
     "reset-consumption": _confirm_reset,
     "end-claim": _confirm_end,
-}
-_ACTIONS: dict[str, Callable[[AdminService, Params, str, str], models.ActionResult]] = {
-    "clear": _clear,
-    "reset-consumption": _reset,
-    "end-claim": _end,
 }

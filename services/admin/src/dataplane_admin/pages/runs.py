@@ -126,7 +126,7 @@ def compared_runs(service: AdminService, params: Params) -> ComparedRuns:
 def tag_change(run_id: str, params: Params) -> models.TagRun:
     """Return the change of tags that a form requests. Raises Refused if a tag is invalid."""
     tags = [tag.strip() for tag in params.text("tags").split(",")]
-    return checked(lambda: models.TagRun(run=run_id, tags=[tag for tag in tags if tag]))
+    return checked(models.TagRun, run=run_id, tags=[tag for tag in tags if tag])
 
 
 def sort_columns(

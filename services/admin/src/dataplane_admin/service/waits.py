@@ -67,20 +67,18 @@ def _wait(wait: OpenWait, silent: Mapping[tuple[str, str], int], now_ns: int) ->
 
 
 def _idle(stuck: Stuck, now_ns: int) -> models.Wait:
-    return models.Wait(
+    return models.Wait.of(
+        stuck,
         kind="backlog" if stuck.claim is None else "claim",
         sentence=_backlog(stuck) if stuck.claim is None else _claim(stuck),
-        task=stuck.task,
         process="" if stuck.claim is None else stuck.claim.owner,
         partition=stuck.partition_id,
         run_id="",
         step=None,
         since_ns=now_ns - int(stuck.seconds * 1e9),
-        seconds=stuck.seconds,
         silent_s=None,
         requested=0,
         ready=0,
-        present=stuck.present,
         lacks={
             name: models.MissingField(count=count, examples=[])
             for name, count in stuck.lacks.items()
