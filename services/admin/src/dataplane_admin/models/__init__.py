@@ -9,7 +9,6 @@ untrusted: escape them to show them.
 from dataplane_admin.models.actions import *  # noqa: F403
 from dataplane_admin.models.alerts import *  # noqa: F403
 from dataplane_admin.models.base import *  # noqa: F403
-from dataplane_admin.models.curves import *  # noqa: F403
 from dataplane_admin.models.lineage import *  # noqa: F403
 from dataplane_admin.models.load import *  # noqa: F403
 from dataplane_admin.models.partitions import *  # noqa: F403

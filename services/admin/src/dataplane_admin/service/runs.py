@@ -1,19 +1,22 @@
-"""Lists of runs, and comparisons of their configurations and curves."""
+"""Lists of runs, their step durations, and comparisons of configurations and curves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from dataplane_admin import models
 from dataplane_admin.service.errors import NotFound
-from dataplane_admin.store import Store
+from dataplane_admin.store import StepRow, Store
 from dataplane_admin.store.read_curves import SAMPLES, TIME
 from observability.views import printable
 
 MAX_COMPARED = 8
+MAX_COUNTED = 10_000
+"""Maximum number of steps; of a longer run, the newest are counted."""
 MAX_CURVES = 200
 """Maximum number of curves of a run in an answer."""
 _AXES = {"time": TIME, "samples": SAMPLES}
@@ -170,3 +173,34 @@ def _steps_between(
         return -1.0, -1.0
     low, high = max(0, inside[0] - 1), min(len(steps) - 1, inside[-1] + 1)
     return None if first is None else steps[low], None if last is None else steps[high]
+
+
+def run_steps(store: Store, run_id: str, *max_ranges: int) -> list[models.RunSteps]:
+    """Return the steps of a run, divided into ranges once for each maximum number of ranges."""
+    rows, older = store.run_steps(run_id, MAX_COUNTED)
+    return [
+        models.RunSteps(run_id=run_id, steps=len(rows), older=older, ranges=_cut(rows, maximum))
+        for maximum in max_ranges
+    ]
+
+
+def _cut(rows: Sequence[StepRow], maximum: int) -> list[models.StepRange]:
+    count = min(maximum, len(rows))
+    cuts = [place * len(rows) // count for place in range(count + 1)] if count else [0]
+    return [_range(rows[begin:end]) for begin, end in pairwise(cuts)]
+
+
+def _range(rows: Sequence[StepRow]) -> models.StepRange:
+    by_length = sorted(rows, key=lambda row: row.seconds)
+    middle, slowest = by_length[(len(rows) - 1) // 2], by_length[-1]
+    return models.StepRange(
+        first_step=min(row.step for row in rows),
+        last_step=max(row.step for row in rows),
+        steps=len(rows),
+        start_ns=rows[0].start_ns or None,
+        median_s=middle.seconds,
+        max_s=slowest.seconds,
+        failed=sum(row.errors > 0 for row in rows),
+        median_trace=middle.trace_id,
+        slowest_trace=slowest.trace_id,
+    )

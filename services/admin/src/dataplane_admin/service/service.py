@@ -20,7 +20,6 @@ from dataplane_admin.service import (
     limits,
     lineage,
     partitions,
-    run_steps,
     runs,
     samples,
     traces,
@@ -281,7 +280,7 @@ class AdminService:
         """Return one `run_steps` for each maximum number of ranges, all from one read."""
         if run is None:
             run = self.store.run_with_steps()
-        return run_steps.run_steps(self.store, self._run_or_newest(run), *max_ranges)
+        return runs.run_steps(self.store, self._run_or_newest(run), *max_ranges)
 
     def runs(
         self,

@@ -3,8 +3,7 @@
 `serve` and `serve_on` are in the module ``server``, which is slow to import.
 """
 
-from dataplane_admin.serving.garbage import make_collections_rare
 from dataplane_admin.serving.listen import listen, resolve
-from dataplane_admin.serving.signals import exit_cleanly_on_signals
+from dataplane_admin.serving.process import exit_cleanly_on_signals, make_collections_rare
 
 __all__ = ["exit_cleanly_on_signals", "listen", "make_collections_rare", "resolve"]

@@ -17,9 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from dataplane_admin.serving.connections import Config, Connection, Connections
-from dataplane_admin.serving.garbage import make_collections_rare
 from dataplane_admin.serving.listen import BACKLOG, listen, resolve
-from dataplane_admin.serving.signals import exit_cleanly_on_signals
+from dataplane_admin.serving.process import exit_cleanly_on_signals, make_collections_rare
 from dataplane_core.peer_log import PeerLog, fault
 
 logger = structlog.get_logger("dataplane_admin")

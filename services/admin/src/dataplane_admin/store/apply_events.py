@@ -14,9 +14,8 @@ from sqlalchemy import select, tuple_
 
 from dataplane_admin.store.apply_runs import apply_run_changes, apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
-from dataplane_admin.store.lives import EVENT_NAME
+from dataplane_admin.store.lives import EVENT_NAME, SampleLife, look_up_lives
 from dataplane_admin.store.packed import pack_blocks, pack_keys, unpack_keys
-from dataplane_admin.store.sample_life import SampleLife, look_up_lives
 from dataplane_admin.store.tables import (
     EventModel,
     EventSampleModel,
