@@ -8,7 +8,7 @@ from typing import Any  # Any: what a template is given
 from jinja2 import ChoiceLoader, Environment, PackageLoader, PrefixLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dataplane_admin.pages import learning, words
+from dataplane_admin.pages import learning, marks, words
 from dataplane_admin.pages.comparison import signed
 from dataplane_admin.pages.links import Link, to
 from observability.views.printable import printable
@@ -55,7 +55,9 @@ def environment(root_path: str) -> Environment:
         signed=signed,
         size=words.size,
     )
-    templates.globals.update(clock=words.clock, plural=words.plural, percent=words.percent, to=to)
+    templates.globals.update(
+        clock=words.clock, marks=marks, plural=words.plural, percent=words.percent, to=to
+    )
     return templates
 
 

@@ -12,9 +12,9 @@ from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from dataplane_admin import models
-from dataplane_admin.pages import marks, words
+from dataplane_admin.pages import words
 from dataplane_admin.pages.actions import confirmation, perform
-from dataplane_admin.pages.alerts import alerts_page
+from dataplane_admin.pages.alerts import cause, figure
 from dataplane_admin.pages.comparison import comparison_page
 from dataplane_admin.pages.histogram import histogram
 from dataplane_admin.pages.learning import learning
@@ -24,7 +24,7 @@ from dataplane_admin.pages.load import LOAD_POINTS, engines_page
 from dataplane_admin.pages.overview import Buckets, overview
 from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
-from dataplane_admin.pages.run_page import run_page
+from dataplane_admin.pages.run_page import numbers, run_page
 from dataplane_admin.pages.runs import compared_runs, run_list, seen_ago, tag_change
 from dataplane_admin.pages.samples import content_page, members, sample_list
 from dataplane_admin.pages.shell import Shell, next_page
@@ -109,7 +109,8 @@ def _add_state(
 
     @routes.get("/alerts")
     def alerts(request: Request) -> Response:
-        return shell.page(request, "alerts.html.j2", view=alerts_page(service))
+        listed = service.alerts()
+        return shell.page(request, "alerts.html.j2", alerts=listed, cause=cause, figure=figure)
 
     @routes.get("/audit")
     @shell.with_error_page
@@ -224,15 +225,12 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
                 cursor=params.maybe("cursor"),
             )
         )
-        listed = page.traces if page else []
-        longest = max((item.seconds for item in listed), default=0.0)
         return shell.page(
             request,
             "traces.html.j2",
             status=status,
             page=page,
             problem=problem,
-            rows=[(item, marks.stack([("accent", item.seconds)], longest, "")) for item in listed],
             runs=service.runs().runs,
             filters=query,
             filtered=any(query.values()),
@@ -276,6 +274,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
             request,
             "run.html.j2",
             view=view,
+            numbers=numbers,
             facts=service.find_run(shown),
             seen_ago=seen_ago,
             shown=shown,

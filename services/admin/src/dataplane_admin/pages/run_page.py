@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane_admin import models
-from dataplane_admin.pages import marks, words
+from dataplane_admin.pages import words
 from dataplane_admin.pages.links import to
 from dataplane_admin.service import AdminService
 from observability.views.quantities import ticks
@@ -45,16 +45,6 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A step range in the table; ``compare`` compares its median step with the first range's."""
-
-    facts: models.StepRange
-    numbers: str
-    bar: marks.Stack
-    compare: str | None
-
-
-@dataclass(frozen=True)
 class RunPage:
     """Content of the run page.
 
@@ -71,7 +61,7 @@ class RunPage:
     columns: Sequence[Column]
     ticks: Sequence[tuple[float, str]]
     cut: bool
-    rows: Sequence[Row]
+    rows: Sequence[models.StepRange]
     height: int = _HEIGHT
 
 
@@ -100,7 +90,7 @@ def run_page(service: AdminService, run: str | None) -> RunPage | None:
             for at_s, label in ticks(tallest_s, _TICKS)
         ],
         cut=any(steps.cut for steps in columns),
-        rows=_rows(coarse.ranges),
+        rows=coarse.ranges,
     )
 
 
@@ -121,24 +111,6 @@ def _column(steps: models.StepRange, place: int, count: int, tallest_s: float) -
         failed=steps.failed > 0,
         words=text,
     )
-
-
-def _rows(ranges: Sequence[models.StepRange]) -> list[Row]:
-    longest = max(steps.median_s for steps in ranges)
-    first = ranges[0].median_trace
-    return [
-        Row(
-            facts=steps,
-            numbers=numbers(steps),
-            bar=marks.stack([("accent", steps.median_s)], longest, ""),
-            compare=(
-                None
-                if steps.median_trace == first
-                else to("/compare", a=first, b=steps.median_trace)
-            ),
-        )
-        for steps in ranges
-    ]
 
 
 def numbers(steps: models.StepRange) -> str:

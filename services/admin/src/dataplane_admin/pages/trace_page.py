@@ -47,15 +47,6 @@ class PathPart:
 
 
 @dataclass(frozen=True)
-class ProcessRow:
-    """Times of one process within the trace."""
-
-    time: models.ProcessTime
-    bar: marks.Stack
-    bubble: str
-
-
-@dataclass(frozen=True)
 class TreeRow:
     """A row of the span list."""
 
@@ -132,7 +123,6 @@ class TracePage:
     path: Sequence[PathPart]
     path_rest: tuple[int, float]
     """Number and seconds of the spans on the critical path that ``path`` omits."""
-    processes: Sequence[ProcessRow]
     max_bytes: int
     tree: Sequence[TreeRow]
     tree_rest: int
@@ -183,14 +173,6 @@ def trace_page(
         missing="" if chosen else query["span"],
         path=path,
         path_rest=rest,
-        processes=[
-            ProcessRow(
-                time,
-                marks.of_buckets(time.seconds, trace.seconds),
-                "n/a" if time.bubble_s is None else words.percent(time.bubble_s, trace.seconds),
-            )
-            for time in trace.process_times
-        ],
         max_bytes=max((max(stage.put, stage.get) for stage in trace.stages), default=0),
         tree=[
             TreeRow(
