@@ -11,7 +11,6 @@ from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.headline import headline, newest_pace, runs_to_judge
 from dataplane_admin.pages.learning import learning_trends
-from dataplane_admin.pages.links import to
 from dataplane_admin.pages.partition import is_streaming
 from dataplane_admin.service import AdminService, ServiceError
 from dataplane_admin.service.pace import Pace
@@ -23,25 +22,15 @@ _MAX_CACHED = 256
 
 
 @dataclass(frozen=True)
-class TaskOnOverview:
-    """Progress of one task of a partition."""
-
-    name: str
-    progress: marks.Stack
-    text: str
-
-
-@dataclass(frozen=True)
 class PartitionOnOverview:
     """One partition as the overview shows it.
 
-    ``streams`` is the result of `is_streaming`.
+    ``streams`` is the result of `is_streaming`; ``total`` the samples that a full bar stands for.
     """
 
     facts: models.Partition
     streams: bool
-    url: str
-    tasks: Sequence[TaskOnOverview]
+    total: int
     trend: marks.Trend | None
     trend_of: str
     trend_words: str
@@ -52,7 +41,6 @@ class StepOnOverview:
     """One of the last steps."""
 
     facts: models.TraceFacts
-    url: str
     buckets: marks.Stack
     productive: str
 
@@ -199,24 +187,20 @@ def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview 
 
 def _partition(facts: models.Partition) -> PartitionOnOverview:
     streams = is_streaming(facts)
-    total = facts.present if streams else max(facts.declared, facts.present)
     behind = max(facts.tasks, key=lambda task: task.unclaimed, default=None)
     backlog: Sequence[float] = behind.backlog if behind else facts.put_trend
     return PartitionOnOverview(
         facts=facts,
         streams=streams,
-        url=to("/partition", id=facts.id),
-        tasks=[
-            TaskOnOverview(task.name, marks.of_task(task, total), _task_text(task))
-            for task in facts.tasks
-        ],
+        total=facts.present if streams else max(facts.declared, facts.present),
         trend=marks.trend(backlog),
         trend_of=f"unclaimed by {behind.name}" if behind else "samples put",
         trend_words=_trend_words(behind),
     )
 
 
-def _task_text(task: models.PartitionTask) -> str:
+def task_text(task: models.PartitionTask) -> str:
+    """Return the progress of a task as text."""
     parts = [f"{words.count(task.acknowledged)} acknowledged"]
     if task.leased:
         parts.append(f"{words.count(task.leased)} leased")
@@ -242,13 +226,12 @@ def _step(
 ) -> StepOnOverview:
     if not seconds:
         bar = marks.stack([("groups", facts.seconds)], longest, "no buckets")
-        return StepOnOverview(facts, to("/trace", id=facts.trace_id), bar, "-")
+        return StepOnOverview(facts, bar, "-")
     total = sum(seconds.values())
     # The width of the bar is the step's duration relative to the longest one shown.
     width_s = total * longest / facts.seconds if facts.seconds > 0 else total
     return StepOnOverview(
         facts,
-        to("/trace", id=facts.trace_id),
         marks.of_buckets(seconds, width_s),
         words.percent(seconds.get("productive", 0.0), total),
     )

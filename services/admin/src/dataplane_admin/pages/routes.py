@@ -21,7 +21,7 @@ from dataplane_admin.pages.learning import learning
 from dataplane_admin.pages.life import life_page
 from dataplane_admin.pages.links import to
 from dataplane_admin.pages.load import LOAD_POINTS, engines_page
-from dataplane_admin.pages.overview import Buckets, overview
+from dataplane_admin.pages.overview import Buckets, overview, task_text
 from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.partition import partition_page
 from dataplane_admin.pages.run_page import numbers, run_page
@@ -92,7 +92,7 @@ def _add_state(
     def first(request: Request) -> Response:
         run = Params(request.query_params).maybe("run")
         view = overview(service, buckets, run, stuck_after_s=stuck_after_s)
-        return shell.page(request, "overview.html.j2", view=view)
+        return shell.page(request, "overview.html.j2", view=view, task_text=task_text)
 
     @routes.get("/partition")
     @shell.with_error_page

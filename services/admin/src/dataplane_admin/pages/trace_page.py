@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any  # Any: attribute values
 
 from dataplane_admin import models
-from dataplane_admin.pages import marks, words
+from dataplane_admin.pages import words
 from dataplane_admin.pages.flame import Flame, draw_flame
 from dataplane_admin.pages.links import Link, external_url, to
 from dataplane_admin.pages.load import LoadDrawing, draw_load
@@ -22,8 +22,6 @@ _PATH = 10
 _TREE = 400
 _EVENTS = 12
 _STACK = 60
-_CHILDREN = 12
-_SPAN_LOGS = 50
 _LOGS = 200
 _SERVICES = 12
 _TONES = 8
@@ -34,24 +32,10 @@ QUERY = ("span", "name", "service", "sort", "order", "frame")
 
 
 @dataclass(frozen=True)
-class PathPart:
-    """A span on the critical path; all its segments count together."""
-
-    name: str
-    process: str
-    seconds: float
-    share: str
-    url: str
-    span_id: str
-    bar: marks.Stack
-
-
-@dataclass(frozen=True)
 class TreeRow:
     """A row of the span list."""
 
     span: models.SpanRow
-    url: str
     kind: str
     x: float
     width: float
@@ -77,26 +61,15 @@ class SpanDetail:
     share: str
     parent: models.SpanRow | None
     children: Sequence[models.SpanRow]
-    more_children: int
     events: Sequence[EventInSpan]
     samples: Sequence[models.TraceEvent]
     """Lifecycle events of the span."""
     logs: Sequence[models.TraceLog]
-    more_logs: int
     resource: Mapping[str, Any]
     """Resource attributes of its process."""
     links: Sequence[tuple[str, str]]
     """Text and URL of each link."""
     partition: str
-
-
-@dataclass(frozen=True)
-class LogRow:
-    """A row of the list of logs, with the name and URL of its span."""
-
-    log: models.TraceLog
-    span: str
-    url: Link
 
 
 @dataclass(frozen=True)
@@ -113,14 +86,16 @@ class TracePage:
     marked: frozenset[str] | None
     """Ids of the spans that ``name`` and ``service`` mark; None if the URL has neither."""
     flame: Flame
-    logs: Sequence[LogRow]
+    logs: Sequence[tuple[models.TraceLog, str]]
+    """Logs, each with the name of its span."""
     drawing: Drawing
     load: LoadDrawing | None
     """Engines and nodes below the spans; None without any."""
     detail: SpanDetail | None
     missing: str
     """Id of the requested span if it is not in the trace; else empty."""
-    path: Sequence[PathPart]
+    path: Sequence[tuple[models.Segment, float, str]]
+    """Spans on the critical path: first segment, seconds of all segments, and bucket."""
     path_rest: tuple[int, float]
     """Number and seconds of the spans on the critical path that ``path`` omits."""
     max_bytes: int
@@ -146,7 +121,7 @@ def trace_page(
     chosen = spans.get(query["span"])
     tones: dict[str, int] = defaultdict(lambda: _TONES - 1)
     tones.update((row.service, place) for place, row in enumerate(trace.services[:_TONES]))
-    path, rest = _path(trace, query, spans)
+    path, rest = _path(trace, spans)
     marked = _marked(trace, query)
     in_tree = [span for span in trace.rows if marked is None or span.span_id in marked]
     drawing = draw(trace.seconds, trace.rows, trace.process_times, trace.critical_path)
@@ -166,7 +141,10 @@ def trace_page(
         names=name_table(trace, query, tones, partial(_url, trace, query)),
         marked=marked,
         flame=draw_flame(trace.paths, tones, query["frame"]),
-        logs=[_log_row(trace, query, spans, log) for log in trace.logs[:_LOGS]],
+        logs=[
+            (log, spans[log.span_id].name if log.span_id in spans else log.span_id)
+            for log in trace.logs[:_LOGS]
+        ],
         drawing=drawing,
         load=lanes,
         detail=_detail(trace, query, spans, chosen) if chosen else None,
@@ -177,7 +155,6 @@ def trace_page(
         tree=[
             TreeRow(
                 span,
-                _url(trace, query, span=span.span_id),
                 kind_of(span) if trace.buckets else f"tone-{tones[span.service]}",
                 *x_and_width(trace.seconds, span.start_s, span.seconds or 0.0),
             )
@@ -218,45 +195,26 @@ def _count(trace: models.Trace, query: Mapping[str, str]) -> int:
     return sum(group.count for group in trace.names if _is_marked(query, group.name, group.service))
 
 
-def _log_row(
-    trace: models.Trace,
-    query: Mapping[str, str],
-    spans: Mapping[str, models.SpanRow],
-    log: models.TraceLog,
-) -> LogRow:
-    span = spans.get(log.span_id)
-    return LogRow(log, span.name if span else log.span_id, _url(trace, query, span=log.span_id))
-
-
 def title_of(trace: models.TraceFacts) -> str:
     """Return ``Step 12`` for a step, else the name of the trace."""
     return trace.name if trace.step is None else f"Step {trace.step}"
 
 
 def _path(
-    trace: models.Trace, query: Mapping[str, str], spans: Mapping[str, models.SpanRow]
-) -> tuple[list[PathPart], tuple[int, float]]:
-    """Return the spans with the longest time on the critical path, and `TracePage.path_rest`."""
+    trace: models.Trace, spans: Mapping[str, models.SpanRow]
+) -> tuple[list[tuple[models.Segment, float, str]], tuple[int, float]]:
+    """Return `TracePage.path`, the longest first, and `TracePage.path_rest`."""
     seconds: dict[str, float] = {}
     segment_of: dict[str, models.Segment] = {}
     for segment in trace.critical_path:
         seconds[segment.span_id] = seconds.get(segment.span_id, 0.0) + segment.seconds
         segment_of.setdefault(segment.span_id, segment)
     ranked = sorted(seconds, key=lambda span_id: -seconds[span_id])
-    longest = seconds[ranked[0]] if ranked else 0.0
     parts = [
-        PathPart(
-            segment_of[span_id].name,
-            segment_of[span_id].process,
+        (
+            segment_of[span_id],
             seconds[span_id],
-            words.percent(seconds[span_id], trace.seconds),
-            _url(trace, query, span=span_id),
-            span_id,
-            marks.stack(
-                [(kind_of(spans[span_id]) if span_id in spans else "groups", seconds[span_id])],
-                longest,
-                words.duration(seconds[span_id]),
-            ),
+            kind_of(spans[span_id]) if span_id in spans else "groups",
         )
         for span_id in ranked[:_PATH]
     ]
@@ -270,8 +228,6 @@ def _detail(
     spans: Mapping[str, models.SpanRow],
     span: models.SpanRow,
 ) -> SpanDetail:
-    children = [row for row in trace.rows if row.parent_id == span.span_id]
-    logs = [log for log in trace.logs if log.span_id == span.span_id]
     links = []
     for link in span.links:
         is_same_trace = link.trace_id in (trace.trace_id, "")
@@ -289,12 +245,10 @@ def _detail(
         kind=kind_of(span),
         share="" if span.seconds is None else words.percent(span.seconds, trace.seconds),
         parent=spans.get(span.parent_id or ""),
-        children=children[:_CHILDREN],
-        more_children=max(0, len(children) - _CHILDREN),
+        children=[row for row in trace.rows if row.parent_id == span.span_id],
         events=[_event(event) for event in span.events],
         samples=[event for event in trace.events if event.span_id == span.span_id][:_EVENTS],
-        logs=logs[:_SPAN_LOGS],
-        more_logs=max(0, len(logs) - _SPAN_LOGS),
+        logs=[log for log in trace.logs if log.span_id == span.span_id],
         resource=next(
             (row.resource for row in trace.process_times if row.process == span.process), {}
         ),
