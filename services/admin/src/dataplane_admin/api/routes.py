@@ -15,24 +15,17 @@ from dataplane_admin.api.metrics import metrics_router
 from dataplane_admin.api.openapi import problems
 from dataplane_admin.api.replies import conditional_reply, json_reply
 from dataplane_admin.api.updates import LiveUpdates
-from dataplane_admin.service import AdminService
+from dataplane_admin.service import AdminService, limits
 from dataplane_admin.service.alerts import MAX_CLEARED
 from dataplane_admin.service.cursors import MAX_CURSOR
-from dataplane_admin.service.limits import (
-    MAX_ID,
-    MAX_PAGE,
-    MAX_POINTS,
-    MAX_RANGES,
-    MAX_STEPS,
-    MAX_WINDOWS,
-)
 from dataplane_admin.service.runs import MAX_COMPARED, MAX_CURVES
 from dataplane_admin.service.service import NAME
 from dataplane_admin.service.traces import canonical_trace_id
 
-Id = Annotated[str, Query(min_length=1, max_length=MAX_ID)]
-OptionalId = Annotated[str | None, Query(min_length=1, max_length=MAX_ID)]
-OptionalText = Annotated[str | None, Query(max_length=MAX_ID)]
+Id = Annotated[str, Query(min_length=1, max_length=limits.MAX_ID)]
+OptionalId = Annotated[str | None, Query(min_length=1, max_length=limits.MAX_ID)]
+OptionalText = Annotated[str | None, Query(max_length=limits.MAX_ID)]
+ServiceName = Annotated[str | None, Query(alias="service", max_length=limits.MAX_ID)]
 Integer = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
 TraceId = Annotated[
     str,
@@ -42,10 +35,10 @@ TraceId = Annotated[
         description="32 hexadecimal digits; case, dashes and spaces are ignored",
     ),
 ]
-Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
+Limit = Annotated[int, Query(ge=1, le=limits.MAX_PAGE)]
 Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR, description="`next` of a page")]
 Runs = Annotated[
-    list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID)]],
+    list[Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_ID)]],
     Query(min_length=1, max_length=MAX_COMPARED),
 ]
 Place = Annotated[float | None, Query(ge=0, le=1e15, allow_inf_nan=False)]
@@ -122,7 +115,7 @@ def _live(service: AdminService, updates: LiveUpdates) -> APIRouter:
     def get_partition_matrix(
         request: Request,
         id: Id,  # noqa: A002
-        windows: Annotated[int, Query(ge=1, le=MAX_WINDOWS)] = 120,
+        windows: Annotated[int, Query(ge=1, le=limits.MAX_WINDOWS)] = 120,
     ) -> Response:
         """Return the samples of a partition by field and task, in windows."""
         return conditional_reply(request, lambda: service.partition_matrix(id, windows=windows))
@@ -170,7 +163,7 @@ def _history(service: AdminService) -> APIRouter:
 
     @routes.get("/samples", response_model=models.SampleHits, responses=problems(504))
     def search_samples(
-        q: Annotated[str, Query(max_length=MAX_ID)] = "",
+        q: Annotated[str, Query(max_length=limits.MAX_ID)] = "",
         tag: OptionalText = None,
         value: OptionalText = None,
         partition: OptionalId = None,
@@ -277,7 +270,7 @@ def _history(service: AdminService) -> APIRouter:
     def get_staleness(
         request: Request,
         run: OptionalText = None,
-        steps: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 20,
+        steps: Annotated[int, Query(ge=1, le=limits.MAX_STEPS)] = 20,
     ) -> Response:
         """Return the staleness of trained samples, in weight versions."""
         return conditional_reply(request, lambda: service.staleness(run=run, steps=steps))
@@ -290,7 +283,7 @@ def _history(service: AdminService) -> APIRouter:
         tag: OptionalText = None,
         sort: models.RunSort = "seen",
         ascending: bool = False,
-        limit: Limit = MAX_PAGE,
+        limit: Limit = limits.MAX_PAGE,
     ) -> Response:
         """List runs, by default those with the newest records first.
 
@@ -322,7 +315,7 @@ def _history(service: AdminService) -> APIRouter:
         name: Annotated[list[str] | None, Query(max_length=MAX_CURVES)] = None,
         first: Place = None,
         last: Place = None,
-        max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 400,
+        max_points: Annotated[int, Query(ge=2, le=limits.MAX_POINTS)] = 400,
     ) -> Response:
         """Return metrics of one or more runs over steps, time or samples.
 
@@ -344,7 +337,7 @@ def _history(service: AdminService) -> APIRouter:
     def get_run_steps(
         request: Request,
         run: OptionalText = None,
-        ranges: Annotated[int, Query(ge=1, le=MAX_RANGES)] = 10,
+        ranges: Annotated[int, Query(ge=1, le=limits.MAX_RANGES)] = 10,
     ) -> Response:
         """Return step durations of a run, by default the newest with a finished step."""
         return conditional_reply(request, lambda: service.run_steps(run=run, ranges=ranges))
@@ -358,7 +351,7 @@ def _history(service: AdminService) -> APIRouter:
         max_s: Seconds = None,
         error: bool | None = None,
         name: OptionalText = None,
-        service_name: Annotated[str | None, Query(alias="service", max_length=MAX_ID)] = None,
+        service_name: ServiceName = None,
         cursor: Cursor = None,
         limit: Limit = 50,
     ) -> Response:
@@ -394,7 +387,7 @@ def _history(service: AdminService) -> APIRouter:
         start_ns: Integer = None,
         end_ns: Integer = None,
         run: OptionalId = None,
-        max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 1_000,
+        max_points: Annotated[int, Query(ge=2, le=limits.MAX_POINTS)] = 1_000,
     ) -> Response:
         """Return the load of inference engines and nodes, by default in the last hour.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from dataplane_admin import models
 from dataplane_admin.pages import words
-from dataplane_admin.pages.links import to
 
 _ABSENT = "Not in the data plane: cleared, or not put yet."
 _KINDS = frozenset({"put", "claimed", "trained", "dropped", "cleared"})
@@ -38,11 +37,9 @@ class HopOnPage:
     hop: models.Hop
     name: str
     kind: str
-    when: str
     later: str
     gap: int
     long: bool
-    url: str
 
 
 @dataclass(frozen=True)
@@ -85,11 +82,9 @@ def life_page(
                 hop=hop,
                 name=_NAMES.get(hop.name, hop.name),
                 kind=hop.name if hop.name in _KINDS else "other",
-                when=words.clock(hop.time_ns, hops[0].time_ns),
                 later=f"+{words.duration(since_previous_s)}" if place else "",
                 gap=3 if share > 0.3 else 2 if share > 0.1 else 1 if share > 0.02 else 0,
                 long=share > 0.3 and since_previous_s >= _LONG_S,
-                url=to("/trace", id=hop.trace_id, span=hop.span_id) if hop.trace_id else "",
             )
         )
     trained = [hop.weight_version for hop in hops if hop.name == "trained"]

@@ -313,12 +313,11 @@ def _path(values: _Values, scale: float) -> str:
 
 def _words(values: _ByMetric, number: int) -> str:
     """Return all values of a column as text."""
-    texts = []
-    for (metric, device), columns in values.items():
-        value = columns[number]
-        if value is not None:
-            texts.append(_labelled(metric, device, value))
-    return ", ".join(texts)
+    return ", ".join(
+        _labelled(metric, device, value)
+        for (metric, device), columns in values.items()
+        if (value := columns[number]) is not None
+    )
 
 
 def _labelled(metric: str, device: str, value: float) -> str:

@@ -58,8 +58,9 @@ class Database:
         self._damage: str | None = None
         self._is_own = False
         if self.is_sqlite:
-            _make_private(str(self.url.database))
-            self._identity = _identity(str(self.url.database))
+            self._path = Path(str(self.url.database)).absolute()
+            _make_private(self._path)
+            self._identity = _identity(self._path)
             options: dict[str, Any] = {"connect_args": {"timeout": _BUSY_S}}
         else:
             options = {
@@ -97,15 +98,14 @@ class Database:
         """
         if not self.is_sqlite:
             return
-        path = Path(str(self.url.database)).absolute()
-        with path.open("rb") as file:
+        with self._path.open("rb") as file:
             header = file.read(100)
         application = int.from_bytes(header[_APPLICATION_AT : _APPLICATION_AT + 4], "big")
         tables: list[str] = []
         is_database = header.startswith(b"SQLite format 3\0")
         if is_database and application == 0:
             # Empty, another program's, or stamped in the write-ahead log only.
-            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            with closing(sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True)) as connection:
                 [application] = connection.execute("PRAGMA application_id").fetchone()
                 rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
                 tables = [str(name) for (name,) in rows]
@@ -134,10 +134,9 @@ class Database:
 
     def trouble(self) -> str | None:
         """Return why writes would be lost; None if no reason is known."""
-        if self._damage is None and self.is_sqlite:
-            path = str(self.url.database)
-            if _identity(path) != self._identity:
-                return f"{path} was removed or replaced while in use; restart the service"
+        if self._damage is None and self.is_sqlite and _identity(self._path) != self._identity:
+            path = self.url.database
+            return f"{path} was removed or replaced while in use; restart the service"
         return self._damage
 
     def lock(self, connection: Connection) -> None:
@@ -177,8 +176,10 @@ class Database:
         return self._size_of("-wal")
 
     def _size_of(self, suffix: str) -> int:
-        path = Path(f"{self.url.database}{suffix}")
-        return path.stat().st_size if self.is_sqlite and path.exists() else 0
+        if not self.is_sqlite:
+            return 0
+        path = self._path.with_name(f"{self._path.name}{suffix}")
+        return path.stat().st_size if path.exists() else 0
 
     def empty_log(self) -> bool:
         """Write SQLite's log to its file and truncate it; return False while readers use it."""
@@ -195,7 +196,7 @@ class Database:
         """Return the free bytes on the disk of SQLite's files; None for PostgreSQL."""
         if not self.is_sqlite:
             return None
-        return shutil.disk_usage(Path(str(self.url.database)).absolute().parent).free
+        return shutil.disk_usage(self._path.parent).free
 
     def shrink(self, pages: int) -> bool:
         """Release up to ``pages`` free pages to the file system; return whether more are free."""
@@ -252,16 +253,16 @@ def checked_url(given: str) -> URL:
     raise ValueError(f"{url.drivername}: {expected}")
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _identity(path: Path) -> tuple[int, int] | None:
     """Return what identifies a file beyond its name; None if it does not exist."""
     try:
-        status = os.stat(path)
+        status = path.stat()
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
 
 
-def _make_private(path: str) -> None:
+def _make_private(path: Path) -> None:
     """Create the file readable for its owner only; an existing file keeps its mode."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
