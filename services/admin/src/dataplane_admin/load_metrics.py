@@ -16,11 +16,7 @@ Kind = Literal["engine", "node"]
 
 @dataclass(frozen=True)
 class LoadMetric:
-    """A metric of load.
-
-    Attributes:
-        label: name on a page.
-    """
+    """A metric of load; ``label`` is its name on a page."""
 
     name: str
     kind: Kind

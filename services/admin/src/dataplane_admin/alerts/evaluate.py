@@ -121,8 +121,7 @@ def decide(
 ) -> Decision:
     """Return the changes of the raised alerts.
 
-    Args:
-        since: `Decision.since` of the previous evaluation; empty after a start.
+    ``since`` is `Decision.since` of the previous evaluation; empty after a start.
     """
     measures = {measure.key: measure for rule in rules for measure in measure_all(rule, facts)}
     by_key = {(alert.name, alert.run_id, alert.subject): alert for alert in alerts}

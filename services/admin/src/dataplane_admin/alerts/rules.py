@@ -97,8 +97,7 @@ class Webhook(_Section):
     def secret(self) -> bytes:
         """Return the key of the signatures.
 
-        Raises:
-            ValueError: there is no valid secret. The message does not contain it.
+        Raises ValueError if there is no valid secret. The message does not contain it.
         """
         if self.secret_file is not None:
             source = f"secret_file {str(self.secret_file)!r}"

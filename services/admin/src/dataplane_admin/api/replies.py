@@ -29,8 +29,7 @@ def conditional_reply(
 ) -> Response:
     """Return an answer with an ETag, or 304 without calling ``answer`` if the client has it.
 
-    Args:
-        ages: whether the answer contains ages.
+    ``ages`` is whether the answer contains ages.
     """
     # They grow when the answer may have changed.
     revisions = request.app.state.service.revisions

@@ -51,9 +51,7 @@ _SUMMARY: dict[OtlpSignal, str] = {
 def router(store: Store, limits: Limits, *, redaction: Redaction | None = None) -> APIRouter:
     """Return the three routes, which write to ``store``.
 
-    Args:
-        redaction: applied to text of samples before it is stored. If None, no text is stored, see
-            `sample_text`.
+    Text of samples is stored only with a ``redaction``, which is applied to it; see `sample_text`.
     """
     routes = APIRouter(tags=["otlp"])
     receiver = _Receiver(store, limits, redaction=redaction)

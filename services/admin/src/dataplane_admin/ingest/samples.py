@@ -33,14 +33,9 @@ def samples_of(
     now_ns: int,
     redaction: Redaction | None,
 ) -> tuple[SampleFacts | SampleText, ...]:
-    """Return the facts, or the text, of a record.
+    """Return the facts, or the text, of a record with a JSON body, by default of ``now_ns``.
 
-    Args:
-        record: the record; its body is JSON.
-        now_ns: the time of records that report none.
-
-    Raises:
-        RecordRefused: the body is not as documented.
+    Raises RecordRefused if the body is not as documented.
     """
     try:
         body = json.loads(record.body.string_value)

@@ -54,8 +54,7 @@ class LocalConnector:
 class RayConnector:
     """Connector to the data plane of a Ray cluster, or to a TransferQueue of another program.
 
-    Args:
-        address: address of the cluster for `ray.init`; ``auto`` for the one on this machine.
+    ``address`` is that of the cluster for `ray.init`; ``auto`` for the one on this machine.
     """
 
     def __init__(self, address: str, *, timeout_s: float) -> None:

@@ -77,8 +77,7 @@ class _Point:
 class Trends:
     """The last `POLLS` polls of each present partition. Not thread-safe.
 
-    Args:
-        interval_s: minimum time between two polls of a trend, in seconds; others are skipped.
+    Polls less than ``interval_s`` seconds after the one before are skipped.
     """
 
     def __init__(self, interval_s: float = 0.0) -> None:

@@ -66,8 +66,7 @@ class _Node:
 def draw_flame(paths: Sequence[models.SpanPath], tones: Mapping[str, int], zoomed: str) -> Flame:
     """Draw a flame graph of paths, each parent before its children.
 
-    Args:
-        zoomed: key of the frame that gets the full width; any other text draws all paths.
+    ``zoomed`` is the key of the frame that gets the full width; any other text draws all paths.
     """
     tops, nodes = _nodes(paths)
     chosen = next((node for node in nodes if node.key == zoomed), None)

@@ -26,8 +26,7 @@ _PILED = ("acknowledged", "leased", "assigned", "unclaimed")
 class HeatRow:
     """A row of the matrix: a field or a task.
 
-    Attributes:
-        share: percent of samples that have the field, or that the task acknowledged.
+    ``share`` is the percent of samples that have the field, or that the task acknowledged.
     """
 
     name: str
@@ -49,11 +48,7 @@ class HeatWindow:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A drawn matrix.
-
-    Attributes:
-        paths: CSS class and outline of each path.
-    """
+    """A drawn matrix; ``paths`` has CSS class and outline of each path."""
 
     rows: Sequence[HeatRow]
     paths: Sequence[tuple[str, str]]

@@ -67,9 +67,8 @@ def life_page(
 ) -> LifePage:
     """Return the page of a sample.
 
-    Args:
-        generated_by: weight version that generated the sample. If it is None, the page shows that
-            of the first put with a version.
+    If ``generated_by``, the weight version that generated the sample, is None, the page shows that
+    of the first put with a version.
     """
     hops = life.hops
     lifetime_s = hops[-1].seconds if hops else 0.0

@@ -54,11 +54,7 @@ class ComparedRuns:
 
 @dataclass(frozen=True)
 class RunList:
-    """Content of the list.
-
-    Attributes:
-        query: filters and sort order, as in the URL.
-    """
+    """Content of the list; ``query`` has filters and sort order, as in the URL."""
 
     listed: models.Runs
     query: dict[str, str]
@@ -134,10 +130,8 @@ def sort_columns(
 ) -> list[Column]:
     """Return the columns by which a list can be sorted.
 
-    A click on a column sorts in descending order, the next click in ascending order.
-
-    Args:
-        url: returns the URL with the given ``sort`` and ``order``.
+    A click on a column sorts in descending order, the next click in ascending order. ``url``
+    returns the URL with the given ``sort`` and ``order``.
     """
     columns = []
     for name, title in titles:

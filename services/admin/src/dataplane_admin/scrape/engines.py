@@ -23,8 +23,7 @@ _NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 def read_engine(url: str, timeout_s: float) -> list[Reading]:
     """Return the metrics of an engine that show its load.
 
-    Raises:
-        ScrapeError: no answer in time; or an answer beyond the limits or without such metrics.
+    Raises ScrapeError without an answer in time, and for one beyond the limits or without metrics.
     """
     readings = readings_of(_text(url, timeout_s))
     if not readings:

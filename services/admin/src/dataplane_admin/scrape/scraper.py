@@ -94,8 +94,7 @@ def scrape(
 ) -> NoReturn:
     """Scrape until the process ends.
 
-    Args:
-        run_id: run that engines and node belong to, empty for all runs.
+    ``run_id`` is the run that engines and node belong to, empty for all runs.
     """
     timeout_s = min(interval_s, _MAX_TIMEOUT_S)
     host = socket.gethostname()

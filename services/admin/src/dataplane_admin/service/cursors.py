@@ -17,8 +17,7 @@ _LARGEST = 2**63
 class Cursor:
     """Encoding of the places in one kind of list.
 
-    Args:
-        types: types of the parts of a place; integers fit a database.
+    ``types`` are the types of the parts of a place; integers fit a database.
     """
 
     def __init__(self, kind: str, *types: type) -> None:

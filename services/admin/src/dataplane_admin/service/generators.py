@@ -11,10 +11,8 @@ from observability.records import Event
 def generators(events: Iterable[Event], claims: Sequence[models.Claim]) -> list[models.Generator]:
     """Return the generators of a partition: first those that take part, then those that left.
 
-    Those that take part are sorted by name, those that left by time, the latest first.
-
-    Args:
-        events: when generators joined and left, oldest first.
+    Those that take part are sorted by name, those that left by time, the latest first. ``events``
+    says when generators joined and left, oldest first.
     """
     joined: dict[str, Event] = {}
     left: dict[str, Event] = {}

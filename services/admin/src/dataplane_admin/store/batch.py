@@ -272,11 +272,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Result of writing a batch.
-
-    Attributes:
-        repeated: spans and events that were stored already.
-    """
+    """New spans and events of a batch, and how many were stored already."""
 
     spans: int = 0
     events: int = 0

@@ -227,8 +227,7 @@ class Database:
 def checked_url(given: str) -> URL:
     """Return the URL of a database of this service.
 
-    Raises:
-        ValueError: the URL is invalid, its folder does not exist, or its driver is not installed.
+    Raises ValueError if it is invalid, its folder does not exist, or its driver is not installed.
     """
     expected = "expected sqlite:///path or postgresql+psycopg://user@host/database"
     try:

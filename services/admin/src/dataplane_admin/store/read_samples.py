@@ -29,8 +29,7 @@ _FACTS = select(*SampleFactModel.__table__.columns, _HAS_TEXT)
 class SampleFilter:
     """Conditions on facts; None matches all. Bounds are included.
 
-    Attributes:
-        tag: a tag as ``name=value``, or the name of a tag with any value; case is ignored.
+    A ``tag`` is ``name=value``, or the name of a tag with any value; case is ignored.
     """
 
     run: str | None = None

@@ -126,8 +126,7 @@ def read_trace_records(
 ) -> tuple[Records, int]:
     """Return the spans of a trace with its first events, and how many further events it has.
 
-    Args:
-        span_id: the only span whose events to return and count; None for all spans.
+    ``span_id`` is the only span whose events to return and count; None for all spans.
     """
     wanted = trace_bytes(trace_id)
     if wanted is None:

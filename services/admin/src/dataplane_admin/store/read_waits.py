@@ -51,10 +51,8 @@ def read_wait_records(
 ) -> WaitRecords:
     """Return what `observability.views.why` needs: open waits and events of their partitions.
 
-    Of more than 200 waits, those of live processes are preferred, then the newest.
-
-    Args:
-        silent_after_s: seconds without telemetry after which a process counts as silent.
+    Of more than 200 waits, those of live processes are preferred, then the newest. A process counts
+    as silent after ``silent_after_s`` seconds without telemetry.
     """
     open_waits = (
         select(

@@ -71,10 +71,7 @@ class WaitRecords(Records):
     """Open waits, and the events that determine their partitions.
 
     The last event is the newest one reported, without name and ids: it shows the active run.
-
-    Attributes:
-        silent: (process identity, run) of each silent process with an open wait, to when it was
-            last seen.
+    ``silent`` has process identity and run of each silent process, and when it was last seen.
     """
 
     silent: Mapping[tuple[str, str], int] = field(default_factory=dict)

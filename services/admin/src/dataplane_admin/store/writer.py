@@ -67,10 +67,9 @@ class Recent:
 class Writer:
     """Writer with a running thread.
 
-    Args:
-        tidy: runs one small sweep when the queue is empty; returns whether more remains. While
-            batches are queued, it runs at intervals. While more remains, it gets as much time as
-            the writes, so that the store does not outgrow its limits.
+    ``tidy`` runs one small sweep, and returns whether more remains. It is called when the queue is
+    empty, else at intervals. While more remains, it gets as much time as the writes, so that the
+    store does not outgrow its limits.
     """
 
     def __init__(self, database: Database, tidy: Callable[[], bool]) -> None:

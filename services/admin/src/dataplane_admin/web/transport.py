@@ -46,14 +46,11 @@ class SecurityHeadersMiddleware:
 
 
 class RootPathMiddleware:
-    """Middleware that removes the root path from requests that have it.
+    """Middleware that removes the root path from requests that have it. No route may be below it.
 
     Inside, paths are relative: middleware and routes see ``/v1/traces``. Links, redirects and paths
     of cookies have the root path. So proxies may remove the prefix
     (``proxy_pass http://host:8080/;``) or pass it on.
-
-    Args:
-        root_path: canonical root path. No route may be below it.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
