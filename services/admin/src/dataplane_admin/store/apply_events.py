@@ -7,7 +7,8 @@ sample follows from the reported times, not from the order of arrival.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any  # Any: values of rows
 
 from sqlalchemy import select, tuple_
@@ -46,6 +47,10 @@ class _Place:
 
 _PlaceKey = tuple[str, str]
 _SampleKey = tuple[int, bytes]
+
+# What a row of a sample and a `SampleLife` have under the same names, in the latter's order.
+_STATE = tuple(each.name for each in fields(SampleLife) if each.name in SampleModel.__table__.c)
+_state_of = attrgetter(*_STATE)
 
 _STORED = select(EventModel.digest).where(EventModel.digest.in_(WANTED))
 _PLACES = select(PlaceModel.__table__).where(
@@ -138,7 +143,7 @@ def _samples(
     for row in work.rows(_SAMPLES, {sample_id[:HEAD_BYTES] for _, sample_id in wanted}):
         place_and_id = row.place_id, row.head + row.tail
         if place_and_id in wanted:
-            samples[place_and_id] = _life(row)
+            samples[place_and_id] = SampleLife(*_state_of(row))
     for place_and_id, time_ns in wanted.items():
         if place_and_id not in samples:
             key = work.state.next_id()
@@ -147,19 +152,6 @@ def _samples(
                 key, place_id, None, 0, 0, 0, time_ns, time_ns, is_new=True
             )
     return samples
-
-
-def _life(row: Any) -> SampleLife:
-    return SampleLife(
-        row.key,
-        row.place_id,
-        row.weight_version,
-        row.put_ns,
-        row.live_ns,
-        row.gone_ns,
-        row.first_ns,
-        row.last_ns,
-    )
 
 
 def _clear_partitions(
@@ -179,7 +171,7 @@ def _clear_partitions(
         )
         for group in in_groups(keys_put - known):
             for row in work.connection.execute(before.where(SampleModel.key.in_(group))):
-                samples[place.id, row.head + row.tail] = _life(row)
+                samples[place.id, row.head + row.tail] = SampleLife(*_state_of(row))
         for sample in samples.values():
             if sample.key in keys_put:
                 sample.clear_partition(max(place.clears_ns))
@@ -193,18 +185,9 @@ def _clear_partitions(
 
 def _save_samples(work: Work, samples: dict[_SampleKey, SampleLife]) -> None:
     new, changed = [], []
-    for (place_id, sample_id), sample in samples.items():
-        row: dict[str, Any] = {
-            "key": sample.key,
-            "weight_version": sample.weight_version,
-            "put_ns": sample.put_ns,
-            "live_ns": sample.live_ns,
-            "gone_ns": sample.gone_ns,
-            "first_ns": sample.first_ns,
-            "last_ns": sample.last_ns,
-        }
+    for (_, sample_id), sample in samples.items():
+        row: dict[str, Any] = dict(zip(_STATE, _state_of(sample), strict=True))
         if sample.is_new:
-            row["place_id"] = place_id
             row["head"], row["tail"] = sample_id[:HEAD_BYTES], sample_id[HEAD_BYTES:]
             new.append(row)
         else:
