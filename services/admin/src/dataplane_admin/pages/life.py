@@ -49,7 +49,6 @@ class LifePage:
     life: models.SampleLife
     hops: Sequence[HopOnPage]
     partitions: Sequence[str]
-    began: str
     lifetime_s: float
     generation_version: int | None
     training_version: int | None
@@ -60,10 +59,7 @@ class LifePage:
 
 
 def life_page(
-    life: models.SampleLife,
-    now_ns: int,
-    plane: models.LiveStatus,
-    generated_by: int | None = None,
+    life: models.SampleLife, plane: models.LiveStatus, generated_by: int | None = None
 ) -> LifePage:
     """Return the page of a sample.
 
@@ -95,7 +91,6 @@ def life_page(
         life=life,
         hops=shown,
         partitions=list(dict.fromkeys(hop.partition for hop in hops)),
-        began=words.clock(hops[0].time_ns, now_ns) if hops else "",
         lifetime_s=lifetime_s,
         generation_version=generated_by,
         training_version=trained[-1] if trained else None,

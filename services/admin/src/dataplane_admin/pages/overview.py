@@ -85,16 +85,6 @@ class Overview:
     alerts: Sequence[models.Alert]
     has_rules: bool
 
-    @property
-    def knows_free(self) -> bool:
-        """True if a storage unit knows its free bytes."""
-        return any(unit.facts.free is not None for unit in self.units)
-
-    @property
-    def counts_samples(self) -> bool:
-        """True if a storage unit counts its samples."""
-        return any(unit.facts.samples is not None for unit in self.units)
-
 
 class Buckets:
     """Cache of the bucket times of unchanged traces.

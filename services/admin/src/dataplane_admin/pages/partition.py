@@ -37,7 +37,6 @@ class PartitionPage:
     severity: str
     heat: HeatMap | None
     history: Sequence[Line]
-    field_names: Sequence[str]
     window_count: int | None
     before: str | None
     after: str | None
@@ -119,7 +118,6 @@ def partition_page(
         severity="critical" if blocked and blocked[0].seconds >= stuck_after_s else "warning",
         history=_lines(service.partition_history(partition_id)),
         heat=heat_map(seen.matrix, chosen=start) if seen.matrix.windows else None,
-        field_names=[field.name for field in seen.partition.fields],
         window_count=count,
         before=before,
         after=after,

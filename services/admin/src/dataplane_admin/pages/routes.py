@@ -172,7 +172,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
             pass  # it has no facts; its lifecycle may be stored
         life = service.sample(sample_id, partition=params.maybe("partition"))
         generated_by = None if text is None else text.content.facts.first_version
-        view = life_page(life, time.time_ns(), service.status().live, generated_by)
+        view = life_page(life, service.status().live, generated_by)
         return shell.page(request, "sample.html.j2", view=view, text=text)
 
     @routes.get("/group")
