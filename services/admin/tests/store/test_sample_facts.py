@@ -4,6 +4,8 @@ import json
 import re
 
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy import text as text_of_sql
 from waiting import until
 
 from dataplane_admin import Retention
@@ -80,6 +82,15 @@ def test_texts_are_deleted_before_facts(job_of, otlp, later):
     assert (content["facts"]["reward"], content["turns"], content["tokens"]) == (1.0, [], [])
 
 
+def test_groups_are_deleted_with_their_last_facts(job_of, url, otlp, later):
+    job = job_of(store_url=url, retention=Retention(max_age_s=3_600))
+    job.send(facts(otlp))
+    later(3_700)
+    until(lambda: not ids(job))
+    with create_engine(url).connect() as connection:
+        assert connection.scalar(text_of_sql("SELECT count(*) FROM sample_groups")) == 0
+
+
 def test_generation_version_is_that_of_the_facts(job, otlp):
     job.send(otlp.log("put", ["a"], at_s=0, version=2), otlp.log("trained", ["a"], version=6))
     job.send(record(otlp, "rl.sample.facts", {"ids": ["a"], "first_version": [5]}))
@@ -110,6 +121,15 @@ def test_facts_are_listed_newest_first_and_filtered(job, otlp):
     page = job.client.get("/samples").text
     assert HOSTILE not in page
     assert "&lt;img" in page
+
+
+def test_ids_are_unchanged_whatever_their_group(job, otlp):
+    sent = ["g", "gg", "g_1", "\x01g", "\x00", "other"]
+    for time_s, groups in enumerate((["g"] * 6, ["", "gg", "g_1", "\x01", "g", "other"])):
+        job.send(record(otlp, "rl.sample.facts", {"ids": sent, "group": groups}, at_s=time_s))
+        assert sorted(ids(job)) == sorted(sent)
+    content = job.get("sample/content", id="gg")
+    assert (content["facts"]["sample_id"], content["facts"]["group"]) == ("gg", "gg")
 
 
 def test_facts_are_filtered_by_tag_in_any_case(job, otlp):

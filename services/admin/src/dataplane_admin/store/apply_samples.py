@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any  # Any: rows
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, exists, func, select, tuple_
 
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch, SampleFacts, SampleText
-from dataplane_admin.store.tables import SampleFactModel, SampleTextModel
-from dataplane_admin.store.texts import storable
-from dataplane_admin.store.work import WANTED, Work
+from dataplane_admin.store.tables import SampleFactModel, SampleGroupModel, SampleTextModel
+from dataplane_admin.store.texts import lengthened, shortened, storable
+from dataplane_admin.store.work import WANTED, Work, in_groups
 
-FACT_BYTES = 300
-"""Approximate bytes of the facts of a sample, without its tags."""
+FACT_BYTES = 180
+"""Approximate bytes of the facts of a sample with its share of the group, without its tags."""
 
 _STATES = ("trained", "dropped")
 """Lifecycle events that set the state of their samples."""
@@ -29,7 +29,15 @@ _MERGED = (
     "first_version",
     "last_version",
 )
-_STORED = select(SampleFactModel.__table__).where(SampleFactModel.digest.in_(WANTED))
+_STORED = (
+    select(SampleFactModel.__table__, SampleGroupModel.run_id, SampleGroupModel.group_id)
+    .join(SampleGroupModel, SampleGroupModel.id == SampleFactModel.group_key)
+    .where(SampleFactModel.digest.in_(WANTED))
+)
+_GROUPS = select(SampleGroupModel.__table__).where(
+    tuple_(SampleGroupModel.group_id, SampleGroupModel.run_id).in_(WANTED)
+)
+_GROUPS_OF = select(SampleFactModel.group_key).where(SampleFactModel.id.in_(WANTED)).distinct()
 _TAGS = select(SampleFactModel.tags).where(SampleFactModel.id.in_(WANTED))
 _TEXTS = select(func.length(SampleTextModel.blob).label("nbytes")).where(
     SampleTextModel.id.in_(WANTED)
@@ -53,15 +61,16 @@ def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
         facts.setdefault(digest, []).append(each)
     if not facts:
         return
-    stored = {row.digest: dict(row._mapping) for row in work.rows(_STORED, facts)}
+    stored = {row.digest: _with_names(row) for row in work.rows(_STORED, facts)}
     rows = {
         digest: _merged(work, digest, of_sample, stored.get(digest))
         for digest, of_sample in facts.items()
     }
     new = [row for digest, row in rows.items() if digest not in stored]
-    work.add(SampleFactModel, new)
     changed = [row for digest, row in rows.items() if row != stored.get(digest, row)]
-    work.change(SampleFactModel, "id", changed)
+    groups = _group_keys(work, [*new, *changed])
+    work.add(SampleFactModel, [_with_key(row, groups) for row in new])
+    work.change(SampleFactModel, "id", [_with_key(row, groups) for row in changed])
     work.state.nbytes += FACT_BYTES * len(new)
     work.state.nbytes += sum(_tag_bytes(row) for row in rows.values())
     work.state.nbytes -= sum(_tag_bytes(row) for row in stored.values())
@@ -71,16 +80,50 @@ def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
 
 
 def drop_samples(work: Work, ids: Sequence[int]) -> None:
-    """Delete facts with their text."""
+    """Delete facts with their text, and the groups that have no facts any more."""
     drop_texts(work, ids)
+    groups = {row.group_key for row in work.rows(_GROUPS_OF, ids)}
     work.state.nbytes -= sum(_tag_bytes(row._mapping) for row in work.rows(_TAGS, ids))
     work.state.nbytes -= FACT_BYTES * work.drop(SampleFactModel.id, ids)
+    is_used = exists().where(SampleFactModel.group_key == SampleGroupModel.id)
+    for keys in in_groups(groups):
+        work.connection.execute(
+            delete(SampleGroupModel).where(SampleGroupModel.id.in_(keys), ~is_used)
+        )
 
 
 def drop_texts(work: Work, ids: Collection[int]) -> None:
     """Delete the text of samples."""
     work.state.nbytes -= sum(row.nbytes for row in work.rows(_TEXTS, ids))
     work.drop(SampleTextModel.id, ids)
+
+
+def _group_keys(work: Work, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], int]:
+    """Return the key of each row's group, by names of group and run; add new groups."""
+    wanted = dict.fromkeys((row["group_id"], row["run_id"]) for row in rows)
+    keys = {(row.group_id, row.run_id): row.id for row in work.rows(_GROUPS, wanted)}
+    new = [each for each in wanted if each not in keys]
+    keys |= {each: work.state.next_id() for each in new}
+    work.add(
+        SampleGroupModel,
+        [{"id": keys[each], "group_id": each[0], "run_id": each[1]} for each in new],
+    )
+    return keys
+
+
+def _with_names(row: Any) -> dict[str, Any]:
+    """Return a row of `_STORED` with the full sample id, and without the group's key."""
+    named = dict(row._mapping)
+    del named["group_key"]
+    return named | {"sample": lengthened(row.sample, row.group_id)}
+
+
+def _with_key(row: Mapping[str, Any], keys: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+    """Return the columns of a row: the reverse of `_with_names`."""
+    columns = dict(row)
+    group, run_id = columns.pop("group_id"), columns.pop("run_id")
+    sample = shortened(row["sample"], group)
+    return columns | {"group_key": keys[group, run_id], "sample": sample}
 
 
 def _tag_bytes(row: Mapping[str, Any]) -> int:

@@ -12,8 +12,21 @@ from sqlalchemy import and_, exists, or_, select
 from dataplane_admin.models import SampleFacts
 from dataplane_admin.store.apply_samples import digest_of_sample
 from dataplane_admin.store.reader import Reader
-from dataplane_admin.store.tables import SampleFactModel, SampleTextModel
-from dataplane_admin.store.texts import bytes_of_id, id_of_bytes, one_line, storable, texts_in
+from dataplane_admin.store.tables import (
+    RunModel,
+    SampleFactModel,
+    SampleGroupModel,
+    SampleTextModel,
+)
+from dataplane_admin.store.texts import (
+    bytes_of_id,
+    id_of_bytes,
+    lengthened,
+    one_line,
+    storable,
+    texts_in,
+)
+from dataplane_admin.store.work import in_groups
 
 _MAX_GROUP = 1000
 _HAS_TEXT = (
@@ -22,7 +35,12 @@ _HAS_TEXT = (
     .correlate(SampleFactModel)
     .label("has_text")
 )
-_FACTS = select(*SampleFactModel.__table__.columns, _HAS_TEXT)
+_FACTS = select(
+    *SampleFactModel.__table__.columns,
+    SampleGroupModel.run_id,
+    SampleGroupModel.group_id,
+    _HAS_TEXT,
+).join(SampleGroupModel, SampleGroupModel.id == SampleFactModel.group_key)
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,7 @@ def read_sample_facts(
 def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
     """Return the samples of a group, at most 1,000, in the order of their ids."""
     query = _FACTS.where(
-        SampleFactModel.run_id == storable(run_id), SampleFactModel.group_id == storable(group)
+        SampleGroupModel.run_id == storable(run_id), SampleGroupModel.group_id == storable(group)
     )
     rows = reader.rows(query.order_by(SampleFactModel.sample).limit(_MAX_GROUP))
     return [_facts(row) for row in rows]
@@ -98,21 +116,26 @@ def read_sample_text(
         SampleTextModel, SampleTextModel.id == SampleFactModel.id
     )
     if run_id is None:
-        query = query.where(SampleFactModel.sample == sample)
+        runs = [row.run_id for row in reader.rows(select(RunModel.run_id))]
     else:
-        query = query.where(SampleFactModel.digest == digest_of_sample(run_id, sample))
-    rows = reader.rows(query.order_by(SampleFactModel.id.desc()).limit(1))
+        runs = [run_id]
+    rows = [
+        row
+        for digests in in_groups(digest_of_sample(run, sample) for run in runs)
+        for row in reader.rows(query.where(SampleFactModel.digest.in_(digests)))
+    ]
     if not rows:
         return None, None
-    blob = rows[0].blob
-    return _facts(rows[0]), None if blob is None else json.loads(zlib.decompress(blob))
+    newest = max(rows, key=lambda row: row.id)
+    blob = newest.blob
+    return _facts(newest), None if blob is None else json.loads(zlib.decompress(blob))
 
 
 def _conditions(chosen: SampleFilter) -> list[Any]:
     table = SampleFactModel
     texts = (
-        (table.run_id, chosen.run),
-        (table.group_id, chosen.group),
+        (SampleGroupModel.run_id, chosen.run),
+        (SampleGroupModel.group_id, chosen.group),
         (table.state, chosen.state),
     )
     conditions: list[Any] = [column == storable(text) for column, text in texts if text is not None]
@@ -139,7 +162,7 @@ def _facts(row: Any) -> SampleFacts:
     tags = (line.partition("=") for line in texts_in(row.tags))
     return SampleFacts.of(
         row,
-        sample_id=id_of_bytes(row.sample),
+        sample_id=id_of_bytes(lengthened(row.sample, row.group_id)),
         group=row.group_id,
         tags={name: value for name, _, value in tags},
     )

@@ -254,25 +254,40 @@ class LogModel(Base):
     record: Mapped[bytes]
 
 
+class SampleGroupModel(Base):
+    """A group of samples of a run; samples without a group belong to the empty one.
+
+    A group has many samples, whose rows would repeat the names of run and group.
+    """
+
+    __tablename__ = "sample_groups"
+    __table_args__ = (Index(None, "group_id", "run_id", unique=True),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    run_id: Mapped[str]
+    group_id: Mapped[str]
+
+
 class SampleFactModel(Base):
     """Facts of a sample, see `batch.SampleFacts`; ``digest`` is that of run and sample id.
 
     ``time_ns`` is the time of the newest facts, ``state_ns`` that of the state; ``id`` grows in
-    the order of first arrivals. ``tags`` are lines ``name=value``, see `texts.lines_of`.
+    the order of first arrivals. ``group_key`` is that of its `SampleGroupModel`, and ``sample`` the
+    id within the group, see `texts.shortened`. ``tags`` are lines ``name=value``, see
+    `texts.lines_of`.
     """
 
     __tablename__ = "sample_facts"
     __table_args__ = (
         Index(None, "digest", unique=True),
-        Index(None, "group_id"),
+        Index(None, "group_key"),
         Index(None, "reward", "id"),
     )
 
     id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
     digest: Mapped[bytes]
-    run_id: Mapped[str]
+    group_key: Mapped[int]
     sample: Mapped[bytes]
-    group_id: Mapped[str]
     step: Mapped[int | None]
     reward: Mapped[float | None]
     advantage: Mapped[float | None]

@@ -71,3 +71,20 @@ def after_prefix(prefix: bytes) -> bytes | None:
     """Return the smallest bytes above everything with this prefix; None if there are none."""
     trimmed = prefix.rstrip(b"\xff")
     return trimmed[:-1] + bytes([trimmed[-1] + 1]) if trimmed else None
+
+
+def shortened(sample: bytes, group: str) -> bytes:
+    """Return a sample id as it is stored with its group.
+
+    Many trainers begin the ids of samples with that of their group, which is left out:
+
+        id b"7f3a_g2" of group "7f3a"  ->  b"\\1_g2"
+        id b"s-20"    of group "7f3a"  ->  b"\\0s-20"
+    """
+    prefix = bytes_of_id(group)
+    return b"\1" + sample[len(prefix) :] if sample.startswith(prefix) else b"\0" + sample
+
+
+def lengthened(stored: bytes, group: str) -> bytes:
+    """Return the sample id that `shortened` encoded."""
+    return bytes_of_id(group) + stored[1:] if stored[:1] == b"\1" else stored[1:]
