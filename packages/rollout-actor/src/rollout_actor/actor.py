@@ -176,86 +176,67 @@ class SyncRolloutActor(RayClass):
             DataPlaneError: as ``put_samples``.
         """
         with attached(carrier), span("rollout_to_tq", kind=SpanKind.SERVER):
-            return self._rollout_to_tq(
-                input_batch,
-                partition_id=partition_id,
-                group_size=group_size,
-                first_iter=first_iter,
-                finish_generation=finish_generation,
-                task_to_env=task_to_env_override,
-                carry_keys=carry_keys,
-                claim=claim,
-            )
-
-    def _rollout_to_tq(
-        self,
-        input_batch: BatchedDataDict[Any],
-        *,
-        partition_id: str,
-        group_size: int,
-        first_iter: bool,
-        finish_generation: bool,
-        task_to_env: dict[str, EnvironmentInterface] | None,
-        carry_keys: list[str] | None,
-        claim: KVBatchMeta | None,
-    ) -> tuple[KVBatchMeta, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-        if self._closed:
-            raise ClosedError("rollout_to_tq: the actor was shut down; create a new one")
-        rows = check_input(input_batch, group_size=group_size)
-        check_carry_keys(carry_keys)
-        task_to_env = self.task_to_env if task_to_env is None else task_to_env
-        check_tasks(input_batch["task_name"], task_to_env)
-        if claim is not None:
-            _check_claim(claim, rows, partition_id)
-        media = self._check_columns(input_batch, partition_id)
-        generation = self.policy_generation
-        sample_ids = _new_sample_ids(rows, group_size) if claim is None else claim.sample_ids
-        try:
-            if first_iter and hasattr(generation, "snapshot_step_metrics"):
-                generation.snapshot_step_metrics()
-            generation.clear_logger_metrics()
-            final_batch, metrics = self._roll_out(input_batch, task_to_env, group_size)
-            with span("flatten", "overhead"):
-                payload, input_lengths, flattened = flatten_rollout_message_log(
-                    final_batch["message_log"],
-                    torch.as_tensor(final_batch["length"]),
-                    pad_token_id=self.tokenizer.pad_token_id,
-                    make_sequence_length_divisible_by=self._settings.pad_to_multiple,
-                    routed_experts=self._settings.router_replay,
-                    media=self._current_media(media, partition_id),
-                )
-                carry = carry_columns(final_batch, flattened, input_lengths, carry_keys=carry_keys)
-                bulk = bulk_columns(
-                    final_batch, payload, input_lengths, input_columns=list(input_batch)
-                )
+            if self._closed:
+                raise ClosedError("rollout_to_tq: the actor was shut down; create a new one")
+            rows = check_input(input_batch, group_size=group_size)
+            check_carry_keys(carry_keys)
+            environments = self.task_to_env
+            if task_to_env_override is not None:
+                environments = task_to_env_override
+            check_tasks(input_batch["task_name"], environments)
+            if claim is not None:
+                _check_claim(claim, rows, partition_id)
+            media = self._check_columns(input_batch, partition_id)
+            generation = self.policy_generation
+            sample_ids = _new_sample_ids(rows, group_size) if claim is None else claim.sample_ids
             try:
-                meta = kv_first_write(
-                    bulk,
-                    sample_ids=sample_ids,
-                    dp_client=self._dp_client,
-                    partition_id=partition_id,
-                    extra_info={"rollout_metrics": metrics},
-                    task_name=partition_id,
-                    pad_to_multiple=self._settings.pad_to_multiple,
-                    claim=claim,
-                )
-            except BaseException as error:  # an interrupt can arrive after the put
-                if claim is None and not _is_refusal(error):
+                if first_iter and hasattr(generation, "snapshot_step_metrics"):
+                    generation.snapshot_step_metrics()
+                generation.clear_logger_metrics()
+                final_batch, metrics = self._roll_out(input_batch, environments, group_size)
+                with span("flatten", "overhead"):
+                    payload, input_lengths, flattened = flatten_rollout_message_log(
+                        final_batch["message_log"],
+                        torch.as_tensor(final_batch["length"]),
+                        pad_token_id=self.tokenizer.pad_token_id,
+                        make_sequence_length_divisible_by=self._settings.pad_to_multiple,
+                        routed_experts=self._settings.router_replay,
+                        media=self._current_media(media, partition_id),
+                    )
+                    carry = carry_columns(
+                        final_batch, flattened, input_lengths, carry_keys=carry_keys
+                    )
+                    bulk = bulk_columns(
+                        final_batch, payload, input_lengths, input_columns=list(input_batch)
+                    )
+                try:
+                    meta = kv_first_write(
+                        bulk,
+                        sample_ids=sample_ids,
+                        dp_client=self._dp_client,
+                        partition_id=partition_id,
+                        extra_info={"rollout_metrics": metrics},
+                        task_name=partition_id,
+                        pad_to_multiple=self._settings.pad_to_multiple,
+                        claim=claim,
+                    )
+                except BaseException as error:  # an interrupt can arrive after the put
+                    if claim is None and not _is_refusal(error):
+                        self._withdraw(sample_ids, partition_id, error)
+                    raise
+            except BaseException as error:  # the engine keeps its memory until finish_generation
+                if finish_generation:
+                    with _add_error_as_note(error, "finish_generation failed as well"):
+                        generation.finish_generation()
+                raise
+            try:
+                if finish_generation:
+                    generation.finish_generation()
+                return meta, carry, metrics, generation.get_logger_metrics()
+            except BaseException as error:  # a retry uses other ids, so withdraw these
+                if claim is None:
                     self._withdraw(sample_ids, partition_id, error)
                 raise
-        except BaseException as error:  # the engine keeps its memory until finish_generation
-            if finish_generation:
-                with _add_error_as_note(error, "finish_generation failed as well"):
-                    generation.finish_generation()
-            raise
-        try:
-            if finish_generation:
-                generation.finish_generation()
-            return meta, carry, metrics, generation.get_logger_metrics()
-        except BaseException as error:  # a retry uses other ids, so withdraw these
-            if claim is None:
-                self._withdraw(sample_ids, partition_id, error)
-            raise
 
     def _check_columns(self, input_batch: BatchedDataDict[Any], partition_id: str) -> MediaForms:
         """Refuse columns that the put would refuse, as far as they are known before generation.
