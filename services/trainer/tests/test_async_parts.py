@@ -101,7 +101,7 @@ def test_weights_are_replaced_while_no_thread_uses_them():
                         inside += 1
                     with lock:
                         inside -= 1
-                    gate.yield_to_replacement()
+                    gate.pause()
 
     with ThreadPoolExecutor(3) as pool:
         users = [pool.submit(use) for _ in range(3)]
@@ -119,7 +119,7 @@ def test_weights_in_use_are_not_replaced_after_the_deadline():
         message = r"still in use after 0\.05 s: 1 responses"
         with pytest.raises(WorkerError, match=message), gate.replacing(0.05):
             raise AssertionError("replaced weights in use")
-        assert not gate.yield_to_replacement()  # the failed replacement blocks no user
+        assert not gate.pause()  # the failed replacement blocks no user
     with gate.replacing(WAIT_S):
         pass
 

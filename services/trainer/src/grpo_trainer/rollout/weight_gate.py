@@ -31,22 +31,14 @@ class WeightGate:
         finally:
             self._leave()
 
-    def yield_to_replacement(self) -> bool:
-        """Let a waiting replacement proceed; return whether there was one.
-
-        For a thread inside `using`, at a point where the weights may change.
-        """
-        if not self._is_replacing:
-            return False
-        self._leave()
-        self._enter()
-        return True
-
-    def pause(self, seconds: float) -> bool:
+    def pause(self, seconds: float = 0.0) -> bool:
         """Let replacements proceed for some time; return whether there was one.
 
-        For a thread inside `using`, at a point where the weights may change.
+        For a thread inside `using`, at a point where the weights may change. A pause of 0 s only
+        waits for a replacement that is waiting.
         """
+        if not (seconds or self._is_replacing):
+            return False
         before = self._replacements
         self._leave()
         try:

@@ -147,9 +147,7 @@ class GenerationWorker(RunActor):
             ahead_s = pace.ahead_s(len(versions)) if pace is not None else 0.0
             changed = False
             if self._partial_rollouts:
-                changed = (
-                    self._gate.pause(ahead_s) if ahead_s else self._gate.yield_to_replacement()
-                )
+                changed = self._gate.pause(ahead_s)
             else:
                 time.sleep(ahead_s)
             recorder.record_if_due(so_far, versions)
