@@ -9,11 +9,12 @@ refused. So each sample is filled exactly once.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any  # Any: metrics
@@ -100,6 +101,13 @@ class GeneratorReport:
     idle_s: float = 0.0
     journal_s: float = 0.0
     error: str | None = None
+
+    def add(self, later: GeneratorReport) -> None:
+        """Add the work of a later report, also of another generator."""
+        for each in fields(self):
+            if each.name != "error":
+                total = operator.iadd(getattr(self, each.name), getattr(later, each.name))
+                setattr(self, each.name, total)
 
 
 class Generator(RolloutActor):

@@ -77,7 +77,7 @@ class GeneratorFleet:
         self._notice = notice
         self._starting: GeneratorActors | None = None
         self._is_started = False
-        self._clear_counts()
+        self._work = GeneratorReport()
 
     def start(self) -> None:
         """Let all generators claim prompts. Their weights must be installed."""
@@ -131,7 +131,7 @@ class GeneratorFleet:
     @property
     def filtered(self) -> int:
         """Samples of groups of equal rewards that were cleared since the last `take_metrics`."""
-        return self._filtered
+        return self._work.filtered
 
     def fill_short_step(self, filling: bool) -> None:
         """Call `Generator.fill_short_step` on all generators.
@@ -243,7 +243,7 @@ class GeneratorFleet:
                 report: GeneratorReport = self._calls.each(
                     "take_report", {names.rollout: ((), {})}, timeout_s=_REPORT_S
                 )[names.rollout]
-                self._add(report)
+                self._work.add(report)
                 if report.error is not None:
                     raise WorkerError(f"{names.rollout}: {report.error}")
             except WorkerError as error:
@@ -264,43 +264,26 @@ class GeneratorFleet:
                 inspector.end_claim(TRAIN, claim.claim, expired_only=False)
         self._notice(f"continuing without {names.rollout}: {error}")
 
-    def _add(self, report: GeneratorReport) -> None:
-        for samples, rollout, generated in report.rollouts:
-            self._totals.add(samples, rollout, generated)
-        self._rewards += report.rewards
-        self._filtered += report.filtered
-        self._masked += report.masked
-        self._lost += report.lost
-        self._idle_s += report.idle_s
-        self._journal_s += report.journal_s
-        self._restored += report.restored
-        self._continued_tokens += report.continued_tokens
-
-    def _clear_counts(self) -> None:
-        self._totals = RolloutTotals()
-        self._rewards: list[float] = []
-        self._filtered = self._masked = self._lost = self._restored = 0
-        self._continued_tokens = 0
-        self._idle_s = self._journal_s = 0.0
-
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of generation since the last call; no means if none was generated."""
         size = self._config.grpo.num_generations_per_prompt
+        work, self._work = self._work, GeneratorReport()
         generated = {}
-        if self._rewards:
-            reward = float(torch.tensor(self._rewards).mean())
-            generated = {"generated_reward": reward, **self._totals.metrics}
-        metrics = {
+        if work.rewards:
+            totals = RolloutTotals()
+            for rollout in work.rollouts:
+                totals.add(*rollout)
+            reward = float(torch.tensor(work.rewards).mean())
+            generated = {"generated_reward": reward, **totals.metrics}
+        return {
             "generators": len(self._actors.generators),
-            "generated": len(self._rewards),
-            "filtered_groups": self._filtered // size,
-            "masked_groups": self._masked // size,
-            "lost_groups": self._lost // size,
-            "restored_groups": self._restored // size,
-            "continued_tokens": self._continued_tokens,
-            "generator_wait_s": self._idle_s,
-            "journal_s": self._journal_s,
+            "generated": len(work.rewards),
+            "filtered_groups": work.filtered // size,
+            "masked_groups": work.masked // size,
+            "lost_groups": work.lost // size,
+            "restored_groups": work.restored // size,
+            "continued_tokens": work.continued_tokens,
+            "generator_wait_s": work.idle_s,
+            "journal_s": work.journal_s,
             **generated,
         }
-        self._clear_counts()
-        return metrics
