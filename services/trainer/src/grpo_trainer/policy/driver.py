@@ -64,11 +64,14 @@ class Policy:
 
     With ``when_rank_dies: proceed``, `compute_logprobs`, `train`, `train_stream` and `save`
     continue without a rank that dies during the call.
+
+    Attributes:
+        ranks: the live ranks.
     """
 
     def __init__(self, calls: ActorCalls, ranks: PolicyRanks, config: PolicySection) -> None:
         self._calls = calls
-        self._ranks = ranks
+        self.ranks = ranks
         self._config = config
         batching = config.dynamic_batching
         self._dynamic: DynamicBatchingArgs | None = None
@@ -79,21 +82,6 @@ class Policy:
                 "sequence_length_round": batching.sequence_length_round,
                 "max_tokens_per_microbatch": batching.max_tokens_per_microbatch,
             }
-
-    @property
-    def ranks(self) -> int:
-        """Number of live ranks."""
-        return len(self._ranks.names)
-
-    def drop_dead(self, error: WorkerError) -> None:
-        """Continue without the ranks that died.
-
-        ``error`` comes from a call to the ranks outside this class, such as a refit.
-
-        Raises:
-            WorkerError: ``error``, if no rank died or the run must not continue without one.
-        """
-        self._ranks.drop_dead(error)
 
     def stamp_pad_width(self, meta: KVBatchMeta) -> None:
         """Set the sequence width that every reader of the batch pads to."""
@@ -116,14 +104,14 @@ class Policy:
                 "compute_logprobs",
                 {name: ((shard, column), {"carrier": carrier}) for name, shard in shards.items()},
                 awaited=AwaitedColumns(meta.partition_id, (column,), remaining.size),
-                errors=failures if self._ranks.continues else None,
+                errors=failures if self.ranks.continues else None,
             )
             for name, result in results.items():
                 gaps.append(result["gap"])
                 if result["error"]:
                     errors.update(zip(shards[name].sample_ids, result["error"], strict=True))
             if failures:
-                self._ranks.drop_dead(next(iter(failures.values())))
+                self.ranks.drop_dead(next(iter(failures.values())))
             failed = {each for name in failures for each in shards[name].sample_ids}
             remaining = remaining.subset(
                 [row for row, each in enumerate(remaining.sample_ids) if each in failed]
@@ -158,15 +146,15 @@ class Policy:
                     )
                     for name, shard in shards.items()
                 },
-                errors=failures if self._ranks.continues else None,
+                errors=failures if self.ranks.continues else None,
             )
             if failures:
-                steps += self._ranks.drop_dead(next(iter(failures.values())))[0]
-                self._ranks.acknowledge_trained(
+                steps += self.ranks.drop_dead(next(iter(failures.values())))[0]
+                self.ranks.acknowledge_trained(
                     meta.sample_ids[done : len(steps) * global_batch_size]
                 )
             else:
-                steps += results[self._ranks.names[0]]
+                steps += results[self.ranks.names[0]]
             if steps and not math.isfinite(steps[-1]["grad_norm"]):
                 break
         return step_means(steps)
@@ -198,15 +186,15 @@ class Policy:
             failures: dict[str, WorkerError] = {}
             results = self._calls.each(
                 "train_stream",
-                dict.fromkeys(self._ranks.names, ((version,), {"steps": left, **arguments})),
+                dict.fromkeys(self.ranks.names, ((version,), {"steps": left, **arguments})),
                 while_waiting=while_waiting,
-                errors=failures if self._ranks.continues else None,
+                errors=failures if self.ranks.continues else None,
             )
-            fresh = [results[name] for name in self._ranks.names if name in results]
+            fresh = [results[name] for name in self.ranks.names if name in results]
             if failures:
                 error = next(iter(failures.values()))
-                fresh = self._ranks.drop_dead(error, "stream_progress")
-                self._ranks.release_assigned(
+                fresh = self.ranks.drop_dead(error, "stream_progress")
+                self.ranks.release_assigned(
                     [trainable_filter(version, grpo.asynchronous.max_staleness)]
                 )
             ids = [
@@ -215,7 +203,7 @@ class Policy:
                 for number in range(grpo.num_generations_per_prompt)
             ]
             if failures:
-                self._ranks.acknowledge_trained(ids)
+                self.ranks.acknowledge_trained(ids)
             steps += fresh[0].steps
             parts += fresh
             trained += ids
@@ -229,27 +217,25 @@ class Policy:
         Raises:
             WorkerError: a rank does not see it.
         """
-        self._calls.each("check_visible", dict.fromkeys(self._ranks.names, ((str(folder),), {})))
+        self._calls.each("check_visible", dict.fromkeys(self.ranks.names, ((str(folder),), {})))
 
     def save(self, folder: Path) -> dict[str, int]:
         """Have rank 0 write model and optimizer into ``folder``, as `save_policy`."""
         while True:
             try:
-                written: dict[str, int] = self._calls.call(
-                    self._ranks.names[0], "save", str(folder)
-                )
+                written: dict[str, int] = self._calls.call(self.ranks.names[0], "save", str(folder))
             except WorkerError as error:
-                self._ranks.drop_dead(error)
+                self.ranks.drop_dead(error)
             else:
                 return written
 
     def load(self, folder: Path) -> None:
         """Have every rank load model and optimizer from ``folder``."""
-        self._calls.each("load", dict.fromkeys(self._ranks.names, ((str(folder),), {})))
+        self._calls.each("load", dict.fromkeys(self.ranks.names, ((str(folder),), {})))
 
     def _shard(self, meta: KVBatchMeta, batch_size: int | None = None) -> dict[str, KVBatchMeta]:
         """Return the shard of each rank; after the death of a rank, shards may differ in size."""
-        world = len(self._ranks.names)
+        world = len(self.ranks.names)
         count = batch_size or meta.size
         if count % world == 0:
             shards, _ = shard_meta_for_dp(
@@ -258,9 +244,9 @@ class Policy:
                 batch_size=batch_size,
                 dynamic_batching_args=self._dynamic,
             )
-            return dict(zip(self._ranks.names, shards, strict=True))
+            return dict(zip(self.ranks.names, shards, strict=True))
         uneven = {}
-        for rank, name in enumerate(self._ranks.names):
+        for rank, name in enumerate(self.ranks.names):
             rows = [row for row in range(meta.size) if row % count % world == rank]
             if rows:
                 [uneven[name]], _ = shard_meta_for_dp(

@@ -254,6 +254,6 @@ class AsyncGRPOStep(GRPOStep):
             "staleness_max": max(staleness),
             "trainer_wait_s": max(part.wait_s for part in parts),
             **LogprobGap.total(part.gap for part in parts).metrics,
-            "policy_ranks": self._policy.ranks,
+            "policy_ranks": len(self._policy.ranks.names),
             **trained.means,
         }

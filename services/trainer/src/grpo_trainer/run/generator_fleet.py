@@ -178,7 +178,7 @@ class GeneratorFleet:
                 self._calls.each("clear_metrics", dict.fromkeys(workers, ((), {})))
             except WorkerError as error:
                 if not self.drop_dead(error):
-                    self._policy.drop_dead(error)
+                    self._policy.ranks.drop_dead(error)
             else:
                 return
 

@@ -170,21 +170,17 @@ class GRPOStep:
             try:
                 return self._weight_sync.sync(version)
             except WorkerError as error:
-                self._policy.drop_dead(error)
+                self._policy.ranks.drop_dead(error)
 
     def _validator(self) -> GeneratorActors:
         """Return the actors that generate a validation's conversations."""
         return GeneratorActors(ROLLOUT, GENERATION)
 
-    def _stream(self, step: int) -> str:
-        """Return the name of the step's random stream."""
-        return f"train {step}"
-
     def _run(self, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
         with report.phase("refit"):
             self._install(step)
-        self._calls.call(GENERATION, "begin", self._stream(step))
+        self._calls.call(GENERATION, "begin", f"train {step}")
         self._client.register_partition(
             TRAIN,
             list(DP_TRAIN_FIELDS),
@@ -244,7 +240,9 @@ class GRPOStep:
                 "policy.model.name, and a lower policy.optimizer.learning_rate or a "
                 "grpo.max_logprob_error"
             )
-        report.metrics.update(trained, learning_rate=rate, policy_ranks=self._policy.ranks)
+        report.metrics.update(
+            trained, learning_rate=rate, policy_ranks=len(self._policy.ranks.names)
+        )
 
     def _collect(self, report: StepReport) -> Batch:
         """Generate and return the samples to train on; clear all others."""
