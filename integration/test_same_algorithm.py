@@ -99,7 +99,7 @@ def through_the_data_plane(
         actors.weight_sync.sync(1)
         weights, served = ray.get(
             [
-                actors.calls.handle(name).__ray_call__.remote(weights_of)
+                actors.calls.actors[name].__ray_call__.remote(weights_of)
                 for name in (actors.policy_workers[0], GENERATION)
             ]
         )

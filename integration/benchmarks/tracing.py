@@ -359,7 +359,7 @@ class Steps:
         """Run ``count`` steps; return the time in tracing code of each, by process."""
         self._everywhere(watch)
         watch()
-        names = [*self._actors.calls.names, "driver"]
+        names = [*self._actors.calls.actors, "driver"]
         steps = []
         for extra in range(count):
             self._take()
@@ -371,7 +371,7 @@ class Steps:
         return [*self._everywhere(take), take()]
 
     def _everywhere(self, function: Callable[[Any], T]) -> list[T]:
-        handles = self._actors.calls.handles
+        handles = self._actors.calls.actors.values()
         answers: list[T] = ray.get([handle.__ray_call__.remote(function) for handle in handles])
         return answers
 

@@ -32,8 +32,8 @@ class Echo:
 def calls():
     with temporary_ray(num_cpus=1, object_store_memory=80 << 20):
         calls = ActorCalls(timeout_s=2.0)
-        calls.add("echo", ray.remote(Echo).options(num_cpus=0.1).remote())
-        ray.get(calls.handle("echo").echo.remote(b""), timeout=180)
+        calls.actors["echo"] = ray.remote(Echo).options(num_cpus=0.1).remote()
+        ray.get(calls.actors["echo"].echo.remote(b""), timeout=180)
         yield calls
         calls.stop()
 

@@ -124,7 +124,7 @@ def calls(machines):
         ("target", "other", (None, 2)),
     ):
         actor = ray.remote(Worker).options(num_cpus=0.1, resources={where: 0.1})
-        calls.add(name, actor.remote(*arguments))
+        calls.actors[name] = actor.remote(*arguments)
     yield calls
     calls.stop()
 
@@ -206,7 +206,7 @@ def calls_here(forgetful):
     calls = ActorCalls(timeout_s=60, observer=forgetful)
     for name, arguments in (("source 0", (0, 2)), ("source 1", (1, 2)), ("target", (None, 2))):
         actor = ray.remote(Worker).options(num_cpus=0.1, resources={"driver": 0.1})
-        calls.add(name, actor.remote(*arguments))
+        calls.actors[name] = actor.remote(*arguments)
     yield calls
     calls.stop()
 

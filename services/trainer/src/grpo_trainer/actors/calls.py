@@ -35,6 +35,9 @@ class ActorCalls:
         timeout_s: deadline of a call, in seconds.
         observer: called with each value that is sent or received; for measurements.
         quiet_s: do not report shorter waits, which are normal for these actors.
+
+    Attributes:
+        actors: the Ray handle of each actor; callers add to it.
     """
 
     def __init__(
@@ -43,30 +46,12 @@ class ActorCalls:
         self._timeout_s = timeout_s
         self._observer = observer
         self._quiet_s = quiet_s
-        self._actors: dict[str, Any] = {}
-
-    def add(self, name: str, handle: Any) -> None:
-        """Add an actor under a name."""
-        self._actors[name] = handle
-
-    def handle(self, name: str) -> Any:
-        """Return the Ray handle of an actor."""
-        return self._actors[name]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all actors, in the order of `handles`."""
-        return list(self._actors)
-
-    @property
-    def handles(self) -> list[Any]:
-        """The Ray handles of all actors."""
-        return list(self._actors.values())
+        self.actors: dict[str, Any] = {}
 
     def remove(self, name: str) -> None:
         """Kill an actor and forget it."""
         with suppress(TimeoutError):  # Ray hangs: the actor ends with the driver
-            call_within(_KILL_S, partial(ray.kill, self._actors.pop(name)))
+            call_within(_KILL_S, partial(ray.kill, self.actors.pop(name)))
 
     def is_dead(self, name: str) -> bool:
         """Return whether an actor is known to be dead; False if it does not answer soon."""
@@ -79,7 +64,7 @@ class ActorCalls:
     def _answers(self, name: str) -> bool | None:
         """Return True for an actor that answers, False for a dead one, None for a silent one."""
         try:
-            probe = call_within(_PROBE_S, self._actors[name].__ray_ready__.remote)
+            probe = call_within(_PROBE_S, self.actors[name].__ray_ready__.remote)
             if not _ready([probe], 1, _PROBE_S):
                 return None
             call_within(_PROBE_S, partial(ray.get, probe))
@@ -155,7 +140,7 @@ class ActorCalls:
 
         def send() -> dict[Any, str]:
             return {
-                getattr(self._actors[name], method).remote(*args, **kwargs): name
+                getattr(self.actors[name], method).remote(*args, **kwargs): name
                 for name, (args, kwargs) in calls.items()
             }
 
@@ -199,18 +184,18 @@ class ActorCalls:
 
     def close(self, name: str, timeout_s: float) -> None:
         """Let a live actor stop what it started; wait for at most ``timeout_s``."""
-        handle = self._actors.get(name)
+        handle = self.actors.get(name)
         if handle is not None:
             with suppress(TimeoutError):  # Ray hangs: the actor ends with the driver
                 _ready([call_within(_KILL_S, handle.close.remote)], 1, timeout_s)
 
     def shutdown_telemetry(self, timeout_s: float) -> None:
         """Let every live actor export its telemetry; wait for at most ``timeout_s``."""
-        if not self._actors:  # Ray may not have started, and a call of it would start it
+        if not self.actors:  # Ray may not have started, and a call of it would start it
             return
 
         def send() -> list[Any]:
-            return [handle.shutdown_telemetry.remote() for handle in self._actors.values()]
+            return [handle.shutdown_telemetry.remote() for handle in self.actors.values()]
 
         with suppress(TimeoutError):  # Ray hangs: the actors end with the driver
             ending = call_within(_KILL_S, send)
@@ -218,10 +203,8 @@ class ActorCalls:
 
     def stop(self) -> None:
         """Kill every actor."""
-        for handle in self._actors.values():
-            with suppress(TimeoutError):  # Ray hangs: the actor ends with the driver
-                call_within(_KILL_S, partial(ray.kill, handle))
-        self._actors.clear()
+        for name in list(self.actors):
+            self.remove(name)
 
     def _observe(self, name: str, direction: str, what: Any) -> None:
         if self._observer is not None:
@@ -250,7 +233,7 @@ class ActorCalls:
 
         When one dies, others fail because they call it, and their answers can come first.
         """
-        probes = {handle.__ray_ready__.remote(): name for name, handle in self._actors.items()}
+        probes = {handle.__ray_ready__.remote(): name for name, handle in self.actors.items()}
         answered = _ready(list(probes), len(probes), _PROBE_S)
         for probe in answered:
             try:

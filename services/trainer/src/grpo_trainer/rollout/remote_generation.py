@@ -52,7 +52,7 @@ class RayGeneration:
 
     def __init__(self, worker: Any, *, timeout_s: float) -> None:
         self._calls = ActorCalls(timeout_s=timeout_s, quiet_s=self._quiet_s)
-        self._calls.add(GENERATION, worker)
+        self._calls.actors[GENERATION] = worker
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool) -> Mapping[str, Any]:
         """Generate one response per row."""

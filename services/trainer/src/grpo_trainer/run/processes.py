@@ -186,7 +186,7 @@ class RunActors:
                 telemetry=self._telemetry,
             )
         )
-        self.calls.add(ENVIRONMENT, environment)
+        self.calls.actors[ENVIRONMENT] = environment
         self._rollout_arguments = (
             tokenizer if turn is None else EndKeepingTokenizer(tokenizer),
             {TASK: TracedHandle(environment)},
@@ -207,7 +207,7 @@ class RunActors:
         )
         self._started_generators += 1
         worker = self._start_generation(self._model, self._pad_token_id)
-        self.calls.add(names.worker, worker)
+        self.calls.actors[names.worker] = worker
         timeout_s = config.cluster.call_timeout_s
         options: dict[str, Any] = {
             "num_cpus": _ACTOR_CPUS,
@@ -220,8 +220,9 @@ class RunActors:
         else:
             actor = RolloutActor.options(**options)
             generation = RayGeneration(worker, timeout_s=timeout_s)
-        rollout = actor.remote(self._telemetry, generation, *self._rollout_arguments)
-        self.calls.add(names.rollout, rollout)
+        self.calls.actors[names.rollout] = actor.remote(
+            self._telemetry, generation, *self._rollout_arguments
+        )
         return names
 
     def admit_generator(self, names: GeneratorActors) -> None:
@@ -288,7 +289,7 @@ class RunActors:
     def _start_policy(self, model: str, pad_token_id: int) -> None:
         config = self._config
         for rank, name in enumerate(self.policy_workers):
-            handle = (
+            self.calls.actors[name] = (
                 ray.remote(StreamingPolicyWorker if self._is_async else PolicyWorker)
                 .options(
                     num_cpus=_ACTOR_CPUS,
@@ -307,7 +308,6 @@ class RunActors:
                     telemetry=self._telemetry,
                 )
             )
-            self.calls.add(name, handle)
 
     def close(self) -> None:
         """Stop every process of the run; closing twice is fine.
