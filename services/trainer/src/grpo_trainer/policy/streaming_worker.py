@@ -18,7 +18,7 @@ from column_io import BatchedDataDict, read_columns, write_columns
 from dataplane_core import DP_TRAIN_FIELDS, KVBatchMeta, TagFilter, held_claim
 from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.policy.logprob_gap import LogprobGap
-from grpo_trainer.policy.loss import LossSums, grpo_loss, token_logprobs
+from grpo_trainer.policy.loss import LossSums
 from grpo_trainer.policy.worker import PolicyWorker
 from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSION, position_of
 from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS, TRAIN_TASK
@@ -206,26 +206,18 @@ class StreamingPolicyWorker(PolicyWorker):
         its log-probabilities cost no further pass. Without it, the update is clipped to the
         policy that drew the tokens.
         """
-        ids, lengths = micro["input_ids"], micro["input_lengths"]
-        logprobs = token_logprobs(self._model, ids, lengths, temperature=self._temperature)
+        logprobs = self._logprobs(self._model, micro)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference = token_logprobs(
-                    self._reference, ids, lengths, temperature=self._temperature
-                )
+                reference = self._logprobs(self._reference, micro)
         drawn = micro[_GENERATED]
         decoupled = self._grpo["recompute_prev_logprobs"]
-        mask = micro["token_mask"].float() * micro["sample_mask"].float()[:, None]
-        sums = grpo_loss(
+        sums = self._grpo_loss(
+            micro,
             logprobs,
             logprobs.detach() if decoupled else drawn,
-            micro["advantages"],
-            mask,
-            clip_low=self._grpo["clip_low"],
-            clip_high=self._grpo["clip_high"],
             reference_logprobs=reference,
-            kl_coefficient=self._grpo["kl_coefficient"],
             behavior_logprobs=drawn if decoupled else None,
             max_importance_ratio=self._grpo["asynchronous"]["max_importance_ratio"],
         )

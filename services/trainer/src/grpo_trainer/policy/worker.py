@@ -199,12 +199,7 @@ class PolicyWorker(RunActor):
         with torch.no_grad(), span("forward", "productive"):
             for micro in self._micro_batches(batch):
                 with detail_span("micro_batch", "productive"):
-                    scored = token_logprobs(
-                        model,
-                        micro["input_ids"],
-                        micro["input_lengths"],
-                        temperature=self._temperature,
-                    )
+                    scored = self._logprobs(model, micro)
                 parts.append(torch.nn.functional.pad(scored, (0, width - scored.shape[1])))
                 if column == _PREV:
                     mask = micro["token_mask"] > 0
@@ -287,21 +282,35 @@ class PolicyWorker(RunActor):
         }
 
     def _loss(self, micro: BatchedDataDict[Any]) -> LossSums:
-        logprobs = token_logprobs(
-            self._model,
-            micro["input_ids"],
-            micro["input_lengths"],
-            temperature=self._temperature,
+        return self._grpo_loss(
+            micro,
+            self._logprobs(self._model, micro),
+            micro[_PREV] if _PREV in micro else micro[_GENERATED],
+            reference_logprobs=micro.get(_REFERENCE),
         )
+
+    def _logprobs(self, model: Any, micro: BatchedDataDict[Any]) -> torch.Tensor:
+        """Return `token_logprobs` of a micro-batch."""
+        ids, lengths = micro["input_ids"], micro["input_lengths"]
+        return token_logprobs(model, ids, lengths, temperature=self._temperature)
+
+    def _grpo_loss(
+        self,
+        micro: BatchedDataDict[Any],
+        logprobs: torch.Tensor,
+        prev: torch.Tensor,
+        **options: Any,
+    ) -> LossSums:
+        """Return the sums of `grpo_loss`; ``options`` are its optional arguments."""
         return grpo_loss(
             logprobs,
-            micro[_PREV] if _PREV in micro else micro[_GENERATED],
+            prev,
             micro["advantages"],
             micro["token_mask"].float() * micro["sample_mask"].float()[:, None],
             clip_low=self._grpo["clip_low"],
             clip_high=self._grpo["clip_high"],
-            reference_logprobs=micro.get(_REFERENCE),
             kl_coefficient=self._grpo["kl_coefficient"],
+            **options,
         )
 
     def _reduce_gradients(self, divisor: float = 1.0) -> float:
