@@ -15,8 +15,7 @@ from dataplane_core import DataPlaneClient, TagFilter, held_claim
 from grpo_trainer.actors.calls import ActorCalls
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.policy.streaming_worker import STREAM_FIELDS
-from grpo_trainer.samples.partition import TRAIN
-from grpo_trainer.samples.tasks import TRAIN_TASK
+from grpo_trainer.samples.partition import TRAIN, TRAIN_TASK
 from observability import emit, record_trained
 
 _GENERATED = "generation_logprobs"

@@ -20,8 +20,14 @@ from dataplane_core.telemetry import detail_span, span
 from grpo_trainer.policy.logprob_gap import LogprobGap
 from grpo_trainer.policy.loss import LossSums
 from grpo_trainer.policy.worker import PolicyWorker
-from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSION, position_of
-from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS, TRAIN_TASK
+from grpo_trainer.samples.partition import (
+    PREV_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    TRAIN,
+    TRAIN_TASK,
+    WEIGHT_VERSION,
+    position_of,
+)
 from observability import record_trained, traced
 
 _GENERATED = "generation_logprobs"

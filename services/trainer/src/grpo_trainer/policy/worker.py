@@ -46,7 +46,7 @@ from grpo_trainer.policy.process_group import (
 )
 from grpo_trainer.refit.settings import RefitSettings
 from grpo_trainer.refit.source import RefitSource
-from grpo_trainer.samples.tasks import (
+from grpo_trainer.samples.partition import (
     PREV_LOGPROBS,
     REFERENCE_LOGPROBS,
     TASK_OF_COLUMN,

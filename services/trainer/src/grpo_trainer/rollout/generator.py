@@ -43,14 +43,15 @@ from grpo_trainer.rollout.sample_records import GENERATED_TOKENS, record_generat
 from grpo_trainer.samples.partition import (
     GENERATE_TASK,
     IS_FILLER,
+    PREV_LOGPROBS,
     PROMPT,
+    REFERENCE_LOGPROBS,
     TRAIN,
     WEIGHT_VERSION,
     WEIGHT_VERSIONS,
     position_of,
 )
 from grpo_trainer.samples.shaping import CARRY, ShapedRewards, shape_rewards
-from grpo_trainer.samples.tasks import PREV_LOGPROBS, REFERENCE_LOGPROBS
 from observability import emit
 from rollout_actor import SyncRolloutActor, WeightVersionSpan
 

@@ -16,8 +16,7 @@ from dataplane_core.tags import group_of
 from dataplane_core.telemetry import WEIGHT_VERSION, step_facts
 from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.rollout.prompts import Prompt
-from grpo_trainer.samples.partition import TRAIN, WEIGHT_VERSIONS
-from grpo_trainer.samples.tasks import PREV_LOGPROBS
+from grpo_trainer.samples.partition import PREV_LOGPROBS, TRAIN, WEIGHT_VERSIONS
 from observability import record_sample_text, record_samples
 
 GENERATED_TOKENS = "generated_tokens"

@@ -32,13 +32,14 @@ from grpo_trainer.samples.advantages import mean_and_std
 from grpo_trainer.samples.partition import (
     GENERATE_TASK,
     IS_FILLER,
+    PREV_LOGPROBS,
     PROMPT,
     TRAIN,
+    TRAIN_TASK,
     VALIDATION,
     WEIGHT_VERSION,
     WEIGHT_VERSIONS,
 )
-from grpo_trainer.samples.tasks import PREV_LOGPROBS, TRAIN_TASK
 from observability import emit
 
 _DROP_EVERY_S = 1.0

@@ -32,9 +32,8 @@ from grpo_trainer.rollout.sample_records import GENERATED_TOKENS, record_generat
 from grpo_trainer.rollout.totals import RolloutTotals
 from grpo_trainer.run.processes import ROLLOUT, GeneratorActors
 from grpo_trainer.samples.advantages import mean_and_std
-from grpo_trainer.samples.partition import TRAIN, VALIDATION
+from grpo_trainer.samples.partition import PREV_LOGPROBS, TRAIN, VALIDATION, stage_tasks
 from grpo_trainer.samples.shaping import CARRY, shape_rewards
-from grpo_trainer.samples.tasks import PREV_LOGPROBS, stage_tasks
 from observability import emit
 
 _PASSED = 1 - 1e-6

@@ -1,6 +1,8 @@
-"""The partitions of a run, and the fields and tags that rollouts write into them."""
+"""The partitions of a run, the fields and tags that rollouts write into them, and their tasks."""
 
 from __future__ import annotations
+
+from grpo_trainer.config.sections import GRPOSection
 
 TRAIN, VALIDATION = "train", "val"
 
@@ -29,3 +31,19 @@ WEIGHT_VERSIONS = "weight_versions"
 
 IS_FILLER = "is_filler"
 """Tag of an asynchronous run: whether a sample only fills a step, excluded from the loss."""
+
+PREV_LOGPROBS, REFERENCE_LOGPROBS = "prev_logprobs", "reference_policy_logprobs"
+"""Columns of the scoring stages."""
+
+TASK_OF_COLUMN = {PREV_LOGPROBS: "prev_lp", REFERENCE_LOGPROBS: "ref_lp"}
+TRAIN_TASK = "train"
+"""The tasks of the policy workers' stages; the ranks claim the samples of each."""
+
+
+def stage_tasks(grpo: GRPOSection) -> list[str]:
+    """Return the tasks that claim a step's samples, in the order of the stages."""
+    scoring = {
+        PREV_LOGPROBS: grpo.recompute_prev_logprobs,
+        REFERENCE_LOGPROBS: grpo.kl_coefficient > 0,
+    }
+    return [*(TASK_OF_COLUMN[column] for column, wanted in scoring.items() if wanted), TRAIN_TASK]
