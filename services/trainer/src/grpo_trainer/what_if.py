@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -346,23 +346,15 @@ class _Run:
 
     def setting(self, groups_per_step: int) -> Setting:
         """Return the maxima of generators at a time, concurrent rollouts and stored groups."""
-        ends = sorted(
-            (time_ns, change, span.process)
-            for span in self.rollouts
-            for time_ns, change in ((span.start_ns, 1), (span.end_ns, -1))
-        )
+        rollouts: dict[Process, list[tuple[int, int]]] = defaultdict(list)
+        for span in self.rollouts:
+            rollouts[span.process].append((span.start_ns, span.end_ns))
         # A generator exists from its first to its last rollout: one that was lost and its
         # replacement count once.
-        lives: dict[Process, tuple[int, int]] = {}
-        for span in self.rollouts:
-            first, last = lives.get(span.process, (span.start_ns, span.end_ns))
-            lives[span.process] = min(first, span.start_ns), max(last, span.end_ns)
-        joined = sorted(each for life in lives.values() for each in zip(life, (1, -1), strict=True))
-        running: Counter[Process] = Counter()
-        max_running = 1
-        for _, change, process in ends:
-            running[process] += change
-            max_running = max(max_running, running[process])
+        lives = [
+            (min(start for start, _ in each), max(end for _, end in each))
+            for each in rollouts.values()
+        ]
         stored: set[str] = set()
         max_stored = 0
         for event in self._events:
@@ -372,12 +364,19 @@ class _Run:
                 stored -= _groups_of(event)
             max_stored = max(max_stored, len(stored))
         ahead = max(0, ceil(max_stored / groups_per_step) - 1)
-        generators = max(accumulate(change for _, change in joined), default=0)
-        return Setting(generators, max_running, ahead)
+        return Setting(
+            _max_overlapping(lives), max(map(_max_overlapping, rollouts.values())), ahead
+        )
 
 
 def _groups_of(event: Event) -> set[str]:
     return {group_of(each, {}) for each in event.sample_ids}
+
+
+def _max_overlapping(intervals: Iterable[tuple[int, int]]) -> int:
+    """Return the maximum number of intervals at a time."""
+    changes = sorted(each for interval in intervals for each in zip(interval, (1, -1), strict=True))
+    return max(accumulate(change for _, change in changes))
 
 
 def _overlap(intervals: Iterable[tuple[float, float]], began: float, ended: float) -> float:
