@@ -40,7 +40,6 @@ from observability import cli as views
 if TYPE_CHECKING:
     from dataplane_core import PartitionSummary
     from grpo_trainer.what_if import Recording, Setting
-    from observability.views import Step
 
 TRACES = Path("runs") / "traces"
 
@@ -260,27 +259,14 @@ def _print_prediction(recorded: Recording, changed: Setting, *, as_json: bool) -
         }
         typer.echo(json.dumps({**answer, "replay_error": error}, indent=2))
         return
-    table = Table(box=None)
-    for heading in (
-        "",
-        "generators",
-        "rollouts",
-        "staleness",
-        "step",
-        "trainer idle",
-        "generators idle",
-    ):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = Table("", box=None)
+    for heading in ("generators", "rollouts", "staleness", "step", "trainer idle"):
+        table.add_column(heading, justify="right")
+    table.add_column("generators idle", justify="right")
     for name, (setting, shares) in rows.items():
-        table.add_row(
-            name,
-            str(setting.generators),
-            str(setting.rollouts),
-            str(setting.staleness),
-            f"{shares.step_s:.2f} s",
-            f"{shares.trainer_idle:.0%}",
-            f"{shares.generators_idle:.0%}",
-        )
+        counts = map(str, (setting.generators, setting.rollouts, setting.staleness))
+        idle = (f"{share:.0%}" for share in (shares.trainer_idle, shares.generators_idle))
+        table.add_row(name, *counts, f"{shares.step_s:.2f} s", *idle)
     console = Console()
     console.print(table)
     console.print(f"The replayed step differs from the recorded one by {error:+.1%}.")
@@ -322,22 +308,17 @@ def _run(
             # The last step shows where it failed; without a step only the error is printed.
             with suppress(views.CommandError):
                 steps = views.steps_in(receiver.snapshot())
-                _print_and_write(steps[-1:], steps, html, perfetto)
+                views.print_steps(steps[-1:])
+                views.write_steps(steps, html, perfetto)
             raise
         finally:
             display.close()
         steps = views.steps_in(receiver.snapshot())
-        _print_and_write(steps, steps, html, perfetto)
+        views.print_steps(steps)
+        views.write_steps(steps, html, perfetto)
         console.print(Text.assemble("trace  ", (str(target), "bold")), soft_wrap=True)
     if lost := receiver.counts()["not_forwarded"]:
         console.print(Text(f"{lost} export requests did not reach {otlp}", style="yellow"))
-
-
-def _print_and_write(
-    printed: list[Step], written: list[Step], html: Path | None, perfetto: Path | None
-) -> None:
-    views.print_steps(printed)
-    views.write_steps(written, html, perfetto)
 
 
 def _live_partitions() -> list[PartitionSummary]:
@@ -363,11 +344,7 @@ def _newest(folder: Path | None) -> Path:
     """Return ``folder``, or that of the newest traced run."""
     if folder is not None:
         return folder
-    runs = sorted((path for path in TRACES.glob("*") if path.is_dir()), key=_modified)
+    runs = [path for path in TRACES.glob("*") if path.is_dir()]
     if not runs:
         raise TrainerError(f"no traced run below {TRACES}; run `grpo-trace`, or set --folder")
-    return runs[-1]
-
-
-def _modified(path: Path) -> float:
-    return path.stat().st_mtime
+    return max(runs, key=lambda path: path.stat().st_mtime)
