@@ -267,7 +267,12 @@ class PolicyWorker(RunActor):
         totals = torch.zeros(len(_LOSS_METRICS), device=self._device, dtype=torch.float64)
         for micro in self._micro_batches(chunk):
             with detail_span("micro_batch", "productive"):
-                sums = self._loss(micro)
+                sums = self._grpo_loss(
+                    micro,
+                    self._logprobs(self._model, micro),
+                    micro[_PREV] if _PREV in micro else micro[_GENERATED],
+                    reference_logprobs=micro.get(_REFERENCE),
+                )
                 (sums.loss / divisor).backward()
             totals += torch.stack([sums.loss.detach(), sums.kl, sums.clipped, sums.approx_entropy])
         dist.all_reduce(totals)
@@ -280,14 +285,6 @@ class PolicyWorker(RunActor):
             "grad_norm": norm,
             "tokens": float(tokens),
         }
-
-    def _loss(self, micro: BatchedDataDict[Any]) -> LossSums:
-        return self._grpo_loss(
-            micro,
-            self._logprobs(self._model, micro),
-            micro[_PREV] if _PREV in micro else micro[_GENERATED],
-            reference_logprobs=micro.get(_REFERENCE),
-        )
 
     def _logprobs(self, model: Any, micro: BatchedDataDict[Any]) -> torch.Tensor:
         """Return `token_logprobs` of a micro-batch."""
