@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_trainer.rollout.journal_file import JournalFile, Record, places, read
+from grpo_trainer.rollout.journal_file import JournalFile, places, read
 
 KIND = "group"
 
@@ -51,18 +51,15 @@ class Journal:
     def append(self, group: FinishedGroup) -> int:
         """Append a finished group; return the bytes written."""
         facts = {"weight_version": group.weight_version, "rewards": group.rewards}
-        return self._file.append(Record(group.position, facts, group.columns))
+        return self._file.append(group.position, facts, group.columns)
 
     def find(self, position: int) -> FinishedGroup | None:
         """Return the group that an earlier part of the run finished, None if no file has it."""
         place = self._places.get(position)
-        record = None if place is None else read(place)
-        if record is None:
+        columns = None if place is None else read(place)
+        if place is None or columns is None:
             return None
-        facts = record.facts
-        return FinishedGroup(
-            record.position, facts["weight_version"], facts["rewards"], dict(record.columns)
-        )
+        return FinishedGroup(position, **place.facts, columns=columns)
 
     def rotate(self) -> str:
         """Append to a new file from now on; return its name."""

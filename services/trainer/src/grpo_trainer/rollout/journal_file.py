@@ -43,25 +43,11 @@ _POSITION, _FACTS = "position", "facts"
 
 
 @dataclass(frozen=True)
-class Record:
-    """A record of a journal.
-
-    Attributes:
-        position: position of a prompt in the stream.
-        facts: values that JSON can represent.
-        columns: tensors by name.
-    """
-
-    position: int
-    facts: Mapping[str, Any]
-    columns: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
 class Place:
     """Place of a record, whose payload is at ``start`` of ``path``.
 
-    Position and facts are as found in the file; only `read` verifies the checksum.
+    ``position`` is that of a prompt in the stream, ``facts`` are values that JSON can represent.
+    Both are as found in the file; only `read` verifies the checksum.
     """
 
     path: Path
@@ -92,10 +78,12 @@ class JournalFile:
         self.path = self._folder / f"{uuid.uuid4().hex}.{self._kind}{_SUFFIX}"
         return self.path.open("xb", buffering=0)
 
-    def append(self, record: Record) -> int:
+    def append(
+        self, position: int, facts: Mapping[str, Any], columns: dict[str, torch.Tensor]
+    ) -> int:
         """Append a record; return the bytes written."""
-        facts = json.dumps({_POSITION: record.position, _FACTS: record.facts})
-        payload = save(dict(record.columns), metadata={self._kind: facts})
+        header = json.dumps({_POSITION: position, _FACTS: facts})
+        payload = save(columns, metadata={self._kind: header})
         head = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(payload), len(payload))
         # A part of a record would hide those after it.
         append_completely(self._file, head + payload)
@@ -114,8 +102,8 @@ def places(folder: Path, kind: str) -> Iterator[Place]:
         yield from _places(path)
 
 
-def read(place: Place) -> Record | None:
-    """Return the record at a place; None if it is damaged or its file was removed."""
+def read(place: Place) -> dict[str, torch.Tensor] | None:
+    """Return the columns of a record; None if it is damaged or its file was removed."""
     try:
         with place.path.open("rb") as file:
             file.seek(place.start)
@@ -124,12 +112,8 @@ def read(place: Place) -> Record | None:
         return None
     if xxhash.xxh3_64_intdigest(payload) != place.checksum:
         return None
-    length = int.from_bytes(payload[:8], "little")
-    header = _header(payload[8 : 8 + length], _kind_of(place.path))
-    if header is None:
-        return None
     try:
-        return Record(*header, load(payload))
+        return load(payload)
     except SafetensorError:
         return None
 

@@ -34,7 +34,7 @@ import torch
 import xxhash
 
 from grpo_trainer.refit.weight_sync import version_number
-from grpo_trainer.rollout.journal_file import JournalFile, Place, Record, places, read
+from grpo_trainer.rollout.journal_file import JournalFile, Place, places, read
 from grpo_trainer.rollout.remote_generation import POSITIONS
 from grpo_trainer.rollout.sampling import Drawn, SoFar
 
@@ -172,7 +172,7 @@ class ResponseJournal:
                 _TOKENS: torch.cat([part.token_ids for part in parts]).to(torch.int32),
                 _LOGPROBS: torch.cat([part.logprobs for part in parts]),
             }
-            self._file.append(Record(position, {_ROWS: facts}, columns))
+            self._file.append(position, {_ROWS: facts}, columns)
 
     def rotate(self) -> str:
         """Append to a new file from now on; return its name."""
@@ -316,20 +316,20 @@ def _continues(part: _Part, last: _Part) -> bool:
 
 
 def _parts(place: Place) -> Iterator[tuple[ResponseKey, _Part]]:
-    record = read(place)
-    if record is None:
+    columns = read(place)
+    if columns is None:
         return
     begin = 0
-    for facts in record.facts[_ROWS]:
+    for facts in place.facts[_ROWS]:
         end = begin + facts["end"] - facts["start"]
         yield (
-            ResponseKey(record.position, facts["digest"], facts["number"]),
+            ResponseKey(place.position, facts["digest"], facts["number"]),
             _Part(
                 (place.path, facts["attempt"]),
                 facts["start"],
                 PartialResponse(
-                    record.columns[_TOKENS][begin:end].long(),
-                    record.columns[_LOGPROBS][begin:end],
+                    columns[_TOKENS][begin:end].long(),
+                    columns[_LOGPROBS][begin:end],
                     [version for version, count in facts["versions"] for _ in range(count)],
                 ),
             ),
