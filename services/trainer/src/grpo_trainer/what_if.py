@@ -374,9 +374,9 @@ def _groups_of(event: Event) -> set[str]:
 
 
 def _max_overlapping(intervals: Iterable[tuple[int, int]]) -> int:
-    """Return the maximum number of intervals at a time."""
+    """Return the maximum number of intervals at a time, at least 1."""
     changes = sorted(each for interval in intervals for each in zip(interval, (1, -1), strict=True))
-    return max(accumulate(change for _, change in changes))
+    return max(1, *accumulate(change for _, change in changes))
 
 
 def _overlap(intervals: Iterable[tuple[float, float]], began: float, ended: float) -> float:
