@@ -107,6 +107,13 @@ class ActorCalls:
                 abandoned: they may be blocked on the dead actor. With ``errors``, it is raised only
                 if an actor did not answer.
         """
+
+        def send() -> dict[Any, str]:
+            return {
+                getattr(self.actors[name], method).remote(*args, **kwargs): name
+                for name, (args, kwargs) in calls.items()
+            }
+
         for name, (args, kwargs) in calls.items():
             self._observe(name, "sent", (args, dict(kwargs)))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -119,7 +126,7 @@ class ActorCalls:
                 for name in calls
             }
             try:
-                pending = self._send(method, calls, limit_s)
+                pending = call_within(limit_s, send)
                 return self._gather(
                     method, pending, waiting, deadline, limit_s, while_waiting, errors
                 )
@@ -129,22 +136,6 @@ class ActorCalls:
                 raise WorkerError(
                     f"{method}: Ray did not answer in {limit_s:g} s; check this machine's raylet"
                 ) from None
-
-    def _send(
-        self,
-        method: str,
-        calls: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]],
-        limit_s: float,
-    ) -> dict[Any, str]:
-        """Make the calls; return the name of each actor by the reference of its result."""
-
-        def send() -> dict[Any, str]:
-            return {
-                getattr(self.actors[name], method).remote(*args, **kwargs): name
-                for name, (args, kwargs) in calls.items()
-            }
-
-        return call_within(limit_s, send)
 
     def _gather(
         self,
