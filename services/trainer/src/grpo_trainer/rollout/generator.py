@@ -9,7 +9,6 @@ refused. So each sample is filled exactly once.
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +39,7 @@ from grpo_trainer.rollout.journal import FinishedGroup, Journal
 from grpo_trainer.rollout.prompts import Prompt
 from grpo_trainer.rollout.remote_generation import JournalUse, StreamingGeneration
 from grpo_trainer.rollout.sample_records import GENERATED_TOKENS, record_generated
+from grpo_trainer.rollout.totals import RolloutBatch
 from grpo_trainer.samples.partition import (
     GENERATE_TASK,
     IS_FILLER,
@@ -92,7 +92,7 @@ class GeneratorReport:
         error: why the generator stopped; None while it works.
     """
 
-    rollouts: list[tuple[int, Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=list)
+    rollouts: list[RolloutBatch] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     filtered: int = 0
     masked: int = 0
@@ -107,7 +107,7 @@ class GeneratorReport:
         """Add the work of a later report, also of another generator."""
         for each in fields(self):
             if each.name != "error":
-                total = operator.iadd(getattr(self, each.name), getattr(later, each.name))
+                total = getattr(self, each.name) + getattr(later, each.name)
                 setattr(self, each.name, total)
 
 

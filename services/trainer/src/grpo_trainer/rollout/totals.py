@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any  # Any: metrics of a rollout and of the generation worker
 
 from grpo_trainer.report.step_metrics import REWARD_PREFIX
@@ -22,47 +22,30 @@ _VERSIONS = "mixed_weight_version_rate"
 _LARGEST = ("max_turns_per_sample", "max_gen_tokens_per_sample")
 
 
-class RolloutTotals:
-    """Sums over batches. Every generated sample counts, even if it is not trained on."""
+RolloutBatch = tuple[int, Mapping[str, Any], Mapping[str, Any] | None]
+"""A batch: its number of samples, its metrics from `rollout_actor.metrics.rollout_metrics`, and
+those from `GenerationWorker.metrics`; None for none."""
 
-    def __init__(self) -> None:
-        self._samples = 0
-        self._sums = dict.fromkeys(_MEANS, 0.0)
-        self._components: dict[str, float] = {}
-        self._largest = dict.fromkeys(_LARGEST, 0.0)
-        self._mixed: float | None = 0.0
-        self._tokens = self._seconds = 0.0
 
-    def add(
-        self, samples: int, rollout: Mapping[str, Any], generation: Mapping[str, Any] | None
-    ) -> None:
-        """Count a batch.
+def total_metrics(batches: Sequence[RolloutBatch]) -> dict[str, float]:
+    """Return metrics with means over all samples, and generated ``tokens_per_s``.
 
-        Args:
-            samples: number of samples in the batch.
-            rollout: metrics of the batch, from `rollout_actor.metrics.rollout_metrics`.
-            generation: metrics of the batch, from `GenerationWorker.metrics`; None for none.
-        """
-        self._samples += samples
-        for name in _MEANS:
-            self._sums[name] += rollout[name] * samples
-        for name, mean in rollout.items():
-            if name.startswith(REWARD_PREFIX):
-                self._components[name] = self._components.get(name, 0.0) + mean * samples
-        if self._mixed is not None:
-            mixed = rollout.get(_VERSIONS)
-            self._mixed = None if mixed is None else self._mixed + mixed * samples
-        for name in _LARGEST:
-            self._largest[name] = max(self._largest[name], float(rollout[name]))
-        self._tokens += (generation or {}).get("tokens", 0)
-        self._seconds += (generation or {}).get("seconds", 0.0)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the rollouts, with means over all samples, and generated ``tokens_per_s``."""
-        sums = self._sums | self._components
-        means = {name: value / max(1, self._samples) for name, value in sums.items()}
-        if self._mixed is not None and self._samples:
-            means[_VERSIONS] = self._mixed / self._samples
-        rate = self._tokens / self._seconds if self._seconds else 0.0
-        return {**means, **self._largest, "tokens_per_s": rate}
+    Every generated sample counts, even if it is not trained on.
+    """
+    samples = sum(size for size, _, _ in batches)
+    rollouts = [rollout for _, rollout, _ in batches]
+    components = [name for each in rollouts for name in each if name.startswith(REWARD_PREFIX)]
+    names = list(dict.fromkeys([*_MEANS, *components]))
+    if samples and all(_VERSIONS in rollout for rollout in rollouts):
+        names.append(_VERSIONS)
+    sums = {
+        name: sum(rollout.get(name, 0.0) * size for size, rollout, _ in batches) for name in names
+    }
+    generations = [generation for _, _, generation in batches if generation]
+    seconds = sum(each.get("seconds", 0.0) for each in generations)
+    tokens = sum(each.get("tokens", 0) for each in generations)
+    return {
+        **{name: value / max(1, samples) for name, value in sums.items()},
+        **{name: max((float(each[name]) for each in rollouts), default=0.0) for name in _LARGEST},
+        "tokens_per_s": tokens / seconds if seconds else 0.0,
+    }

@@ -18,7 +18,7 @@ from grpo_trainer.policy.driver import Policy
 from grpo_trainer.refit.weight_sync import RefitWeightSync
 from grpo_trainer.rollout.generator import GeneratorReport
 from grpo_trainer.rollout.journal_file import prune
-from grpo_trainer.rollout.totals import RolloutTotals
+from grpo_trainer.rollout.totals import total_metrics
 from grpo_trainer.run.processes import GeneratorActors, RunActors
 from grpo_trainer.samples.partition import TRAIN
 from observability import emit
@@ -270,11 +270,8 @@ class GeneratorFleet:
         work, self._work = self._work, GeneratorReport()
         generated = {}
         if work.rewards:
-            totals = RolloutTotals()
-            for rollout in work.rollouts:
-                totals.add(*rollout)
             reward = float(torch.tensor(work.rewards).mean())
-            generated = {"generated_reward": reward, **totals.metrics}
+            generated = {"generated_reward": reward, **total_metrics(work.rollouts)}
         return {
             "generators": len(self._actors.generators),
             "generated": len(work.rewards),

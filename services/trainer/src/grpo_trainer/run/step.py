@@ -29,7 +29,7 @@ from grpo_trainer.rollout.batch import rollout_batch
 from grpo_trainer.rollout.prompts import Prompt, PromptStream
 from grpo_trainer.rollout.remote_generation import GENERATION
 from grpo_trainer.rollout.sample_records import GENERATED_TOKENS, record_generated, record_texts
-from grpo_trainer.rollout.totals import RolloutTotals
+from grpo_trainer.rollout.totals import RolloutBatch, total_metrics
 from grpo_trainer.run.processes import ROLLOUT, GeneratorActors
 from grpo_trainer.samples.advantages import mean_and_std
 from grpo_trainer.samples.partition import PREV_LOGPROBS, TRAIN, VALIDATION, stage_tasks
@@ -248,13 +248,11 @@ class GRPOStep:
         grpo, sampling = self._config.grpo, self._config.grpo.dynamic_sampling
         rows = self._config.samples_per_step
         rewards: list[torch.Tensor] = []
-        totals = RolloutTotals()
+        rollouts: list[RolloutBatch] = []
         kept: Batch | None = None
-        batches = 0
         limit = sampling.max_batches if sampling.enabled else 1
-        while batches < limit and (kept is None or kept.meta.size < rows):
-            fresh, reward = self._rollout(report, totals, first=batches == 0)
-            batches += 1
+        while len(rollouts) < limit and (kept is None or kept.meta.size < rows):
+            fresh, reward = self._rollout(report, rollouts)
             rewards.append(reward)
             if sampling.enabled:
                 fresh = self._drop(fresh, ~fresh.columns["comparable"], "filtered")
@@ -267,12 +265,12 @@ class GRPOStep:
         report.metrics.update(
             reward=mean,
             reward_std=std,
-            batches=batches,
+            batches=len(rollouts),
             generated=len(reward),
-            **totals.metrics,
+            **total_metrics(rollouts),
         )
         if kept.meta.size < rows:
-            rows = self._size_of_short_step(kept.meta.size, batches)
+            rows = self._size_of_short_step(kept.meta.size, len(rollouts))
         report.metrics["groups"] = rows // grpo.num_generations_per_prompt
         return self._drop(kept, torch.arange(kept.meta.size) >= rows, "surplus")
 
@@ -293,9 +291,9 @@ class GRPOStep:
         )
 
     def _rollout(
-        self, report: StepReport, totals: RolloutTotals, *, first: bool
+        self, report: StepReport, rollouts: list[RolloutBatch]
     ) -> tuple[Batch, torch.Tensor]:
-        """Generate one batch, and return it with the environment's unscaled rewards."""
+        """Generate one batch, add it to ``rollouts``, and return it with the unscaled rewards."""
         grpo = self._config.grpo
         prompts = self._prompts.take(grpo.num_prompts_per_step)
         with report.phase("rollout"):
@@ -305,11 +303,11 @@ class GRPOStep:
                 rollout_batch(prompts, group_size=grpo.num_generations_per_prompt),
                 partition_id=TRAIN,
                 group_size=grpo.num_generations_per_prompt,
-                first_iter=first,
+                first_iter=not rollouts,
                 carry_keys=[*CARRY, GENERATED_TOKENS],
                 carrier=inject(),
             )
-        totals.add(meta.size, rollout, generation)
+        rollouts.append((meta.size, rollout, generation))
         shaped = shape_rewards(carry, grpo)
         record_generated(meta.sample_ids, carry, shaped.advantages, prompts)
         statistics = shaped.statistics
