@@ -15,8 +15,6 @@ from rollout_actor.media import NAMES_OF_OTHERS, NOT_MEDIA, MediaForms
 DEFAULT_STEP_TIMEOUT_S = 300.0
 """Default of ``env.step_timeout_s``: how long an environment's step may take, in seconds."""
 
-_MISSING = object()
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
@@ -128,30 +126,30 @@ class _Section:
         value = self._values.get(key)
         return default if value is None else value
 
+    def _unexpected(self, key: str, expected: str) -> ConfigError:
+        found = self._values[key]
+        return ConfigError(
+            f"master_config: {self._path}{key}: found {found!r}; expected {expected}"
+        )
+
     def section(self, key: str) -> _Section:
         values = self.get(key, {})
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"master_config: {self._path}{key}: found {values!r}; expected a mapping"
-            )
+            raise self._unexpected(key, "a mapping")
         return _Section(f"{self._path}{key}.", values)
 
     def flag(self, key: str) -> bool:
         value = self.get(key, False)
         if not isinstance(value, bool):
-            raise ConfigError(
-                f"master_config: {self._path}{key}: found {value!r}; expected true or false"
-            )
+            raise self._unexpected(key, "true or false")
         return value
 
     def positive_int(self, key: str) -> int:
-        value = self.get(key, _MISSING)
-        if value is _MISSING:
+        value = self.get(key, None)
+        if value is None:
             raise ConfigError(f"master_config: {self._path}{key} is missing; expected an int")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"master_config: {self._path}{key}: found {value!r}; expected an int of at least 1"
-            )
+            raise self._unexpected(key, "an int of at least 1")
         return value
 
     def optional_positive_int(self, key: str) -> int | None:
@@ -161,8 +159,5 @@ class _Section:
         value = self.get(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value <= MAX_SECONDS:
-            raise ConfigError(
-                f"master_config: {self._path}{key}: found {value!r}; expected seconds above 0, "
-                f"at most {MAX_SECONDS:g}"
-            )
+            raise self._unexpected(key, f"seconds above 0, at most {MAX_SECONDS:g}")
         return float(value)
