@@ -105,11 +105,7 @@ def plan_sequence_packing(
 ) -> list[RankPlan]:
     """Pack each chunk into micro-batches, and assign those to the ranks round-robin.
 
-    Args:
-        lengths: tokens per row.
-        shards: number of ranks.
-        args: see `SequencePackingArgs`.
-        batch_size: rows in a chunk (a global batch); None is one chunk.
+    ``lengths`` has the tokens of each row; the other arguments are as in `plan_even_shards`.
 
     Raises:
         InvalidRequestError: (a ValueError) an algorithm, order or key is unknown, a row exceeds a
@@ -159,13 +155,8 @@ def plan_dynamic_batching(
     """Sort each chunk by length, assign the rows to the ranks round-robin, and cut micro-batches.
 
     All ranks cut at the same indices. The width of a micro-batch is that of its longest row over
-    all ranks, rounded up, but at most ``max_tokens_per_microbatch``.
-
-    Args:
-        lengths: tokens per row.
-        shards: number of ranks.
-        args: see `DynamicBatchingArgs`.
-        batch_size: rows in a chunk (a global batch); None is one chunk.
+    all ranks, rounded up, but at most ``max_tokens_per_microbatch``. The arguments are as in
+    `plan_sequence_packing`.
 
     Raises:
         InvalidRequestError: (a ValueError) a key is unknown, or a row exceeds a micro-batch.

@@ -122,13 +122,9 @@ class _SinkThread:
 def tracking_of(
     config: TrainerConfig, folder: Path, done_steps: int, notice: Callable[[str], None]
 ) -> Tracking:
-    """Return the tracking of a run.
+    """Return the tracking of a run; `_PRIVATE` keys of its configuration are not sent to the sinks.
 
-    Args:
-        config: the run's configuration. `_PRIVATE` keys are not sent to the sinks.
-        folder: the run's folder.
-        done_steps: steps completed before a resume.
-        notice: function that shows a line to the user, from any thread.
+    ``done_steps`` were completed before a resume; ``notice`` is called from any thread.
     """
     run = TrackedRun(config.run.name, folder, done_steps)
     return Tracking(

@@ -39,11 +39,6 @@ class GeneratorFleet:
 
     Args:
         client: the driver's client.
-        actors: the run's processes.
-        weight_sync: transfer of weights to the generators.
-        policy: the ranks that publish the weights.
-        config: the run's configuration.
-        run_id: the run's id.
         journal: folder of the run's journal; None for no journal.
         notice: called with a line when a generator leaves or joins.
     """

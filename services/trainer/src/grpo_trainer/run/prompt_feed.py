@@ -16,11 +16,7 @@ _PAGE = 10_000
 class PromptFeed:
     """Source of an asynchronous run's prompts: first the ``pending`` ones, then the stream.
 
-    Args:
-        client: the driver's client.
-        stream: the run's stream.
-        pending: positions of prompts that were taken, and whose samples were not trained.
-        group_size: samples of a prompt.
+    ``pending`` has the positions of prompts that were taken, and whose samples were not trained.
     """
 
     def __init__(
