@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any  # Any: batches, and transformers' models
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_trainer.actors.address import bind_to_node_interface
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
@@ -172,26 +173,21 @@ class GenerationWorker(RunActor):
         recorder.record(responses, versions)
         if versions or not any(prefixes):  # not if all responses were finished before the call
             _await(pace)
-        totals = [
-            length + len(response.token_ids)
-            for length, response in zip(lengths, responses, strict=True)
-        ]
-        output_ids = torch.full((len(rows), max(totals)), self._tokenizer.pad_token_id)
-        logprobs = torch.zeros((len(rows), max(totals)))
-        for i, (row, response) in enumerate(zip(rows, responses, strict=True)):
-            output_ids[i, : len(row)] = row
-            output_ids[i, len(row) : totals[i]] = response.token_ids
-            logprobs[i, len(row) : totals[i]] = response.logprobs
+        pairs = list(zip(rows, responses, strict=True))
+        output_ids = [torch.cat([row, response.token_ids]) for row, response in pairs]
+        logprobs = [torch.cat([torch.zeros(len(row)), each.logprobs]) for row, each in pairs]
         generated = [len(response.token_ids) for response in responses]
         continued = recorder.continued_tokens(responses)
         with self._counters:
             self._tokens += sum(generated) - continued
             self._seconds += time.perf_counter() - started
         output: dict[str, Any] = {
-            "output_ids": output_ids,
+            "output_ids": pad_sequence(
+                output_ids, batch_first=True, padding_value=self._tokenizer.pad_token_id
+            ),
             "generation_lengths": torch.tensor(generated),
-            "unpadded_sequence_lengths": torch.tensor(totals),
-            "logprobs": logprobs,
+            "unpadded_sequence_lengths": torch.tensor([len(row) for row in output_ids]),
+            "logprobs": pad_sequence(logprobs, batch_first=True),
             "truncated": torch.tensor([response.truncated for response in responses]),
         }
         if self._asynchronous:
