@@ -13,6 +13,7 @@ from typing import Any  # Any: a backend's output maps names to columns
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from column_io import BatchedDataDict
 from dataplane_core import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, MissingDataError
@@ -81,9 +82,7 @@ def generation_request(
     """
     token_rows = [row.token_ids for row in rows]
     lengths = torch.tensor([len(tokens) for tokens in token_rows], dtype=torch.int64)
-    input_ids = torch.full((len(rows), int(lengths.max())), pad_token_id, dtype=torch.int64)
-    for target, tokens in zip(input_ids, token_rows, strict=True):
-        target[: len(tokens)] = tokens
+    input_ids = pad_sequence(token_rows, batch_first=True, padding_value=pad_token_id)
     media = dict.fromkeys(name for row in rows for name in row.media)
     data: BatchedDataDict[Any] = BatchedDataDict(
         {

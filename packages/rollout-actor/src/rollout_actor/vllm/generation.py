@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any  # Any: columns of a batch
 
 import torch
@@ -124,7 +125,8 @@ class VllmGeneration:
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = dict(self._arguments)
-        return _rebuild, (arguments.pop("addresses"), arguments)
+        addresses = arguments.pop("addresses")
+        return partial(VllmGeneration, **arguments), (addresses,)
 
     def begin(self, stream: str) -> None:
         """Start a random stream; its name determines the samples of the following rollouts."""
@@ -313,10 +315,6 @@ class VllmGeneration:
         }
         versions = [answer.weight_versions for answer in answers]
         return output if None in versions else {**output, "weight_versions": versions}
-
-
-def _rebuild(addresses: Sequence[str], arguments: Mapping[str, Any]) -> VllmGeneration:
-    return VllmGeneration(addresses, **arguments)
 
 
 def _check_positive(**values: float) -> None:
