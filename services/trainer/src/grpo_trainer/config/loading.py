@@ -252,7 +252,9 @@ def load_config(path: Path = DEMO_CONFIG, overrides: Sequence[str] = ()) -> Trai
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: not valid YAML: {_one_line(error)}") from None
+        raise ConfigurationError(
+            f"{path}: not valid YAML: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(raw, dict):
         raise ConfigurationError(f"{path}: found {type(raw).__name__}; expected a mapping")
     problems = []
@@ -330,7 +332,3 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _parse(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

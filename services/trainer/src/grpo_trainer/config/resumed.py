@@ -52,7 +52,6 @@ _REASONS = {
     "data": "a run keeps its prompts",
     "data_plane": "only its sizes, time-outs, unit_resources and observability may change",
 }
-_DEFAULT_REASON = "the key changes the results"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ def resumed_config(
         apply_override(raw, override)
     after = dict(flatten_keys(raw))
     problems = [
-        _problem(key, before.get(key), after.get(key))
+        f"{key}: found {after.get(key)!r}; a resumed run keeps {before.get(key)!r}: "
+        f"{_REASONS.get(key.partition('.')[0], 'the key changes the results')}"
         for key in sorted({*before, *after})
         if (key in before, before.get(key)) != (key in after, after.get(key))
         and not _is_changeable(key)
@@ -141,8 +141,3 @@ def flatten_keys(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
 
 def _is_changeable(key: str) -> bool:
     return any(key == known or key.startswith(f"{known}.") for known in CHANGEABLE)
-
-
-def _problem(key: str, saved: Any, override: Any) -> str:
-    reason = _REASONS.get(key.partition(".")[0], _DEFAULT_REASON)
-    return f"{key}: found {override!r}; a resumed run keeps {saved!r}: {reason}"
