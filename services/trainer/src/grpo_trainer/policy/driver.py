@@ -77,8 +77,6 @@ class Policy:
         self._dynamic: DynamicBatchingArgs | None = None
         if batching.enabled:
             self._dynamic = {
-                "input_key": "input_ids",
-                "input_lengths_key": "input_lengths",
                 "sequence_length_round": batching.sequence_length_round,
                 "max_tokens_per_microbatch": batching.max_tokens_per_microbatch,
             }
