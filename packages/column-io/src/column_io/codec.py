@@ -116,12 +116,7 @@ def pack_jagged_fields(
 
 
 def count_columns(operation: str, fields: Mapping[str, Column]) -> int:
-    """Return the number of rows that all columns have.
-
-    Raises:
-        InvalidTypeError: (a TypeError) a column is neither a tensor nor an object array.
-        InvalidRequestError: (a ValueError) the columns differ in their number of rows.
-    """
+    """Return the number of rows that all columns have."""
     for name, column in fields.items():
         if not is_storable(column):
             kind = getattr(column, "dtype", None) or type(column).__name__
@@ -156,10 +151,6 @@ def check_token_axis(
 
     Columns of `PER_TOKEN_OR_SAMPLE_FIELDS` may have one value per sample instead, with shape (n,).
     For them the shape (n, 1) is ambiguous without lengths, and a reader would pad it with zeros.
-
-    Raises:
-        InvalidRequestError: (a ValueError) a column has no dim 1, its dim 1 is narrower than the
-            longest row, or a nested column has a row of another length.
     """
     width = 0 if lengths is None else max(lengths, default=0)
     for name in TOKEN_ALIGNED_FIELDS.intersection(fields):

@@ -40,12 +40,7 @@ def count_rows(name: str, column: Any) -> int:
 
 
 def common_row_count(operation: str, columns: Mapping[str, Any]) -> int:
-    """Return the number of rows that all columns have; 0 without columns.
-
-    Raises:
-        InvalidRequestError: (a ValueError) as `count_rows`, or the columns differ in their number
-            of rows.
-    """
+    """Return the number of rows that all columns have; 0 without columns."""
     counts = {name: count_rows(name, column) for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         rows = ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:10])
@@ -103,10 +98,6 @@ def join_columns(name: str, parts: Sequence[Any], pad_value: float, *, shaped: b
     result is nested if a part is nested, or if the column is ``shaped`` and rows differ in shape.
     A nested result is strided if a part is strided, or if rows differ in more than their first
     dimension; otherwise it is jagged.
-
-    Raises:
-        InvalidRequestError: (a ValueError) a part has no rows along dim 0, the parts are of
-            different kinds, or tensors or arrays of different dtypes or shapes.
     """
     for part in parts:
         count_rows(name, part)

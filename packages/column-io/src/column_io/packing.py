@@ -116,9 +116,6 @@ def split_to_multiple(
 
     Each step splits the fullest bin with at least two sequences into two adjacent bins of the most
     even sizes.
-
-    Raises:
-        InvalidRequestError: (a ValueError) there are fewer sequences than bins needed.
     """
     bins = [list(members) for members in bins]
     needed = -(-len(bins) // multiple) * multiple

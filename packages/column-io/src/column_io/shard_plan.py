@@ -106,11 +106,6 @@ def plan_sequence_packing(
     """Pack each chunk into micro-batches, and assign those to the ranks round-robin.
 
     ``lengths`` has the tokens of each row; the other arguments are as in `plan_even_shards`.
-
-    Raises:
-        InvalidRequestError: (a ValueError) an algorithm, order or key is unknown, a row exceeds a
-            micro-batch, or a chunk has too few rows for equally many micro-batches per rank.
-        UnevenShardsError: the number of rows is not a multiple of ``batch_size``.
     """
     check_sequence_packing_args(args)
     lengths = checked_ints("sharding", "lengths", lengths)
@@ -157,10 +152,6 @@ def plan_dynamic_batching(
     All ranks cut at the same indices. The width of a micro-batch is that of its longest row over
     all ranks, rounded up, but at most ``max_tokens_per_microbatch``. The arguments are as in
     `plan_sequence_packing`.
-
-    Raises:
-        InvalidRequestError: (a ValueError) a key is unknown, or a row exceeds a micro-batch.
-        UnevenShardsError: (a ValueError and an AssertionError) the rows cannot be divided evenly.
     """
     check_dynamic_batching_args(args)
     lengths = checked_ints("sharding", "lengths", lengths)

@@ -165,11 +165,7 @@ def count_rollouts(partition: PartitionSummary) -> int:
 
 
 def check_declared(media: MediaForms, declared: MediaForms) -> None:
-    """Refuse media whose dtype or number of dimensions differs from the declaration.
-
-    Raises:
-        SchemaMismatchError: (a ValueError and a TypeError) names the media that differ.
-    """
+    """Refuse media whose dtype or number of dimensions differs from the declaration."""
     for name, form in media.items():
         expected = declared.get(name, form)
         if (expected.dtype, expected.dim()) != (form.dtype, form.dim()):
@@ -199,9 +195,6 @@ def media_columns(
 
     Returns:
         Name to a strided nested tensor, whose row i holds the items of row i, possibly none.
-
-    Raises:
-        InvalidRequestError: (a ValueError) as `media_forms`.
     """
     forms = (known or {}) | media_forms(message_logs)
     rows = [media_of(turns) for turns in message_logs]

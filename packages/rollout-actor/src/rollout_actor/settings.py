@@ -49,12 +49,7 @@ class RolloutSettings:
 
     @classmethod
     def from_master_config(cls, master_config: Any) -> RolloutSettings:
-        """Read the settings from nested mappings, or a pydantic model of them.
-
-        Raises:
-            ConfigError: (a ValueError) a key is missing or out of range; names it.
-            UnsupportedError: (a NotImplementedError) ``env.should_use_nemo_gym`` is on.
-        """
+        """Read the settings from nested mappings, or a pydantic model of them."""
         config = _Section("", _as_mapping(master_config))
         policy, grpo, env = config.section("policy"), config.section("grpo"), config.section("env")
         if env.flag("should_use_nemo_gym"):

@@ -65,12 +65,6 @@ def check_input(input_batch: Mapping[str, Any], *, group_size: int) -> int:
 
     Returns:
         The number of rows.
-
-    Raises:
-        MissingDataError: (a KeyError and a ValueError) a column is missing.
-        InvalidRequestError: (a ValueError) there are no rows, columns differ in their number of
-            rows, or ``group_size`` is below 1 or does not divide the rows. A ``length`` is not an
-            int of at most the tokens of its row, or a ``loss_multiplier`` is not finite.
     """
     missing = [name for name in _INPUT_COLUMNS if name not in input_batch]
     if missing:
@@ -110,11 +104,7 @@ def _check_prompt_lengths(input_batch: Mapping[str, Any]) -> None:
 
 
 def check_carry_keys(carry_keys: Sequence[str] | None) -> None:
-    """Refuse carry keys that no rollout has; reward components are unknown before the rollout.
-
-    Raises:
-        MissingDataError: (a KeyError and a ValueError) names the available keys.
-    """
+    """Refuse carry keys that no rollout has; reward components are unknown before the rollout."""
     known = (*_ALWAYS_CARRIED, WEIGHT_VERSIONS, *OPT_IN_CARRY_KEYS)
     unknown = [
         key for key in carry_keys or () if key not in known and not key.startswith(REWARD_PREFIX)
@@ -124,11 +114,7 @@ def check_carry_keys(carry_keys: Sequence[str] | None) -> None:
 
 
 def find_partition(client: DataPlaneClient, partition_id: str) -> PartitionSummary | None:
-    """Return the summary of a partition; None if the store cannot be inspected.
-
-    Raises:
-        PartitionNotFoundError: (a KeyError and a ValueError) it is not registered.
-    """
+    """Return the summary of a partition; None if the store cannot be inspected."""
     if not getattr(getattr(client, "capabilities", None), "inspection", False):
         return None
     partitions = {summary.partition_id: summary for summary in client.inspector.list_partitions()}
@@ -189,9 +175,6 @@ def carry_columns(
         flattened: the driver's part of `flatten_rollout_message_log`.
         input_lengths: valid tokens per row, int64 (n,).
         carry_keys: names to return, in this order; None for all but `OPT_IN_CARRY_KEYS`.
-
-    Raises:
-        MissingDataError: (a KeyError and a ValueError) a key is unknown; names the available ones.
     """
     available: dict[str, Any] = {
         "total_reward": final_batch["total_reward"],

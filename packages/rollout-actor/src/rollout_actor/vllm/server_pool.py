@@ -42,14 +42,8 @@ A request on a connection that vLLM is closing would fail.
 class ServerPool:
     """The servers of one backend.
 
-    Args:
-        addresses: addresses of the servers.
-        sampling: the distribution of all requests that are not greedy.
-        max_length: maximum tokens of a conversation, which every server must support.
-        max_requests_per_server: maximum concurrent requests per server; others queue in the client.
-        timeout_s: deadline of `answer_all`, and of the generations that check a new server.
-        server_timeout_s: a server is lost if its health check does not answer within this time.
-        api_key: API key for every server, or None.
+    Every server must support conversations of ``max_length`` tokens. ``timeout_s`` is the deadline
+    of `answer_all`. The other arguments are those of `rollout_actor.vllm.VllmGeneration`.
     """
 
     def __init__(

@@ -25,13 +25,7 @@ _MAX_TEXT = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The distribution from which tokens are sampled.
-
-    Attributes:
-        temperature: divides the logits.
-        top_p: probability mass of the tokens that can be sampled; 1 for all.
-        top_k: number of most likely tokens that can be sampled; 0 for all.
-    """
+    """The distribution from which tokens are sampled; see `rollout_actor.vllm.VllmGeneration`."""
 
     temperature: float
     top_p: float
