@@ -210,11 +210,7 @@ class Policy:
         return StreamedStep(step_means(steps), trained, parts)
 
     def check_visible(self, folder: Path) -> None:
-        """Check that every rank sees ``folder``, an absolute path.
-
-        Raises:
-            WorkerError: a rank does not see it.
-        """
+        """Refuse an absolute ``folder`` that a rank does not see."""
         self._calls.each("check_visible", dict.fromkeys(self.ranks.names, ((str(folder),), {})))
 
     def save(self, folder: Path) -> dict[str, int]:

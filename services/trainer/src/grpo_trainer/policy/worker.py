@@ -347,11 +347,7 @@ class PolicyWorker(RunActor):
 
     @traced(bucket="overhead")
     def publish_weights(self, version_id: str) -> None:
-        """Publish the part of the weights assigned to this rank.
-
-        Raises:
-            RefitError: the part cannot be published in time.
-        """
+        """Publish the part of the weights assigned to this rank, as `RefitSource.publish`."""
         if self._refit is None:
             raise RefitConfigError(f"policy worker {self._rank} has not joined a refit")
         self._refit.publish(version_id, self._model.state_dict())

@@ -150,9 +150,6 @@ class RefitWeightSync:
 
         If the control plane restarted without its state and so lost the version, a second attempt
         publishes it again.
-
-        Raises:
-            WorkerError: as `sync`.
         """
         try:
             self._refit(version)

@@ -37,16 +37,10 @@ _VALIDATION = {
 def record_step(
     step: int, metrics: Mapping[str, Any], *, seconds: float, has_kl: bool, trained: int
 ) -> None:
-    """Record the metrics of a step.
+    """Record the metrics of step ``step``, counted from 0, which took ``seconds``.
 
     A validation after the step is recorded for the next step, which has the same weights.
-
-    Args:
-        step: number of the step, from 0.
-        metrics: metrics of the step.
-        seconds: duration of the step.
-        has_kl: whether its loss has a KL term.
-        trained: number of samples that the run has trained on so far.
+    ``has_kl`` says whether the loss has a KL term. ``trained`` counts the samples trained so far.
     """
     named = {
         name: metrics[key]

@@ -74,12 +74,9 @@ def record_texts(
 
     Samples that lack a column are left out, such as those that a resumed run restored.
 
-    Args:
-        client: client of the data plane.
-        sample_ids: samples of the partition "train".
-        tokenizer: the model's tokenizer.
-        fields: which of "prev_logprobs" and "weight_versions" the samples have. Without
-            "weight_versions", the current step's weights generated all samples.
+    The samples are of the partition "train". ``fields`` names which of "prev_logprobs" and
+    "weight_versions" they have. Without "weight_versions", the current step's weights generated
+    all samples.
     """
     for each, row in _rows(client, sample_ids, [*_FIELDS, *fields]):
         length = int(row["input_lengths"])

@@ -129,11 +129,7 @@ class GeneratorFleet:
         return self._work.filtered
 
     def fill_short_step(self, filling: bool) -> None:
-        """Call `Generator.fill_short_step` on all generators.
-
-        Raises:
-            WorkerError: as `collect`.
-        """
+        """Call `Generator.fill_short_step` on all generators."""
         for names in list(self._actors.generators):
             try:
                 self._calls.call(names.rollout, "fill_short_step", filling)
@@ -192,9 +188,6 @@ class GeneratorFleet:
         """Admit a generator that has started, and start another if one is missing.
 
         Call it between two steps.
-
-        Raises:
-            WorkerError: as `sync`.
         """
         names = self._starting
         if names is not None and self._is_dead(names):

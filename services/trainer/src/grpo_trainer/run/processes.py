@@ -226,11 +226,7 @@ class RunActors:
         return names
 
     def admit_generator(self, names: GeneratorActors) -> None:
-        """Let a started generator take part in the next refit.
-
-        Raises:
-            WorkerError: it cannot join.
-        """
+        """Let a started generator take part in the next refit."""
         self.weight_sync.add_target(names.worker)
         self.generators.append(names)
 
