@@ -122,9 +122,9 @@ class _Section:
         return default if value is None else value
 
     def _unexpected(self, key: str, expected: str) -> ConfigError:
-        found = self._values[key]
+        value = self._values[key]
         return ConfigError(
-            f"master_config: {self._path}{key}: found {found!r}; expected {expected}"
+            f"master_config: {self._path}{key}: found {value!r}; expected {expected}"
         )
 
     def section(self, key: str) -> _Section:
