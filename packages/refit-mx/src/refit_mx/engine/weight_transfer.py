@@ -50,7 +50,7 @@ class _Sources:
 
 @dataclass
 class _Layout:
-    """What this rank fetches; a dropped fetch that still runs keeps using its layout."""
+    """The tensors that this rank fetches; a dropped fetch that still runs keeps its layout."""
 
     sources: _Sources
     receiver: MxV2RefitReceiver
