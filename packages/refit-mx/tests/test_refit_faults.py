@@ -38,6 +38,9 @@ from refit_mx import (
 
 pytestmark = pytest.mark.slow
 
+LEASE_S = 5
+"""Long enough that a release on a slow machine still meets the lease of a killed receiver."""
+
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def a_paused_receiver(stack: ExitStack, address: str, transport: str, phase: str
         control=address,
         transport=transport,
         shapes=SHAPES,
-        settings={"lease_ttl_s": 2, "heartbeat_ttl_s": 2},
+        settings={"lease_ttl_s": LEASE_S, "heartbeat_ttl_s": 2},
         halfway=phase == "part",
         compile=phase == "compile",
         **COLUMNS,
