@@ -56,14 +56,16 @@ class StreamedPart:
     Attributes:
         steps: metrics of each completed optimizer step, over all ranks; see `train_stream`.
         positions: positions of the prompts that these steps trained, of all ranks.
-        rewards: reward of each sample of this rank.
-        staleness: staleness of each of these samples, in versions.
+        sample_ids: the samples of this rank.
+        rewards: reward of each.
+        staleness: staleness of each, in versions.
         gap: difference to the generator's log-probabilities.
         wait_s: seconds that the rank was blocked in claims.
     """
 
     steps: list[dict[str, float]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    sample_ids: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     gap: LogprobGap = field(default_factory=lambda: LogprobGap.total([]))
@@ -147,6 +149,7 @@ class StreamingPolicyWorker(PolicyWorker):
         tags = [tag for meta in metas for tag in meta.tags or []]
         part.rewards += [tag["reward"] for tag in tags]
         part.staleness += [version - tag[WEIGHT_VERSION] for tag in tags]
+        part.sample_ids += [each for meta in metas for each in meta.sample_ids]
         part.positions += [int(each) for each in positions.tolist()]
         means = dict(zip(_MEANS, (sums[:-1] / divisor).tolist(), strict=True))
         part.steps.append({**means, "grad_norm": norm, "tokens": float(tokens)})
