@@ -35,12 +35,12 @@ def total_metrics(batches: Sequence[RolloutBatch]) -> dict[str, float]:
     samples = sum(size for size, _, _ in batches)
     rollouts = [rollout for _, rollout, _ in batches]
     components = [name for each in rollouts for name in each if name.startswith(REWARD_PREFIX)]
-    names = list(dict.fromkeys([*_MEANS, *components]))
+    names = [*_MEANS]
     if samples and all(_VERSIONS in rollout for rollout in rollouts):
         names.append(_VERSIONS)
-    sums = {
-        name: sum(rollout.get(name, 0.0) * size for size, rollout, _ in batches) for name in names
-    }
+    sums = {name: sum(rollout[name] * size for size, rollout, _ in batches) for name in names}
+    for name in dict.fromkeys(components):  # a batch may lack a component
+        sums[name] = sum(rollout.get(name, 0.0) * size for size, rollout, _ in batches)
     generations = [generation for _, _, generation in batches if generation]
     seconds = sum(each.get("seconds", 0.0) for each in generations)
     tokens = sum(each.get("tokens", 0) for each in generations)
