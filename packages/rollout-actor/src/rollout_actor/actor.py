@@ -159,9 +159,9 @@ class SyncRolloutActor(RayClass):
         Raises:
             ClosedError: (a RuntimeError) the actor was shut down.
             InvalidRequestError: (a ValueError) before generation: there are no rows, columns differ
-                in their number of rows or from ``claim``, ``claim`` is of another partition or has
-                no lease, ``group_size`` is below 1 or does not
-                divide the rows, a task has no environment, a ``length`` exceeds the row's tokens, a
+                in their number of rows, or ``group_size`` is below 1 or does not divide the rows.
+                ``claim`` has another number of samples, is of another partition or has no lease. A
+                task has no environment, a ``length`` exceeds the row's tokens, a
                 ``loss_multiplier`` is not finite, or media of one name differ in dtype or
                 dimensions.
             PartitionNotFoundError, SchemaMismatchError: before generation, if the store can be
@@ -249,22 +249,21 @@ class SyncRolloutActor(RayClass):
         media, declared = media_forms(input_batch["message_log"]), self._settings.media
         check_declared(media, declared)
         partition = find_partition(self._dp_client, partition_id)
-        held: MediaForms = {}
+        stored: MediaForms = {}
         kinds: dict[str, str | None] = {}
         if partition is not None:
             columns = {name: str(form.dtype) for name, form in (declared | media).items()}
             check_columns(partition, input_batch, columns)
-            held = stored_media(self._dp_client, partition)
-            check_media(partition, media, held, declared)
+            stored = stored_media(self._dp_client, partition)
+            check_media(partition, media, stored, declared)
             kinds = {field.name: field.kind for field in partition.fields}
-        if partition is None or not count_rollouts(
-            partition
-        ):  # else all samples have what it holds
+        # The samples of earlier rollouts have all media of the partition, and no other media.
+        if partition is None or not count_rollouts(partition):
             for name, form in self._media.items():
                 if kinds.get(name) in (None, str(form.dtype)):
-                    held.setdefault(name, form)
+                    stored.setdefault(name, form)
         self._media |= media
-        return held | declared | media
+        return stored | declared | media
 
     def _current_media(self, media: MediaForms, partition_id: str) -> MediaForms:
         """Return ``media`` and the media that other actors put during generation."""

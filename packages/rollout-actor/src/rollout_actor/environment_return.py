@@ -81,17 +81,17 @@ def read_return(result: Any, task: str, rows: Sequence[int]) -> list[StepOutcome
 def read_stop_strings(strings: Any, what: str) -> list[str] | None:
     """Return the stop strings of one row, as a new list.
 
-    A single str is refused, because it would stop at each of its letters, and so is an empty stop
-    string, which ends every text.
+    A single str is refused, because it would stop at each of its letters. An empty stop string is
+    refused, because every text contains it.
 
     Raises:
         InvalidRequestError: (a ValueError) they are invalid; the message begins with ``what``.
     """
     if strings is None:
         return None
-    listing = isinstance(strings, Iterable) and not isinstance(strings, str | bytes | Mapping)
-    copy = list(strings) if listing else []
-    if not listing or not all(isinstance(string, str) and string for string in copy):
+    is_list = isinstance(strings, Iterable) and not isinstance(strings, str | bytes | Mapping)
+    copy = list(strings) if is_list else []
+    if not is_list or not all(isinstance(string, str) and string for string in copy):
         raise InvalidRequestError(
             f"{what} are {strings!r}; expected a list of strings, none of them empty, or None"
         )
@@ -102,8 +102,8 @@ def _check_length(column: Any, name: str, source: str, count: int) -> None:
     if column is None and name != "observations":
         return
     # From a str or a mapping of n items, the rows would get letters or keys; a set is unordered.
-    listing = _is_sized(column) and not isinstance(column, str | bytes | Mapping | Set)
-    if not listing or len(column) != count:
+    is_list = _is_sized(column) and not isinstance(column, str | bytes | Mapping | Set)
+    if not is_list or len(column) != count:
         raise InvalidRequestError(
             f"{source}: {name} is {_described(column)}; expected one value for each of {count} rows"
         )

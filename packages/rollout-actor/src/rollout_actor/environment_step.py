@@ -19,10 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError
 from dataplane_core.errors import listed
 from rollout_actor.environment_return import StepOutcome, read_return
-from rollout_actor.interfaces import (
-    EnvironmentInterface,
-    VisibleTurn,
-)
+from rollout_actor.interfaces import EnvironmentInterface, VisibleTurn
 
 if TYPE_CHECKING:
     from rollout_actor.conversation import Conversation
@@ -83,7 +80,7 @@ async def step_environments_async(
     *,
     timeout_s: float,
 ) -> list[StepOutcome]:
-    """Step each row as `step_environments`, without blocking the event loop."""
+    """Do the same as `step_environments` without blocking the event loop."""
     steps = _start(rows, task_to_env)
     done, _ = await asyncio.wait(
         [asyncio.wrap_future(step.future) for step in steps],

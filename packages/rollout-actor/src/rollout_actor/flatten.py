@@ -43,8 +43,8 @@ def flatten_rollout_message_log(
     Args:
         message_logs: per row the turns, each with ``role`` and ``token_ids`` (int64, 1-D);
             generated ones with ``generation_logprobs`` (float, one per token).
-        prompt_lengths: int (n,), tokens of each prompt. The prompt consists of the leading turns up
-            to this length, including assistant turns of a history.
+        prompt_lengths: int (n,), tokens of each prompt. The prompt consists of the leading turns
+            that begin before this length, including assistant turns of a history.
         pad_token_id: pads ``input_ids`` and ``prompt_ids_for_adv`` on the right.
         make_sequence_length_divisible_by: alignment of the width, in tokens.
         routed_experts: also flatten ``routed_experts`` of the turns, (length, layers, experts per

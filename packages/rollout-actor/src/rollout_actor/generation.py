@@ -191,10 +191,10 @@ def _read_weight_versions(
             borders = [
                 (operator.index(span["start"]), operator.index(span["end"])) for span in spans
             ]
-            named = all(isinstance(span["version"], str) for span in spans)
+            is_valid = all(isinstance(span["version"], str) for span in spans)
         except (LookupError, TypeError, ValueError):
-            named = False
-        if not named:
+            is_valid = False
+        if not is_valid:
             raise InvalidRequestError(
                 f"{source}: row {row}: {WEIGHT_VERSIONS} is {spans!r:.300}; expected a list of "
                 "spans with version (a str), start and end"
@@ -268,7 +268,7 @@ def _check_tokens(columns: Mapping[str, torch.Tensor], request: GenerationReques
         wrong = tokens[:start] != prompt
         if wrong.any():
             index = int(wrong.argmax())
-            raise _refused(
+            raise _row_error(
                 request,
                 row,
                 f"{_OUTPUT_IDS} has token {tokens[index]} at index {index} of the prompt; expected "
@@ -276,14 +276,14 @@ def _check_tokens(columns: Mapping[str, torch.Tensor], request: GenerationReques
             )
         if tokens.min() < 0:
             index = int((tokens < 0).argmax())
-            raise _refused(
+            raise _row_error(
                 request,
                 row,
                 f"{_OUTPUT_IDS} has token {tokens[index]} at index {index}; expected at least 0",
             )
         if logs[:start].any():  # true for NaN too
             index = int((logs[:start] != 0).argmax())
-            raise _refused(
+            raise _row_error(
                 request,
                 row,
                 f"log-probability {given[row, index]} at index {index} of the prompt; expected 0 "
@@ -292,7 +292,7 @@ def _check_tokens(columns: Mapping[str, torch.Tensor], request: GenerationReques
         # With a NaN in the row, min and max are NaN, and the comparisons are false.
         if not (logs.min() > -np.inf and logs.max() <= MAX_LOGPROB):
             index = int((~((logs > -np.inf) & (logs <= MAX_LOGPROB))).argmax())
-            raise _refused(
+            raise _row_error(
                 request,
                 row,
                 f"log-probability {given[row, index]} at index {index}; expected a finite number "
@@ -300,7 +300,7 @@ def _check_tokens(columns: Mapping[str, torch.Tensor], request: GenerationReques
             )
 
 
-def _refused(request: GenerationRequest, row: int, problem: str) -> InvalidRequestError:
+def _row_error(request: GenerationRequest, row: int, problem: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"generation backend {request.backend}: row {request.rows[row]}: {problem}"
     )
@@ -312,4 +312,4 @@ def _refuse(
     """Raise an error for the first row that is ``wrong``, bool (n,)."""
     if wrong.any():
         row = int(wrong.int().argmax())
-        raise _refused(request, row, describe(row))
+        raise _row_error(request, row, describe(row))

@@ -126,14 +126,14 @@ def stored_media(client: DataPlaneClient, partition: PartitionSummary) -> MediaF
 
 
 def check_media(
-    partition: PartitionSummary, media: MediaForms, held: MediaForms, declared: MediaForms
+    partition: PartitionSummary, media: MediaForms, stored: MediaForms, declared: MediaForms
 ) -> None:
     """Refuse media that cannot be read together with the samples of a partition.
 
     Args:
         partition: summary of the partition.
         media: media of the batch.
-        held: media of the partition.
+        stored: media of the partition.
         declared: media of the configuration.
 
     Raises:
@@ -142,14 +142,14 @@ def check_media(
     """
     operation = f"rollout_to_tq: partition {partition.partition_id!r}"
     for name, form in (declared | media).items():
-        if name in held and held[name].dim() != form.dim():
+        if name in stored and stored[name].dim() != form.dim():
             raise SchemaMismatchError(
-                f"{operation} holds media {name!r} of {held[name].dim()} dimensions and cannot "
+                f"{operation} holds media {name!r} of {stored[name].dim()} dimensions and cannot "
                 f"take {form.dim()}; clear the partition before changing them"
             )
     rollouts = count_rollouts(partition)
     for name, form in media.items():
-        if rollouts and name not in held:
+        if rollouts and name not in stored:
             kind = str(form.dtype).removeprefix("torch.")
             raise SchemaMismatchError(
                 f"{operation} holds {rollouts} samples without media {name!r}, which cannot be "

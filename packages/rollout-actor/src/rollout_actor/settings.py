@@ -152,7 +152,7 @@ class _Section:
 
     def positive_seconds(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value <= MAX_SECONDS:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= MAX_SECONDS:
             raise self._unexpected(key, f"seconds above 0, at most {MAX_SECONDS:g}")
         return float(value)

@@ -1,6 +1,6 @@
 """`EventLoopThread`: one event loop in a thread for all requests of a process.
 
-So all callers, in any event loop or without one, share the connections and the request counts.
+All callers share its connections and request counts, in any event loop or without one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EventLoopThread:
     def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel all coroutines, run ``last`` and end the thread; the next `submit` starts another.
 
-        Nothing runs if there is no thread.
+        Without a thread it does nothing.
         """
         with self._lock:
             loop, thread = self._loop, self._thread

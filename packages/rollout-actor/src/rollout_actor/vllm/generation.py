@@ -33,11 +33,11 @@ class VllmGeneration:
     It implements `rollout_actor.GenerationInterface` and `rollout_actor.AsyncGenerationInterface`.
     It can be pickled for a Ray actor; each copy has separate connections and counts.
 
-    Each row goes to the server with the fewest requests of this backend. A server is lost if a
-    health check or its first check gets no answer or an error; its rows move to other servers. A
-    lost server may have restarted with its initial weights. So it is tried again only after the
-    next `clear_logger_metrics`, which `SyncRolloutActor` calls before each rollout. If every server
-    is lost, or one cannot be used with these arguments, the next call tries all lost servers again.
+    Each row goes to the server with the fewest requests of this backend. A server is lost if it
+    fails its first check or a later health check; its rows move to other servers. A lost server may
+    have restarted with its initial weights. So it is tried again only after the next
+    `clear_logger_metrics`, which `SyncRolloutActor` calls before each rollout. If every server is
+    lost, or one cannot be used with these arguments, the next call tries all lost servers again.
 
     Args:
         addresses: ``http[s]://host[:port]`` of each server. From vLLM 0.30 on they must be started

@@ -28,7 +28,7 @@ MAX_FAILURES = 4
 """Failed calls of one row on healthy servers after which the row fails."""
 
 _FIRST_CHECKS_S = 2.0
-"""Maximum seconds that the first rows wait for the checks of all servers, to use them all."""
+"""Maximum seconds for which the first rows wait until all servers are checked and usable."""
 
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
