@@ -47,7 +47,7 @@ class Address:
     def is_loopback(self) -> bool:
         """True if only this machine can reach the address."""
         address = ipaddress.ip_address(self.host)
-        # Since Python 3.13, `is_loopback` is True for ::ffff:127.0.0.1, too.
+        # Not for ::ffff:127.0.0.1, which counts as loopback only since Python 3.13.
         return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
     def check_access(self, *, has_tls: bool, has_token: bool) -> None:

@@ -143,8 +143,8 @@ def serve(
         typer.Option(
             min=0,
             max=_MAX_S,
-            help="Minimum seconds for which live workers and leases stay live after a restart or "
-            "a pause of this process; their own time to live if that is shorter.",
+            help="Minimum seconds that live workers and leases stay live after a restart or a "
+            "pause of this process, unless their time to live is shorter.",
         ),
     ] = 30.0,
     metrics_port: Annotated[

@@ -85,7 +85,7 @@ async def serve(
     address.check_access(has_tls=tls is not None, has_token=token is not None)
     credentials = tls.credentials() if tls is not None else None
     try:
-        # gRPC would only report a failure, and log the reason.
+        # Checked here, since gRPC logs the reason of a failure, and its error lacks it.
         address.check_free()
     except OSError as error:
         raise BindError(f"cannot listen on {address}: {error.strerror}") from None
