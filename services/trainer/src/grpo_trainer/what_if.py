@@ -34,7 +34,7 @@ _LONG_RUN = 50
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting that a prediction changes.
+    """Settings of a run that a prediction can change.
 
     Attributes:
         generators: number of generators.

@@ -313,7 +313,7 @@ def _known_keys() -> list[str]:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Apply ``dotted.key=value`` to ``raw``; raise as `load_config`."""
+    """Apply ``dotted.key=value`` to ``raw``; raise ConfigurationError if it does not fit."""
     key, separator, value = override.partition("=")
     if not separator:
         raise ConfigurationError(f"--set {override}: expected dotted.key=value")

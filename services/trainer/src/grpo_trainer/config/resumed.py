@@ -61,7 +61,7 @@ class ResumedConfig:
     Attributes:
         config: configuration of the resumed run.
         added: keys that the checkpoint lacks, with the shipped values that they get.
-        ignored: keys that an older release ignored and that are now null, with their saved values.
+        ignored: saved values of the keys that an older release ignored, and that are now null.
     """
 
     config: TrainerConfig

@@ -213,8 +213,7 @@ class PolicySection(Section):
     Attributes:
         data_parallel: number of ranks; each holds the model and the optimizer.
         when_rank_dies: "raise" ends the run; with "proceed" the other ranks take over its samples,
-            and the run continues without it. Another death during the takeover ends
-            the run.
+            and the run continues without it. Another death during the takeover ends the run.
     """
 
     model: Annotated[RandomModel | PretrainedModel, Field(discriminator="kind")]

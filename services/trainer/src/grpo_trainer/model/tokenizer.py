@@ -76,9 +76,9 @@ def model_source(name: str) -> str:
 
 
 def _check_hub(name: str) -> None:
-    """Find the model in the local cache or, with one request, on the hub.
+    """Check that the model is in the local cache or, with one request, on the hub.
 
-    Loading the model would retry for minutes.
+    Loading it from a hub that does not answer would retry for minutes.
     """
     from transformers import AutoConfig
 

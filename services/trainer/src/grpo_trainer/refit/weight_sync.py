@@ -90,9 +90,9 @@ class RefitWeightSync:
                 "control_access": access.model_dump(),
                 "model_name": self._model_name,
             }
-            self._joining = RefitSettings.model_validate(settings)
-            joining: tuple[tuple[Any, ...], dict[str, Any]] = ((self._joining,), {})
-            calls.each("join_refit", dict.fromkeys((*sources, *targets), joining))
+            self._settings = RefitSettings.model_validate(settings)
+            arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((self._settings,), {})
+            calls.each("join_refit", dict.fromkeys((*sources, *targets), arguments))
             self._open = stack.pop_all()
 
     def _check_one_machine(self, host: str) -> None:
@@ -116,7 +116,7 @@ class RefitWeightSync:
             WorkerError: one of them cannot join.
         """
         self._sources = list(names)
-        self._calls.each("join_refit", dict.fromkeys(names, ((self._joining,), {})))
+        self._calls.each("join_refit", dict.fromkeys(names, ((self._settings,), {})))
         self._installed = None  # a target that joins needs a version that the new sources publish
 
     def add_target(self, name: str) -> None:
@@ -125,7 +125,7 @@ class RefitWeightSync:
         Raises:
             WorkerError: it cannot join.
         """
-        self._calls.call(name, "join_refit", self._joining)
+        self._calls.call(name, "join_refit", self._settings)
         self._targets.append(name)
         self._installed = None  # it has none of the installed weights
 

@@ -37,7 +37,7 @@ _VALIDATION = {
 def record_step(
     step: int, metrics: Mapping[str, Any], *, seconds: float, has_kl: bool, trained: int
 ) -> None:
-    """Record the metrics of step ``step``, counted from 0, which took ``seconds``.
+    """Record the metrics of step ``step``, counted from 0, whose duration is ``seconds``.
 
     A validation after the step is recorded for the next step, which has the same weights.
     ``has_kl`` says whether the loss has a KL term. ``trained`` counts the samples trained so far.

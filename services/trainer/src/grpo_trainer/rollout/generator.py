@@ -80,7 +80,7 @@ class GeneratorReport:
     """Work of a generator since its last report.
 
     Attributes:
-        rollouts: for each rollout its number of samples, its metrics, and tokens and seconds.
+        rollouts: number of samples of each rollout, its metrics, and its tokens and seconds.
         rewards: reward of every generated sample.
         filtered: samples of groups whose rewards are all equal, which were cleared.
         masked: samples of such groups that were put to fill a step, excluded from the loss.
@@ -304,7 +304,7 @@ class Generator(RolloutActor):
         size = self._grpo.num_generations_per_prompt
         stored = self._dp_client.get_data(claim.subset(range(0, claim.size, size)))
         prompts = [Prompt.model_validate(each) for each in stored.get(PROMPT).tolist()]
-        with self._recorded(claim, prompts) as use:
+        with self._recording_responses(claim, prompts) as use:
             meta, carry, metrics, _ = self.rollout_to_tq(
                 rollout_batch(prompts, group_size=size),
                 partition_id=TRAIN,
@@ -339,7 +339,7 @@ class Generator(RolloutActor):
             self._report.journal_s += use.seconds
         return filtered
 
-    def _recorded(
+    def _recording_responses(
         self, claim: KVBatchMeta, prompts: Sequence[Prompt]
     ) -> AbstractContextManager[JournalUse]:
         """Record and continue the responses to a claim's prompts during the block."""
@@ -349,7 +349,7 @@ class Generator(RolloutActor):
         token_ids = [prompt.token_ids for prompt in prompts]
         return self._generation.recorded(dict(zip(positions, token_ids, strict=True)))
 
-    def _record(
+    def _append_to_journal(
         self,
         claim: KVBatchMeta,
         tags: list[dict[str, Any]],
@@ -414,7 +414,7 @@ class Generator(RolloutActor):
             }
             for row in range(claim.size)
         ]
-        self._record(claim, tags, shaped, keep)
+        self._append_to_journal(claim, tags, shaped, keep)
         rows = keep.nonzero()[:, 0].tolist()
         if rows:
             columns = {

@@ -1,4 +1,4 @@
-"""`SimulatedLatency`: makes a small generator as slow as a large one, for benchmarks and tests."""
+"""`SimulatedLatency`: delay of a small generator's responses, for benchmarks and tests."""
 
 from __future__ import annotations
 

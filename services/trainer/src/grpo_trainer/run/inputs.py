@@ -109,15 +109,15 @@ def _check_follow_ups(path: Path, tokenizer: Any, encode: Encode, config: Traine
 
 def _check_address(address: str | None) -> None:
     """Refuse an address that does not accept connections; Ray would retry for minutes."""
-    key, named = "cluster.address", os.environ.get("RAY_ADDRESS")
+    key, ray_address = "cluster.address", os.environ.get("RAY_ADDRESS")
     ray = sys.modules.get("ray")  # slow to import; imported if Ray is initialized in this process
-    if named and address is None and not (ray and ray.is_initialized()):
+    if ray_address and address is None and not (ray and ray.is_initialized()):
         raise ConfigurationError(
-            f"RAY_ADDRESS: found {named!r}, while cluster.address is null, which starts a new "
-            "cluster; unset RAY_ADDRESS, or join its cluster with --set cluster.address=auto"
+            f"RAY_ADDRESS: found {ray_address!r}, while cluster.address is null, which starts a "
+            "new cluster; unset RAY_ADDRESS, or join its cluster with --set cluster.address=auto"
         )
-    if named and address == "auto":
-        key, address = "RAY_ADDRESS", named  # Ray resolves it the same way
+    if ray_address and address == "auto":
+        key, address = "RAY_ADDRESS", ray_address  # Ray resolves it the same way
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return  # no address, or a keyword of Ray

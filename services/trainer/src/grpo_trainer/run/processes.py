@@ -308,7 +308,7 @@ class RunActors:
     def close(self) -> None:
         """Stop every process of the run; closing twice is fine.
 
-        If one part cannot be stopped, or an interrupt ends the wait for it, the others are stopped.
+        The others are stopped even if one cannot be stopped, or an interrupt ends the wait for it.
         """
         with ExitStack() as stack:  # calls the last callback first
             if self._started_ray:
@@ -423,7 +423,8 @@ class _Needed(NamedTuple):
 def _needed(config: TrainerConfig) -> list[_Needed]:
     policy = config.policy
     generators = config.grpo.asynchronous.generators if config.grpo.mode == "async" else 1
-    actors = 1 + 2 * generators + policy.data_parallel + 2 + config.data_plane["num_storage_units"]
+    plane = 2 + config.data_plane["num_storage_units"]  # directory, controller and storage units
+    actors = 1 + 2 * generators + policy.data_parallel + plane  # 1: the environment
     gpus = (
         policy.generation.num_gpus * generators + policy.data_parallel * policy.num_gpus_per_worker
     )

@@ -75,6 +75,7 @@ class StepReport:
     Attributes:
         metrics: name to number.
         seconds: phase to seconds, in the order of the phases.
+        on_phase: called with the name of each phase that begins.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
