@@ -86,7 +86,7 @@ def take(browser: Browser, url: str) -> None:
     page.screenshot(path=FOLDER / "admin-partition.png")
 
 
-def feed(client: DataPlaneClient, url: str) -> None:
+def take_while_blocked(client: DataPlaneClient, url: str) -> None:
     """Run the step, take the pictures, and end the process."""
     failed = True
     try:
@@ -125,7 +125,7 @@ def main() -> None:
     )
 
     def start(url: str) -> None:
-        threading.Thread(target=feed, args=[client, url], daemon=True).start()
+        threading.Thread(target=take_while_blocked, args=[client, url], daemon=True).start()
 
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(store_url=f"sqlite:///{folder}/admin.sqlite", poll_s=0.2)

@@ -28,7 +28,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 class TryError(Exception):
-    """A container did not behave as expected."""
+    """Container that did not behave as expected."""
 
 
 @dataclass(frozen=True)

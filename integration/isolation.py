@@ -1,9 +1,8 @@
 """Build each package's wheel without workspace sources, and test it in a separate environment.
 
 ``make isolation`` runs the tests that are not marked ``slow``. ``make test`` includes it, and runs
-these tests nowhere else.
-An environment has the package's wheel, its dependencies and the test tools, and nothing of the
-workspace. Wheels of this workspace that the package depends on are built here too.
+these tests nowhere else. An environment has the package's wheel, its dependencies and the test
+tools, but not the workspace. A dependency that is a package of the workspace is a wheel, too.
 
 Before a release, options choose another Python, the lowest declared versions of dependencies, or
 released packages in place of those of the checkout.

@@ -115,7 +115,7 @@ class KillableRun:
         return family
 
     def close(self) -> None:
-        """Kill what is left of the run and of its earlier drivers."""
+        """Kill the remaining processes of the run and of its earlier drivers."""
         family = self._family()
         self.process.kill()
         self.process.wait()

@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, help=__doc__.partition("\n")[0])
 
 
 class ReleaseError(Exception):
-    """A release is not possible."""
+    """Release that is not possible."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,12 @@ class Pair:
     Attributes:
         tag: tag of the release.
         tested: names of the packages whose tests run.
-        why_not: why they do not fit together; empty if they do.
+        conflict: why they do not fit together; empty if they do.
     """
 
     tag: str
     tested: tuple[str, ...]
-    why_not: str = ""
+    conflict: str = ""
 
 
 def pairs(package: Package) -> Iterator[Pair]:
@@ -262,10 +262,10 @@ def pairs(package: Package) -> Iterator[Pair]:
     dependents = [each for each in by_name.values() if package.name in each.requirements()]
     last = max(package.releases(), key=_version_of)
     exclusions = {each.name: _exclusion(each, last, by_name) for each in dependents}
-    for name, why_not in exclusions.items():
-        if why_not:
-            yield Pair(last, (name,), why_not)
-    compatible = tuple(name for name, why_not in exclusions.items() if not why_not)
+    for name, conflict in exclusions.items():
+        if conflict:
+            yield Pair(last, (name,), conflict)
+    compatible = tuple(name for name, conflict in exclusions.items() if not conflict)
     if compatible:
         yield Pair(last, compatible)
     for each in dependents:
@@ -357,8 +357,8 @@ def released(name: Annotated[str, typer.Argument()] = "dataplane-core") -> None:
         print(f"{name}: not released yet")
     isolation = str(ROOT / "integration" / "isolation.py")
     for pair in pairs(package):
-        if pair.why_not:
-            print(f"not tested: {pair.tag} with {', '.join(pair.tested)} here; {pair.why_not}")
+        if pair.conflict:
+            print(f"not tested: {pair.tag} with {', '.join(pair.tested)} here; {pair.conflict}")
         else:
             _run(sys.executable, isolation, "--released", pair.tag, *pair.tested)
 

@@ -24,7 +24,7 @@ from integration.admin_service import Admin
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-_SETTLE_MS = 1000
+_DRAW_MS = 1000
 """Time in which a page draws what it has fetched."""
 _ASYNC = (
     "run.name=demo-async",
@@ -90,7 +90,7 @@ def wait_for_step(page: Page, step: int) -> None:
 
 def take(page: Page, name: str) -> None:
     """Write a picture."""
-    page.wait_for_timeout(_SETTLE_MS)
+    page.wait_for_timeout(_DRAW_MS)
     page.screenshot(path=FOLDER / f"admin-{name}.png")
 
 
@@ -205,7 +205,7 @@ def _shown(page: Page, path: str, width: int, height: int) -> Image.Image:
     """Return what a screen shows of a page, at a height of `_SHOWN_HEIGHT`."""
     page.set_viewport_size({"width": width, "height": height})
     page.goto(path)
-    page.wait_for_timeout(_SETTLE_MS)
+    page.wait_for_timeout(_DRAW_MS)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     size = (round(width * _SHOWN_HEIGHT / height), _SHOWN_HEIGHT)
     return image.resize(size, Image.Resampling.LANCZOS)

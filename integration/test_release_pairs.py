@@ -65,12 +65,12 @@ def test_unreleased_package_is_in_no_pair(tmp_path: Path) -> None:
 def test_raised_lower_bound_excludes_an_older_release(repository: Repository) -> None:
     repository.write(CORE, "0.1.1")
     repository.write(CODEC, "0.1.1", f"{CORE}>=0.1.1")
-    why_not = f"{CODEC} 0.1.1 requires {CORE}>=0.1.1"
+    conflict = f"{CODEC} 0.1.1 requires {CORE}>=0.1.1"
     all_pairs = repository.pairs()
-    assert Pair(f"{CORE}==0.1.0", (CODEC,), why_not) in all_pairs
+    assert Pair(f"{CORE}==0.1.0", (CODEC,), conflict) in all_pairs
     # The actor could not be installed with it either.
-    assert Pair(f"{CORE}==0.1.0", (ACTOR,), why_not) in all_pairs
-    assert {pair.tag for pair in all_pairs if not pair.why_not} == {
+    assert Pair(f"{CORE}==0.1.0", (ACTOR,), conflict) in all_pairs
+    assert {pair.tag for pair in all_pairs if not pair.conflict} == {
         f"{CODEC}==0.1.0",
         f"{ACTOR}==0.1.0",
     }
@@ -81,7 +81,7 @@ def test_upper_bound_of_a_release_excludes_the_checkout(repository: Repository) 
     repository.release(CODEC, "0.1.1")
     repository.write(CORE, "0.1.1")
     [pair] = [pair for pair in repository.pairs() if pair.tag == f"{CODEC}==0.1.1"]
-    assert pair.why_not == f"it requires {CORE}<0.1.1,>=0.1.0, and {CORE} here is 0.1.1"
+    assert pair.conflict == f"it requires {CORE}<0.1.1,>=0.1.0, and {CORE} here is 0.1.1"
 
 
 def test_breaking_version_is_not_tested_with_older_releases(

@@ -289,7 +289,8 @@ def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
         expect_refusal("a node without a token", node("trainer", "worker", secrets={}))
         worker = stack.enter_context(node("ray-worker", "worker", *limits('{"trainers": 1}')))
         report("worker healthy after", f"{worker.wait_until_healthy():.1f} s")
-        admin.wait_until_healthy(), refit.wait_until_healthy()
+        admin.wait_until_healthy()
+        refit.wait_until_healthy()
         run = stack.enter_context(
             node(
                 "trainer",

@@ -57,7 +57,7 @@ def steps(count: int, *, samples: int, start_ns: int, seed: int = 20_263) -> Ite
 
     Args:
         count: number of steps.
-        samples: samples per step, with one event each, as in an asynchronous run.
+        samples: samples per step; each event is of one sample, as in an asynchronous run.
         start_ns: start of the first step, in nanoseconds since 1970.
         seed: seed of ids and durations.
     """

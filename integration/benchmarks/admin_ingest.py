@@ -4,7 +4,8 @@ The same requests of 100 realistic spans go to the service's OTLP routes, which 
 SQLite before they answer, and to `observability.receiver.Receiver`, which appends them to a file as
 a collector's file exporter does. The rounds alternate between them. Each server runs in a separate
 process pinned to one core, the client on another. Lost spans are counted from the data on disk
-after the last answer. Imports internals: one side is the receiver's append to a file, without HTTP.
+after the last answer. Imports internals: the service has only its ingest routes, and the spans in
+both sides' files are counted.
 """
 
 from __future__ import annotations

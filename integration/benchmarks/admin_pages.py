@@ -197,7 +197,7 @@ def fill(
     samples: int,
     marks: Collection[int],
 ) -> tuple[list[int], float]:
-    """Send steps of ``samples`` each.
+    """Send the telemetry of ``steps`` steps with ``samples`` samples each.
 
     Returns:
         The process's memory in bytes after the steps numbered ``marks``, and the seconds that the

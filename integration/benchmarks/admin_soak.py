@@ -22,7 +22,7 @@ SAMPLES = 20
 MAX_BYTES = 24 << 20
 SOAK_HEADINGS = ["after", "memory MB"]
 
-_SETTLING_S = 90.0
+_SHRINK_S = 90.0
 _MARKS = tuple(range(STEPS // 10, STEPS + 1, STEPS // 10))
 
 
@@ -35,13 +35,13 @@ class SoakResult:
         peak_bytes: size of the database after the last request; the hour is sent much faster than
             in real time.
         file_bytes: size of the database at the end of the wait that follows.
-        settled_s: seconds until the database was at most twice its limit; None if it never was.
+        shrunk_s: seconds until the database was at most twice its limit; None if it never was.
     """
 
     memory: list[int]
     peak_bytes: int
     file_bytes: int
-    settled_s: float | None
+    shrunk_s: float | None
 
     def rows(self) -> list[list[str]]:
         """Return rows for a table with `SOAK_HEADINGS`."""
@@ -49,7 +49,7 @@ class SoakResult:
             [f"{mark * 2 // 60} min", f"{nbytes / 1e6:.0f}"]
             for mark, nbytes in zip(_MARKS, self.memory, strict=True)
         ]
-        later = "above limit" if self.settled_s is None else f"{self.settled_s:.0f} s later"
+        later = "above limit" if self.shrunk_s is None else f"{self.shrunk_s:.0f} s later"
         return [
             *rows,
             ["database at the end", f"{self.peak_bytes / 1e6:.0f}"],
@@ -77,14 +77,14 @@ def measure_soak() -> SoakResult:
         connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=120)
         memory, _ = fill(connection, service.process, STEPS, SAMPLES, _MARKS)
         connection.close()
-        maximum, settled_s = _size(folder), None
+        peak, shrunk_s = _size(folder), None
         began = time.monotonic()
-        while settled_s is None and time.monotonic() - began < _SETTLING_S:
+        while shrunk_s is None and time.monotonic() - began < _SHRINK_S:
             time.sleep(0.1)
             if _size(folder) <= 2 * MAX_BYTES:
-                settled_s = time.monotonic() - began
+                shrunk_s = time.monotonic() - began
         size = _size(folder)
-    return SoakResult(memory, maximum, size, settled_s)
+    return SoakResult(memory, peak, size, shrunk_s)
 
 
 def _size(folder: Path) -> int:

@@ -4,11 +4,10 @@ A part of a full run of the benchmarks, and ``python -m integration.benchmarks.a
 ``--vllm`` it measures a real vLLM instead, with ``--learning`` rewards instead of speed.
 
 Generation is simulated: each response takes at least a log-normal time, while the processor is
-idle, as it would be with a GPU. Training is real and bound by the processor. Every variant has as
-many responses in generation at the same time: a synchronous step generates its batch in one
-rollout, an asynchronous generator as many prompts in concurrent rollouts of one prompt each. A
-second case has no simulated time, so that both sides need the same processor and nothing can be
-gained.
+idle, as it would be with a GPU. Training is real and bound by the processor. Every variant
+generates the same number of responses at a time. A synchronous step generates its batch in one
+rollout; an asynchronous generator has a concurrent rollout for each prompt of a batch. A second
+case has no simulated time: both sides need the same processor, so running ahead gains nothing.
 
 Variants alternate in shuffled rounds. The random numbers of a round depend on its number. The
 learning rate is 0 and no group is dropped for equal rewards, so that all steps do the same work.
@@ -31,7 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any  # Any: records of steps
@@ -43,7 +42,7 @@ from integration.benchmarks.summary import Summary
 from rich.console import Console
 
 from grpo_trainer import DEMO_CONFIG, GracefulStop, RunDisplay, TrainerConfig, load_config, train
-from grpo_trainer.what_if import Recording, Setting, Shares, recording_of
+from grpo_trainer.what_if import Recording, Shares, recording_of
 from observability.receiver import Receiver
 
 SEED = 20_263
@@ -142,7 +141,7 @@ class Load:
         name: part of the names of its results.
         variants: variants to compare.
         config: configuration.
-        overrides: its overrides.
+        overrides: overrides of the configuration.
         is_traced: whether a traced run is to predict the other variants.
     """
 
@@ -208,13 +207,13 @@ def run_paced(config: TrainerConfig, warm_up_steps: int, steps: int) -> Pace:
     stop = GracefulStop()
     timed = _Timed(warm_up_steps, steps, stop)
     train(config, display=timed, stop=stop)
-    records, own = timed.records, config.grpo.asynchronous
+    records, section = timed.records, config.grpo.asynchronous
     seconds = timed.seconds
     if config.grpo.mode == "sync":
         rollout = sum(record["seconds"]["rollout"] for record in records) / seconds
         idle = rollout, 1 - rollout
     else:
-        rollouts = own.generators * own.concurrent_rollouts
+        rollouts = section.generators * section.concurrent_rollouts
         idle = (
             sum(record["trainer_wait_s"] for record in records) / seconds,
             sum(record["generator_wait_s"] for record in records) / (seconds * rollouts),
@@ -294,8 +293,7 @@ class AsyncResult:
         for variant in self.load.variants:
             if variant.max_staleness is not None:
                 measured = median(pace.step_s for pace in self.paces[variant.name])
-                own = self.recording.setting
-                setting = Setting(own.generators, own.concurrent_rollouts, variant.max_staleness)
+                setting = replace(self.recording.setting, staleness=variant.max_staleness)
                 shares = self.recording.with_setting(setting)
                 rows.append(self._what_if_row(variant.title, measured, shares))
         return rows

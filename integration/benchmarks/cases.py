@@ -36,21 +36,21 @@ class Case:
     Attributes:
         name: part of the names of results.
         rows: number of samples.
-        shortest: tokens of the shortest sample.
-        longest: tokens of the longest sample; lengths are uniform between the two.
+        min_tokens: minimum tokens of a sample.
+        max_tokens: maximum tokens of a sample; lengths are uniform between the two.
     """
 
     name: str
     rows: int
-    shortest: int
-    longest: int
+    min_tokens: int
+    max_tokens: int
 
     @property
     def title(self) -> str:
         """Title in tables and pictures."""
-        tokens = f"{self.shortest:,}-{self.longest:,}"
-        if self.shortest == self.longest:
-            tokens = f"{self.longest:,}"
+        tokens = f"{self.min_tokens:,}-{self.max_tokens:,}"
+        if self.min_tokens == self.max_tokens:
+            tokens = f"{self.max_tokens:,}"
         return f"{self.rows:,} rows of {tokens} tokens"
 
 
@@ -70,18 +70,18 @@ class Batch:
         ids: one id per row.
         lengths: (rows,) int64, in tokens.
         cuts: ``lengths`` as Python integers.
-        padded: name to column as a trainer holds it: (rows, longest), (rows,) or objects (rows,).
+        padded: name to column as a trainer holds it: (rows, width), (rows,) or objects (rows,).
     """
 
     def __init__(self, case: Case) -> None:
-        random = torch.Generator().manual_seed(case.rows * 100_003 + case.longest)
-        shape = (case.rows, case.longest)
+        random = torch.Generator().manual_seed(case.rows * 100_003 + case.max_tokens)
+        shape = (case.rows, case.max_tokens)
         self.ids = [f"sample-{row:06d}" for row in range(case.rows)]
         self.lengths = torch.randint(
-            case.shortest, case.longest + 1, (case.rows,), generator=random
+            case.min_tokens, case.max_tokens + 1, (case.rows,), generator=random
         )
         self.cuts = self.lengths.tolist()
-        self._real = torch.arange(case.longest)[None, :] < self.lengths[:, None]
+        self._real = torch.arange(case.max_tokens)[None, :] < self.lengths[:, None]
         content = np.empty(case.rows, dtype=object)
         content[:] = [f"the answer of row {row} is {row * 7 % 13}" for row in range(case.rows)]
         floats = {

@@ -107,7 +107,7 @@ def measure_claims(
         ray.get(
             pair.producer.fill.remote(system, partition, growth.rows, _FIELD, [*tasks, *warm_tasks])
         )
-    pair.settle()
+    pair.freeze_garbage()
     times = {system: ClaimTimes([], []) for system in systems}
     for task in tasks:
         for system, seconds in _drain(pair, partitions, task, growth.plan).items():

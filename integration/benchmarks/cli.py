@@ -33,7 +33,9 @@ def benchmarks(
     ] = False,
     backend: Annotated[
         str,
-        typer.Option(help="Storage backend. Results of simple are named tq_simple, not tq."),
+        typer.Option(
+            help="Storage backend. Results of backend simple begin with tq_simple, not tq."
+        ),
     ] = "packed",
     json: Annotated[Path, typer.Option(help="File of results, merged by name.")] = Path(
         "build/bench.json"
@@ -78,14 +80,13 @@ def benchmarks(
     refits = measure_refit(parts.begin, full=full)
     planning = measure_planning(parts.begin) if full else None
     parts.begin("writing the results")
-    large = [part for part in (planning, soak, growth) if part is not None]
-    measured = [*sessions, *refits, cost, *async_results, ingest, pages, *large]
+    of_full_run = [part for part in (planning, soak, growth) if part is not None]
+    measured = [*sessions, *refits, cost, *async_results, ingest, pages, *of_full_run]
     entries = [entry for part in measured for entry in part.entries()]
     merge_entries(json, entries)
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
-    on = ("Measured on", CIRCUMSTANCES_HEADINGS, measured_on)
     for title, headings, rows in (
-        on,
+        ("Measured on", CIRCUMSTANCES_HEADINGS, measured_on),
         *tables(sessions, cost, async_results, refits, planning, (ingest, pages, soak), growth),
     ):
         if not rows:

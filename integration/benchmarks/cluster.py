@@ -92,7 +92,7 @@ def _object_store_bytes(full: bool) -> int:
     return _FULL_OBJECT_STORE_BYTES if full else _QUICK_OBJECT_STORE_BYTES
 
 
-def settle_stores() -> None:
+def freeze_stores() -> None:
     """Freeze garbage collection in every named actor: controllers, storage units, directories."""
     calls = []
     for actor in ray.util.list_named_actors(all_namespaces=True):

@@ -294,7 +294,7 @@ def rows(measured: dict[bool, list[Crash]]) -> list[list[str]]:
     return table
 
 
-def each_row(measured: dict[bool, list[Crash]]) -> list[list[str]]:
+def crash_rows(measured: dict[bool, list[Crash]]) -> list[list[str]]:
     """Return rows for a table with `EACH_HEADINGS`: one for each crash."""
     return [
         ["yes" if journal else "no", *map(_cell, [crash.after_s, *crash.values])]
@@ -316,7 +316,7 @@ def crash(
     markdown = Console(soft_wrap=True, highlight=False, markup=False)
     measured = measure_crashes(parts.begin, rounds=rounds, crashes=crashes)
     markdown.print(markdown_table("Crashes", CRASH_HEADINGS, rows(measured)))
-    markdown.print(markdown_table("Each crash", EACH_HEADINGS, each_row(measured)))
+    markdown.print(markdown_table("Each crash", EACH_HEADINGS, crash_rows(measured)))
     parts.begin("done")
     for title, seconds in parts.rows():
         parts.console.print(f"{seconds:>8} s  {title}")

@@ -220,7 +220,7 @@ def measure_clients(announce: Callable[[str], None], *, full: bool) -> ClientsRe
         LightClient(store.address, max(counts)).put(_PARTITION, layouts, values)
         _ = clients.ready
         _run_cycles(store, clients, max(counts))  # connects all
-        cluster.settle_stores()
+        cluster.freeze_stores()
         for _ in range(rounds):
             for count in order.sample(counts, len(counts)):
                 result.rounds[count].append(_run_cycles(store, clients, count))
@@ -264,7 +264,7 @@ def _measure_units(units: int, result: UnitsResult) -> None:
         _ = clients.ready
         for transport in _TRANSPORTS:  # connects, and touches the memory of all units
             clients.ask(Bulk(_BULK_CLIENTS, _PARTITION, transport, 2 * units))
-        cluster.settle_stores()
+        cluster.freeze_stores()
         for _ in range(_BULK_ROUNDS):
             for transport in _TRANSPORTS:
                 done = clients.ask(Bulk(_BULK_CLIENTS, _PARTITION, transport, _BULK_TIMES))

@@ -177,13 +177,13 @@ def measure_rows(announce: Callable[[str], None], *, full: bool) -> RowsResult:
     with growing_store(units=1, unit_bytes=_UNIT_BYTES, capacity=capacity) as store:
         announce("growth: the smallest partition alone")
         _fill(store, _ALONE, RowsResult())
-        cluster.settle_stores()
+        cluster.freeze_stores()
         _measure(store, (_ALONE,), rounds, result)
         for partition in partitions:
             announce(f"growth: filling {partition.title} rows")
             _fill(store, partition, result)
         announce("growth: operations on 32 rows")
-        cluster.settle_stores()
+        cluster.freeze_stores()
         _measure(store, partitions, rounds, result)
     return result
 

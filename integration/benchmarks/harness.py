@@ -73,9 +73,9 @@ class Pair:
     consumer: Any
     operations: Mapping[str, frozenset[Operation]]
 
-    def settle(self) -> None:
+    def freeze_garbage(self) -> None:
         """Freeze garbage collection in both processes: see `freeze_garbage`."""
-        ray.get([self.producer.settle.remote(), self.consumer.settle.remote()])
+        ray.get([self.producer.freeze_garbage.remote(), self.consumer.freeze_garbage.remote()])
 
 
 def shuffled_rounds(systems: Sequence[str], repetitions: int) -> list[list[str]]:
@@ -92,7 +92,7 @@ def measure_case(
     *,
     repetitions: int,
     warm_ups: int,
-    settle_stores: Callable[[], None],
+    freeze_stores: Callable[[], None],
 ) -> None:
     """Run every operation of every system on one case, and check every system's answer once.
 
@@ -103,13 +103,13 @@ def measure_case(
         samples: receives the seconds of the measured rounds.
         repetitions: number of measured rounds.
         warm_ups: number of rounds before them, at least one; the first checks the answers.
-        settle_stores: called once before the measured rounds, for the processes of the stores.
+        freeze_stores: called once before the measured rounds, for the processes of the stores.
     """
     ray.get([pair.producer.prepare.remote(case), pair.consumer.prepare.remote(case)])
     for number, order in enumerate(shuffled_rounds(systems, warm_ups + repetitions)):
         if number == warm_ups:
-            pair.settle()
-            settle_stores()
+            pair.freeze_garbage()
+            freeze_stores()
         for system in order:
             partition = f"{case.name}-{system}-{number}"
             timed = _run_round(pair, system, case, partition, check=number == 0)

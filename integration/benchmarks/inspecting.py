@@ -13,7 +13,7 @@ from integration.benchmarks.systems import TASKS
 
 _ROWS = 100_000
 _FIELD = "sample_mask"
-_LOOKS = 100
+_INSPECTIONS = 100
 _PUTS = 200
 
 
@@ -25,14 +25,14 @@ def measure_inspecting(pair: Pair, system: str) -> dict[str, Summary]:
     """
     partition = f"inspected-{system}"
     ray.get(pair.producer.fill.remote(system, partition, _ROWS, _FIELD, list(TASKS)))
-    pair.settle()
-    seconds = ray.get(pair.consumer.inspect.remote(system, partition, _FIELD, _LOOKS, 0))
+    pair.freeze_garbage()
+    seconds = ray.get(pair.consumer.inspect.remote(system, partition, _FIELD, _INSPECTIONS, 0))
     seconds["put32"] = ray.get(
         pair.producer.put_small.remote(system, partition, _FIELD, "alone", _PUTS)
     )
     # The consumer inspects until the producer has put its last row.
     inspecting = pair.consumer.inspect.remote(
-        system, partition, _FIELD, _LOOKS, _ROWS + 2 * 32 * _PUTS
+        system, partition, _FIELD, _INSPECTIONS, _ROWS + 2 * 32 * _PUTS
     )
     seconds["put32_inspected"] = ray.get(
         pair.producer.put_small.remote(system, partition, _FIELD, "inspected", _PUTS)

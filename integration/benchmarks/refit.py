@@ -17,10 +17,10 @@ from typing import Any  # Any: Ray handles have no static types
 
 import numpy as np
 import ray
-from integration.benchmarks.harness import Summary
 from integration.benchmarks.refit_cases import RefitCase
 from integration.benchmarks.refit_worker import MODEL, RefitWorker, Timing, total_seconds
 from integration.benchmarks.results_file import Entry
+from integration.benchmarks.summary import Summary
 from integration.temporary_ray import temporary_ray
 
 from refit_mx import ControlClient, EmbeddedControlServer

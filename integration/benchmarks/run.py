@@ -109,7 +109,7 @@ def _measure(parts: Parts, session: Session, pair: Pair, *, full: bool, with_cla
             session.samples,
             repetitions=_FULL_REPETITIONS if full else _QUICK_REPETITIONS,
             warm_ups=_FULL_WARM_UPS if full else _QUICK_WARM_UPS,
-            settle_stores=cluster.settle_stores,
+            freeze_stores=cluster.freeze_stores,
         )
     if not with_claims:
         return

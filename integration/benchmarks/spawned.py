@@ -40,7 +40,7 @@ class Spawned:
         with contextlib.suppress(EOFError):
             if self._pipe.poll(_START_S):
                 return self._pipe.recv()
-        raise RuntimeError(f"{self._name} did not start within {_START_S:g} s")
+        raise RuntimeError(f"{self._name} ended, or did not start within {_START_S:g} s")
 
     def ask(self, request: Any) -> Any:
         """Send a request to the process, and return its answer.
@@ -52,7 +52,7 @@ class Spawned:
             self._pipe.send(request)
             if self._pipe.poll(_ANSWER_S):
                 return self._pipe.recv()
-        raise RuntimeError(f"{self._name} did not answer within {_ANSWER_S:g} s")
+        raise RuntimeError(f"{self._name} ended, or did not answer within {_ANSWER_S:g} s")
 
     def stop(self) -> None:
         """Ask the process to exit, and wait for it; idempotent."""

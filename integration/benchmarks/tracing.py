@@ -9,8 +9,7 @@ Telemetry goes to a receiver in a separate process with the lowest priority, sin
 usually runs elsewhere. The cost grows with the spans and events of a step, not with its duration.
 So the budget is absolute: 1 % of a step of `BUDGET_STEP_S`.
 
-A real run never switches its processes, so this module assembles the run from its parts. Imports
-internals: a run never switches tracing, so it is assembled from its parts.
+Imports internals: a real run never switches tracing, so this module assembles it from its parts.
 """
 
 from __future__ import annotations
@@ -265,7 +264,7 @@ def measure_tracing(announce: Callable[[str], None], *, full: bool) -> TracingCo
             in_a_row = lead_in + _IN_A_ROW if full else 1
             for number in range(_WARM_UPS + rounds):
                 if number == _WARM_UPS:
-                    steps.settle()
+                    steps.freeze_garbage()
                 for mode in order.sample(modes, len(modes)):
                     first = number * in_a_row
                     ran = [steps.run(mode, first + more) for more in range(in_a_row)][lead_in:]
@@ -328,7 +327,7 @@ class Steps:
         """Return the step's number in its telemetry."""
         return 2 * round_number + (mode == "verbose")
 
-    def settle(self) -> None:
+    def freeze_garbage(self) -> None:
         """Freeze garbage collection in all processes: see `freeze_garbage`."""
         freeze_garbage()
         self._everywhere(freeze_garbage)

@@ -28,6 +28,7 @@ class Collector:
 
 @contextlib.contextmanager
 def collector() -> Iterator[Collector]:
+    """Run a collector during the block."""
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=_collect, args=(other,), daemon=True)

@@ -27,7 +27,7 @@ _SILENT = NoOpLoggerProvider()
 def switch(actor: object, *, traced: bool) -> None:
     """Turn tracing in this process on or off.
 
-    With tracing off, only the SDK's sleeping threads remain, and the observed client is saved.
+    With tracing off, only the SDK's sleeping threads remain. The first call saves what it replaces.
     """
     if not _OBSERVED:
         _OBSERVED["tracer"] = telemetry.tracer

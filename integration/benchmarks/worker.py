@@ -184,7 +184,7 @@ class Worker:
         for reference in references:
             ray.get(reference).max()
 
-    def settle(self) -> None:
+    def freeze_garbage(self) -> None:
         """Freeze garbage collection: see `freeze_garbage`."""
         freeze_garbage()
 

@@ -48,7 +48,7 @@ class Side:
 
 
 def main(address: str, first: str, second: str) -> None:
-    """Measure with the machines that have the resources `first` and `second`; print JSON."""
+    """Measure with the machines that have the resources ``first`` and ``second``; print JSON."""
     ray.init(address=address, namespace="crossing", logging_level="ERROR", log_to_driver=False)
     config: DataPlaneConfig = {
         "enabled": True,

@@ -27,7 +27,7 @@ _WRONG_CLOCK = Path(__file__).with_name("wrong_clock.c")
 
 
 class MachinesError(Exception):
-    """Namespaces or links cannot be created on this machine."""
+    """Machine that cannot be created, or on which a command fails."""
 
 
 class Machine:

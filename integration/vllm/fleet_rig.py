@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -146,19 +145,6 @@ def started_rig(
     finally:
         for server in started:
             server.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until ``condition`` returns true.
-
-    Raises:
-        TimeoutError: it did not in time.
-    """
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"condition still false after {WAIT_S:g} s")
-        time.sleep(0.02)
 
 
 @contextmanager

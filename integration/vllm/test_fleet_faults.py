@@ -13,14 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed
-from integration.vllm.fleet_rig import (
-    at_point,
-    is_paused,
-    on_workers,
-    statuses,
-    wait_until,
-)
+from integration.vllm.fleet_rig import at_point, is_paused, on_workers, statuses
 from integration.vllm.publisher_process import publish_from_processes
+from integration.waiting import wait_until
 
 from refit_mx import FleetError
 from refit_mx.fleet.barrier import PhaseBarrier, Point

@@ -20,10 +20,10 @@ from integration.vllm.fleet_rig import (
     is_paused,
     on_workers,
     statuses,
-    wait_until,
 )
 from integration.vllm.published import Trainer
 from integration.vllm.server import running_server
+from integration.waiting import wait_until
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
