@@ -208,7 +208,11 @@ def _send(port: int, bodies: Sequence[bytes]) -> float:
 
     def post(part: Sequence[bytes]) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.connect()
+        try:
+            connection.connect()
+        except OSError:
+            start.abort()  # the other threads would block on it forever
+            raise
         start.wait()
         try:
             for body in part:

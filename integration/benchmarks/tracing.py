@@ -393,7 +393,7 @@ class Refit:
 class SameStep(GRPOStep):
     """GRPO step that draws the same random numbers for every step number."""
 
-    def _stream(self, step: int) -> str:
+    def _random_stream(self, step: int) -> str:
         return "bench"
 
 

@@ -344,8 +344,8 @@ def test_run_survives_generator_lost_after_the_last_step(configure_async):
     assert notices == [str(lost)]
 
 
-@pytest.mark.parametrize("method", ["join_refit", "start_generating"])
-def test_run_survives_replacement_that_dies_while_it_joins(configure_async, method):
+@pytest.mark.parametrize("method", ["__init__", "join_refit", "start_generating"])
+def test_a_replacement_that_dies_or_fails_to_join_is_removed(configure_async, method):
     notices, removed, calls = [], [], Calls()
     fleet = fleet_of(configure_async, calls, notices)
     actors = fleet._actors
@@ -363,13 +363,15 @@ def test_run_survives_replacement_that_dies_while_it_joins(configure_async, meth
     fleet._weight_sync = SimpleNamespace(sync=lambda version: None)
     fleet._client = SimpleNamespace(inspector=SimpleNamespace(list_claims=lambda partition: []))
     fleet.replace_lost(1)
+    calls.is_dead = lambda name: method == "__init__" and name == new.worker
     calls.failing[method] = WorkerError(f"{method} failed")
     fleet.replace_lost(2)
     assert lost not in actors.generators
     assert new not in actors.generators
     assert {*removed} == {*new}
     assert len(notices) == 1
-    assert f"{method} failed" in notices[0]
+    expected = "died while it started" if method == "__init__" else f"{method} failed"
+    assert expected in notices[0]
 
 
 def test_a_step_in_which_no_rollout_ended_has_no_means(configure_async):

@@ -224,7 +224,14 @@ class ActorCalls:
 
         When one dies, others fail because they call it, and their answers can come first.
         """
-        probes = {handle.__ray_ready__.remote(): name for name, handle in self.actors.items()}
+
+        def send() -> dict[Any, str]:
+            return {handle.__ray_ready__.remote(): name for name, handle in self.actors.items()}
+
+        try:
+            probes = call_within(_PROBE_S, send)
+        except TimeoutError:  # Ray hangs
+            return
         answered = _ready(list(probes), len(probes), _PROBE_S)
         for probe in answered:
             try:

@@ -192,6 +192,7 @@ class GeneratorFleet:
         names = self._starting
         if names is not None and self._is_dead(names):
             self._starting = None
+            self._remove(names)
             self._notice(f"{names.rollout} died while it started")
         elif names is not None and self._calls.is_alive(names.worker):
             self._starting = None
@@ -206,8 +207,7 @@ class GeneratorFleet:
         try:
             self._actors.admit_generator(names)
         except WorkerError as error:
-            for name in names:
-                self._calls.remove(name)
+            self._remove(names)
             self._notice(f"{names.rollout} did not join: {error}")
             return
         self.sync(version)
@@ -219,6 +219,11 @@ class GeneratorFleet:
             self._drop(names, error)
         else:
             self._notice(f"{names.rollout} joined")
+
+    def _remove(self, names: GeneratorActors) -> None:
+        """Remove both actors of a generator that does not take part."""
+        for name in names:
+            self._calls.remove(name)
 
     def collect(self) -> None:
         """Collect the generators' reports, and remove those that failed.

@@ -176,11 +176,15 @@ class GRPOStep:
         """Return the actors that generate a validation's conversations."""
         return GeneratorActors(ROLLOUT, GENERATION)
 
+    def _random_stream(self, step: int) -> str:
+        """Return the name of the step's random stream; benchmarks give all steps the same."""
+        return f"train {step}"
+
     def _run(self, step: int, report: StepReport) -> None:
         grpo = self._config.grpo
         with report.phase("refit"):
             self._install(step)
-        self._calls.call(GENERATION, "begin", f"train {step}")
+        self._calls.call(GENERATION, "begin", self._random_stream(step))
         self._client.register_partition(
             TRAIN,
             list(DP_TRAIN_FIELDS),
