@@ -50,7 +50,7 @@ def test_heartbeat_keeps_a_worker_alive_until_close(server, client):
 
 def test_heartbeat_works_with_descriptors_above_1024(server, client, many_descriptors):
     with Heartbeat(client, "w", TRAINER, "m", ttl_s=1, on_sigterm=False) as heartbeat:
-        assert heartbeat._woken.fileno() >= many_descriptors
+        assert heartbeat._stop_reader.fileno() >= many_descriptors
         first = expiry(server)
         until(lambda: expiry(server) > first)
     assert not heartbeat._thread.is_alive()

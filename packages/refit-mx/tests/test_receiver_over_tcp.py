@@ -147,10 +147,10 @@ def lost_without_reads(monkeypatch):
             Failing.times -= 1
             remote = next(iter(self._remotes.values()))
             raise self._lost(remote, RuntimeError("NIXL_ERR"))
-        carry_out(self, *_, **__)
+        read_batches(self, *_, **__)
 
-    carry_out = nixl_lane.Lane.carry_out
-    monkeypatch.setattr(nixl_lane.Lane, "carry_out", lost)
+    read_batches = nixl_lane.Lane.read_batches
+    monkeypatch.setattr(nixl_lane.Lane, "read_batches", lost)
 
 
 @pytest.mark.parametrize(("later_s", "transport"), [(60.0, "tcp"), (600.0, "nixl")])

@@ -31,8 +31,8 @@ class CallGroup:
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
         self._changed = threading.Condition()
-        self._waiting = 0
-        self._under_way = 0
+        self._queued = 0
+        self._running = 0
         self._ended = False
         self._stopped = threading.Event()
         self._error: BaseException | None = None
@@ -48,14 +48,14 @@ class CallGroup:
     def start(self, call: Callable[[], object]) -> None:
         """Submit a call to the pool."""
         with self._changed:
-            self._waiting += 1
+            self._queued += 1
         # Counted here, not by futures: a pool that fails to start a thread still queues the call.
         self._threads.submit(self._run, call)
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until all calls have returned; return whether they did within the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting + self._under_way, timeout_s)
+            return self._changed.wait_for(lambda: not self._queued + self._running, timeout_s)
 
     def end(self) -> None:
         """Let no further call start, and wait for the running ones despite interrupts.
@@ -68,7 +68,7 @@ class CallGroup:
             try:
                 with self._changed:
                     self._ended = True
-                    while self._under_way:
+                    while self._running:
                         self._changed.wait()
                 break
             except BaseException as error:  # noqa: BLE001 - raised below
@@ -84,11 +84,11 @@ class CallGroup:
 
     def _run(self, call: Callable[[], object]) -> None:
         with self._changed:
-            self._waiting -= 1
+            self._queued -= 1
             if self._ended or self.stopped():
                 self._changed.notify_all()
                 return
-            self._under_way += 1
+            self._running += 1
         try:
             call()
         except BaseException as error:  # noqa: BLE001 - `check` raises it
@@ -97,7 +97,7 @@ class CallGroup:
             self.stop()
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._running -= 1
                 self._changed.notify_all()
 
 

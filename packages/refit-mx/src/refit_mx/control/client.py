@@ -159,7 +159,7 @@ class ControlClient(Closeable):
             RefitTimeoutError: the deadline passed; the message names the missing slots.
         """
         pause_s = _FIRST_PAUSE_S
-        silent = ""
+        no_answer = ""
         answered = False
         while True:
             try:
@@ -172,11 +172,12 @@ class ControlClient(Closeable):
                         f"version {version_id!r} is RELEASING; expected it to become READY"
                     )
             except (ControlUnavailableError, RefitTimeoutError) as error:
-                silent = f"the control plane at {self.address} does not answer: {error}"
+                no_answer = f"the control plane at {self.address} does not answer: {error}"
             if not deadline.left_s:
-                # The deadline may have cut the last call short, so it shows no silence.
+                # The last call may have failed only because little time was left: after an earlier
+                # answer, report the missing slots.
                 describe = self._limited(_LIST_MISSING_S)._describe_missing_slots
-                raise deadline.error(describe(version_id) if answered else silent)
+                raise deadline.error(describe(version_id) if answered else no_answer)
             time.sleep(min(pause_s, deadline.left_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -296,7 +297,7 @@ class ControlClient(Closeable):
         """Lease a READY version; a thread renews the lease until it is closed.
 
         Args:
-            version_id: version to hold.
+            version_id: version to lease.
             worker_id: the receiver's worker; it has one lease on a version at a time.
             ttl_s: time to live of each renewal, rounded up to full seconds.
 

@@ -67,13 +67,13 @@ class Expiry:
         for record in records:
             if isinstance(record, Worker) and (record.stale or record.expired):
                 continue
-            name = kind, key = identity(record)
-            silent = self._extended.get(name) == record.expires_at_ms
+            kind, key = identity(record)
+            silent = self._extended.get((kind, key)) == record.expires_at_ms
             record.expires_at_ms += now_ms - since_ms
             if not silent:
                 granted = now_ms + min(record.ttl_ms, int(grace_s * 1000))
                 record.expires_at_ms = max(granted, record.expires_at_ms)
-            extended[name] = record.expires_at_ms
+            extended[kind, key] = record.expires_at_ms
             ledger.put(record)
             ledger.set_timer(record.expires_at_ms, kind, *key)
         self._extended = extended
@@ -110,6 +110,7 @@ class Expiry:
         slots = version.body.expected_source_slots
         if version.state is VersionState.RELEASING:
             self._drop_dead_shards(version, now_ms)
+        # With fewer shards than slots it is not complete: do not search all slots for each shard.
         elif version.state is VersionState.READY or len(
             self._ledger.shards.get(version.uid, {})
         ) >= len(slots):
@@ -138,7 +139,7 @@ class Expiry:
         self._ledger.put(version)
         self._ledger.set_timer(now_ms + self._forget_after_ms, "version", version.uid)
         self._drop_dead_shards(version, now_ms)
-        self._forget_beyond(now_ms)
+        self._forget_excess()
 
     def worker_ended(self, worker: Worker, now_ms: int) -> None:
         """Apply the end of a worker that expired or is STALE."""
@@ -152,10 +153,10 @@ class Expiry:
         for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
             self.live_shards_changed(self._ledger.versions[uid], now_ms)
 
-    def worker_registered(self, worker: Worker, now_ms: int, *, returned: bool) -> None:
+    def worker_registered(self, worker: Worker, now_ms: int, *, was_expired: bool) -> None:
         """Apply a registration; the shards of a worker that had expired count again."""
         self._ledger.set_timer(worker.expires_at_ms, "worker", worker.worker_id)
-        if returned:
+        if was_expired:
             for uid in {key[0] for key in self._ledger.shards_of.get(worker.worker_id, ())}:
                 self.live_shards_changed(self._ledger.versions[uid], now_ms)
 
@@ -216,9 +217,9 @@ class Expiry:
             and version.released_at_ms + self._forget_after_ms <= now_ms
         ):
             self._ledger.drop(version)
-        self._forget_beyond(now_ms)
+        self._forget_excess()
 
-    def _forget_beyond(self, now_ms: int) -> None:
+    def _forget_excess(self) -> None:
         while len(self._ledger.emptied) > self._limits.max_released:
             self._ledger.drop(self._ledger.versions[next(iter(self._ledger.emptied))])
 

@@ -70,7 +70,7 @@ class Heartbeat(Closeable):
             raise
         # A renewal that hangs must leave time for another one before the worker expires.
         self._client.rpc_timeout_s = min(self._client.rpc_timeout_s, ttl_s / 3)
-        self._wake, self._woken = socket.socketpair()
+        self._stop_writer, self._stop_reader = socket.socketpair()
         self._done = _thread.allocate_lock()
         self._done.acquire()
         self._closed = False
@@ -103,24 +103,24 @@ class Heartbeat(Closeable):
         atexit.unregister(self.close)
         if self in _sigterm_heartbeats:
             _sigterm_heartbeats.remove(self)
-        self._ask_to_stop()
+        self._signal_stop()
         self._thread.join(2 * _STALE_TIMEOUT_S)
         if not self._thread.is_alive():
-            self._wake.close()
-            self._woken.close()
+            self._stop_writer.close()
+            self._stop_reader.close()
         self._client.close()
 
-    def _ask_to_stop(self) -> None:
+    def _signal_stop(self) -> None:
         # The socket is closed if the thread has stopped already.
         with contextlib.suppress(OSError):
-            os.write(self._wake.fileno(), b"x")
+            os.write(self._stop_writer.fileno(), b"x")
 
     def _beat(self) -> None:
         pause_s = self._ttl_s / 3
         # Not `select`: it fails for descriptors from 1,024 on.
-        woken = select.poll()
-        woken.register(self._woken, select.POLLIN)
-        while not woken.poll(pause_s * 1000):
+        stop = select.poll()
+        stop.register(self._stop_reader, select.POLLIN)
+        while not stop.poll(pause_s * 1000):
             pause_s = self._ttl_s / 3
             try:
                 self.renew()
@@ -157,7 +157,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     heartbeats = [each for each in _sigterm_heartbeats if each._pid == os.getpid()]
     for each in heartbeats:
         each.stale_by_sigterm = True
-        each._ask_to_stop()
+        each._signal_stop()
     until = time.monotonic() + _STALE_TIMEOUT_S
     for each in heartbeats:
         if each._done.acquire(timeout=max(0.0, until - time.monotonic())):

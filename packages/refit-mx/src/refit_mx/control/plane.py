@@ -27,8 +27,8 @@ _PAUSE_MS = 1000
 class Counts:
     """Number of records in the control plane, by kind.
 
-    Versions, with their shards and leases, are counted until they are forgotten, by state. Workers
-    are those that are live, by role. Sources are the READY ones of ``P2pService``.
+    Versions are counted by state until they are forgotten, live workers by role. Sources are the
+    READY ones of ``P2pService``.
     """
 
     versions: dict[str, int]

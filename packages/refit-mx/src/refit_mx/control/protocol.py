@@ -77,7 +77,7 @@ def checked_text(value: str, what: str, *, maximum: int = MAX_CHARACTERS) -> str
 
 
 def checked_fields(message: Message, *names: str) -> tuple[str, ...]:
-    """Return fields of a message, each as from `checked_text`."""
+    """Return fields of a message, each checked by `checked_text`."""
     return tuple(checked_text(getattr(message, name), name) for name in names)
 
 

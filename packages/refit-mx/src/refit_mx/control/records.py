@@ -74,10 +74,9 @@ class ObjectStorage(msgspec.Struct, frozen=True):
 class VersionBody(msgspec.Struct, frozen=True):
     """Arguments that create a version; calls with one idempotency key must have equal arguments.
 
-    The key is unique within the model. A delta is based on the base version. Each expected slot has
-    a live shard once the version is READY; a version in object storage has no slots, and one that
-    workers serve has no object storage. The state is the initial one, STAGING or READY. Without a
-    ``uid``, the control plane chooses one.
+    The key is unique within the model. A delta has a base version. A version has either expected
+    slots or object storage. Once it is READY, each slot has a live shard. ``state`` is the initial
+    state, STAGING or READY. Without a ``uid``, the control plane chooses one.
     """
 
     model_name: str
@@ -93,8 +92,8 @@ class VersionBody(msgspec.Struct, frozen=True):
 class Version(msgspec.Struct):
     """One immutable set of weights.
 
-    The ``order`` rises with each created version. Times are Unix time; ``released_at_ms`` is that
-    at which it became RELEASING, for a ``reason``, and 0 before.
+    The ``order`` rises with each created version. Times are Unix time. ``released_at_ms`` is when
+    the version became RELEASING, and 0 before; ``reason`` says why.
     """
 
     uid: str
@@ -110,7 +109,7 @@ class Worker(msgspec.Struct):
     """A process that serves or receives weights. Its id is new for every process.
 
     The registration expires at ``expires_at_ms``, Unix time, unless it is renewed; each renewal is
-    for ``ttl_ms``. To be STALE is final. ``expired`` lasts until the worker registers again.
+    for ``ttl_ms``. STALE is final. ``expired`` lasts until the worker registers again.
     """
 
     worker_id: str
@@ -129,8 +128,8 @@ class Worker(msgspec.Struct):
 class Shard(msgspec.Struct, frozen=True):
     """One worker's part of a version; its fields are those of the message `WeightVersionShard`.
 
-    The numbers of tensors and bytes are for display only. The digest of the manifest is its sha256
-    in hex, the endpoint the host:port that serves it.
+    The numbers of tensors and bytes are for display only. ``manifest_digest`` is a sha256 in hex,
+    ``manifest_endpoint`` the host:port that serves the manifest.
     """
 
     version_id: str
@@ -148,7 +147,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct):
-    """A receiver's lease on a version; it has one lease on a version at a time.
+    """A receiver's lease on a version; a receiver has at most one lease on each version.
 
     The lease expires at ``expires_at_ms``, Unix time, unless it is renewed; each renewal is for
     ``ttl_ms``.

@@ -36,7 +36,7 @@ from refit_mx.control.records import Refusal, VersionState, WorkerRole
 from refit_mx.control.sources import Source
 from refit_mx.control.state import ControlState
 
-Abort = Any  # grpc's context has no types
+Context = Any  # grpc's context has no types
 
 
 CallObserver = Callable[[str, str, float], None]
@@ -53,7 +53,7 @@ class _Servicer:
         self._observe = observe
 
 
-Rpc = Callable[[Any, Message, Abort], Message]
+Rpc = Callable[[Any, Message, Context], Message]
 Step = Callable[[Any, Message, ControlState, int], Message]
 
 
@@ -61,8 +61,8 @@ def _rpc(answer: Callable[[Any, Message], Message]) -> Rpc:
     """Turn a function of a request into the RPC of the same name."""
 
     @wraps(answer)
-    def rpc(self: _Servicer, request: Message, context: Abort) -> Message:
-        begun = time.perf_counter()
+    def rpc(self: _Servicer, request: Message, context: Context) -> Message:
+        started = time.perf_counter()
         code = grpc.StatusCode.UNKNOWN  # as gRPC reports an unexpected error
         try:
             message = answer(self, request)
@@ -73,7 +73,7 @@ def _rpc(answer: Callable[[Any, Message], Message]) -> Rpc:
         else:
             return message
         finally:
-            self._observe(answer.__name__, code.name, time.perf_counter() - begun)
+            self._observe(answer.__name__, code.name, time.perf_counter() - started)
 
     return rpc
 

@@ -24,9 +24,9 @@ STALE = 3
 class Source:
     """A worker that publishes tensors.
 
-    ``mx_source_id`` is the hash of the published identity. Identity and metadata are a serialized
-    ``SourceIdentity`` and ``WorkerMetadata``, the status is numbered as in ``p2p.proto``. The load
-    is None if the source did not measure it.
+    ``mx_source_id`` is the hash of the published identity. ``identity`` is a serialized
+    ``SourceIdentity``, ``metadata`` a serialized ``WorkerMetadata``. The status is numbered as in
+    ``p2p.proto``. The load is None if the source did not measure it.
     """
 
     mx_source_id: str

@@ -138,7 +138,7 @@ class ControlState:
         self.expiry.expire_until(now_ms)
         ttl_ms = self._ttl_ms(ttl_s, f"worker {worker_id!r}")
         worker = self.ledger.workers.get(worker_id)
-        returned = False
+        was_expired = False
         if worker is None:
             if len(self.ledger.workers) >= self.limits.max_workers:
                 raise Refusal(
@@ -160,9 +160,9 @@ class ControlState:
             )
         else:
             worker.ttl_ms, worker.expires_at_ms = ttl_ms, now_ms + ttl_ms
-            returned, worker.expired = worker.expired, False
+            was_expired, worker.expired = worker.expired, False
         self.ledger.put(worker)
-        self.expiry.worker_registered(worker, now_ms, returned=returned)
+        self.expiry.worker_registered(worker, now_ms, was_expired=was_expired)
         return worker
 
     def mark_stale(self, worker_id: str, *, now_ms: int) -> Worker:

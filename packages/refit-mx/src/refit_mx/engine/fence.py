@@ -43,16 +43,16 @@ class ModelFence:
             return
         # Any: the model is vLLM's. It may already have an attribute of this name.
         model: Any = self._model
-        had = _LOGITS in vars(model)
-        before = vars(model).get(_LOGITS)
+        has_own = _LOGITS in vars(model)
+        own = vars(model).get(_LOGITS)
         hook = model.register_forward_pre_hook(self._refuse, prepend=True)
         if hasattr(model, _LOGITS):
             setattr(model, _LOGITS, self._refuse)
 
         def open_again() -> None:
             hook.remove()
-            if had:
-                setattr(model, _LOGITS, before)
+            if has_own:
+                setattr(model, _LOGITS, own)
             elif _LOGITS in vars(model):
                 delattr(model, _LOGITS)
 

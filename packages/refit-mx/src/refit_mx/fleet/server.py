@@ -223,7 +223,7 @@ class Server:
             )
 
     async def expect_paused_status(self, calls: Calls) -> tuple[RankStatus, ...]:
-        """Return its `status`, after checking that it is paused."""
+        """Return its `status`, and check that it is paused."""
         _, ranks = await _gather_pair(self.expect_paused(calls), self.status(calls))
         return ranks
 

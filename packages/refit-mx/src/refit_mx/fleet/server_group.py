@@ -65,7 +65,7 @@ class ServerGroup:
     async def resume(self, calls: Calls, *, checked: bool = False) -> float:
         """Resume all servers; on failure pause them again.
 
-        Unless it is ``checked`` that all servers have just reported what they hold, they are asked.
+        If ``checked``, all servers have just reported what they hold; otherwise they are queried.
         Return the monotonic time at which the last server confirmed.
 
         Raises:

@@ -26,7 +26,7 @@ class Connection:
     """An accepted connection. Only its own thread closes the socket.
 
     ``idle_since`` is the monotonic time at which it began to wait for its next request; None while
-    one is served, and before the greeting.
+    one is served, and before the first request.
     """
 
     def __init__(self, sock: socket.socket, peer: str, listener: ThreadedListener) -> None:

@@ -67,9 +67,9 @@ def check_reads(reads: ReadTable, nbytes: int, side: Side) -> None:
     wrong |= (ends > nbytes) | (counts > nbytes)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        named = " ".join(str(value) for value in reads.rows[row].tolist())
+        numbers = " ".join(str(value) for value in reads.rows[row].tolist())
         raise ValueError(
-            f"read {row} of {len(reads)} ({named}) is not inside the {side} of {nbytes} bytes"
+            f"read {row} of {len(reads)} ({numbers}) is not inside the {side} of {nbytes} bytes"
         )
 
 
@@ -184,7 +184,7 @@ class ByteSpans:
             return [view[start:stop] for start, stop in chunk.ranges]
         buffers: list[memoryview] = []
         used = 0
-        joins = False
+        follows_staged = False
         for box in _boxes_of(chunk):
             if self._used_in_place(box):
                 assert view is not None
@@ -194,17 +194,17 @@ class ByteSpans:
                     first = at + j * stride2
                     starts = [first + i * stride1 for i in range(n1)]
                     buffers += [view[start : start + run] for start in starts]
-                joins = False
+                follows_staged = False
                 continue
             staged = self._staging()[used : used + box.nbytes]
             if load:
                 self._load(box, staged)
-            if joins:
+            if follows_staged:  # adjacent staged boxes are one buffer
                 buffers[-1] = self._staging()[used - len(buffers[-1]) : used + box.nbytes].data
             else:
                 buffers.append(staged.data)
             used += box.nbytes
-            joins = True
+            follows_staged = True
         return buffers
 
     def store(self, chunk: Chunk) -> None:

@@ -41,7 +41,7 @@ def split_at_blocks(shards: ShardTable, plan: Plan, max_read_bytes: int) -> Plan
 def _split_rows(rows: Int64s, begin: Int64s, max_read_bytes: int) -> tuple[Int64s, Int64s]:
     """Return the split rows, and for each the index of the row that it was split from."""
     run, one_run = rows[:, 2], (rows[:, 3] == 1) & (rows[:, 6] == 1)
-    # Overlaps end at multiples of their size, counted from the start of the shard.
+    # Cuts are at multiples of ``max_read_bytes``, counted from the start of the shard.
     lead = begin % max_read_bytes
     counts = np.where(one_run & (run > max_read_bytes), -(-(lead + run) // max_read_bytes), 1)
     origin = np.repeat(np.arange(len(rows)), counts)

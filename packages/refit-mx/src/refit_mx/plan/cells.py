@@ -65,7 +65,8 @@ def divide(shape: Int64s, start: Int64s, stop: Int64s) -> Division:
     if np.prod(np.array(cells, dtype=np.float64)) > _MAX_CELLS or work > _MAX_WORK:
         raise LayoutError(
             f"{len(first)} different shards cut a box of shape {shape.tolist()} into a grid of "
-            f"{cells} cells; expected at most {_MAX_CELLS} cells and {_MAX_WORK} overlaps"
+            f"{cells} cells; expected at most {_MAX_CELLS} cells, which the shards cover at most "
+            f"{_MAX_WORK} times"
         )
     regions = [
         tuple(slice(int(a[i]), int(b[i])) for a, b in zip(low, high, strict=True))

@@ -90,11 +90,9 @@ def choices(overlaps: Overlaps, wanted: TargetColumns) -> Choices | Missing:
             for start, stop in division.missing
         )
         return Missing(part, boxes, incomplete_parts)
-    part_, start_, stop_, overlaps_, held = (
-        np.concatenate(column) for column in zip(*columns, strict=True)
-    )
+    *fields, held = (np.concatenate(column) for column in zip(*columns, strict=True))
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(held)])
-    return Choices(part_, start_, stop_, overlaps_, ends)
+    return Choices(*fields, ends)
 
 
 def _by_geometry(

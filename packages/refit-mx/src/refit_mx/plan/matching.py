@@ -27,7 +27,7 @@ class Overlaps:
     start: Int64s  # (n, axes), in the published tensor; as many axes as the `TargetColumns`
     stop: Int64s  # (n, axes)
 
-    def of(self, rows: Int64s) -> Overlaps:
+    def take(self, rows: Int64s) -> Overlaps:
         """Return the given rows, in the given order."""
         return Overlaps(
             self.part[rows],
@@ -56,7 +56,7 @@ def find_overlaps(held: Sequence[HeldBoxes], wanted: TargetColumns, tensors: int
         np.concatenate([each.start for each in by_source]),
         np.concatenate([each.stop for each in by_source]),
     )
-    return together.of(np.argsort(part, kind="stable"))
+    return together.take(np.argsort(part, kind="stable"))
 
 
 def _overlaps_of(held: HeldBoxes, index: int, wanted: TargetColumns, tensors: int) -> Overlaps:

@@ -100,7 +100,7 @@ def plan_reads(shards: ShardTable, targets: Sequence[TargetTensor], *, seed: int
     boxes = choices(overlaps, wanted)
     if isinstance(boxes, Missing):
         raise LayoutError(_describe_missing(boxes, shards, targets, wanted))
-    assignment = _chosen(shards, wanted, overlaps, boxes, sources_of_held, seed)
+    assignment = _assign_sources(shards, wanted, overlaps, boxes, sources_of_held, seed)
     return _as_plan(shards, wanted, assignment)
 
 
@@ -111,7 +111,7 @@ def _nbytes(
     return (stop - start).prod(axis=1) * item_size
 
 
-def _chosen(
+def _assign_sources(
     shards: ShardTable,
     wanted: TargetColumns,
     overlaps: Overlaps,
@@ -121,8 +121,8 @@ def _chosen(
 ) -> _Assignment:
     """Choose one source for each box. A box that several sources hold is undecided at first."""
     first_overlap = boxes.overlaps[boxes.first[:-1]]
-    only = np.array([s[0] if len(s) == 1 else -1 for s in sources_of_held], dtype=np.int64)
-    source = only[overlaps.held[first_overlap]]
+    only_source = np.array([s[0] if len(s) == 1 else -1 for s in sources_of_held], dtype=np.int64)
+    source = only_source[overlaps.held[first_overlap]]
     source[np.diff(boxes.first) > 1] = -1
     nbytes = _nbytes(shards, wanted, boxes.part, boxes.start, boxes.stop)
     assigned, undecided = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
@@ -133,12 +133,12 @@ def _chosen(
     np.add.at(load, source[assigned], nbytes[assigned])
     group, members, places = _groups(overlaps, boxes, undecided, sources_of_held)
     several = np.array([len(sources) > 1 for sources in members], dtype=np.bool_)[group]
-    which, start, stop = _split(
+    origin, start, stop = _split(
         boxes.start[undecided],
         boxes.stop[undecided],
         np.where(several, -(-nbytes[undecided] // SPLIT_BYTES), 1),
     )
-    box, group = undecided[which], group[which]
+    box, group = undecided[origin], group[origin]
     box_bytes = _nbytes(shards, wanted, boxes.part[box], start, stop)
     picked = np.array(spread(box_bytes, group.tolist(), members, load, seed=seed), dtype=np.int64)
     # Concatenate all groups, so that ``at`` is the place of each box's source and overlap.
@@ -229,6 +229,7 @@ def _as_plan(shards: ShardTable, wanted: TargetColumns, assignment: _Assignment)
         item_size = shards.tensors.item_size[wanted.tensor[part]]
         origin = held.start.take(row, axis=0)[:, :axes]
         held_shape = held.stop.take(row, axis=0)[:, :axes] - origin
+        # Bytes between neighbors along each axis of a shard, which is C-ordered.
         stride = np.empty_like(start)
         stride[:, -1] = item_size
         for axis in range(axes - 2, -1, -1):

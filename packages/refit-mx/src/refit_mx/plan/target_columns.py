@@ -57,22 +57,22 @@ class TargetColumns:
         _check_published(targets, parts, target, dtype, tensor, axes, start + shape, shards)
 
         item_size = ITEM_SIZE_OF_CODE[dtype]
-        _, own_shape = _padded([t.shape for t in targets], 1, last=True)
-        own_stride = np.empty_like(own_shape)
-        own_stride[:, -1] = item_size
+        _, target_shape = _padded([t.shape for t in targets], 1, align_last=True)
+        target_stride = np.empty_like(target_shape)
+        target_stride[:, -1] = item_size
         for axis in range(MAX_AXES - 2, -1, -1):
             # Strides of an empty axis do not matter: no byte is read into it.
-            own_stride[:, axis] = own_stride[:, axis + 1] * own_shape[:, axis + 1]
-        nbytes = own_shape.prod(axis=1) * item_size
+            target_stride[:, axis] = target_stride[:, axis + 1] * target_shape[:, axis + 1]
+        nbytes = target_shape.prod(axis=1) * item_size
         ends = np.cumsum(-(-nbytes // ALIGNMENT) * ALIGNMENT)
         offsets = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(targets)]
 
-        _, at = _padded([part.at for part in parts], 0, last=True)
-        base = offsets[target] + (at * own_stride[target]).sum(axis=1)
-        # Axes of box and target are matched from the last one. Where either lacks an axis, the box
-        # has one element along it, and any stride works.
+        _, at = _padded([part.at for part in parts], 0, align_last=True)
+        base = offsets[target] + (at * target_stride[target]).sum(axis=1)
+        # Axes of box and target are matched from the last one. Where one lacks an axis, the box has
+        # one element along it, and any stride works.
         matching = np.minimum(np.arange(MAX_AXES) + MAX_AXES - axes[:, None], MAX_AXES - 1)
-        stride = np.take_along_axis(own_stride[target], matching, axis=1)
+        stride = np.take_along_axis(target_stride[target], matching, axis=1)
         maximum = max(1, int(shards.tensors.axes.max(initial=0)))
         start, shape, stride = start[:, :maximum], shape[:, :maximum], stride[:, :maximum]
         return cls(
@@ -89,14 +89,14 @@ class TargetColumns:
 
 
 def _padded(
-    numbers: Collection[tuple[int, ...]], fill: int, *, last: bool = False
+    numbers: Collection[tuple[int, ...]], fill: int, *, align_last: bool = False
 ) -> tuple[Int64s, Int64s]:
-    """Return the length of each row, and the rows padded at the end or, if ``last``, in front."""
+    """Return the length of each row, and the padded rows; ``align_last`` pads in front."""
     counts = np.array([len(row) for row in numbers], dtype=np.int64)
     width = max(MAX_AXES, int(counts.max(initial=0)))
     columns = np.full((len(counts), width), fill, dtype=np.int64)
     place = np.arange(width)
-    held = place >= width - counts[:, None] if last else place < counts[:, None]
+    held = place >= width - counts[:, None] if align_last else place < counts[:, None]
     columns[held] = np.fromiter(chain.from_iterable(numbers), np.int64, int(counts.sum()))
     # A box with too many axes is refused later, by its number of axes.
     return counts, columns[:, :MAX_AXES]

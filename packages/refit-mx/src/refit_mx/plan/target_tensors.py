@@ -18,9 +18,9 @@ _PAIRS_AT_ONCE = 1 << 22
 class TargetPart:
     """A box of a published tensor, with its place in a target.
 
-    Axes of the box and the target are matched from the last one. The box has size 1 along
-    leading axes that either lacks. So an expert's matrix can be part of a stack, and an element of
-    a stack can be a target.
+    Axes of the box and the target are matched from the last one. Along leading axes that only one
+    of the two has, the box has size 1. So an expert's matrix can be part of a stack, and an element
+    of a stack can be a target.
 
     Attributes:
         tensor: name of the published tensor.

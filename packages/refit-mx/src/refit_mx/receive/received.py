@@ -160,8 +160,8 @@ class OpenReceives:
     def dropping(self, version_id: str, discard: Callable[[], None]) -> Callable[[], None]:
         """Return a function for the finalizer of weights that are dropped unclosed.
 
-        It stops renewing the lease at once; `end_dropped` does the rest. Then ``discard`` discards
-        the scratch memory, which tensors may still use.
+        It stops renewing the lease at once. `end_dropped` releases the lease later, and calls
+        ``discard`` for the scratch memory, which tensors may still use.
         """
         held, dropped = self._open[version_id], self._dropped
         held.discard = discard

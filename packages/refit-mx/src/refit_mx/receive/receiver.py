@@ -328,14 +328,14 @@ class MxV2RefitReceiver(Closeable):
                 stats.attempts += 1
                 # Wrong bytes once may be a transmission fault; exclude a source that sent them
                 # twice.
-                twice = _workers_with_repeated_mismatches(wrong)
+                repeated = _workers_with_repeated_mismatches(wrong)
                 try:
                     attempt = self._receiving.attempt(
                         stats,
                         targets,
                         deadline,
                         lease,
-                        exclude=lost | twice,
+                        exclude=lost | repeated,
                         source_filter=source_filter,
                     )
                     break
@@ -344,7 +344,7 @@ class MxV2RefitReceiver(Closeable):
                         stats.attempts -= 1  # only the excluded sources were missing
                     last = stats.attempts >= attempts or not deadline.left_s
                     # If only sources with wrong bytes still answer, that is the error to report.
-                    if twice and (last or set(error.worker_ids) <= lost | twice):
+                    if repeated and (last or set(error.worker_ids) <= lost | repeated):
                         raise wrong[-1] from error
                     if last:
                         raise

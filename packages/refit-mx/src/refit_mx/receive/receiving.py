@@ -137,14 +137,14 @@ class Receiving:
         stats.transport = transport.name
         stats.sources = tuple(manifest.worker_id for manifest in used)
         scratch = pool.take(max(1, plan.scratch_bytes), deadline)
-        moving = time.monotonic()
+        fetch_started = time.monotonic()
         try:
             verifier = Verifier(shards, plan, checks, scratch.memory)
             self._move(stats, plan, used, transport, scratch, verifier, deadline)
-            self._verify(stats, plan, used, verifier, deadline, lease, moving)
+            self._verify(stats, plan, used, verifier, deadline, lease, fetch_started)
         except SourceLostError as error:
             pool.release(scratch)
-            lost = self._lost(error, transport, used, deadline)
+            lost = self._handle_loss(error, transport, used, deadline)
             if lost is error:
                 raise
             raise lost from error
@@ -225,7 +225,7 @@ class Receiving:
                 tuple(sources.excluded),
             ) from error
 
-    def _lost(
+    def _handle_loss(
         self,
         error: SourceLostError,
         transport: Transport,
@@ -272,7 +272,7 @@ class Receiving:
             for manifest, (_, reads) in zip(used, plan.source_reads, strict=True)
         ]
         overlapped = plan.nbytes >= self._settings.min_overlapped_verify_bytes
-        checking = CallGroup(self._verifying)
+        row_checks = CallGroup(self._verifying)
         # If this process copied the bytes by CPU, they are still in that core's cache.
         copied = scratch.memory.device.type == "cpu" and (transport.name == "shm" or not has_rdma())
 
@@ -285,26 +285,26 @@ class Receiving:
             if copied:
                 verifier.check_rows(index, first, stop)
             else:
-                checking.start(partial(verifier.check_rows, index, first, stop))
+                row_checks.start(partial(verifier.check_rows, index, first, stop))
 
         try:
             transfer = phase("transfer", stats.version_id, self._on_phase)
             with timed(stats, "fetch"), transfer as span:
-                done = transport.read(source_reads, scratch.memory, deadline=stall, on_done=on_done)
-                record_bytes(span, done.nbytes, done.seconds)
+                read = transport.read(source_reads, scratch.memory, deadline=stall, on_done=on_done)
+                record_bytes(span, read.nbytes, read.seconds)
                 span.set_attribute("refit.transport", transport.name)
                 span.set_attribute("refit.sources", len(used))
-            stats.nbytes = done.nbytes
+            stats.nbytes = read.nbytes
             with timed(stats, "verify"):
-                if not checking.join(deadline.left_s or 0.001):
+                if not row_checks.join(deadline.left_s or 0.001):
                     raise deadline.error("verifying what has arrived")
-                checking.check()
+                row_checks.check()
         except RefitTimeoutError as error:
             if not deadline.left_s:
                 raise
             raise self._stalled(stats.version_id, used, outstanding, deadline, error) from error
         finally:
-            checking.end()
+            row_checks.end()
         if not overlapped:
             with timed(stats, "verify"):
                 for index, (_, reads) in enumerate(plan.source_reads):
@@ -340,17 +340,17 @@ class Receiving:
         verifier: Verifier,
         deadline: Deadline,
         lease: VersionLease,
-        moving: float,
+        fetch_started: float,
     ) -> None:
         """Verify the rest by digests requested from the sources, and check the lease.
 
         Most bytes were verified while others arrived. So the recorded rate covers both: all bytes
-        over the time since ``moving``, the monotonic time at which the fetch began.
+        over the time since ``fetch_started``, the monotonic time at which the fetch began.
         """
         verify = phase("verify", stats.version_id, self._on_phase)
         with timed(stats, "verify"), verify as span:
             allowed = min(self._settings.digest_timeout_s, deadline.check("verifying"))
-            asking = Deadline(allowed, f"digests of version {stats.version_id}")
+            limit = Deadline(allowed, f"digests of version {stats.version_id}")
 
             def check(index: int) -> int:
                 source = used[index]
@@ -360,7 +360,7 @@ class Receiving:
                         source, connect_timeout_s=self._settings.connect_timeout_s
                     )
                     with closing(client):
-                        return client.digests(rest, version_id=stats.version_id, deadline=asking)
+                        return client.digests(rest, version_id=stats.version_id, deadline=limit)
 
                 try:
                     return verifier.check_rest(index, ask)
@@ -372,7 +372,7 @@ class Receiving:
             unverified = [index for index in range(len(used)) if verifier.has_rest(index)]
             stats.source_verified_bytes = sum(map_calls(self._asking, check, unverified))
             lease.check()
-            record_bytes(span, plan.nbytes, time.monotonic() - moving)
+            record_bytes(span, plan.nbytes, time.monotonic() - fetch_started)
 
 
 def _is_answering(source: Manifest, deadline: Deadline) -> bool:

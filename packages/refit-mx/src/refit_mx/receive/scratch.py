@@ -53,7 +53,7 @@ class ScratchPool:
                 if self._closed:
                     raise RefitConfigError("the scratch pool was closed")
                 self._end_quarantines()
-                arena = self._fitting(nbytes)
+                arena = self._take_fitting(nbytes)
                 if arena is not None:
                     self._in_use.add(arena)
                     return arena
@@ -120,7 +120,7 @@ class ScratchPool:
         self._quarantined -= ended
         self._idle |= ended
 
-    def _fitting(self, nbytes: int) -> Arena | None:
+    def _take_fitting(self, nbytes: int) -> Arena | None:
         fitting = [arena for arena in self._idle if arena.nbytes >= nbytes]
         if fitting:
             smallest = min(fitting, key=lambda arena: arena.nbytes)

@@ -139,13 +139,13 @@ class Verifier:
         ):
             if begin == end:
                 continue
-            after = min(length, skip + (end - begin) // DIGEST_BYTES * BLOCK_BYTES)
+            blocks_end = min(length, skip + (end - begin) // DIGEST_BYTES * BLOCK_BYTES)
             if at >= 0 and self._bytes is not None:
-                actual = host_block_digests(self._bytes, at + skip, at + after)
+                actual = host_block_digests(self._bytes, at + skip, at + blocks_end)
             else:
                 read = self._plan.source_reads[index][1].rows[row]
                 with on_separate_stream(self._scratch.device):
-                    actual = self._digests_of(read, skip, after)
+                    actual = self._digests_of(read, skip, blocks_end)
             if actual != digests[begin:end]:
                 raise self._mismatch(index, row)
 

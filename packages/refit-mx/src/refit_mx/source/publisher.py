@@ -49,9 +49,9 @@ from refit_mx.source.staging import (
     Placement,
     StagingLayout,
     WireDtype,
-    columns,
     holds_equal_bytes,
     lay_out,
+    manifest_columns,
     stage,
 )
 from refit_mx.spans import OnPhase, phase, record_bytes
@@ -401,7 +401,7 @@ class MxV2TrainingPublisher(Closeable):
         self, version_id: str, layout: StagingLayout, arena: Arena, digests: bytes
     ) -> tuple[Manifest, str]:
         """Make the bytes and the manifest available; receivers find them through the shard."""
-        table, shards = columns(layout)
+        table, shards = manifest_columns(layout)
         table_digest, table_bytes = encode_table(table)
         structure = Structure(table_digest, table_bytes, shards).encode()
         manifest = Manifest(

@@ -59,9 +59,9 @@ class _Held:
 class SourceServer(Closeable):
     """Server for a publisher's versions. It listens from its creation on, in separate threads.
 
-    ``incarnation`` is a random id of this process, never used before. ``timeout_s`` limits the time
-    for a peer to finish sending a request or to accept a chunk, ``handshake_timeout_s`` that for
-    its greeting, ``idle_timeout_s`` that until its next request. For ``max_connections`` see
+    ``incarnation`` is a random id of this process, never used before. A peer has ``timeout_s`` to
+    finish a request or to accept a chunk, ``handshake_timeout_s`` to send its greeting, and
+    ``idle_timeout_s`` to begin its next request. For ``max_connections`` see
     `refit_mx.listening.threaded.ThreadedListener`.
 
     Raises:

@@ -292,8 +292,8 @@ def holds_equal_bytes(layout: StagingLayout, arena: torch.Tensor) -> bool:
     return True
 
 
-def columns(layout: StagingLayout) -> tuple[TensorTable, ShardColumns]:
-    """Return the tables of a manifest for a layout."""
+def manifest_columns(layout: StagingLayout) -> tuple[TensorTable, ShardColumns]:
+    """Return the tensors and shards of a layout, as a manifest has them."""
     index: dict[str, int] = {}
     table = TensorTable([], [], [])
     axes = max(1, *(len(shard.global_shape) for shard in layout.shards))

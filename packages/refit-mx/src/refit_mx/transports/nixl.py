@@ -182,8 +182,8 @@ class NixlTransport:
                 self._threads = ThreadPoolExecutor(
                     self._max_lanes - 1, thread_name_prefix="refit-nixl"
                 )
-            carry_out = [partial(lane.carry_out, queues, scratch, deadline) for lane in lanes]
-            run_concurrently(self._threads, carry_out)
+            calls = [partial(lane.read_batches, queues, scratch, deadline) for lane in lanes]
+            run_concurrently(self._threads, calls)
             seconds = time.monotonic() - started
             for queue in queues:
                 client = self._client(queue.source)

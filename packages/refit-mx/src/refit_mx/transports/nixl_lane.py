@@ -179,7 +179,7 @@ class Lane:
         if self._remotes.pop(name, None) is not None:
             self._agent.remove_remote_agent(name)
 
-    def carry_out(
+    def read_batches(
         self,
         queues: Sequence[BatchQueue],
         scratch: torch.Tensor,
@@ -191,7 +191,7 @@ class Lane:
         If this raises, the caller must abandon the reads in progress. If ``stopped`` returns that
         another lane has failed, this method returns with reads in progress.
         """
-        idle = 0
+        idle_rounds = 0
         active = [_Flight(queue) for queue in queues]
         while active and not stopped():
             progressed = False
@@ -213,15 +213,15 @@ class Lane:
                     queue.done(batch)
             active = [flight for flight in active if flight.reads or flight.more]
             if progressed:
-                idle = 0
+                idle_rounds = 0
                 continue
-            idle += 1
+            idle_rounds += 1
             if active and not deadline.left_s:
                 missing = ", ".join(repr(flight.queue.source.worker_id) for flight in active[:4])
                 raise deadline.error(f"reading from {missing} ({len(active)} sources)")
             # Poll without sleep at first, for small transfers that take microseconds; then sleep,
             # so that long ones do not use a core.
-            time.sleep(0 if idle < 50 else min(1e-3, idle * 1e-6))
+            time.sleep(0 if idle_rounds < 50 else min(1e-3, idle_rounds * 1e-6))
 
     def abandon(self) -> None:
         """Abandon the reads in progress; `busy` polls them from now on."""

@@ -92,7 +92,7 @@ class ShmTransport:
         self._sources: dict[_Key, _Source] = {}
 
     def register(self, scratch: torch.Tensor) -> None:
-        _writable(scratch)  # raises if it cannot write to the buffer
+        _destination(scratch)  # raises if it cannot write to the buffer
         self._registered.add(scratch.data_ptr())
 
     def unregister(self, scratch: torch.Tensor) -> None:
@@ -126,7 +126,7 @@ class ShmTransport:
                 for queue, key in zip(queues, keys, strict=True)
             }
             started = time.monotonic()
-            copying = partial(_copy, queues, memories, _writable(scratch), deadline)
+            copying = partial(_copy, queues, memories, _destination(scratch), deadline)
             lanes = self._max_lanes if nbytes >= LANE_BYTES else 1
             if lanes > 1 and self._threads is None:
                 self._threads = ThreadPoolExecutor(lanes - 1, thread_name_prefix="refit-shm")
@@ -252,7 +252,7 @@ def _as_tensor(memory: _Bytes) -> torch.Tensor:
     return torch.frombuffer(unowned, dtype=torch.uint8)
 
 
-def _writable(scratch: torch.Tensor) -> _Bytes | torch.Tensor:
+def _destination(scratch: torch.Tensor) -> _Bytes | torch.Tensor:
     return host_bytes(scratch) if scratch.device.type == "cpu" else scratch
 
 

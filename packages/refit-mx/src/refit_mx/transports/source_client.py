@@ -94,12 +94,12 @@ class SourceClient:
             with self._errors(deadline, "connecting"):
                 limit = Deadline(min(deadline.check(), self._connect_timeout_s), "connecting")
                 try:
-                    answer = self.greeting(limit)
+                    answer = self.greet(limit)
                 except (RefitTimeoutError, TimeoutError):
                     deadline.check("connecting")
                     raise self._lost(f"did not answer for {self._connect_timeout_s:g} s") from None
                 if answer.status != "full":
-                    self._ok(answer)
+                    self._check_ok(answer)
                     return True
             # The source is healthy, and has capacity once another receiver is done.
             self._drop()
@@ -129,9 +129,9 @@ class SourceClient:
                 spans.store(chunk)
             else:
                 receive_length(sock, 0, deadline)
-                self._ok(self._receive(deadline))
+                self._check_ok(self._receive(deadline))
                 return
-            self._ok(self._receive(deadline))
+            self._check_ok(self._receive(deadline))
             raise ProtocolError("the source ended its chunks early but reported no error")
 
     def digests(self, reads: ReadTable, *, version_id: str, deadline: Deadline) -> bytes:
@@ -172,7 +172,7 @@ class SourceClient:
         """Disconnect. May be called again; the next use reconnects."""
         self._drop()
 
-    def greeting(self, deadline: Deadline) -> Answer:
+    def greet(self, deadline: Deadline) -> Answer:
         """Connect, and return the server's answer to HELLO.
 
         Raises:
@@ -203,7 +203,7 @@ class SourceClient:
     ) -> bytes:
         self.connect(deadline)
         with self._errors(deadline, doing):
-            return self._ok(self._answer(request, deadline, max_bytes)).data
+            return self._check_ok(self._answer(request, deadline, max_bytes)).data
 
     def _send(self, request: Request, deadline: Deadline) -> socket.socket:
         assert self._sock is not None
@@ -218,7 +218,7 @@ class SourceClient:
         self._send(request, deadline)
         return self._receive(deadline, max_bytes)
 
-    def _ok(self, answer: Answer) -> Answer:
+    def _check_ok(self, answer: Answer) -> Answer:
         if answer.status == "ok":
             return answer
         if answer.status == "refused":
@@ -270,7 +270,7 @@ def is_gone(source: Manifest, timeout_s: float) -> bool:
     """
     client = SourceClient(source)
     try:
-        answer = client.greeting(Deadline(timeout_s, "asking whether a source is gone"))
+        answer = client.greet(Deadline(timeout_s, "asking whether a source is gone"))
     except ConnectionRefusedError:
         return True
     except (OSError, ProtocolError):
