@@ -49,7 +49,7 @@ from dataplane_tq import topology
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Link
 from dataplane_tq.inspector import DirectoryInspector
-from dataplane_tq.mirror import rows as rows_in
+from dataplane_tq.mirror import rows as mirror_rows
 from dataplane_tq.mirror.engine import Engine
 from dataplane_tq.mirror.reporter import Reporter
 from dataplane_tq.storage import BACKENDS
@@ -306,12 +306,12 @@ class TQDataPlaneClient(LedgerClient):
             answer = cleared = session.ask(request, p.ClearAnswer)
             while True:
                 if engine is not None:
-                    engine.run(what, rows_in.drop, engine.client, partition_id, answer.orphans)
+                    engine.run(what, mirror_rows.drop, engine.client, partition_id, answer.orphans)
                 if not answer.more:
                     break
                 answer = session.ask(p.NextOrphans(), p.ClearAnswer)
             if engine is not None and ids is None:
-                engine.run(what, rows_in.forget, engine.client, partition_id)
+                engine.run(what, mirror_rows.forget, engine.client, partition_id)
             session.ask(p.Dropped(), type(None))
         return bool(cleared.dropped)
 

@@ -119,7 +119,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Raise `UnavailableError` unless the address speaks HTTP/2, as a control store's gRPC does."""
+    """Raise `UnavailableError` unless a process at the address answers HTTP/2, or disconnects."""
     if "://" in address:
         return  # Ray Client, which has its own time-out
     resolved = services.canonicalize_bootstrap_address(address)

@@ -39,7 +39,7 @@ from dataplane_core.tensors.rows import (
     split_rows,
 )
 from dataplane_tq.directory.protocol import PutAnswer, ReadAnswer
-from dataplane_tq.mirror import rows as rows_in
+from dataplane_tq.mirror import rows as mirror_rows
 from dataplane_tq.mirror.engine import Engine
 from dataplane_tq.packed.access import UnitAccess
 from dataplane_tq.packed.encoding import EncodedField, encode, encode_columns
@@ -160,18 +160,18 @@ class TransferQueueStore(Store):
         client, what = self._engine.client, put.operation
         ids, partition_id = put.sample_ids, put.partition_id
         rows = self._engine.run(
-            what, rows_in.register, client, ids, partition_id, put.tags, answer.orphans
+            what, mirror_rows.register, client, ids, partition_id, put.tags, answer.orphans
         )
         if encoded.kinds:
             check()
             values = encoded.values
-            self._engine.run(what, rows_in.store, client, values, rows, ids, partition_id, what)
+            self._engine.run(what, mirror_rows.store, client, values, rows, ids, partition_id, what)
 
     def read(self, read: ReadRequest, answer: ReadAnswer) -> TensorDict:
         distinct = list(dict.fromkeys(read.sample_ids))
         client, what = self._engine.client, read.operation
         fields = self._engine.run(
-            what, rows_in.read, client, distinct, read.partition_id, read.fields, what
+            what, mirror_rows.read, client, distinct, read.partition_id, read.fields, what
         )
         places = {sample_id: i for i, sample_id in enumerate(distinct)}
         order = [places[sample_id] for sample_id in read.sample_ids]

@@ -202,7 +202,7 @@ def _check_used(backend: type[StorageBackend], settings: Mapping[str, Any]) -> N
 def _for_transfer_queue(connection: ConnectionData) -> Any:
     """Return the configuration with which ``transfer_queue.init`` itself attaches."""
     config = OmegaConf.create({}, flags={"allow_objects": True})
-    shipped = {"controller": {"polling_mode": True, "zmq_info": connection.controller}}
+    controller = {"polling_mode": True, "zmq_info": connection.controller}
     manager = BACKENDS[connection.backend].manager
     backend = {"storage_backend": manager, manager: connection.storage}
     if manager == "SimpleStorage":
@@ -210,7 +210,7 @@ def _for_transfer_queue(connection: ConnectionData) -> Any:
     # TransferQueue does not know the managers of this package.
     if StorageManagerFactory._registry[manager].__module__.startswith("dataplane_tq."):
         backend[manager] = {**connection.storage, "registration": Registration()}
-    return OmegaConf.merge(config, {**shipped, "backend": backend})
+    return OmegaConf.merge(config, {"controller": controller, "backend": backend})
 
 
 def _call_ray(timeout_s: float, call: Callable[[], T]) -> T:

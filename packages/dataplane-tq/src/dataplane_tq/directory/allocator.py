@@ -116,10 +116,10 @@ class Allocator:
         #                  a b  ^ after
         after = self._stops.searchsorted(starts, side="right")
         within = after < self._starts.size
-        taken = within.copy()
-        taken[within] = self._starts[after[within]] < stops[within]
-        if taken.any():
-            at = int(taken.argmax())
+        overlaps_free = within.copy()
+        overlaps_free[within] = self._starts[after[within]] < stops[within]
+        if overlaps_free.any():
+            at = int(overlaps_free.argmax())
             raise ValueError(f"free: {starts[at]}..{stops[at]} is not allocated")
         # Only the free extents low..high (exclusive) can touch a range: from the one just before
         # the first range to the one just after the last range. Only these are merged.

@@ -1,7 +1,7 @@
 """Handlers of the directory for inspectors: queries, and changes by an operator.
 
 The directory's only thread runs each handler, and serves no other request until the handler returns
-or awaits. So no handler may run for longer at a time than the one for a page of samples.
+or awaits. So no handler may run longer between two awaits than the one for a page of samples.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def _partition(store: StoreState, partition_id: str) -> Partition:
 
 
 def _handler(query: Callable[..., Any], *, timed: bool = True) -> Callable[[StoreState, Any], Any]:
-    """Make a handler that calls ``query`` with the partition, the other fields and the time.
+    """Make a handler that calls ``query`` with the partition and the request's other fields.
 
-    The other fields are those of the request besides ``partition_id``; the time only if ``timed``.
+    If ``timed``, the time is the last argument.
     """
 
     def answer(store: StoreState, request: Any) -> Any:

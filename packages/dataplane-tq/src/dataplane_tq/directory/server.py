@@ -65,23 +65,23 @@ class Directory:
         """
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listening_on = socket.create_server((self._host, 0), family=family)
+            listener = socket.create_server((self._host, 0), family=family)
         except OSError as error:
             raise UnavailableError(
                 f"the partition directory cannot listen on {self._host}: {error}"
             ) from error
-        port: int = listening_on.getsockname()[1]
-        threading.Thread(target=self._serve, args=(listening_on,), daemon=True).start()
+        port: int = listener.getsockname()[1]
+        threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
         return Address(self._host, port, self._token)
 
-    def _serve(self, listening_on: socket.socket) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
         # asyncio accepts up to `backlog` connections in a row and serves no request meanwhile. So
         # it gets a small number here, and the kernel a larger one below.
         self._loop.run_until_complete(
-            asyncio.start_server(self._connected, sock=listening_on, backlog=_ACCEPTED_AT_ONCE)
+            asyncio.start_server(self._connected, sock=listener, backlog=_ACCEPTED_AT_ONCE)
         )
-        listening_on.listen(_BACKLOG)
+        listener.listen(_BACKLOG)
         # Garbage collections would be the directory's worst latencies. Collections of young
         # objects stay below a millisecond; full ones, over the ledger's many objects, become rare.
         gc.collect()

@@ -169,7 +169,7 @@ class Link:
     def close(self) -> None:
         """Close the connections; operations under way in other threads raise `ClosedError`.
 
-        Kept sessions stay open until their owner ends them.
+        Detached sessions stay open until their owner ends them.
         """
         with self._lock:
             self._closed = True

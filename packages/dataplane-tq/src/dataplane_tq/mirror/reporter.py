@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
+from functools import partial
 from typing import Any  # Any: tags
 
 import structlog
@@ -94,18 +95,20 @@ class Reporter:
         """
         session.detach()
         ids = list(sample_ids)  # the caller may change its meta's list
-        entry = rows.enter, self._engine.client, ids, partition_id, tags, orphans, list(fields)
+        enter = partial(
+            rows.enter, self._engine.client, ids, partition_id, tags, orphans, list(fields)
+        )
         with self._lock:
             self._pending.append(
-                self._engine.submit(self._report_put, session, partition_id, *entry)
+                self._engine.submit(self._report_put, session, partition_id, enter)
             )
 
     async def _report_put(
-        self, session: Session, partition_id: str, enter: Any, *args: Any
+        self, session: Session, partition_id: str, enter: Callable[[], Awaitable[None]]
     ) -> None:
         try:
             async with self._turn:
-                await asyncio.wait_for(enter(*args), self._engine.timeout_s)
+                await asyncio.wait_for(enter(), self._engine.timeout_s)
                 consumed = await asyncio.to_thread(session.ask, p.Reported(), list[p.Consumption])
                 for item in consumed:
                     await rows.consume(

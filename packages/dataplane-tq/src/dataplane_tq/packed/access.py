@@ -62,8 +62,8 @@ class UnitAccess:
             UnavailableError: a unit is gone.
             DeadlineExceededError: a unit did not confirm its writes in time.
         """
-        for unit, pieces in writes(blocks, fields).items():
-            self._unit(unit).write(pieces, self._timeout_s)
+        for unit, to_write in writes(blocks, fields).items():
+            self._unit(unit).write(to_write, self._timeout_s)
 
     def read(
         self, fields: Sequence[str], parts: Sequence[FieldParts]
@@ -101,15 +101,15 @@ class UnitAccess:
 
     def write_rows(self, filled: Iterable[tuple[Block, Indices | None, bytes]]) -> None:
         """Write to each block what `read_rows` returned for these rows. Raise as `write`."""
-        pieces: dict[str, list[tuple[int, Slices]]] = {}
+        by_unit: dict[str, list[tuple[int, Slices]]] = {}
         for block, rows, data in filled:
             flat, at = np.frombuffer(data, np.uint8), 0
             for start, stop in _layout_and_ranges(block, rows)[1]:
                 if start < stop:
                     slices = Slices(flat, [at], [stop - start])
-                    pieces.setdefault(block.unit, []).append((start, slices))
+                    by_unit.setdefault(block.unit, []).append((start, slices))
                     at += stop - start
-        for unit, to_write in pieces.items():
+        for unit, to_write in by_unit.items():
             self._unit(unit).write(to_write, self._timeout_s)
 
     def _each(

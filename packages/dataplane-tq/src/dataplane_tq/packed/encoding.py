@@ -63,12 +63,12 @@ def writes(
 ) -> dict[str, list[tuple[int, Slices]]]:
     """Return per unit the offsets and bytes to write, so that ``blocks`` hold ``fields``."""
     encoded = {field.layout.name: field for field in fields}
-    pieces: dict[str, list[tuple[int, Slices]]] = {}
+    by_unit: dict[str, list[tuple[int, Slices]]] = {}
     for block in blocks:
         if block.layout.nbytes:
             rows = encoded[block.layout.name].rows(block.first_row, block.layout.rows)
-            pieces.setdefault(block.unit, []).append((block.offset, rows))
-    return pieces
+            by_unit.setdefault(block.unit, []).append((block.offset, rows))
+    return by_unit
 
 
 def encode_columns(

@@ -18,7 +18,7 @@ CONNECTIONS = 2
 MIN_BYTES = 2 << 20
 """Smallest transfer over several connections; it takes ten times as long as starting a thread."""
 
-Piece = tuple[int, Slices]
+Write = tuple[int, Slices]
 """Offset in the unit's memory, and the bytes to write there."""
 
 
@@ -60,26 +60,26 @@ def run_all(actions: Iterable[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def split(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def split(writes: Sequence[Write]) -> list[list[Write]]:
     """Split writes into one part of about equal size per connection; no slice is cut."""
-    total = sum(piece.nbytes for _, piece in pieces)
+    total = sum(data.nbytes for _, data in writes)
     if not total or not is_large(total):
-        return [list(pieces)]
-    parts: list[list[Piece]] = [[] for _ in range(CONNECTIONS)]
+        return [list(writes)]
+    parts: list[list[Write]] = [[] for _ in range(CONNECTIONS)]
     done = 0
-    for offset, piece in pieces:
+    for offset, data in writes:
         first = 0
-        while first < len(piece.sizes):
+        while first < len(data.sizes):
             # Bytes done..limit of the total go to part number `part`.
             part = min(done * CONNECTIONS // total, CONNECTIONS - 1)
             limit = total * (part + 1) // CONNECTIONS
             stop, size = first, 0
-            while stop < len(piece.sizes) and (
-                stop == first or done + size + piece.sizes[stop] <= limit
+            while stop < len(data.sizes) and (
+                stop == first or done + size + data.sizes[stop] <= limit
             ):
-                size += piece.sizes[stop]
+                size += data.sizes[stop]
                 stop += 1
             rows = slice(first, stop)
-            parts[part].append((offset, Slices(piece.flat, piece.starts[rows], piece.sizes[rows])))
+            parts[part].append((offset, Slices(data.flat, data.starts[rows], data.sizes[rows])))
             offset, done, first = offset + size, done + size, stop
     return [part for part in parts if part]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dataplane_core import DeadlineExceededError, InvalidRequestError, UnavailableError, pages
 from dataplane_tq.packed import unit_wire as wire
 from dataplane_tq.packed.arena import Arena
-from dataplane_tq.packed.parallel import Piece, run_all, split
+from dataplane_tq.packed.parallel import Write, run_all, split
 from dataplane_tq.packed.slices import Slices
 from dataplane_tq.packed.unit_wire import UnitAddress
 
@@ -96,30 +96,30 @@ class UnitClient:
             if self._memory(deadline) is None:
                 self._return(self._take(deadline))
 
-    def write(self, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """Write each piece at its offset; return when all bytes are in the unit's memory.
+    def write(self, writes: Sequence[Write], timeout_s: float) -> None:
+        """Write all bytes at their offsets; return when they are in the unit's memory.
 
         Args:
-            pieces: offsets, each with the slices to write there contiguously.
+            writes: offsets, each with the slices to write there contiguously.
             timeout_s: deadline in seconds.
 
         Raises:
-            InvalidRequestError: a piece is outside the unit's memory; nothing was written.
+            InvalidRequestError: a write is outside the unit's memory; nothing was written.
             UnavailableError: the unit is gone; some bytes may have been written.
             DeadlineExceededError: the deadline passed; some bytes may have been written, and bytes
                 under way may still be written a moment later.
         """
         deadline = time.monotonic() + timeout_s
-        ranges = [(offset, offset + piece.nbytes) for offset, piece in pieces]
+        ranges = [(offset, offset + data.nbytes) for offset, data in writes]
         self._check(ranges)
         with self._errors("write", timeout_s):
             memory = self._memory(deadline)
             if memory is not None:
-                for (start, stop), (_, piece) in zip(ranges, pieces, strict=True):
-                    piece.copy_into(memory[start:stop])
+                for (start, stop), (_, data) in zip(ranges, writes, strict=True):
+                    data.copy_into(memory[start:stop])
                 self._check_alive()
                 return
-            run_all(partial(self._send, part, deadline) for part in split(pieces))
+            run_all(partial(self._send, part, deadline) for part in split(writes))
 
     def read(self, ranges: Sequence[tuple[int, int]], timeout_s: float) -> Bytes:
         """Return the concatenated bytes of the ranges ``(start, stop)``.
@@ -304,13 +304,13 @@ class UnitClient:
             yield sock
         self._return(sock)
 
-    def _send(self, pieces: Sequence[Piece], deadline: float) -> None:
-        for first in range(0, len(pieces), wire.MAX_RANGES):
-            batch = pieces[first : first + wire.MAX_RANGES]
-            ranges = [(offset, piece.nbytes) for offset, piece in batch]
+    def _send(self, writes: Sequence[Write], deadline: float) -> None:
+        for first in range(0, len(writes), wire.MAX_RANGES):
+            batch = writes[first : first + wire.MAX_RANGES]
+            ranges = [(offset, data.nbytes) for offset, data in batch]
             header = _frame(wire.WRITE, ranges, deadline)
             with self._exchange(deadline) as sock:
-                views = [view for _, piece in batch for view in piece.views()]
+                views = [view for _, data in batch for view in data.views()]
                 wire.send(sock, [memoryview(header), *views], deadline)
                 wire.receive(sock, 1, deadline)
 

@@ -49,7 +49,7 @@ class StorageBackend(ABC):
             a tensor.
         survivable: whether clients detect the death of each part within seconds. False if the
             backend's library blocks a client of a dead daemon until the deadline.
-        options: the optional keys of the configuration that only some backends use, and this one.
+        options: optional configuration keys that this backend uses, but not every backend.
         actors: name to Ray handle of every actor that operations depend on; set by `start`.
         connection: the ``config`` of ``initialize_storage_manager`` in every process; picklable,
             set by `start`.

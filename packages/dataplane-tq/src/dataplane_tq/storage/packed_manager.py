@@ -128,17 +128,17 @@ class PackedStorageManager(StorageManager):
             await self.notify_data_update(partition_id, indexes, schema, located)
             # Of two puts to one row, the one reported last may not be the one written last.
             try:
-                now = await asyncio.to_thread(raw.cells, partition_id, indexes, list(cells))
+                current = await asyncio.to_thread(raw.cells, partition_id, indexes, list(cells))
             except (MissingDataError, PartitionNotFoundError):
                 return  # cleared meanwhile: the same as a clear right after this put
-            if all(np.array_equal(now[name], cells[name]) for name in cells):
+            if all(np.array_equal(current[name], cells[name]) for name in cells):
                 break
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(
                     f"put(partition={partition_id!r}): other puts kept overwriting the rows for "
                     f"{raw.timeout_s:g} s"
                 )
-            cells = now
+            cells = current
         for row, cell in zip(metadata._custom_backend_meta, rows, strict=True):
             row.update(cell)
 
