@@ -32,13 +32,13 @@ def fetch(
     Args:
         query: parameters; None values are omitted.
         token: bearer token, None if the service has none.
-        body: what to post as JSON; None to get.
+        body: JSON body of a POST; None for a GET.
 
     Raises:
         OptionError: ``url`` is not a URL of HTTP, or the service refuses a value of the query.
         RequestError: the service is unreachable or refuses the request.
     """
-    given = {name: value for name, value in query.items() if value is not None}
+    params = {name: value for name, value in query.items() if value is not None}
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     shown = printable(url)
     try:
@@ -46,7 +46,7 @@ def fetch(
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
             method = "GET" if body is None else "POST"
             address = f"{url.rstrip('/')}{path}"
-            answer = client.request(method, address, params=given, headers=headers, json=body)
+            answer = client.request(method, address, params=params, headers=headers, json=body)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         raise OptionError(
             f"--url: found {shown!r}; expected a URL such as http://127.0.0.1:8080"

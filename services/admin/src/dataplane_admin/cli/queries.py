@@ -122,7 +122,7 @@ def alerts(
 
 def runs(
     text: Annotated[
-        str | None, typer.Option(help="Filter by part of the id, a tag or the error.")
+        str | None, typer.Option(help="Filter by part of the id, of a tag or of the error.")
     ] = None,
     state: Annotated[
         str | None,

@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
 
 
 class _StandardError:
-    """Standard error; what its reader no longer accepts is lost, and no thread fails."""
+    """Standard error that drops what its reader no longer accepts, so that no thread fails."""
 
     def write(self, text: str) -> None:
         with suppress(OSError, ValueError):

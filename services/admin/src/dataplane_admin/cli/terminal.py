@@ -1,4 +1,4 @@
-"""Terminal output of the API's answers. Names from telemetry are made printable; no markup."""
+"""Terminal output of the API's answers. Text from telemetry is made printable, without markup."""
 
 from __future__ import annotations
 
@@ -255,11 +255,11 @@ def _alerts(body: str, width: int) -> RenderableType:
     parts: list[RenderableType] = []
     if not answer.raised:
         parts.append(Text("No alert is raised."))
-    for listed, end in ((answer.raised, "raised"), (answer.cleared, "cleared")):
+    for listed, time_column in ((answer.raised, "raised"), (answer.cleared, "cleared")):
         if not listed:
             continue
         parts += _table(
-            ("alert", "severity", "run or store", end, "value", "bound", "sentence"),
+            ("alert", "severity", "run or store", time_column, "value", "bound", "sentence"),
             [
                 (
                     alert.name,
