@@ -11,7 +11,7 @@ from waiting import until
 
 from dataplane_core import InMemoryDataPlaneClient
 
-ASK_S = 2.0
+QUERY_TIMEOUT_S = 2.0
 SLOW_S = 0.2
 PARTITIONS = 20
 
@@ -26,7 +26,7 @@ def client(make_app, monkeypatch):
         for name in ("read_sample", "find_samples"):
             inspector = type(plane.inspector)
             monkeypatch.setattr(inspector, name, slowly(getattr(inspector, name)))
-        app = make_app(inspector=plane.inspector, poll_s=0.05, ask_s=ASK_S)
+        app = make_app(inspector=plane.inspector, poll_s=0.05, query_timeout_s=QUERY_TIMEOUT_S)
         with TestClient(app, base_url="http://localhost") as client:
             until(lambda: len(client.get("/api/v1/partitions").json()["partitions"]) == PARTITIONS)
             yield client

@@ -161,7 +161,7 @@ def test_plane_that_answers_no_clients_is_reported_and_read(plane, watched, star
 
 def test_queries_have_a_deadline_and_a_maximum(plane, watched, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
-    job = start_polling(ask_s=0.1)
+    job = start_polling(query_timeout_s=0.1)
     until(lambda: present(job))
     watched.free.clear()
     try:
@@ -295,7 +295,7 @@ def test_a_query_during_shutdown_is_refused_with_a_reason(plane, start_polling):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
 def test_a_missing_ray_cluster_is_one_sentence(job_of, address):
-    job = job_of(ray_address=address, ask_s=1.0)
+    job = job_of(ray_address=address, query_timeout_s=1.0)
     error = until(lambda: "no Ray" in (live(job)["error"] or "") and live(job)["error"])
     assert error.startswith(f"Ray at {address}: no Ray cluster at '{address}': ")
     assert "\n" not in error

@@ -110,7 +110,7 @@ def _live(settings: Settings, inspector: StoreInspector | None, store: Store) ->
     if inspector is not None:
         connector = LocalConnector(inspector)
     elif settings.ray_address is not None:
-        connector = RayConnector(settings.ray_address, timeout_s=settings.ask_s)
+        connector = RayConnector(settings.ray_address, timeout_s=settings.query_timeout_s)
     else:
         return None
 
@@ -124,7 +124,7 @@ def _live(settings: Settings, inspector: StoreInspector | None, store: Store) ->
     return Live(
         connector,
         poll_s=settings.poll_s,
-        ask_s=settings.ask_s,
+        query_timeout_s=settings.query_timeout_s,
         stuck_after_s=settings.stuck_after_s,
         has_claimed=has_claimed,
     )

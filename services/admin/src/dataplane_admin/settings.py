@@ -35,7 +35,7 @@ class Settings:
         limits: limits of one OTLP request.
         ray_address: Ray cluster of the data plane; None shows stored telemetry only.
         poll_s: seconds between polls of the data plane.
-        ask_s: deadline of one query to the data plane in seconds.
+        query_timeout_s: deadline of one query to the data plane in seconds.
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
         silent_after_s: seconds without telemetry after which a process counts as silent. A process
             that neither sends metrics nor repeats its waits counts as silent only if another run
@@ -64,7 +64,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     ray_address: str | None = None
     poll_s: float = 1.0
-    ask_s: float = 5.0
+    query_timeout_s: float = 5.0
     stuck_after_s: float = 60.0
     silent_after_s: float = 300.0
     max_subscribers: int = 100

@@ -107,7 +107,7 @@ class RayConnector:
         self._joined = True
         try:
             _check_listener(self._address)
-            with _own_signals():
+            with _sigterm_restored():
                 join_ray(
                     self._address,
                     namespace="dataplane-admin",
@@ -127,7 +127,7 @@ class RayConnector:
 
         if self._joined:
             self._joined = False
-            with _own_signals():
+            with _sigterm_restored():
                 ray.shutdown()
 
 
@@ -141,20 +141,20 @@ def one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def _sigterm_restored() -> Iterator[None]:
     """Restore this process's SIGTERM action afterwards.
 
-    Ray's libraries replace it when they start, with an action that exits with a stack trace, and
-    again when they stop. Python can set signals only in the main thread, and this may be another
-    thread: hence libc.
+    When Ray's libraries start, they replace it with one that exits with a stack trace; when they
+    stop, they replace it again. Python can set signals only in the main thread, and this may be
+    another thread: hence libc.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
-    known = libc.sigaction(signal.SIGTERM, None, action) == 0
+    is_saved = libc.sigaction(signal.SIGTERM, None, action) == 0
     try:
         yield
     finally:
-        if known:
+        if is_saved:
             libc.sigaction(signal.SIGTERM, action, None)
 
 

@@ -28,7 +28,8 @@ MAX_PARTITIONS = 500
 """Maximum number of partitions with trends and scans."""
 
 _MAX_QUERIES = 4
-_WANTED_S = 60.0
+_PRIORITY_S = 60.0
+"""Seconds for which a partition that a page shows is scanned before others."""
 # Interval at which pages are updated if only ages change.
 _AGES_S = 5.0
 _HISTORY_INTERVAL_S = 30.0
@@ -64,13 +65,13 @@ class Live:
         connector: Connector,
         *,
         poll_s: float,
-        ask_s: float,
+        query_timeout_s: float,
         stuck_after_s: float,
         has_claimed: Callable[[str, str], bool] = lambda _partition, _task: False,
     ) -> None:
         self._connector = connector
         self._poll_s = poll_s
-        self._ask_s = ask_s
+        self._query_timeout_s = query_timeout_s
         self._stuck_after_s = stuck_after_s
         self._has_claimed = has_claimed
         self._inspector: StoreInspector | None = None
@@ -80,7 +81,7 @@ class Live:
         self._trends = Trends()
         self._history = Trends(_HISTORY_INTERVAL_S)
         self._scanner = Scanner()
-        self._asking = threading.BoundedSemaphore(_MAX_QUERIES)
+        self._query_slots = threading.BoundedSemaphore(_MAX_QUERIES)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dataplane-admin-live", daemon=True)
 
@@ -106,12 +107,12 @@ class Live:
 
     def prioritize(self, partition_id: str) -> None:
         """Scan a partition before others, because a page shows it."""
-        wanted = {**self._prioritized, partition_id: time.monotonic()}
-        self._prioritized = dict(sorted(wanted.items(), key=lambda item: -item[1])[:MAX_PARTITIONS])
+        since = {**self._prioritized, partition_id: time.monotonic()}
+        self._prioritized = dict(sorted(since.items(), key=lambda item: -item[1])[:MAX_PARTITIONS])
 
     def deadline_s(self) -> float:
         """Return the deadline, by `time.monotonic`, of queries that start now."""
-        return time.monotonic() + self._ask_s
+        return time.monotonic() + self._query_timeout_s
 
     def ask(self, query: Callable[[StoreInspector], T], until_s: float | None = None) -> T:
         """Query the data plane with a deadline.
@@ -132,7 +133,7 @@ class Live:
         if inspector is None:
             raise NotAttached(self._snapshot.error or f"{self.source}: not connected yet")
         deadline = self.deadline_s() if until_s is None else until_s
-        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._query_slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TooManyQueries(
                 f"{self.source}: {_MAX_QUERIES} queries are running already; retry"
             )
@@ -144,15 +145,15 @@ class Live:
             except Exception as error:  # noqa: BLE001  # raised again by `answer.result`
                 answer.set_exception(error)
             finally:
-                self._asking.release()
+                self._query_slots.release()
 
         try:
-            threading.Thread(target=run, name="dataplane-admin-ask", daemon=True).start()
+            threading.Thread(target=run, name="dataplane-admin-query", daemon=True).start()
         except RuntimeError:  # the process has too many threads
-            self._asking.release()
+            self._query_slots.release()
             raise
         if not wait([answer], max(0.0, deadline - time.monotonic())).done:
-            raise QueryTimeout(f"{self.source}: no answer within {self._ask_s:g} s")
+            raise QueryTimeout(f"{self.source}: no answer within {self._query_timeout_s:g} s")
         return answer.result()
 
     def _run(self) -> None:
@@ -181,7 +182,7 @@ class Live:
         trends = self._trends.add(at_ns, followed)
         # Only `QueueInspector` can read a data plane that does not answer its clients.
         fault: str | None = getattr(inspector, "fault", None)
-        wanted = [name for name, since in self._prioritized.items() if read_s - since < _WANTED_S]
+        wanted = [name for name, since in self._prioritized.items() if read_s - since < _PRIORITY_S]
         scans = self._scanner.scan(inspector, followed, wanted, self._ending.is_set)
         self._publish(
             Snapshot(

@@ -1,7 +1,7 @@
 """Matrix of samples by field and task: read in pages, stored per revision, shown in windows.
 
-Only the cost of scans grows with the number of samples, so they have a budget: a share of the time,
-which is saved up between polls.
+The cost of a scan grows with the number of samples. So scans may use only a share of the time;
+unused time is saved up between polls.
 """
 
 from __future__ import annotations

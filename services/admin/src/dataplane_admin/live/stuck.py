@@ -81,7 +81,7 @@ def find_stuck(
                 signs.append(backlog)
             claim = task.oldest_claim
             if claim is not None and claim.age_s >= after_s:
-                signs.append(_held(partition, task, claim))
+                signs.append(_old_claim(partition, task, claim))
     signs.sort(key=lambda sign: (sign.blocked_claim_fields is None, -sign.seconds))
     # Lazy: `has_claimed` is called in this order, and not beyond `MAX_SIGNS`.
     shown = (
@@ -112,12 +112,12 @@ def _backlog(
         return None
     lacks = {}
     if scan is not None:
-        open_rows = scan.unclaimed(task.name)
+        unclaimed_rows = scan.unclaimed(task.name)
         needs = task.blocked_claim_fields
         if needs is None:
             needs = tuple(field.name for field in partition.fields if field.declared)
         for name in needs:
-            count = int((open_rows & scan.lacking(name)).sum())
+            count = int((unclaimed_rows & scan.lacking(name)).sum())
             if count:
                 lacks[name] = count
     return Stuck(
@@ -132,7 +132,7 @@ def _backlog(
     )
 
 
-def _held(partition: PartitionSummary, task: TaskSummary, claim: ClaimSummary) -> Stuck:
+def _old_claim(partition: PartitionSummary, task: TaskSummary, claim: ClaimSummary) -> Stuck:
     return Stuck(
         partition_id=partition.partition_id,
         task=task.name,
@@ -155,6 +155,7 @@ def _with_examples(inspector: DataPlaneInspector, stuck: Stuck, scans: Mapping[s
         if lacking:
             rows = rows & np.logical_or.reduce(lacking)
     ids = []
+    # Other claims of the task may hold some of the leased samples.
     for place in _first(rows, 4 * EXAMPLES if stuck.claim else EXAMPLES):
         try:
             states = inspector.list_samples(stuck.partition_id, start=place, limit=1)

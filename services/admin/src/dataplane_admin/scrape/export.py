@@ -30,7 +30,7 @@ from dataplane_admin.scrape.reading import Reading, ScrapeError
 _SCOPE = InstrumentationScope("dataplane_admin.scrape")
 
 
-class Export:
+class LoadExporter:
     """Exporter to the service, or to another receiver of OTLP over HTTP.
 
     Args:
@@ -63,10 +63,10 @@ class Export:
             [
                 ResourceMetrics(
                     Resource(resource),
-                    [ScopeMetrics(_SCOPE, _metrics(of_target, time_ns), "")],
+                    [ScopeMetrics(_SCOPE, _metrics(of_resource, time_ns), "")],
                     "",
                 )
-                for resource, of_target in readings
+                for resource, of_resource in readings
             ]
         )
         if self._exporter.export(data) is not MetricExportResult.SUCCESS:

@@ -19,7 +19,7 @@ import httpx
 import structlog
 
 from dataplane_admin.scrape.engines import read_engine
-from dataplane_admin.scrape.export import Export
+from dataplane_admin.scrape.export import LoadExporter
 from dataplane_admin.scrape.node import Node
 from dataplane_admin.scrape.reading import Reading, ScrapeError
 
@@ -109,7 +109,8 @@ def scrape(
     ]
     if node:
         targets.append(_Target(host, {"host.name": host, **run}, Node().read))
-    export, exported = Export(to, token=token, timeout_s=timeout_s), _Health("export", {"to": to})
+    exporter = LoadExporter(to, token=token, timeout_s=timeout_s)
+    export_health = _Health("export", {"to": to})
     due = time.monotonic()
     while True:
         deadline, time_ns = time.monotonic() + timeout_s, time.time_ns()
@@ -117,11 +118,11 @@ def scrape(
             target.start()
         readings = [(target.resource, target.finish(deadline)) for target in targets]
         try:
-            export.send([each for each in readings if each[1]], time_ns)
+            exporter.send([each for each in readings if each[1]], time_ns)
         except ScrapeError as error:
-            exported.note(str(error))
+            export_health.note(str(error))
         else:
-            exported.note("")
+            export_health.note("")
         # After a slow scrape, the next one is due at the next multiple of the interval.
         due += interval_s * (1 + max(0.0, (time.monotonic() - due) // interval_s))
         time.sleep(max(0.0, due - time.monotonic()))
