@@ -1,8 +1,8 @@
 """Metrics that show the load of engines and nodes, and the exported metrics they are read from.
 
-Names are those of vLLM, of SGLang, of NVIDIA's DCGM exporter, and of OpenTelemetry's conventions
-for systems and GPUs, which the collector's ``hostmetrics`` receiver follows. A metric has a value.
-A ratio also has a total: the value of ``cpu`` is its busy seconds, the total all of its seconds.
+Names are those of vLLM, SGLang, NVIDIA's DCGM exporter, and OpenTelemetry's conventions for systems
+and GPUs, which the collector's ``hostmetrics`` receiver follows. A metric has a value. A ratio also
+has a total: for ``cpu``, the value is the busy seconds and the total is all seconds.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Source:
     Attributes:
         value: multiplier of a reported number before it is added to the value.
         total: multiplier of a reported number before it is added to the total.
-        count: added to the total for each point; with 1, the ratio is the mean of the points.
+        count: number added to the total per point; with 1, the ratio is the mean of the points.
         is_counter: whether it is a counter; pages show its growth.
-        used: states whose numbers are added to the value; None for all.
-        states: states whose numbers are added to the total; None for all.
-        only: values by label; a point with another value repeats one with these, and is left out.
+        value_states: states whose numbers are added to the value; None for all.
+        total_states: states whose numbers are added to the total; None for all.
+        accepted: accepted values by label. Other points are dropped: they repeat accepted ones.
     """
 
     metric: str
@@ -67,16 +67,16 @@ class Source:
     total: float = 0.0
     count: float = 0.0
     is_counter: bool = False
-    used: frozenset[str] | None = None
-    states: frozenset[str] | None = None
-    only: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    value_states: frozenset[str] | None = None
+    total_states: frozenset[str] | None = None
+    accepted: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 _MIB = float(1 << 20)
 _CPU_BUSY = frozenset({"user", "system", "nice", "interrupt", "softirq", "steal", "kernel"})
 _MEMORY = frozenset({"used", "free", "cached", "buffered", "buffers"})
-# With priorities SGLang reports the total under an empty one, and each priority. The ranks of a
-# pipeline report the same requests.
+# With priorities, SGLang reports each priority, and their total under an empty priority. All ranks
+# of a pipeline report the same requests.
 _SGLANG_TOTALS = {"priority": frozenset({""}), "pp_rank": frozenset({"", "0"})}
 
 SOURCES: Mapping[str, Source] = {
@@ -89,14 +89,16 @@ SOURCES: Mapping[str, Source] = {
     "vllm:prefix_cache_hits": Source("prefix_hits", is_counter=True),
     "vllm:prefix_cache_queries": Source("prefix_hits", value=0, total=1, is_counter=True),
     "vllm:num_preemptions": Source("preemptions", is_counter=True),
-    "sglang:num_running_reqs": Source("running", only=_SGLANG_TOTALS),
-    "sglang:num_queue_reqs": Source("waiting", only=_SGLANG_TOTALS),
+    "sglang:num_running_reqs": Source("running", accepted=_SGLANG_TOTALS),
+    "sglang:num_queue_reqs": Source("waiting", accepted=_SGLANG_TOTALS),
     "sglang:token_usage": Source("kv_cache", count=1),
     "sglang:generation_tokens": Source("generation_tokens", is_counter=True),
     "sglang:prompt_tokens": Source("prompt_tokens", is_counter=True),
     "sglang:cache_hit_rate": Source("prefix_hits", count=1),
-    "system.cpu.time": Source("cpu", total=1, is_counter=True, used=_CPU_BUSY),
-    "system.memory.usage": Source("memory", total=1, used=frozenset({"used"}), states=_MEMORY),
+    "system.cpu.time": Source("cpu", total=1, is_counter=True, value_states=_CPU_BUSY),
+    "system.memory.usage": Source(
+        "memory", total=1, value_states=frozenset({"used"}), total_states=_MEMORY
+    ),
     "hw.gpu.utilization": Source("gpu", count=1),
     "hw.gpu.memory.usage": Source("gpu_memory"),
     "hw.gpu.memory.limit": Source("gpu_memory", value=0, total=1),

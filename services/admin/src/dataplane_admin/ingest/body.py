@@ -11,46 +11,46 @@ from dataplane_admin.ingest.refusal import Refusal, too_large
 from observability.wire import BodyTooLong, gunzip
 
 
-class Intake:
-    """Memory bound of all requests together. For one event loop."""
+class RequestMemory:
+    """Memory of all requests that are being read or decoded. For one event loop."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held = 0
+        self._reserved_bytes = 0
 
     @contextmanager
-    def share(self) -> Iterator[Callable[[int], None]]:
+    def reservation(self) -> Iterator[Callable[[int], None]]:
         """Yield a function that reserves bytes for one request; they are released at the end.
 
-        It raises `Refusal` if the bound is exceeded.
+        It raises `Refusal` if the limit is exceeded.
         """
-        share = 0
+        reserved_bytes = 0
 
-        def take(nbytes: int) -> None:
-            nonlocal share
-            if self._held + nbytes > self._limits.waiting_bytes:
+        def reserve(nbytes: int) -> None:
+            nonlocal reserved_bytes
+            if self._reserved_bytes + nbytes > self._limits.waiting_bytes:
                 raise Refusal(
                     HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"{self._held} bytes of requests are being read; expected at most "
+                    f"{self._reserved_bytes} bytes of requests are being read; expected at most "
                     f"{self._limits.waiting_bytes}; retry",
                     retry_s=1.0,
                 )
-            self._held += nbytes
-            share += nbytes
+            self._reserved_bytes += nbytes
+            reserved_bytes += nbytes
 
         try:
-            yield take
+            yield reserve
         finally:
-            self._held -= share
+            self._reserved_bytes -= reserved_bytes
 
 
 async def read_body(
     chunks: AsyncIterator[bytes],
     declared: str | None,
-    take: Callable[[int], None],
+    reserve: Callable[[int], None],
     limits: Limits,
 ) -> bytes:
-    """Read a body as it was sent; ``declared`` is its Content-Length, ``take`` reserves memory.
+    """Read a body as it was sent; ``declared`` is its Content-Length.
 
     Raises Refusal if the body is too long, or too many bytes are being read at once.
     """
@@ -62,7 +62,7 @@ async def read_body(
         length += len(chunk)
         if length > limits.body_bytes:
             raise too_large(limits.body_bytes)
-        take(len(chunk))
+        reserve(len(chunk))
         parts.append(chunk)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -52,10 +52,10 @@ _RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] =
 }
 # Limits of a configuration, the same as in `observability.record_run`.
 _MAX_KEYS, _MAX_KEY, _MAX_VALUE = 1000, 200, 500
-_READ = frozenset(
+_EVENT_ATTRIBUTES = frozenset(
     f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "report_every_s")
 ) | {"rl.run_id", "rl.step", "rl.weight_version"}
-_READ_OF_RUN = _READ | {
+_RUN_EVENT_ATTRIBUTES = _EVENT_ATTRIBUTES | {
     "dataplane.config",
     "dataplane.reason",
     "dataplane.resumed_from",
@@ -91,7 +91,7 @@ def batch_of_logs(
                     if name == FACTS or (name == TEXT and redaction is not None):
                         _check_count(sample_records, limits)
                         sample_records += 1
-                        facts = event_of(record, process, run, only=_READ).attributes
+                        facts = event_of(record, process, run, only=_EVENT_ATTRIBUTES).attributes
                         samples += samples_of(record, facts, limits, now_ns, redaction)
                     elif name.startswith(EVENT_PREFIX):
                         _check_count(len(events), limits)
@@ -159,7 +159,9 @@ def _event(
         time_ns = record.observed_time_unix_nano = now_ns
         blob = encoder.encode(record)
     state = _RUN_STATES.get(record.event_name.removeprefix(EVENT_PREFIX))
-    event = event_of(record, process, run, only=_READ if state is None else _READ_OF_RUN)
+    event = event_of(
+        record, process, run, only=_EVENT_ATTRIBUTES if state is None else _RUN_EVENT_ATTRIBUTES
+    )
 
     def text(name: str) -> str:
         return attributes.text(event.attributes, name)

@@ -47,7 +47,7 @@ class LoadPoints:
         """Add a data point.
 
         Returns:
-            None if it shows no load; else why it is rejected, or empty if it is not.
+            None if it shows no load; else the reason of its rejection, empty if it is not rejected.
         """
         source = source_of(metric.name)
         kind = metric.WhichOneof("data")
@@ -64,11 +64,11 @@ class LoadPoints:
             return ""
         facts = {pair.key: _text(pair.value) for pair in point.attributes}
         state = _first(facts, _STATES)
-        if source.states is not None and state not in source.states:
+        if source.total_states is not None and state not in source.total_states:
             return ""
-        if any(facts.get(label, "") not in values for label, values in source.only.items()):
+        if any(facts.get(label, "") not in values for label, values in source.accepted.items()):
             return ""
-        used = source.used is None or state in source.used
+        counts = source.value_states is None or state in source.value_states
         subject, device = _subject(process, METRICS[source.metric].kind, facts)
         key = json.dumps([subject, source.metric, source.is_counter, device, run_id]).encode()
         digest = hashlib.blake2b(key, digest_size=16).digest()
@@ -83,7 +83,7 @@ class LoadPoints:
             device=device,
             run_id=run_id[:_MAX_RUN],
             second=time_ns // 10**9,
-            value=(before.value if before else 0.0) + used * source.value * number,
+            value=(before.value if before else 0.0) + counts * source.value * number,
             total=(before.total if before else 0.0) + source.total * number + source.count,
         )
         return ""

@@ -74,9 +74,11 @@ def trace_log(
 def _reduce_body(record: LogRecord, max_length: int, redaction: Redaction | None) -> None:
     """Replace a body by its text, or remove it."""
     kind = record.body.WhichOneof("value")
-    if redaction is None and kind not in _PLAIN:
-        record.ClearField("body")
-    if redaction is None or kind is None:
+    if redaction is None:
+        if kind not in _PLAIN:
+            record.ClearField("body")
+        return
+    if kind is None:
         return
     redaction.value(record.body)
     value = value_of(record.body)

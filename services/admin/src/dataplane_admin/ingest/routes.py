@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from dataplane_admin.ingest.answer import JSON, refusal_response, success_response
-from dataplane_admin.ingest.body import Intake, inflate, read_body
+from dataplane_admin.ingest.body import RequestMemory, inflate, read_body
 from dataplane_admin.ingest.events import batch_of_logs
 from dataplane_admin.ingest.limits import BODY_S, Limits
 from dataplane_admin.ingest.metrics import batch_of_metrics
@@ -81,7 +81,7 @@ class _Receiver:
         self._redaction = redaction
         self._store = store
         self._limits = limits
-        self._intake = Intake(limits)
+        self._memory = RequestMemory(limits)
         self._pool = ThreadPoolExecutor(_DECODERS, thread_name_prefix="otlp-decode")
 
     async def receive(self, kind: OtlpSignal, request: Request) -> Response:
@@ -94,10 +94,10 @@ class _Receiver:
                     f"Content-Type {content[:60]!r}: expected {PROTOBUF} or {JSON}",
                 )
             encoding = request.headers.get("content-encoding", "identity").strip().lower()
-            with self._intake.share() as take:
+            with self._memory.reservation() as reserve:
                 async with asyncio.timeout(BODY_S):
                     declared = request.headers.get("content-length")
-                    body = await read_body(request.stream(), declared, take, self._limits)
+                    body = await read_body(request.stream(), declared, reserve, self._limits)
                 batch = await asyncio.get_running_loop().run_in_executor(
                     self._pool, self._decode, kind, body, encoding, media_type
                 )
@@ -117,24 +117,24 @@ class _Receiver:
         return success_response(kind, len(batch.refused), batch.reasons, media_type)
 
     def _decode(self, kind: OtlpSignal, body: bytes, encoding: str, media_type: str) -> Batch:
-        plain = inflate(body, encoding, self._limits)
+        inflated = inflate(body, encoding, self._limits)
         redaction = self._redaction
         # Both return whether they changed the request.
         reduce = remove_sample_text if redaction is None else redaction.attributes
         try:
             if kind == "traces":
                 traces = TracesData()
-                changed = _parse(plain, traces, media_type)
+                changed = _parse(inflated, traces, media_type)
                 changed |= join_steps(traces.resource_spans)
                 changed |= reduce(traces)
-                return batch_of_spans(traces, None if changed else plain, self._limits)
+                return batch_of_spans(traces, None if changed else inflated, self._limits)
             if kind == "logs":
                 logs = LogsData()
-                _parse(plain, logs, media_type)
+                _parse(inflated, logs, media_type)
                 reduce(logs)
                 return batch_of_logs(logs, self._limits, time.time_ns(), redaction=redaction)
             metrics = MetricsData()
-            _parse(plain, metrics, media_type)
+            _parse(inflated, metrics, media_type)
             reduce(metrics)
             return batch_of_metrics(metrics, self._limits, time.time_ns())
         except (DecodeError, NotOtlp) as error:

@@ -5,8 +5,8 @@ quote them, and it changes faster than any list of names. So a rule decides, by 
 this order:
 
 1. Numbers and booleans are retained. Lists of numbers may be token ids, and count as text.
-2. A key that `_KEYS` or `_NAMESPACES` names is retained: it names a model, a process, a place in
-   code.
+2. A key in `_RETAINED_KEYS` or `_RETAINED_NAMESPACES` is retained: it names a model, a process, a
+   place in code.
 3. Text under a key that speaks of content ("prompt", "spanInputs", "tool.parameters") is removed,
    and so is all text in the namespaces of instrumentation of models, whatever its key.
 4. Text longer than `MAX_TEXT` characters is removed, and so are JSON and data URIs of any length.
@@ -38,13 +38,13 @@ def _words_of(text: str) -> tuple[str, ...]:
 
 
 # Facts about a process, its machine, its code and the operation, not about samples.
-_NAMESPACES = _words_of(
+_RETAINED_NAMESPACES = _words_of(
     """
     cloud. code. container. dataplane. deployment. host. k8s. messaging. network. os. process.
     refit. rl. server. service. telemetry. thread.
     """
 )
-_KEYS = _words_of(
+_RETAINED_KEYS = _words_of(
     """
     ai.model.id ai.model.provider ai.operationId ai.response.finishReason ai.response.id
     ai.response.model exception.type gen_ai.agent.id gen_ai.agent.name gen_ai.conversation.id
@@ -58,13 +58,13 @@ _KEYS = _words_of(
     traceloop.span.kind traceloop.workflow.name
     """
 )
-_OF_MODELS = _words_of(
+_MODEL_NAMESPACES = _words_of(
     """
     ai. document. embedding. gen_ai. input. langfuse. langsmith. llm. logfire. message. mlflow.
     openinference. output. pydantic_ai. reranker. retrieval. tool. tool_ traceloop.
     """
 )
-_CONTENT = _words_of(
+_CONTENT_WORDS = _words_of(
     """
     answer answers args arguments backstory body choice choices chunk chunks completion
     completions content contents context conversation description dialog dialogue doc docs
@@ -77,11 +77,11 @@ _CONTENT = _words_of(
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _NUMBERS = ("int_value", "double_value")
-_DOCUMENT = ("{", "[", "data:")
+_DOCUMENT_PREFIXES = ("{", "[", "data:")
 _STACKTRACE = "exception.stacktrace"
 _TYPE = re.compile(r"[A-Za-z_][\w.]*(?=:|\Z)")
 _FRAME = re.compile(r' *File "[^"]*", line \d+')
-_HEADERS = (
+_TRACE_HEADERS = (
     "Traceback (most recent call last):",
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -162,7 +162,7 @@ class _Removal:
                 value.string_value = frames
             elif text:
                 # JSON and data URIs, of any length, often hold a conversation or an image.
-                if len(text) > max_text or text.lstrip().startswith(_DOCUMENT):
+                if len(text) > max_text or text.lstrip().startswith(_DOCUMENT_PREFIXES):
                     places.append(place)
             elif _length(value) > max_text:
                 places.append(place)
@@ -207,12 +207,12 @@ def _max_text(key: str) -> int | None:
     """Return the maximum characters of text under a key; None for the service's general limit."""
     if len(key) > MAX_TEXT:
         return 0
-    if key in _KEYS or key.startswith(_NAMESPACES):
+    if key in _RETAINED_KEYS or key.startswith(_RETAINED_NAMESPACES):
         return None
-    if key == _STACKTRACE or key.startswith(_OF_MODELS):
+    if key == _STACKTRACE or key.startswith(_MODEL_NAMESPACES):
         return 0
     words = {word.lower() for word in _WORD.findall(key)}
-    return MAX_TEXT if words.isdisjoint(_CONTENT) else 0
+    return MAX_TEXT if words.isdisjoint(_CONTENT_WORDS) else 0
 
 
 def _length(value: AnyValue) -> int:
@@ -242,7 +242,7 @@ def _frames(stacktrace: str) -> str:
     kept: list[str] = []
     in_frames = follows_frame = False
     for line in stacktrace.splitlines():
-        if line.startswith(_HEADERS):
+        if line.startswith(_TRACE_HEADERS):
             kept.append(line)
             in_frames = True
         elif in_frames and _FRAME.match(line):

@@ -33,7 +33,7 @@ def samples_of(
     now_ns: int,
     redaction: Redaction | None,
 ) -> tuple[SampleFacts | SampleText, ...]:
-    """Return the facts, or the text, of a record with a JSON body, by default of ``now_ns``.
+    """Return the facts, or the text, in a record's body; ``now_ns`` is used if it has no time.
 
     Raises RecordRefused if the body is not as documented.
     """

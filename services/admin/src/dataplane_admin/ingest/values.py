@@ -33,14 +33,14 @@ def digest_of(record: Message) -> bytes:
     return hashlib.blake2b(encoded, digest_size=8).digest()
 
 
-def ids_within(named: Sequence[str], limits: Limits) -> tuple[bytes, ...]:
+def ids_within(sample_ids: Sequence[str], limits: Limits) -> tuple[bytes, ...]:
     """Return the sample ids of a record as bytes.
 
     Raises RecordRefused if there are too many, or one is too long.
     """
-    if len(named) > limits.ids:
+    if len(sample_ids) > limits.ids:
         raise RecordRefused(f"the record has more than {limits.ids} samples")
-    ids = tuple([bytes_of_id(sample_id) for sample_id in named])
+    ids = tuple([bytes_of_id(sample_id) for sample_id in sample_ids])
     if ids and max(map(len, ids)) > limits.id_bytes:
         raise RecordRefused(f"a sample id is longer than {limits.id_bytes} bytes")
     return ids
