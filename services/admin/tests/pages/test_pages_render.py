@@ -245,7 +245,7 @@ def test_staleness_of_a_step_counts_unknown_samples(client):
 
 
 def test_staleness_shows_omitted_steps(site, client, monkeypatch):
-    counted = {"counts": {1: 2}, "mean": 1.0, "left_out": 3}
+    counted = {"counts": {1: 2}, "mean": 1.0, "steps_omitted": 3}
     staleness = site.service.staleness(run=RUN).model_copy(update=counted)
     monkeypatch.setattr(site.service, "staleness", lambda **_: staleness)
     text = Document(client.get("/staleness").text).text

@@ -139,8 +139,8 @@ def test_staleness_of_many_samples_covers_the_newest_steps(job, otlp, monkeypatc
             otlp.log("trained", ids, at_s=step, version=step, step=step),
         )
     assert staleness(job, steps=100)[0] == {14: 2, 15: 2, 16: 2}
-    assert job.get("staleness", run="run", steps=100)["left_out"] == 4
-    assert job.get("staleness", run="run", steps=3)["left_out"] == 0
+    assert job.get("staleness", run="run", steps=100)["steps_omitted"] == 4
+    assert job.get("staleness", run="run", steps=3)["steps_omitted"] == 0
 
 
 def test_staleness_without_steps_covers_the_newest_samples(job, otlp, monkeypatch):

@@ -26,7 +26,7 @@ def encodable_values(value: object) -> object:
     if value is None or isinstance(value, str | bool | float):
         return encodable_text(value)
     if isinstance(value, int):
-        # JSON readers such as browsers cannot represent larger integers.
+        # Many JSON readers refuse larger integers; browsers round those above 2**53.
         return value if abs(value) < 2**63 else str(value)
     return encodable_text(str(value))
 

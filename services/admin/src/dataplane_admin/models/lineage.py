@@ -18,7 +18,7 @@ class SampleHit(Model):
     weight_version: int | None
     """Version of the weights that generated it."""
     first_ns: int | None
-    """Time of its first event; None if there are only live data."""
+    """Time of its first event; None if only the live data plane has it."""
     last_ns: int | None
     """Time of its last event."""
     live: bool
@@ -55,7 +55,7 @@ class Hop(Model):
     nbytes: float | None
     """Bytes of the batch divided by its samples; None if unknown."""
     batch: int
-    """Samples of the batch."""
+    """Number of samples in the batch."""
     weight_version: int | None
     run_id: Text
     step: int | None
@@ -130,7 +130,7 @@ class Staleness(Model):
     """Id of the run; empty if nothing has been trained."""
     steps: int
     """Number of newest steps requested, omitted ones included."""
-    left_out: int
+    steps_omitted: int
     """Number of oldest steps that are omitted because the newer ones have enough samples."""
     counts: dict[int, int]
     """Number of samples by versions between generation and training."""

@@ -155,7 +155,7 @@ class Unit(Model):
     capacity: int | None
     """Bytes that it can hold; None if they are not limited."""
     used: int
-    """Bytes that it holds; the memory of its process if it does not know them."""
+    """Bytes that it holds; if it does not count them, the memory of its process."""
     free: int | None
     """Bytes that can still be used; None if they are not limited."""
     samples: int | None = None

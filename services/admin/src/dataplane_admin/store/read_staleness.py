@@ -37,7 +37,7 @@ def read_staleness(reader: Reader, run_id: str, steps: int = 20) -> Staleness:
     """
     places = select(PlaceModel.id).where(PlaceModel.run_id == storable(run_id))
     of_run = EventModel.place_id.in_(places) & (EventModel.name == "trained")
-    left_out = 0
+    steps_omitted = 0
     with reader.connect() as connection:
         newest = connection.scalar(select(func.max(EventModel.step)).where(of_run))
         if newest is None:
@@ -50,13 +50,13 @@ def read_staleness(reader: Reader, run_id: str, steps: int = 20) -> Staleness:
             for step, rows in _by_step(connection, of_run, newest, oldest):
                 _add(trained, rows)
                 if len(trained) >= _MAX_SAMPLES:
-                    left_out = step - oldest
+                    steps_omitted = step - oldest
                     break
         counts, unknown = _count(connection, trained)
     return Staleness(
         run_id=run_id,
         steps=steps,
-        left_out=left_out,
+        steps_omitted=steps_omitted,
         counts=dict(counts),
         mean=_mean(counts),
         unknown=unknown,
