@@ -10,13 +10,13 @@ from starlette.exceptions import HTTPException
 from dataplane_admin.models import encodable_text
 from dataplane_admin.service import ServiceError
 from dataplane_admin.store import StoreError
-from dataplane_admin.web import NOT_STORED, SECURITY_HEADERS, ProblemResponse
+from dataplane_admin.web import NO_STORE, SECURITY_HEADERS, ProblemResponse
 from observability.views import printable
 
 _RETRY = {"retry-after": "2"}
-# Maximum number of invalid parameters in one message.
+# Maximum number of invalid parameters in one message, and characters of a name or value.
 _MAX_REASONS = 5
-_SHOWN = 60
+_MAX_CHARACTERS = 60
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -44,13 +44,15 @@ async def _on_invalid(_request: Request, error: Exception) -> Response:
     for item in error.errors()[:_MAX_REASONS]:
         place = ".".join(printable(part) for part in item["loc"] if part not in ("query", "body"))
         shown = "nothing" if item["type"] == "missing" else _shown(item.get("input"))
-        reasons.append(f"{place[:_SHOWN] or 'body'}: found {shown}; expected: {item['msg']}")
+        reasons.append(
+            f"{place[:_MAX_CHARACTERS] or 'body'}: found {shown}; expected: {item['msg']}"
+        )
     return ProblemResponse(422, str(encodable_text("; ".join(reasons))))
 
 
 def _shown(value: object) -> str:
     text = printable(value if isinstance(value, str | int | float | bool | None) else type(value))
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+    return repr(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -80,5 +82,5 @@ async def _on_failure(_request: Request, _error: Exception) -> Response:
     return ProblemResponse(
         500,
         "internal error; see the service's log",
-        headers={**SECURITY_HEADERS, **NOT_STORED},
+        headers={**SECURITY_HEADERS, **NO_STORE},
     )

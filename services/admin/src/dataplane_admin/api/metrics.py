@@ -26,7 +26,7 @@ MAX_PARTITIONS = 100
 def metrics_router(service: AdminService) -> APIRouter:
     """Return the route ``GET /metrics``."""
     registry = CollectorRegistry()
-    registry.register(_Figures(service))
+    registry.register(_ServiceCollector(service))
     routes = APIRouter(tags=["service"])
 
     @routes.get(
@@ -47,7 +47,7 @@ def metrics_router(service: AdminService) -> APIRouter:
     return routes
 
 
-class _Figures(Collector):
+class _ServiceCollector(Collector):
     """Collector that reads the status once per scrape."""
 
     def __init__(self, service: AdminService) -> None:
@@ -60,12 +60,12 @@ class _Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         status = self._service.status()
-        yield from _of_service(status)
-        yield from _of_alerts(self._service.alerts(limit=1))
-        yield from _of_partitions(self._service.partitions().partitions[:MAX_PARTITIONS])
+        yield from _service_metrics(status)
+        yield from _alert_metrics(self._service.alerts(limit=1))
+        yield from _partition_metrics(self._service.partitions().partitions[:MAX_PARTITIONS])
 
 
-def _of_service(status: models.Status) -> Iterator[Metric]:
+def _service_metrics(status: models.Status) -> Iterator[Metric]:
     ingested = CounterMetricFamily(
         "dataplane_admin_ingested", "New records received", labels=["signal"]
     )
@@ -98,7 +98,7 @@ def _of_service(status: models.Status) -> Iterator[Metric]:
         )
 
 
-def _of_alerts(alerts: models.Alerts) -> Iterator[Metric]:
+def _alert_metrics(alerts: models.Alerts) -> Iterator[Metric]:
     raised = GaugeMetricFamily(
         "dataplane_admin_alerts", "Raised alerts", labels=["name", "severity", "run"]
     )
@@ -118,15 +118,13 @@ def _of_alerts(alerts: models.Alerts) -> Iterator[Metric]:
         ("delivered", "Delivered notifications", attrgetter("delivered")),
         ("dropped", "Dropped notifications", attrgetter("dropped")),
     ):
-        of_webhooks = CounterMetricFamily(
-            f"dataplane_admin_webhook_{name}", text, labels=["webhook"]
-        )
+        counter = CounterMetricFamily(f"dataplane_admin_webhook_{name}", text, labels=["webhook"])
         for webhook in alerts.webhooks:
-            of_webhooks.add_metric([webhook.name], count_of(webhook))
-        yield of_webhooks
+            counter.add_metric([webhook.name], count_of(webhook))
+        yield counter
 
 
-def _of_partitions(partitions: list[models.Partition]) -> Iterator[Metric]:
+def _partition_metrics(partitions: list[models.Partition]) -> Iterator[Metric]:
     present = GaugeMetricFamily(
         "dataplane_partition_samples", "Samples present", labels=["partition"]
     )

@@ -29,21 +29,21 @@ def conditional_reply(
 ) -> Response:
     """Return an answer with an ETag, or 304 without calling ``answer`` if the client has it.
 
-    ``ages`` is whether the answer contains ages.
+    ``ages`` is True if the answer contains ages, which change with time.
     """
-    # They grow when the answer may have changed.
+    # Revisions grow when the answer may have changed.
     revisions = request.app.state.service.revisions
     slot = f".{int(time.monotonic()) // AGES_S}" if ages else ""
     tag = f'W/"{_BOOT}.{revisions.store}.{revisions.live}{slot}"'
     headers = {"etag": tag, "cache-control": "private, no-cache"}
-    if _has(request.headers.get("if-none-match", ""), tag):
+    if _matches(request.headers.get("if-none-match", ""), tag):
         return Response(status_code=304, headers=headers)
     reply = json_reply(answer())
     reply.headers.update(headers)
     return reply
 
 
-def _has(condition: str, tag: str) -> bool:
+def _matches(condition: str, tag: str) -> bool:
     """Compare weakly, as RFC 9110 requires for If-None-Match."""
     bare = tag.removeprefix("W/")
     return any(

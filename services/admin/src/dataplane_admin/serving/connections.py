@@ -98,7 +98,7 @@ class Connection(H11Protocol):
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
         self.peer = "unknown"
-        self._held = config.connections
+        self._connections = config.connections
         self._is_counted = False
         self._is_first = True
         self._grpc: GrpcRefusal | None = None
@@ -110,8 +110,10 @@ class Connection(H11Protocol):
         """Add the connection, or answer that there are too many."""
         super().connection_made(transport)
         self.peer = self.client[0] if self.client else self.peer
-        if not self._held.add(self):
-            self._held.log.warn("connection_refused", self.peer, reason="too many connections")
+        if not self._connections.add(self):
+            self._connections.log.warn(
+                "connection_refused", self.peer, reason="too many connections"
+            )
             transport.write(_FULL)
             transport.close()
             return
@@ -128,7 +130,7 @@ class Connection(H11Protocol):
         if not self._is_counted:
             return
         if self._is_first and data.startswith(PREFACE):
-            self._held.log.warn(
+            self._connections.log.warn(
                 "otlp_grpc_refused",
                 self.peer,
                 expected="OTLP over HTTP: OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf",
@@ -150,7 +152,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that is not HTTP."""
-        self._held.log.warn("invalid_request", self.peer)
+        self._connections.log.warn("invalid_request", self.peer)
         super().send_400_response(msg)
 
     def pause_writing(self) -> None:
@@ -167,7 +169,7 @@ class Connection(H11Protocol):
 
     def drop(self) -> None:
         """Close the connection in favor of another one."""
-        self._held.log.warn("connection_dropped", self.peer, reason="too many connections")
+        self._connections.log.warn("connection_dropped", self.peer, reason="too many connections")
         self._forget()
         self.transport.abort()
 
@@ -186,15 +188,15 @@ class Connection(H11Protocol):
         self._awaited = awaited
         self._end_deadline()
         if awaited is None:
-            self._held.stop_awaiting(self)
+            self._connections.stop_awaiting(self)
             return
-        self._held.start_awaiting(self)
+        self._connections.start_awaiting(self)
         self._deadline = self.loop.call_later(seconds, self._expire, "request_timed_out")
 
     def _expire(self, event: str) -> None:
         if self.transport.is_closing():
             return
-        self._held.log.warn(event, self.peer)
+        self._connections.log.warn(event, self.peer)
         is_answered = self.cycle is not None and self.cycle.response_started
         if event == "request_timed_out" and (not is_answered or self.cycle.response_complete):
             self.transport.write(_TIMED_OUT)
@@ -214,4 +216,4 @@ class Connection(H11Protocol):
             self._unread = None
         if self._is_counted:
             self._is_counted = False
-            self._held.remove(self)
+            self._connections.remove(self)

@@ -16,29 +16,27 @@ _HEAD_BYTES = 9
 _HEADERS, _SETTINGS, _GOAWAY = 1, 4, 7
 _END_STREAM_AND_HEADERS = 0x05
 _ACK = 0x01
-_MAX_WAITING = 1 << 16
+_MAX_UNREAD_BYTES = 1 << 16
 
 
 class GrpcRefusal:
-    """One connection of a gRPC client. `greeting` is sent first."""
-
-    greeting: bytes
+    """Answers to one connection of a gRPC client. `greeting` is sent first."""
 
     def __init__(self) -> None:
         self.greeting = _frame(_SETTINGS, 0, 0, b"")
-        self._waiting = b""
+        self._unread = b""
         self._is_answered = False
 
     def receive(self, data: bytes) -> bytes:
         """Return the answer to ``data``, which starts with the preface on the first call."""
         if self._is_answered:
             return b""
-        self._waiting = (self._waiting + data).removeprefix(PREFACE)[:_MAX_WAITING]
+        self._unread = (self._unread + data).removeprefix(PREFACE)[:_MAX_UNREAD_BYTES]
         answer = b""
-        while len(self._waiting) >= _HEAD_BYTES:
-            end = _HEAD_BYTES + int.from_bytes(self._waiting[:3], "big")
-            kind, flags = self._waiting[3], self._waiting[4]
-            stream = int.from_bytes(self._waiting[5:_HEAD_BYTES], "big") & 0x7FFF_FFFF
+        while len(self._unread) >= _HEAD_BYTES:
+            end = _HEAD_BYTES + int.from_bytes(self._unread[:3], "big")
+            kind, flags = self._unread[3], self._unread[4]
+            stream = int.from_bytes(self._unread[5:_HEAD_BYTES], "big") & 0x7FFF_FFFF
             if kind == _HEADERS:
                 self._is_answered = True
                 last = stream.to_bytes(4, "big")
@@ -47,11 +45,11 @@ class GrpcRefusal:
                     + _frame(_HEADERS, _END_STREAM_AND_HEADERS, stream, _TRAILERS)
                     + _frame(_GOAWAY, 0, 0, last + b"\0\0\0\0" + SENTENCE)
                 )
-            if len(self._waiting) < end:
+            if len(self._unread) < end:
                 break
             if kind == _SETTINGS and not flags & _ACK:
                 answer += _frame(_SETTINGS, _ACK, 0, b"")
-            self._waiting = self._waiting[end:]
+            self._unread = self._unread[end:]
         return answer
 
 

@@ -24,7 +24,7 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         address = ipaddress.ip_address(self.host)
-        # Since Python 3.13, `is_loopback` is True for ::ffff:127.0.0.1, too.
+        # Only Python 3.13 and later count ::ffff:127.0.0.1 as loopback; here it never counts.
         return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
     @property

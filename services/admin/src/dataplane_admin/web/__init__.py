@@ -18,7 +18,7 @@ from dataplane_admin.web.login import FailedLogins, Sessions, login_router
 from dataplane_admin.web.origins import HostMiddleware, OriginMiddleware, OtlpCorsMiddleware
 from dataplane_admin.web.problem import ProblemResponse
 from dataplane_admin.web.transport import (
-    NOT_STORED,
+    NO_STORE,
     OTLP_PREFIX,
     SECURITY_HEADERS,
     BodyLimitMiddleware,
@@ -28,7 +28,7 @@ from dataplane_admin.web.transport import (
 )
 
 __all__ = [
-    "NOT_STORED",
+    "NO_STORE",
     "OPEN_PREFIX",
     "OTLP_PREFIX",
     "SECURITY_HEADERS",

@@ -53,7 +53,7 @@ def has_token(headers: Headers, token: str | None) -> bool:
 
 
 class FailedLogins:
-    """Delay of answers to wrong tokens, with a limit of attempts per address. For one event loop.
+    """Delayed answers to wrong tokens, limited in number per address. For one event loop.
 
     Requests with the right token in their header are never delayed or refused: behind a proxy all
     clients have one address, and guesses by one must not block the telemetry of others.

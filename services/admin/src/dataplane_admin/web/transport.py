@@ -23,12 +23,12 @@ SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-NOT_STORED = {"cache-control": "no-store"}
+NO_STORE = {"cache-control": "no-store"}
 """Header of answers that do not set their own cache control."""
 
 
 class SecurityHeadersMiddleware:
-    """Middleware that sets `SECURITY_HEADERS` and `NOT_STORED` on every answer."""
+    """Middleware that sets `SECURITY_HEADERS` and `NO_STORE` on every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -38,7 +38,7 @@ class SecurityHeadersMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(SECURITY_HEADERS)
-                for name, value in NOT_STORED.items():
+                for name, value in NO_STORE.items():
                     headers.setdefault(name, value)
             await send(message)
 
