@@ -62,12 +62,12 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Knowledge of the service at one moment.
+    """Facts that the rules compare, at one moment.
 
     Attributes:
-        uptime_s: seconds since the service started: it received no telemetry before.
+        uptime_s: seconds since the service started; before, it received no telemetry.
         waits: blocked tasks of live processes and of the data plane.
-        full: used share of each store.
+        used_shares: used share of each store.
         knows_plane: False while the data plane has been unreachable for less than ten minutes;
             meanwhile alerts about it are not cleared.
     """
@@ -76,7 +76,7 @@ class Facts:
     uptime_s: float
     runs: Sequence[RunFacts]
     waits: Sequence[models.Wait]
-    full: Mapping[str, float]
+    used_shares: Mapping[str, float]
     knows_plane: bool
 
 
@@ -160,7 +160,7 @@ def decide(
 def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
     """Yield a measure for each run or store that a rule applies to."""
     if rule.kind == "store_full":
-        for name, share in facts.full.items():
+        for name, share in facts.used_shares.items():
             what = "the telemetry store" if name == TELEMETRY else f"storage unit {printable(name)}"
             yield Measure(rule, "", name, share, rule.bound, f"{what} is {100 * share:.0f} % full")
     elif rule.kind == "blocked":

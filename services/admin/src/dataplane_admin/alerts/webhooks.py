@@ -69,7 +69,7 @@ class Sender:
         self._ending.set()
 
     def join(self) -> None:
-        """Wait a moment for a running attempt."""
+        """Wait up to `_STOP_S` seconds for a running attempt."""
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
 

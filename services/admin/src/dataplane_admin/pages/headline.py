@@ -43,7 +43,7 @@ def newest_pace(paces: Mapping[str, Pace]) -> Pace | None:
     """
     known = [pace for pace in paces.values() if pace.newest]
     # A finished run of quick steps may be newer than a moving run of slow steps.
-    moving = [pace for pace in known if pace.moves]
+    moving = [pace for pace in known if pace.is_moving]
     return min(moving or known, key=lambda pace: pace.since_s, default=None)
 
 
@@ -69,7 +69,7 @@ def headline(
         tasks = "1 task blocked" if len(waits) == 1 else f"{len(waits)} tasks blocked, longest"
         if any(_is_late(wait, paces) for wait in waits):
             return "stuck", f"{tasks} for {longest}"
-        if newest is None or not newest.moves:
+        if newest is None or not newest.is_moving:
             return "moving", f"{tasks} for {longest}"
     if newest is not None and newest.newest is not None:
         step = newest.newest
@@ -78,7 +78,7 @@ def headline(
             reason = f": {run.error[:_MAX_ERROR]}" if run.error else ""
             end = f"Run {run.state}{reason}"
             return "quiet", f"{end}; {what.lower()} finished {words.ago(newest.since_s)} ago"
-        if not newest.moves:
+        if not newest.is_moving:
             state = "Blocked processes are silent" if silent else "Nothing blocked"
             return "quiet", f"{state}; {what.lower()} finished {words.ago(newest.since_s)} ago"
         return "moving", f"Running: {what.lower()} finished in {words.duration(step.seconds)}"
@@ -95,7 +95,7 @@ def _is_late(wait: models.Wait, paces: Mapping[str, Pace]) -> bool:
     """Return whether a task is blocked for longer than usual for its run."""
     if wait.kind == "wait":
         pace = paces[wait.run_id]
-        return wait.seconds > pace.late_after_s or not pace.moves
+        return wait.seconds > pace.late_after_s or not pace.is_moving
     # The data plane knows no runs: compare with the slowest moving run.
-    moving = [pace.late_after_s for pace in paces.values() if pace.moves]
+    moving = [pace.late_after_s for pace in paces.values() if pace.is_moving]
     return wait.seconds > max(moving, default=0.0)

@@ -68,7 +68,7 @@ def facts_of(
                 for run in unfinished
             ],
             waits=[wait for wait in blocked if wait.silent_s is None],
-            full=_full(store, live, settings.retention.max_bytes),
+            used_shares=_used_shares(store, live, settings.retention.max_bytes),
             knows_plane=_knows_plane(live, now_ns, started_ns),
         )
 
@@ -103,21 +103,21 @@ def _rewards(store: Store, run_id: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _full(store: Store, live: Live | None, max_bytes: int | None) -> dict[str, float]:
+def _used_shares(store: Store, live: Live | None, max_bytes: int | None) -> dict[str, float]:
     """Return the used share of each storage unit, and of the disk of this service's database."""
-    full = {}
+    shares = {}
     for unit in live.snapshot.storage if live is not None and live.snapshot.attached else ():
         if unit.capacity:
-            full[unit.name] = unit.used / unit.capacity
+            shares[unit.name] = unit.used / unit.capacity
         elif unit.max_samples and unit.samples is not None:
-            full[unit.name] = unit.samples / unit.max_samples
+            shares[unit.name] = unit.samples / unit.max_samples
     free = store.free_bytes()
     if free is not None:
         used = store.totals().nbytes
         # Retention keeps the database below `max_bytes`. If that fits, the disk does not fill.
         fits = max_bytes is not None and used + free >= max_bytes
-        full[TELEMETRY] = 0.0 if fits else used / max(1, used + free)
-    return full
+        shares[TELEMETRY] = 0.0 if fits else used / max(1, used + free)
+    return shares
 
 
 def _knows_plane(live: Live | None, now_ns: int, started_ns: int) -> bool:

@@ -1,4 +1,4 @@
-"""Facts about tasks that no declaration contains, learned from the claims that tasks report.
+"""Fields that tasks need, and tasks that claim. No declaration has them; reported claims do.
 
 `Needs` has the fields that each task claims; `Claimants` has the tasks that have claimed at all.
 Both read only new claims. Names are stored names: each lookup passes its name through `storable`.

@@ -31,7 +31,7 @@ class Pace:
     since_s: float
 
     @property
-    def moves(self) -> bool:
+    def is_moving(self) -> bool:
         """True if a step finished recently."""
         return self.since_s <= self.late_after_s
 

@@ -41,6 +41,7 @@ MAX_COMPARED = 500
 MAX_SPAN_EVENTS = 32
 _EXAMPLES = 5
 _MAX_LINKS = 1_000
+_MAX_DEPTH = 30
 
 
 def _on_one_clock(facts: models.TraceFacts, step: Step) -> models.TraceFacts:
@@ -360,9 +361,6 @@ def _places(step: Step) -> _Sums:
         sums[place] = count + 1, seconds + span.seconds
         stack += [(child, place) for child in reversed(step.children(span.span_id))]
     return sums
-
-
-_MAX_DEPTH = 30
 
 
 def _on_path(step: Step) -> _Sums:

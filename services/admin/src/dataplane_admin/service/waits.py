@@ -113,16 +113,16 @@ def _backlog(stuck: Stuck) -> str:
     lacks = "".join(
         f"; {count} of them lack {printable(name)}" for name, count in stuck.lacks.items()
     )
-    waiting = ""
+    required = ""
     if stuck.blocked_claim_fields is not None:
-        waiting = (
+        required = (
             f"; its blocked claim requires {', '.join(_printable(stuck.blocked_claim_fields))}"
         )
     return (
         f"task '{printable(stuck.task)}' has claimed nothing for {_rounded(stuck.idle_s)}: "
         f"{stuck.samples} of {stuck.present} samples of partition "
         f"'{printable(stuck.partition_id)}' are unclaimed, the oldest for "
-        f"{_rounded(stuck.seconds)}{_ids(stuck)}{waiting}{lacks}"
+        f"{_rounded(stuck.seconds)}{_ids(stuck)}{required}{lacks}"
     )
 
 
