@@ -192,7 +192,7 @@ class LoadPoint:
     """The load of an engine or node in one second, by one metric of `load_metrics`.
 
     Attributes:
-        digest: digest of all attributes but the last three.
+        digest: digest of the series: of subject, metric, ``is_counter``, device and run.
         kind: ``engine`` or ``node``.
         subject: name of the engine or node.
         is_counter: whether value and total are counters.

@@ -1,10 +1,9 @@
 """Databases: open, lock for writing, measure and shrink SQLite and PostgreSQL.
 
 SQLite runs in WAL mode with ``synchronous=NORMAL``: a commit hands its pages to the operating
-system, so it survives any end of the process, `kill -9` included (tested). Pages are forced to the
-disk at checkpoints only: a power loss may cost the commits since the last one, but never the file's
-integrity. FULL would force every commit: on one disk a request of 100 spans needed 1.6 ms instead
-of 1.3 ms; on a slow or shared disk each commit waits for a flush.
+system, so it survives any end of the process, `kill -9` included. Pages are forced to the disk at
+checkpoints only: a power loss may cost the commits since the last one, but never the file's
+integrity. With FULL, every commit would wait for the disk.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class Database:
             **options,
         )
         if self.is_sqlite:
-            _as_sqlite(self.writer, "BEGIN IMMEDIATE", read_only=False)
-            _as_sqlite(self.readers, "BEGIN", read_only=True)
+            _configure_sqlite(self.writer, "BEGIN IMMEDIATE", read_only=False)
+            _configure_sqlite(self.readers, "BEGIN", read_only=True)
         else:
             from dataplane_admin.store.answer_deadline import connect  # needs psycopg
 
@@ -122,7 +121,7 @@ class Database:
         if self.is_sqlite and _pragma(connection, "application_id") != _APPLICATION_ID:
             connection.exec_driver_sql(f"PRAGMA application_id={_APPLICATION_ID}")
 
-    def note(self, error: BaseException | None) -> None:
+    def note_damage(self, error: BaseException | None) -> None:
         """Record an error of the driver if it means that the database is damaged."""
         code = getattr(error, "sqlite_errorcode", None) or 0
         if self._damage is None and (code & 0xFF in _DAMAGED or code == _SHORT_READ):
@@ -266,7 +265,7 @@ def _make_private(path: Path) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
-def _as_sqlite(engine: Engine, begin: str, *, read_only: bool) -> None:
+def _configure_sqlite(engine: Engine, begin: str, *, read_only: bool) -> None:
     @event.listens_for(engine, "connect")
     def connected(raw: Any, _record: object) -> None:
         # SQLAlchemy begins transactions, not the driver.

@@ -39,8 +39,7 @@ def read_run_with_steps(reader: Reader) -> str | None:
 
 
 def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
-    """Return the newest ``limit`` finished steps of a run in order of arrival, and whether there
-    are older ones.
+    """Return the newest finished steps of a run in order of arrival, and whether older ones exist.
 
     Of a repeated step, such as after a resume, the last repetition counts. If the run has traces
     named `ROOT`, only these are steps: others, such as a validation, may have a step's number too.

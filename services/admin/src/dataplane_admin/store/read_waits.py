@@ -294,19 +294,18 @@ def _shaping_events(
 
 def _of_present(events: Iterable[Event], ended: Mapping[str, int]) -> list[Event]:
     """Return the events reduced to present samples, each since its latest clear."""
-    cut = []
+    reduced = []
     for event in events:
-        never = event.time_ns
         ids = tuple(
             [
                 sample_id
                 for sample_id in event.sample_ids
-                if ended.get(sample_id, never) < event.time_ns
+                if sample_id in ended and ended[sample_id] < event.time_ns
             ]
         )
         if ids:
-            cut.append(replace(event, sample_ids=ids))
-    return cut
+            reduced.append(replace(event, sample_ids=ids))
+    return reduced
 
 
 def _of_ids(reader: Reader, connection: Connection, ids: Iterable[int]) -> list[Event]:

@@ -46,7 +46,7 @@ class Reader:
                 yield connection
         except (DBAPIError, PoolTimeout) as error:
             reason = error.orig if isinstance(error, DBAPIError) else error
-            self._database.note(reason)
+            self._database.note_damage(reason)
             raise StoreUnavailable(f"cannot read the database: {reason}") from error
 
     def rows(self, query: Select[*tuple[Any, ...]]) -> Sequence[Any]:

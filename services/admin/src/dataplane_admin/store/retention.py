@@ -117,18 +117,18 @@ class Sweeper:
         maximum, age = self._retention.max_bytes, self._retention.max_age_s
         live_bytes = self._database.live_bytes(work.connection, state.nbytes)
         if maximum is not None and live_bytes + log_bytes > maximum:
-            oldest = _oldest_ns(work)
-            if oldest is not None:
-                return oldest + 1
+            end_ns = _step_end_ns(work)
+            if end_ns is not None:
+                return end_ns + 1
         return 0 if age is None else max(0, time.time_ns() - int(age * 1e9))
 
 
-def _oldest_ns(work: Work) -> int | None:
-    """Return the newest receive time of the records that one step deletes.
+def _step_end_ns(work: Work) -> int | None:
+    """Return the receive time up to which one step deletes records; None without records.
 
     Traces, events, logs, curves and facts of the same age are deleted together.
     """
-    newest = []
+    ends_ns = []
     for received_ns, order, limit in (
         (TraceModel.updated_ns, TraceModel.updated_ns, _TRACES_A_STEP),
         (EventModel.received_ns, EventModel.id, _EVENTS_A_STEP),
@@ -138,11 +138,11 @@ def _oldest_ns(work: Work) -> int | None:
     ):
         query = select(received_ns).order_by(order).limit(limit)
         times = work.connection.scalars(query).all()
-        newest += [max(times)] if times else []
+        ends_ns += [max(times)] if times else []
     oldest_load_s = work.connection.scalar(select(func.min(LoadSeriesModel.first_s)))
     if oldest_load_s is not None:
-        newest.append((oldest_load_s + _LOAD_S_A_STEP) * 10**9)
-    return min(newest, default=None)
+        ends_ns.append((oldest_load_s + _LOAD_S_A_STEP) * 10**9)
+    return min(ends_ns, default=None)
 
 
 def _before_s(before_ns: int, max_age_s: float | None) -> int:

@@ -202,6 +202,6 @@ class Store:
             events=state.events,
             samples=state.samples,
             nbytes=nbytes,
-            oldest_ns=min((query for query in oldest if query is not None), default=None),
+            oldest_ns=min((time_ns for time_ns in oldest if time_ns is not None), default=None),
             counts=self._writer.counts(),
         )

@@ -316,7 +316,8 @@ class SampleTextModel(Base):
 class OpenWaitModel(Base):
     """An open wait; ``process_id`` is the identity of the blocked process.
 
-    ``again``: the process reports the wait repeatedly while it lasts."""
+    ``is_periodic`` is True if the process reports the wait repeatedly while it lasts.
+    """
 
     __tablename__ = "open_waits"
     __table_args__ = (Index(None, "wait"),)

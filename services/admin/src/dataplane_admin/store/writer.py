@@ -35,8 +35,8 @@ _MAX_GROUPED = 64
 _MAX_GROUPED_BYTES = 16 << 20
 _IDLE_S = 1.0
 # Interval of sweeps while the queue is never empty.
-_BUSY_TIDY_S = 0.5
-_BUSY_TIDY_BYTES = 2 << 20
+_BUSY_SWEEP_S = 0.5
+_BUSY_SWEEP_BYTES = 2 << 20
 # Digests of records that were not stored, to recognize resent ones.
 _MAX_RECENT = 65_536
 
@@ -67,14 +67,14 @@ class Recent:
 class Writer:
     """Writer with a running thread.
 
-    ``tidy`` runs one small sweep, and returns whether more remains. It is called when the queue is
-    empty, else at intervals. While more remains, it gets as much time as the writes, so that the
-    store does not outgrow its limits.
+    ``sweep_step`` runs one small sweep, and returns whether more remains. It is called when the
+    queue is empty, else at intervals. While more remains, it gets as much time as the writes, so
+    that the store does not outgrow its limits.
     """
 
-    def __init__(self, database: Database, tidy: Callable[[], bool]) -> None:
+    def __init__(self, database: Database, sweep_step: Callable[[], bool]) -> None:
         self._database = database
-        self._tidy = tidy
+        self._sweep_step = sweep_step
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
         self._nbytes = 0
@@ -139,7 +139,7 @@ class Writer:
             self._fail_waiting("the store's writer has stopped")
 
     def _work(self) -> None:
-        tidied = time.monotonic()
+        swept = time.monotonic()
         written = 0
         behind = False
         while True:
@@ -151,10 +151,10 @@ class Writer:
                 self._write(group)
                 written += sum(request.nbytes for request in group)
             now = time.monotonic()
-            due = now - tidied > _BUSY_TIDY_S or written > _BUSY_TIDY_BYTES
+            due = now - swept > _BUSY_SWEEP_S or written > _BUSY_SWEEP_BYTES
             if not group or behind or due:
                 behind = self._sweep(now - began)
-                tidied, written = time.monotonic(), 0
+                swept, written = time.monotonic(), 0
 
     def _next_group(self) -> list[_Waiting] | None:
         """Return the requests to write; empty when it is time to sweep, None to stop."""
@@ -205,11 +205,11 @@ class Writer:
                 work = Work.begin(connection, is_sqlite=self._database.is_sqlite)
                 return apply(work, batches)
         except (OperationalError, InterfaceError) as error:
-            self._database.note(error.orig)
+            self._database.note_damage(error.orig)
             logger.error("store_unavailable", reason=str(error.orig))
             raise StoreUnavailable(f"cannot write to the database: {error.orig}") from error
         except DBAPIError as error:
-            self._database.note(error.orig)
+            self._database.note_damage(error.orig)
             if trouble := self._database.trouble():
                 raise StoreUnavailable(trouble) from error
             logger.error("write_refused", reason=str(error.orig))
@@ -220,21 +220,21 @@ class Writer:
             logger.error("write_failed", error=repr(error)[:300], where=where)
             raise WriteRefused("the request could not be written; see the service's log") from error
 
-    def _sweep(self, share_s: float) -> bool:
-        """Sweep until nothing remains, or for ``share_s`` seconds if requests are queued.
+    def _sweep(self, max_s: float) -> bool:
+        """Sweep until nothing remains, or for ``max_s`` seconds if requests are queued.
 
         Return whether more remains.
         """
         if self._database.trouble():
             return False
-        until = time.monotonic() + share_s
+        until = time.monotonic() + max_s
         try:
-            while self._tidy():
+            while self._sweep_step():
                 with self._changed:
                     if self._closing or (self._waiting and time.monotonic() >= until):
                         return True
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-            self._database.note(getattr(error, "orig", error))
+            self._database.note_damage(getattr(error, "orig", error))
             logger.warning("sweep_failed", reason=str(getattr(error, "orig", error)))
         except Exception:  # a failed sweep must not stop the writes
             logger.exception("sweep_failed")
