@@ -123,21 +123,21 @@ def overview(
 
     Nothing counts as stuck before ``stuck_after_s`` seconds.
     """
-    held = service.partitions()
+    data_plane = service.partitions()
     # Report the data plane's status as of the snapshot that is shown.
-    status = service.status().model_copy(update={"live": held.live})
+    status = service.status().model_copy(update={"live": data_plane.live})
     waits_of_run = service.why(run=run)
     waits = [item for item in waits_of_run if item.silent_s is None]
     silent = [item for item in waits_of_run if item.silent_s is not None]
     judged = runs_to_judge(service, run, waits, _newest(service, run))
-    pace = service.paces(judged, status.now_ns, stuck_after_s)
-    newest = newest_pace(pace)
-    ran = service.find_run(newest.newest.run_id) if newest and newest.newest else None
-    state, first_line = headline(status, waits, silent, held.partitions, pace, ran)
+    paces = service.paces(judged, status.now_ns, stuck_after_s)
+    newest = newest_pace(paces)
+    newest_run = service.find_run(newest.newest.run_id) if newest and newest.newest else None
+    state, first_line = headline(status, waits, silent, data_plane.partitions, paces, newest_run)
     # Read the steps after the headline, so that the table has the step that the headline names.
     facts = _newest(service, run)
     longest = max((item.seconds for item in facts), default=0.0)
-    rates = [item.put_per_s for item in held.partitions if item.put_per_s is not None]
+    rates = [item.put_per_s for item in data_plane.partitions if item.put_per_s is not None]
     steps = [_step(item, buckets.of(item), longest) for item in facts]
     last = _last(steps, newest)
     raised = service.store.raised_alerts()
@@ -147,10 +147,10 @@ def overview(
         status=status,
         waits=waits,
         silent=silent,
-        partitions=[_partition(item) for item in held.partitions],
+        partitions=[_partition(item) for item in data_plane.partitions],
         steps=steps,
         last=last,
-        units=[_unit(unit) for unit in held.storage],
+        units=[_unit(unit) for unit in data_plane.storage],
         put_per_s=sum(rates) if rates else None,
         run=run,
         runs=service.runs().runs[:_RUNS],

@@ -21,7 +21,7 @@ class PartitionPage:
     """Content of the partition page.
 
     Attributes:
-        seen: the partition and its samples, from one snapshot.
+        contents: the partition and its samples, from one snapshot.
         streams: result of `is_streaming`.
         blocked: the reasons why tasks are blocked, the longest first.
         cause: the first reason in one line.
@@ -29,7 +29,7 @@ class PartitionPage:
         window_count: samples of the chosen window, None without one.
     """
 
-    seen: models.PartitionView
+    contents: models.PartitionView
     streams: bool
     live: models.LiveStatus
     blocked: Sequence[models.Wait]
@@ -99,25 +99,25 @@ def partition_page(
     """
     first = start or 0
     limit = max(1, min(count or _PAGE, _PAGE) if start is not None else _FIRST_PAGE)
-    seen = service.partition_view(partition_id, start=first, limit=limit)
-    shown = len(seen.samples.samples)
+    contents = service.partition_view(partition_id, start=first, limit=limit)
+    shown = len(contents.samples.samples)
     before = after = None
     if first > 0:
         before = to("/partition", id=partition_id, start=max(0, first - limit), count=limit)
-    if shown and first + shown < seen.samples.total:
+    if shown and first + shown < contents.samples.total:
         after = to("/partition", id=partition_id, start=first + shown, count=limit)
     blocked = [
         wait for wait in service.why() if wait.partition == partition_id and wait.silent_s is None
     ]
     return PartitionPage(
-        seen=seen,
-        streams=is_streaming(seen.partition),
+        contents=contents,
+        streams=is_streaming(contents.partition),
         live=service.status().live,
         blocked=blocked,
         cause=_cause(blocked[0]) if blocked else "",
         severity="critical" if blocked and blocked[0].seconds >= stuck_after_s else "warning",
         history=_lines(service.partition_history(partition_id)),
-        heat=heat_map(seen.matrix, chosen=start) if seen.matrix.windows else None,
+        heat=heat_map(contents.matrix, chosen=start) if contents.matrix.windows else None,
         window_count=count,
         before=before,
         after=after,

@@ -49,7 +49,7 @@ _HEADERS = {"vary": "Cookie"}
 
 
 class Shell:
-    """Renders pages in their frame."""
+    """Renderer of pages in their frame."""
 
     def __init__(self, settings: Settings, service: AdminService) -> None:
         self.assets = Assets()

@@ -75,15 +75,14 @@ def ago(seconds: float) -> str:
     total_s = max(0, round(seconds))
     if total_s < 60:
         return f"{total_s} s"
-    for large, small, unit_s, part in (
-        ("min", "s", 60, 1),
-        ("h", "min", 3600, 60),
-        ("d", "h", 86_400, 3600),
-    ):
-        if total_s < 60 * unit_s or large == "d" or (large == "h" and total_s < 86_400):
-            rest = total_s % unit_s // part
-            return f"{total_s // unit_s} {large}" + (f" {rest} {small}" if rest else "")
-    raise AssertionError(seconds)
+    if total_s < 3600:
+        large, small, large_s, small_s = "min", "s", 60, 1
+    elif total_s < 86_400:
+        large, small, large_s, small_s = "h", "min", 3600, 60
+    else:
+        large, small, large_s, small_s = "d", "h", 86_400, 3600
+    rest = total_s % large_s // small_s
+    return f"{total_s // large_s} {large}" + (f" {rest} {small}" if rest else "")
 
 
 def listed(names: list[str], maximum: int = 3) -> str:

@@ -1,8 +1,8 @@
 // Live updates move no rows of a list marked data-hold: they update the rows shown, and hold new ones
 // back until the reader asks for them.
 
-// Gives each list of a fetched part the rows shown, in their order. Returns the number of new rows held
-// back and of shown rows that the fetched list lacks.
+// Puts the rows shown, in their order, into the list of a fetched part. Returns the number of new rows
+// held back, and of shown rows that the fetched list lacks.
 export function holdRows(old, fresh) {
   const held = { added: 0, gone: 0, all: false };
   const list = old.querySelector("[data-hold]");
