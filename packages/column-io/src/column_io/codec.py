@@ -154,21 +154,21 @@ def check_token_axis(
     """
     width = 0 if lengths is None else max(lengths, default=0)
     for name in TOKEN_ALIGNED_FIELDS.intersection(fields):
-        column, is_per_sample_too = fields[name], name in PER_TOKEN_OR_SAMPLE_FIELDS
+        column, may_be_per_sample = fields[name], name in PER_TOKEN_OR_SAMPLE_FIELDS
         if not isinstance(column, torch.Tensor):
             continue
         if column.is_nested:
             _check_row_lengths(operation, name, column, lengths)
             continue
-        if column.dim() < 2 and is_per_sample_too:
+        if column.dim() < 2 and may_be_per_sample:
             continue
-        longest = 2 if is_per_sample_too and lengths is None else width
-        if column.dim() < 2 or column.shape[1] < longest:
-            expected = "(rows, tokens, ...)" if lengths is None else f"(rows, >= {longest}, ...)"
+        min_width = 2 if may_be_per_sample and lengths is None else width
+        if column.dim() < 2 or column.shape[1] < min_width:
+            expected = "(rows, tokens, ...)" if lengths is None else f"(rows, >= {min_width}, ...)"
             raise InvalidRequestError(
                 f"{operation}: column {name!r} has shape {tuple(column.shape)}; expected a value "
                 f"per token, {expected}"
-                f"{', or one per sample, (rows,)' if is_per_sample_too else ''}"
+                f"{', or one per sample, (rows,)' if may_be_per_sample else ''}"
             )
 
 
@@ -263,9 +263,9 @@ def materialize(
 
     Raises:
         InvalidRequestError: (a ValueError) the layout is unknown, the width is not an int of at
-            least 0, or a pad value is not a number. Also if ``pad_to_seqlen`` is above 1
-            and ``advantages`` or ``sample_mask`` was put dense with shape (n, 1): it may be per
-            sample, but would be padded.
+            least 0, or a pad value is not a number. Or ``pad_to_seqlen`` is above 1, and
+            ``advantages`` or ``sample_mask`` was put dense with shape (n, 1), which is ambiguous:
+            it may be per sample, but would be padded.
         InvalidTypeError: (a TypeError) a leaf is neither a tensor nor per-row values, or ``fields``
             is no TensorDict.
     """

@@ -62,7 +62,7 @@ def read_columns(
         meta: the rows to read; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
             ``global_forward_pad_seqlen``, columns that are per token are padded to that width;
             without it, to their longest row. See `DataPlaneClient.get_columns`. The batch gets the
-            meta's plan of micro-batches, if that was made for these ids in this order.
+            meta's plan of micro-batches, if the plan was made for these ids in this order.
         select_fields: the columns to read.
         layout: "padded" returns dense tensors, "jagged" the tensors of the store.
         pad_value_dict: column to its pad value (``input_ids``: the pad token's id); 0 if absent.

@@ -1,8 +1,8 @@
 """Conversions between message logs (conversations) and columns.
 
 A message log is a list of turns, each a dict with ``role``, ``content`` and ``token_ids``. The row
-of ``input_ids`` holds the token ids of all turns end to end, so only the lengths, roles and
-contents of the turns are stored in addition. Rebuilding a log copies no tokens.
+of ``input_ids`` holds the token ids of all turns end to end. Only the lengths, roles and contents
+of the turns are stored in addition. Rebuilding a log copies no tokens.
 """
 
 from __future__ import annotations
