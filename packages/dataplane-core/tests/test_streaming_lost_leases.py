@@ -164,8 +164,8 @@ def test_older_state_delivers_later_samples_again():
 class Losing(StreamingDataset):
     """Dataset that loses the first lease of a round after the fetch."""
 
-    def batches(self, client, claimed, **options):
-        for number, (batch, meta) in enumerate(super().batches(client, claimed, **options)):
+    def batches(self, client, on_claim, **options):
+        for number, (batch, meta) in enumerate(super().batches(client, on_claim, **options)):
             if number == 0:
                 client.release(meta)
             yield batch, meta
@@ -186,8 +186,8 @@ def test_lost_done_samples_are_acknowledged_when_reclaimed():
 class Overtaken(StreamingDataset):
     """Dataset whose batches another consumer trains on before their turn."""
 
-    def batches(self, client, claimed, **options):
-        for batch, meta in super().batches(client, claimed, **options):
+    def batches(self, client, on_claim, **options):
+        for batch, meta in super().batches(client, on_claim, **options):
             client.release(meta)
             other = leased()()
             other.acknowledge(other.claim_meta("p", "a", ["x"], meta.size))
@@ -208,8 +208,8 @@ class Interrupted(StreamingDataset):
 
     stopped = False
 
-    def batches(self, client, claimed, **options):
-        for batch, meta in super().batches(client, claimed, **options):
+    def batches(self, client, on_claim, **options):
+        for batch, meta in super().batches(client, on_claim, **options):
             if not self.stopped:
                 self.stopped = True
                 client.release(meta)
@@ -230,8 +230,8 @@ def test_batch_lost_before_its_turn_is_claimed_again(acknowledge_on):
 class LosingAll(StreamingDataset):
     """Dataset that loses every lease."""
 
-    def batches(self, client, claimed, **options):
-        for batch, meta in super().batches(client, claimed, **options):
+    def batches(self, client, on_claim, **options):
+        for batch, meta in super().batches(client, on_claim, **options):
             client.release(meta)
             yield batch, meta
 
@@ -249,8 +249,8 @@ def test_loader_that_loses_every_batch_raises():
 class Clearing(StreamingDataset):
     """Dataset of which a sample per batch is cleared before its turn."""
 
-    def batches(self, client, claimed, **options):
-        for batch, meta in super().batches(client, claimed, **options):
+    def batches(self, client, on_claim, **options):
+        for batch, meta in super().batches(client, on_claim, **options):
             client.clear_samples(meta.sample_ids[:1], "p", force=True)
             yield batch, meta
 
@@ -309,13 +309,13 @@ def test_rest_of_a_batch_is_done_after_a_withdrawal(acknowledge_on):
 class Late(StreamingDataset):
     """Dataset that reports claims again after they ended, like a late worker's report."""
 
-    def batches(self, client, claimed, **options):
+    def batches(self, client, on_claim, **options):
         metas = []
-        for batch, meta in super().batches(client, claimed, **options):
+        for batch, meta in super().batches(client, on_claim, **options):
             metas.append(meta)
             yield batch, meta
         for meta in metas:
-            claimed(meta)
+            on_claim(meta)
 
 
 def test_late_report_hides_no_dead_consumer():

@@ -4,9 +4,9 @@ Checks of names, numbers and flags return plain Python values: no scalar of nump
 subclass and no enum passes the boundary. The module imports neither numpy nor torch; it recognizes
 their scalars by their attributes.
 
-A refused value raises an `InvalidRequestError` (a ValueError), one of a wrong type an
-`InvalidTypeError` (a TypeError too). The error names ``operation`` (the method and its main
-arguments), ``argument``, what was found and what was expected.
+A value of a wrong type raises an `InvalidTypeError` (a ValueError and a TypeError). Any other
+refused value raises an `InvalidRequestError` (a ValueError). The error names ``operation`` (the
+method and its main arguments), ``argument``, what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def argument_type_error(
 
 
 def checked_name(operation: str, argument: str, value: object, *, empty: bool = False) -> str:
-    """Return ``value`` as a plain str that UTF-8 can encode; only ``empty`` lets it be empty."""
+    """Return ``value`` as a plain str that UTF-8 can encode; ``empty`` permits an empty one."""
     if not isinstance(value, str):
         raise argument_type_error(operation, argument, value, "a str")
     name = str.__str__(value)

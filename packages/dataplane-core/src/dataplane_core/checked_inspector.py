@@ -38,8 +38,8 @@ class CheckedInspector(ABC):
     def _query(self, method: str, *arguments: Any) -> Any:
         """Return the store's answer to a method; its arguments are checked, and positional.
 
-        ``list_samples`` and ``find_samples`` are asked step by step. An answer to the latter is a
-        pair: the matches, and the position of the next step, which is None at the end.
+        ``list_samples`` and ``find_samples`` are queried in steps. The answer of ``find_samples``
+        is a pair: the matches, and the position of the next step, which is None at the end.
         """
 
     def list_partitions(self) -> list[PartitionSummary]:

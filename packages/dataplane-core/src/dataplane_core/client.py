@@ -35,8 +35,8 @@ class DataPlaneClient(OptionalMethods, ABC):
     - by key, for stages that know their ids: `put_samples`, `get_samples`, `clear_samples`;
     - lifecycle: `close`. A client is also a context manager.
 
-    Inspection of the store, and an operator's changes, are in the client's ``inspector``, a
-    `StoreInspector`.
+    The client's ``inspector``, a `StoreInspector`, inspects the store and makes an operator's
+    changes.
 
     A put makes its fields visible; there is no separate "stage finished" call. Clients are
     thread-safe.
@@ -57,7 +57,7 @@ class DataPlaneClient(OptionalMethods, ABC):
         """Declare a partition; a second call with the same name replaces the declaration.
 
         Present samples stay, and so do the claims of tasks that are declared again. Samples
-        assigned to data-parallel ranks become claimable by all.
+        assigned to data-parallel ranks become claimable by every consumer.
 
         Args:
             partition_id: name of the partition.
@@ -191,8 +191,9 @@ class DataPlaneClient(OptionalMethods, ABC):
             tags: one dict of primitives per id: str, int of 64 bits, float, bool or None; scalars
                 of numpy and torch are converted. ``input_lengths`` is an int of at least 0.
             claim: the leased claim under which the caller computed the values. The put is refused
-                if the lease expired or ended, if the claim lost one of ``sample_ids`` by a release
-                or a clear, or if another claim of the task holds or has acknowledged one of them.
+                if the lease expired or ended. It is also refused if the claim lost one of
+                ``sample_ids`` by a release or a clear, or if another claim of the task holds or has
+                acknowledged one of them.
             origin: name of this put, a W3C traceparent for example. The store keeps it with the
                 values, for clients with ``capabilities.origins``.
             acknowledge: also `acknowledge`, in the same step, those of ``sample_ids`` that

@@ -48,9 +48,10 @@ class ObservabilityConfig(TypedDict):
 class DataPlaneConfig(TypedDict):
     """Configuration of a data-plane client: which client to build, and its sizes.
 
-    The client that bootstraps an external store needs every key up to ``local_buffer_size``; none
-    has a default. Except for the keys that say otherwise, its values hold for all clients of the
-    store. A client that attaches may omit those keys, and is refused if it sets another value.
+    The client that bootstraps an external store must set every key up to ``local_buffer_size``;
+    none has a default. Its values hold for all clients of the store, except those of keys that each
+    client sets for itself. A client that attaches may omit the keys of the store; if it sets
+    another value, it is refused.
 
     Attributes:
         enabled: False makes the factory raise, so that no run starts without its data plane.
@@ -73,11 +74,11 @@ class DataPlaneConfig(TypedDict):
         unit_resources: custom Ray resource to the amount that each storage unit reserves, so that
             units run on the nodes that have it (``packed`` and ``simple`` only). Without it units
             are spread over all nodes.
-        packed_transport: how clients of backend ``packed``, and no other, reach its units: ``shm``,
-            ``tcp``, or ``auto`` (the default): ``shm`` on the unit's own node, ``tcp`` elsewhere.
+        packed_transport: how clients reach the units (``packed`` only): ``shm``, ``tcp``, or
+            ``auto`` (the default), which is ``shm`` on the unit's own node and ``tcp`` elsewhere.
         claim_order: ``module:function`` that maps a sample's id and tags to a number. Claims
-            without a seed take the samples with the smallest numbers first; equal ones, and all
-            without this key, in the order of first puts.
+            without a seed take the smallest numbers first, and equal ones in the order of first
+            puts. Without this key, all samples are in the order of first puts.
         sampler: ``module:Class`` of a TransferQueue sampler, which serves TransferQueue's own
             clients. Without it TransferQueue's controller serves rows in order.
         transfer_queue_mirror: whether rows, tags and consumption are mirrored to TransferQueue's

@@ -1,8 +1,8 @@
 """Builds clients by name; adapters and middleware register through entry points.
 
-A distribution adds an ``impl`` by an entry point in the group ``dataplane_core.clients`` (called as
-``factory(cfg, bootstrap=...)``), and a middleware by one in ``dataplane_core.middleware`` (called
-as ``wrap(client, observability_cfg)``).
+A distribution adds an ``impl`` by an entry point in the group ``dataplane_core.clients``, called as
+``factory(cfg, bootstrap=...)``. It adds a middleware by one in ``dataplane_core.middleware``,
+called as ``wrap(client, observability_cfg)``.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _check_promises(client: Any, valid: DataPlaneConfig) -> None:
     Raises:
         ConfigError: (a ValueError) the client lacks the capability that the key needs.
     """
+    capabilities = getattr(client, "capabilities", Capabilities())
     for key, promise in _PROMISES.items():
-        capabilities = getattr(client, "capabilities", Capabilities())
         value = valid.get(key)
         if value is not None and not getattr(capabilities, promise):
             raise ConfigError(

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class DataPlaneInspector(Protocol):
     """Methods that read a store's contents, claims and states.
 
-    Each may raise `UnavailableError`, or `UnsupportedError` if the store does not know the answer,
-    and those with a ``partition_id`` `PartitionNotFoundError`.
+    Each may raise `UnavailableError`, and `UnsupportedError` if the store does not know the answer.
+    Methods with a ``partition_id`` may raise `PartitionNotFoundError`.
     """
 
     def list_partitions(self) -> list[PartitionSummary]:
@@ -59,8 +59,8 @@ class DataPlaneInspector(Protocol):
     ) -> list[SampleState]:
         """Return up to ``limit`` samples from position ``start`` on, in the order of first puts.
 
-        A large page is read in steps, between which other calls run; samples cleared meanwhile can
-        make it skip others.
+        A large page is read in steps. Other calls run in between; samples that they clear can make
+        the page skip others.
 
         Raises:
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or a number is negative.
@@ -74,8 +74,8 @@ class DataPlaneInspector(Protocol):
     ) -> list[SampleState]:
         """Return the first ``limit`` samples whose ``tag`` equals ``value``, in the order of puts.
 
-        A large partition is searched in steps, between which other calls run; samples put or
-        cleared meanwhile may be missed.
+        A large partition is searched in steps. Other calls run in between; samples that they put
+        or clear may be missed.
 
         Raises:
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or ``value`` is not a

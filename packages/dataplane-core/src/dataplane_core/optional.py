@@ -212,9 +212,9 @@ class OptionalMethods:
         """Return the origins of the puts that wrote ``fields`` of ``sample_ids``.
 
         Returns:
-            A dict that maps the ``origin`` of a put to the number of samples in which it wrote at
-            least one of the fields, largest number first. Values put without an origin, and
-            unknown ids and fields, are left out.
+            A dict of the put's ``origin`` to the number of samples in which the put wrote one of
+            the fields, largest number first. Values put without an origin, and unknown ids and
+            fields, are left out.
 
         Raises:
             PartitionNotFoundError: the partition is not registered.

@@ -1,6 +1,7 @@
 """Spans of a step, and their context, which is passed between processes.
 
-It uses OpenTelemetry's API only, so that it costs almost nothing unless a process sets up an SDK.
+This module uses OpenTelemetry's API alone, so it costs almost nothing unless a process sets up an
+SDK.
 Run, step and weight version are passed as baggage, together with the trace context.
 """
 
@@ -108,10 +109,10 @@ def step_context(
         context.detach(token)
 
 
-def step_facts(of: Context | None = None) -> dict[str, str | int]:
+def step_facts(source: Context | None = None) -> dict[str, str | int]:
     """Return run, step and weight version of a context as attributes; None is the current one."""
     facts: dict[str, str | int] = {}
-    carried = baggage.get_all(of)
+    carried = baggage.get_all(source)
     for name in (RUN_ID, STEP, WEIGHT_VERSION):
         value = carried.get(name)
         if isinstance(value, str):

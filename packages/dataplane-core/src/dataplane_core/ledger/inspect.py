@@ -326,14 +326,14 @@ def _describe_assigned(task: str, assigned: list[Assignment], now: float) -> Ass
     )
 
 
-def check_page(what: str, start: object, limit: object) -> tuple[int, int]:
+def check_page(operation: str, start: object, limit: object) -> tuple[int, int]:
     """Return ``start`` and ``limit`` as plain ints.
 
     Raises:
         InvalidRequestError: (a ValueError) one is not an int, or out of bounds.
     """
-    return checked_int(what, "start", start), checked_int(
-        what, "limit", limit, maximum=MAX_PAGE_ROWS
+    return checked_int(operation, "start", start), checked_int(
+        operation, "limit", limit, maximum=MAX_PAGE_ROWS
     )
 
 

@@ -73,8 +73,8 @@ class Leases(dict[str, Lease]):
     def check_token(self, token: str | None, sample_ids: Iterable[str], rows: Rows) -> None:
         """Raise `LeaseLostError` if a put under a claim may not write all of the samples.
 
-        It may write samples that the claim holds or has acknowledged, and samples that it never
-        held, unless another claim of the task holds or has acknowledged them.
+        It may write samples that the claim holds or has acknowledged. It may write other samples
+        unless the claim lost them, or another claim of the task holds or has acknowledged them.
         """
         if token is None:
             return

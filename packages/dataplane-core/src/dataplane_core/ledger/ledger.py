@@ -126,17 +126,16 @@ class Ledger:
         return partition
 
     def check_registered(self, partition: Partition) -> None:
-        """Raise `PartitionNotFoundError` if ``partition`` was cleared.
+        """Raise `PartitionNotFoundError` if ``partition`` was cleared, also if registered again.
 
-        It also raises if the name was registered again since. It is for a put that had to wait:
-        ``partition`` is the one with which the put began.
+        A put that had to wait passes the partition with which it began.
         """
         partition_id = partition.declaration.partition_id
         if self.partition(partition_id) is not partition:
             raise PartitionNotFoundError(
                 f"put_samples(partition={partition_id!r}): the partition was cleared and "
                 "registered again since the put began; put again if its samples belong to the new "
-                "one"
+                "partition"
             )
 
     def begin_put(

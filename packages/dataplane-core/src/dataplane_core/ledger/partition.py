@@ -105,7 +105,7 @@ class Partition:
         self.tasks = {name: kept.get(name) or self._new_task(name) for name in tasks}
         for name, task in self.tasks.items():
             if name not in kept:
-                task.put(len(self.rows))
+                task.add_open(len(self.rows))
         for name, task in kept.items():
             if name not in self.tasks:
                 task.retire()
@@ -151,7 +151,7 @@ class Partition:
             # The configured order may depend on tags: rebuild the queues.
             if any(task not in row.states for row in moved):
                 task.drop_queues()
-            task.put(new)
+            task.add_open(new)
             if task.queues:
                 task.enqueue([row for row in written if task not in row.states])
         self.touch()
@@ -228,7 +228,8 @@ class Partition:
         last = self._nothing_more(task, queue)
         # A draw for ranks takes several batches, but each group must fit into one rank's batch.
         unit = request.batch_size
-        # If nothing is ready, open what other `Ranks` were assigned without a deadline.
+        # If nothing is ready, reopen the samples that other `Ranks` were assigned without a
+        # deadline.
         if task.assigned and (last or not request.blocking) and not queue.count(unit):
             self.reopen_assignments(task, task.assignments.untimed(request.ranks))
             last = self._nothing_more(task, queue)
@@ -294,7 +295,7 @@ class Partition:
         ):
             # With fewer units than ranks every draw serves the same ranks, and the caller is not
             # among them. An assignment of these samples has expired, so one of those ranks may be
-            # dead: the caller takes the first part, or the samples would never be processed.
+            # dead. If the caller did not take the first part, no rank would process the samples.
             first = next(other for other, part in enumerate(parts) if part)
             parts[rank], parts[first] = parts[first], []
         batches = [[row for index in part for row in units[index]] for part in parts]

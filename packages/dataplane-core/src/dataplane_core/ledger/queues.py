@@ -183,7 +183,7 @@ class GroupQueue:
         self._incomplete = _GroupList()
 
     def __len__(self) -> int:
-        """Return the number of samples, including those of incomplete or misfit groups."""
+        """Return the number of samples, including those of incomplete or mismatched groups."""
         return len(self._group_of)
 
     def add(self, rows: Sequence[Row]) -> None:

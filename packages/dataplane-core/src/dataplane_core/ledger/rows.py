@@ -54,8 +54,8 @@ class Row:
     Attributes:
         sample_id: the sample's id.
         sequence: number in the order of first puts; never reused.
-        cells: field to the storage's cell of its value, or, with a ``place``, to a column and a
-            layer that other samples share: see `SharedCells`. Never changed in place.
+        cells: field to the storage's cell of its value. With a ``place``, field to a column and a
+            layer, which other samples share; see `SharedCells`. Never changed in place.
         place: the sample's numbers in shared columns; empty if it shares no cells.
         origins: field to the name of the put that wrote it; shared by the samples of a put, so
             never changed in place.

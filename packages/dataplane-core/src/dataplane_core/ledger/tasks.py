@@ -79,9 +79,9 @@ class Task(NamedTask):
     queues: dict[QueueKey, Queue] = field(default_factory=dict)
     counted: tuple[int, frozenset[str], int] = (0, frozenset(), 0)
     assignments: Assignments = field(default_factory=Assignments)
-    _claimed: dict[int, int] = field(default_factory=dict)
+    _claimed_rows: dict[int, int] = field(default_factory=dict)
     """Chunk number to the number of its rows that are leased or acknowledged."""
-    _first: int = 0
+    _first_chunk: int = 0
     """Lower bound of the first chunk with an open or assigned row."""
 
     @property
@@ -113,7 +113,7 @@ class Task(NamedTask):
         state = row.states.get(self)
         return state if isinstance(state, Lease) else None
 
-    def put(self, count: int) -> None:
+    def add_open(self, count: int) -> None:
         """Count new samples as open."""
         self.totals[OPEN] += count
 
@@ -144,7 +144,7 @@ class Task(NamedTask):
                 claimed[chunk] = claimed.get(chunk, 0) + 1
         self.totals[after] += moved
         for chunk, count in claimed.items():
-            self._count(chunk, count if after > ASSIGNED else -count)
+            self._count_claimed(chunk, count if after > ASSIGNED else -count)
 
     def remove(self, rows: Sequence[Row]) -> list[State | None]:
         """Remove cleared samples; return their states. Then reset ``row.states``."""
@@ -157,19 +157,19 @@ class Task(NamedTask):
                 chunk = row.sequence >> CHUNK_BITS
                 removed[chunk] = removed.get(chunk, 0) + 1
         for chunk, count in removed.items():
-            self._count(chunk, -count)
+            self._count_claimed(chunk, -count)
         if self.assignments.missed:
             self.assignments.missed.difference_update(row.sample_id for row in rows)
         return states
 
-    def _count(self, chunk: int, step: int) -> None:
-        count = self._claimed.get(chunk, 0) + step
+    def _count_claimed(self, chunk: int, step: int) -> None:
+        count = self._claimed_rows.get(chunk, 0) + step
         if count:
-            self._claimed[chunk] = count
+            self._claimed_rows[chunk] = count
         else:
-            del self._claimed[chunk]
-        if step < 0 and chunk < self._first:
-            self._first = chunk
+            del self._claimed_rows[chunk]
+        if step < 0 and chunk < self._first_chunk:
+            self._first_chunk = chunk
 
     def get_or_create_queue(self, request: ClaimRequest, rows: Rows) -> Queue:
         """Return the queue for a claim, and mark it as most recently used.
@@ -250,12 +250,12 @@ class Task(NamedTask):
         """Free the state of a task that is no longer declared; rows may still refer to it."""
         self.drop_queues()
         self.assignments.missed.clear()
-        self._claimed.clear()
+        self._claimed_rows.clear()
 
     def open_rows(self, rows: Rows) -> Iterator[Row]:
         """Yield the open samples."""
         for number, chunk in rows.chunks.items():
-            if self._claimed.get(number, 0) < len(chunk):
+            if self._claimed_rows.get(number, 0) < len(chunk):
                 yield from (row for row in chunk.values() if self not in row.states)
 
     def oldest_unclaimed(self, rows: Rows) -> Row | None:
@@ -263,8 +263,8 @@ class Task(NamedTask):
         if not (self.open or self.assigned):
             return None
         for number, chunk in rows.chunks.items():
-            if number >= self._first and self._claimed.get(number, 0) < len(chunk):
-                self._first = number
+            if number >= self._first_chunk and self._claimed_rows.get(number, 0) < len(chunk):
+                self._first_chunk = number
                 return next(row for row in chunk.values() if self.code(row) <= ASSIGNED)
         return None
 

@@ -60,7 +60,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
     def batches(
         self,
         client: DataPlaneClient,
-        claimed: Callable[[KVBatchMeta], None],
+        on_claim: Callable[[KVBatchMeta], None],
         *,
         wait_for_leased: bool = True,
     ) -> Iterator[tuple[TensorDict, KVBatchMeta]]:
@@ -68,7 +68,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
 
         Args:
             client: the client that claims and fetches.
-            claimed: called with each claim before its batch is fetched.
+            on_claim: called with each claim before its batch is fetched.
             wait_for_leased: as `DataPlaneClient.claim_meta`; False where batches are prefetched.
 
         Raises:
@@ -90,7 +90,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
             )
             if not meta.size:
                 return
-            claimed(meta)
+            on_claim(meta)
             try:
                 batch = client.get_data(meta, self.select_fields)
             except BaseException:  # also on an interrupt: make the samples claimable at once

@@ -57,7 +57,7 @@ class HeldClaims:
         return held.subset(forgotten) if forgotten else None
 
     def acknowledge(self, meta: KVBatchMeta) -> LeaseOutcome:
-        """Acknowledge samples of a claim, as far as it still holds them.
+        """Acknowledge those samples of a claim that it still holds.
 
         They are forgotten before the call, so that no renewal finds them lost meanwhile.
 

@@ -16,7 +16,7 @@ _ROUNDING_S = 1e-6
 
 
 class LeaseWatch:
-    """Watch on the claims of a task's consumers and the assignments of its ranks.
+    """Observer of the claims of a task's consumers and of the assignments of its ranks.
 
     Args:
         inspector: the inspector of the store.
@@ -36,8 +36,8 @@ class LeaseWatch:
         """Return whether each holder and assigned rank was active since this was first called.
 
         A claim is live if it was renewed since this watch first saw it. A rank's claim is also live
-        if it was made after the first call, because a rank that works through its assignments may
-        not have renewed its newest claim yet. An assignment is live if its rank claimed or renewed
+        if it was made after the first call: a rank that works through its assignments may not have
+        renewed its newest claim yet. An assignment is live if its rank claimed or renewed
         after the first call. False if there are neither claims nor assignments. If there are more
         than the inspector lists, the oldest are watched.
         """

@@ -97,8 +97,9 @@ class StreamingDataLoader:
             the dataset's ``timeout_s`` and ``batch_timeout_s`` together.
         InvalidRequestError: (a ValueError) an argument is invalid; or, while iterating: the result
             of ``collate`` in a worker cannot be pickled.
-        LeaseLostError: while iterating: for ``timeout_s`` each batch lost its lease before it could
-            be delivered.
+        LeaseLostError: while iterating: the delivered batch lost its lease before the next was
+            requested, see `ack`; or for ``timeout_s`` each batch lost its lease before it could be
+            delivered.
     """
 
     def __init__(
@@ -163,9 +164,9 @@ class StreamingDataLoader:
             watch: LeaseWatch | None = None  # holders that were live at the last wait
             while True:
                 before = self._count_awaited(watch)
-                more = yield from self._round(workers)
+                any_batch = yield from self._round(workers)
                 workers = 0  # few samples remain, for which starting processes does not pay off
-                if more:
+                if any_batch:
                     watch = None  # holders that were live then may be dead now
                 elif after := self._count_awaited(watch):
                     watch = self._wait_for_others(after)
@@ -177,7 +178,7 @@ class StreamingDataLoader:
 
     def _round(self, workers: int) -> Generator[Any, None, bool]:
         """Claim until nothing is left; return whether a batch was delivered or lost."""
-        more = False
+        any_batch = False
         with contextlib.ExitStack() as stack:
             if workers:
                 reports = torch.multiprocessing.get_context(self._context).SimpleQueue()
@@ -210,15 +211,15 @@ class StreamingDataLoader:
                     raise item.error
                 held = self._renew_claim(item.meta)
                 if held is None:
-                    more = True
+                    any_batch = True
                     continue
                 fresh = self._undone_part(item, held)
                 if fresh is not None:
-                    more = True
+                    any_batch = True
                     self._all_lost_since = None
                     yield fresh.content
                     self.ack(fresh.meta)
-        return more
+        return any_batch
 
     def _renew_claim(self, meta: KVBatchMeta) -> KVBatchMeta | None:
         """Return what a claim still holds when its turn has come; None if it lost everything."""

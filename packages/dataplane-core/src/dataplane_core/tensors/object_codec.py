@@ -4,7 +4,7 @@ The format is msgpack with extension types: numpy arrays, tensors, nested tensor
 size, and the types of `dataplane_core.tensors.object_types`. All clients use it, so that all accept
 and return the same values. Public to authors of adapters.
 
-Pickle is a fallback that a caller must allow for both directions: to decode a pickle is to run code
+A caller can allow pickle as a fallback, to encode and to decode. To decode a pickle is to run code
 of whoever wrote it.
 """
 
@@ -143,10 +143,11 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
     """Encode one value; ``what`` names it in the error, for example ``field 'content'``.
 
     Tuples and sets decode as lists, dataclasses as dicts, enums as their values, and dates,
-    decimals and UUIDs as strings, as msgspec encodes them. numpy arrays need one of numpy's plain
-    dtypes. Masked arrays, other subclasses, and arrays of objects, records or another library's
-    dtypes are refused, because they would decode as something else. Images of Pillow, models of
-    pydantic, and ``BatchFeature`` of transformers are stored; add other types with
+    decimals and UUIDs as strings, as msgspec encodes them. A datetime with a time zone decodes as a
+    datetime in UTC, one without as a string. numpy arrays need one of numpy's plain dtypes. Masked
+    arrays, other subclasses, and arrays of objects, records or another library's dtypes are
+    refused, because they would decode as something else. Images of Pillow, models of pydantic, and
+    ``BatchFeature`` of transformers are stored; add other types with
     `dataplane_core.tensors.object_types.register_object_type`.
 
     Args:

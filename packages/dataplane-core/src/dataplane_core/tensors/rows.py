@@ -58,8 +58,8 @@ def form_of(leaf: object) -> Form | None:
     if not isinstance(leaf, torch.Tensor):
         return None
     if is_form_known(leaf):
-        kept: Form | None = getattr(leaf, _FORM)
-        return kept
+        form: Form | None = getattr(leaf, _FORM)
+        return form
     if not leaf.is_nested:
         return None
     return "ragged" if leaf.layout == torch.jagged else "shaped"
@@ -96,9 +96,9 @@ def set_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
     for name in list(fields.keys()):
         leaf = _leaf(fields, name)
         if isinstance(leaf, torch.Tensor):
-            kept = set_form(leaf, forms.get(name))
-            if kept is not leaf:
-                fields.set(name, kept)
+            formed = set_form(leaf, forms.get(name))
+            if formed is not leaf:
+                fields.set(name, formed)
     return fields
 
 
@@ -192,7 +192,7 @@ def storable_tensor(what: str, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         InvalidTypeError: (a ValueError and a TypeError) it is sparse, quantized or without data.
     """
-    # Otherwise each attribute of a jagged tensor costs 40 us.
+    # Without this block, reading each attribute of a jagged tensor takes 40 us.
     with torch._C.DisableTorchFunctionSubclass():
         layout, device, nested = tensor.layout, tensor.device.type, tensor.is_nested
         quantized, tracked = tensor.is_quantized, tensor.requires_grad
