@@ -39,8 +39,7 @@ class BoundedServer(ThreadingHTTPServer):
 
     A connection above the maximum replaces the one that has been idle longest. If none has been
     idle for a second, the new connection gets the status 503. A connection is idle from the end of
-    one response until the next request has arrived completely: also while it sends headers and
-    body.
+    one response until its next request has arrived completely, with headers and body.
 
     Args:
         host: address to bind.

@@ -1,6 +1,6 @@
 """Adapters that record steps and metrics of other trainers, and operations of TransferQueue.
 
-An adapter imports the library that it is named after at once (``trl``), when it is used (``verl``,
-``skyrl``), or never (``transfer_queue``, which waits for the program to import it). The rest of the
-package imports no adapter.
+The adapter ``trl`` imports its library at once, ``verl`` and ``skyrl`` when they are used, and
+``transfer_queue`` never: it waits until the program imports TransferQueue. The rest of the package
+imports no adapter.
 """

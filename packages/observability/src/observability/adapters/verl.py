@@ -84,7 +84,7 @@ def install() -> None:
         finally:
             # verl's task runner passes an exit code. `Tracking.__del__` passes none, so its call
             # does not show how the run ended.
-            run.finish(has_ended=bool(args or kwargs))
+            run.finish(is_final=bool(args or kwargs))
 
     @contextmanager
     def traced_timer(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -124,13 +124,14 @@ class _Run:
         config.pop("ray_kwargs", None)  # its environment variables may have tokens
         self._record.enter_context(record_run(config, run_id=self.run_id))
 
-    def finish(self, *, has_ended: bool) -> None:
-        """Export telemetry now, since Ray may kill the process next; record the end of the run.
+    def finish(self, *, is_final: bool) -> None:
+        """Export telemetry now, since Ray may kill the process next.
 
-        If an error ended the run, verl calls this while it handles the error.
+        In the final call, record the end of the run first. If an error ended the run, verl makes
+        this call while it handles the error.
         """
         telemetry = self._telemetry
-        if has_ended:
+        if is_final:
             self._telemetry = None  # `__del__` will call this again
             self._record.__exit__(*sys.exc_info())
         if telemetry is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from observability.setup.ledger import Counts, Signal
+from observability.setup.counts import Counts, Signal
 from observability.setup.process import setup
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Export of spans, log records and metrics by the SDK, with a count of every item.
 
-processor, drops items that the ledger does not admit
+processor, drops items that the counter does not admit
   --> queue of the SDK
     --> exporter, passes each batch to its `Delivery`
       --> export method of the SDK, encodes and sends the batch
@@ -28,7 +28,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.trace import ReadableSpan, Span
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
-from observability.setup.ledger import Ledger, Signal
+from observability.setup.counts import ItemCounter, Signal
 from observability.setup.session import CollectorSession
 from observability.setup.settings import Otlp, redacted
 from observability.setup.warning_log import WarningLog
@@ -43,7 +43,7 @@ _OTLP_SIGNALS: dict[Signal, OtlpSignal] = {
 
 
 class Delivery:
-    """The sender of the batches of one signal; it counts their outcomes in the ledger.
+    """The sender of the batches of one signal; it counts their outcomes.
 
     If the collector is unreachable or overloaded, a batch is retained and retried before the next
     one, so that a collector that restarts receives it. Retained batches hold at most half the
@@ -56,12 +56,12 @@ class Delivery:
         warning_log: logger of the warnings.
 
     Attributes:
-        ledger: counts of the items.
+        counter: counts of the items.
         session: the HTTP session that the SDK's exporter must use.
     """
 
     def __init__(self, signal: Signal, otlp: Otlp, warning_log: WarningLog) -> None:
-        self.ledger = Ledger(otlp.queue)
+        self.counter = ItemCounter(otlp.queue)
         self.session = CollectorSession(_OTLP_SIGNALS[signal])
         self.otlp = otlp
         self.warning_log = warning_log
@@ -91,7 +91,7 @@ class Delivery:
         Returns:
             True if the batch and all retained batches were exported.
         """
-        if not self.ledger.begin_export(len(batch)):
+        if not self.counter.begin_export(len(batch)):
             return False
         with self._lock:
             # The SDK has turned off tracing in this context, so that exports are not traced. A
@@ -103,7 +103,7 @@ class Delivery:
     def retry(self) -> None:
         """Send the retained batches."""
         with self._lock:
-            if not self.ledger.closed:
+            if not self.counter.closed:
                 self._send_all()
 
     def begin_shutdown(self, deadline: float) -> None:
@@ -116,7 +116,7 @@ class Delivery:
 
     def reset_after_fork(self) -> None:
         """Discard the parent's batches, counts and locks in a forked child."""
-        self.ledger.reset_after_fork()
+        self.counter.reset_after_fork()
         self._reset()
 
     def _send_all(self) -> bool:
@@ -131,12 +131,12 @@ class Delivery:
                 all_sent = False
                 break
             self._batches.popleft()
-            self.ledger.end_export(len(batch), exported)
+            self.counter.end_export(len(batch), exported)
             all_sent = all_sent and exported == len(batch)
         retained = sum(len(batch) for batch, _ in self._batches)
-        while len(self._batches) > 1 and retained > self.ledger.capacity // 2:
+        while len(self._batches) > 1 and retained > self.counter.capacity // 2:
             dropped = len(self._batches.popleft()[0])
-            self.ledger.end_export(dropped, 0)
+            self.counter.end_export(dropped, 0)
             retained -= dropped
         return all_sent
 
@@ -160,7 +160,7 @@ class Delivery:
             session.is_transient = False  # a retry would send parts of the batch again
             return exported
         self._is_failing = not accepted and session.is_sent
-        if (not accepted and not self.ledger.closed) or session.rejected:
+        if (not accepted and not self.counter.closed) or session.rejected:
             endpoint = redacted(self.otlp.endpoint)
             self.warning_log.warn(
                 trouble[0], signal=self._signal, endpoint=endpoint, reason=trouble[1]
@@ -233,12 +233,12 @@ class CountedMetricExporter(OTLPMetricExporter):
         def send(part: Sequence[MetricsData]) -> bool:
             return export(part[0], timeout_millis, **kwargs) is MetricExportResult.SUCCESS
 
-        sent = self.delivery.ledger.admit() and self.delivery.send([metrics_data], send)
+        sent = self.delivery.counter.admit() and self.delivery.send([metrics_data], send)
         return MetricExportResult.SUCCESS if sent else MetricExportResult.FAILURE
 
 
 class AdmittingSpanProcessor(BatchSpanProcessor):
-    """A processor of finished sampled spans, which drops them if the ledger is full or closed."""
+    """A processor of finished sampled spans, which drops them if the queue is full or shut down."""
 
     def __init__(self, delivery: Delivery) -> None:
         super().__init__(CountedSpanExporter(delivery), **delivery.otlp.batching)
@@ -257,7 +257,7 @@ class AdmittingSpanProcessor(BatchSpanProcessor):
 
 
 class AdmittingLogProcessor(BatchLogRecordProcessor):
-    """A processor of log records, which drops them if the ledger is full or closed."""
+    """A processor of log records, which drops them if the queue is full or shut down."""
 
     def __init__(self, delivery: Delivery) -> None:
         super().__init__(CountedLogExporter(delivery), **delivery.otlp.batching)
@@ -278,9 +278,9 @@ def replace_surrogates(value: Any) -> Any:
 
 
 def admit(delivery: Delivery) -> bool:
-    """Admit an item to the ledger and return whether it was admitted; warn if the queue is full."""
-    if delivery.ledger.admit():
+    """Count an item as recorded; return whether to queue it, and warn if the queue is full."""
+    if delivery.counter.admit():
         return True
-    if not delivery.ledger.closed:
+    if not delivery.counter.closed:
         delivery.warning_log.warn("queue full", signal=delivery._signal)
     return False

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _CurrentInstance(Generic[T]):
-    """A function that returns the tracer or logger of the provider that a proxy has now.
+    """A callable that returns the tracer or logger of a proxy's current provider.
 
     Args:
         provider: function that returns the current provider.

@@ -18,7 +18,7 @@ class Done:
     """A flag that is set when an action finishes.
 
     It is not a `threading.Event`. A signal handler may wait for the same flag as the thread that it
-    interrupts, and with an event it would deadlock on the event's internal lock.
+    interrupts. With an event, it would deadlock on the event's internal lock.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias  # Any: arguments of the SDK
 from urllib.parse import urlsplit
 
-from observability.setup.ledger import Signal
+from observability.setup.counts import Signal
 from observability.setup.warning_log import WarningLog
 
 EXPORT_TIMEOUT_S = 3.0

@@ -38,6 +38,7 @@ from opentelemetry.trace import TracerProvider as AnyTracerProvider
 from observability.bounded_http import BoundedServer
 from observability.setup import providers
 from observability.setup.baggage import BaggageProcessor
+from observability.setup.counts import Counts, ItemCounter, Signal
 from observability.setup.export import (
     AdmittingLogProcessor,
     AdmittingSpanProcessor,
@@ -45,10 +46,9 @@ from observability.setup.export import (
     Delivery,
 )
 from observability.setup.ids import SeedlessIdGenerator
-from observability.setup.ledger import Counts, Ledger, Signal
 from observability.setup.ready_thread import Done, ReadyThread, wait_all
 from observability.setup.settings import Arguments, Prometheus, redacted, resolve_settings
-from observability.setup.warning_log import WarningLog, take_over_logs
+from observability.setup.warning_log import WarningLog, redirect_logs
 
 DROPPED = "dataplane.telemetry.dropped"
 """Name of the metric of dropped items; docs/telemetry.md lists it."""
@@ -104,7 +104,7 @@ class Telemetry:
         self._pid = os.getpid()
         self._timeout_s = arguments.shutdown_timeout_s
         self._warning_log = WarningLog()
-        take_over_logs(self._warning_log)
+        redirect_logs(self._warning_log)
         self._pipelines: dict[Signal, _Pipeline] = {}
         self._flush_lock = threading.Lock()
         self._flushes: list[Done] = []  # of the last flush, one per pipeline
@@ -138,9 +138,9 @@ class Telemetry:
 
         A signal without OTLP export counts no items.
         """
-        ledgers = {name: each.delivery.ledger for name, each in self._pipelines.items()}
+        counters = {name: each.delivery.counter for name, each in self._pipelines.items()}
         names: tuple[Signal, ...] = ("spans", "events", "metrics", "steps")
-        return {name: ledgers.get(name, _EMPTY_LEDGER).counts() for name in names}
+        return {name: counters.get(name, _NO_ITEMS).counts() for name in names}
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Export the queued items.
@@ -191,7 +191,7 @@ class Telemetry:
             self._export_and_stop(time.monotonic() + timeout_s)
         finally:
             for pipeline in self._pipelines.values():
-                pipeline.delivery.ledger.close()
+                pipeline.delivery.counter.close()
                 pipeline.thread.close()
             self._shutdown_finished.set()
             if self._signal_thread is not None:
@@ -332,7 +332,7 @@ class Telemetry:
         for name, pipeline in list(self._pipelines.items()):
             if name == "metrics":
                 continue  # a failed export loses nothing, since the next one has newer totals
-            counts = pipeline.delivery.ledger.counts()
+            counts = pipeline.delivery.counter.counts()
             for reason in ("queue_full", "export_failed", "shutdown"):
                 labels = {"dataplane.signal": name, "dataplane.reason": reason}
                 yield Observation(counts[reason], labels)
@@ -384,7 +384,7 @@ class Telemetry:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-_EMPTY_LEDGER = Ledger(0)
+_NO_ITEMS = ItemCounter(0)
 
 
 def _reader(exporter: CountedMetricExporter) -> MetricReader:

@@ -63,7 +63,7 @@ class _Handler(logging.Handler):
 _handler = _Handler()
 
 
-def take_over_logs(warning_log: WarningLog) -> None:
+def redirect_logs(warning_log: WarningLog) -> None:
     """Redirect OpenTelemetry's log records to ``warning_log``."""
     sdk = logging.getLogger("opentelemetry")
     _handler.warning_log = warning_log

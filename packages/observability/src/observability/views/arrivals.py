@@ -40,8 +40,8 @@ def clock_shifts(times: Iterable[tuple[Hashable, int, int]]) -> dict[Hashable, i
     shifts: dict[Hashable, int] = {}
     group_delay: int | None = None  # the smallest delay of the current group
     for clock, delay in sorted(delays.items(), key=lambda item: item[1]):
-        # A clock starts a new group if its delay is too large for the current one, or if it is
-        # correct and the clocks of the current group are ahead.
+        # A clock starts a new group if its delay is too large for the current group. So does the
+        # first correct clock, if the clocks of the current group are ahead.
         is_first_correct = group_delay is not None and group_delay < -_MAX_AHEAD_NS <= delay
         if group_delay is None or is_first_correct or delay - group_delay > MAX_DELAY_NS:
             group_delay = delay

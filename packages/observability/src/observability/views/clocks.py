@@ -129,8 +129,7 @@ class _OffsetSolver:
             for other, (minimum, maximum) in self._calls[current].items():
                 self._visit(1)
                 before = self._bounds.get(other, (-inf, inf))
-                # The offset of the other clock from the root's clock is the offset of the current
-                # clock from the root's, plus that of the other clock from the current one.
+                # offset(other from root) = offset(current from root) + offset(other from current)
                 after = max(before[0], low + minimum), min(before[1], high + maximum)
                 if after[0] > after[1]:
                     raise _Unsolvable

@@ -13,7 +13,7 @@ from observability.views.processes import nanoseconds_in
 from observability.views.steps import Step
 
 NO_STAGE = "(no stage)"
-"""Name of the stage of the root, and of spans that are not below it."""
+"""Name that stands for the stage of the root and of spans that are not below it."""
 
 
 @dataclass(frozen=True)

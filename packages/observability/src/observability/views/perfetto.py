@@ -3,8 +3,8 @@
 The format is Google's "Trace Event Format". Each process of the run is a process of the trace. Its
 spans are on one thread, as far as they are disjoint or nested. Others are on further threads.
 
-In names here, an entry is an event of the trace, and a slice is the entry of a span. Entries have
-the keys of the format: ``ph`` (phase) is the kind of the entry, ``ts`` is its time, and ``pid`` and
+This module calls an event of the trace an entry, and the entry of a span a slice. Entries have the
+keys of the format: ``ph`` (phase) is the kind of the entry, ``ts`` is its time, and ``pid`` and
 ``tid`` are its process and thread.
 """
 

@@ -7,7 +7,7 @@ so the SDK never drops one, and every item is counted:
       |                                             |
       +--> queue_full, shutdown                     +--> export_failed
 
-`Ledger.close` counts queued and in-flight items as dropped by the shutdown.
+`ItemCounter.close` counts queued and in-flight items as dropped by the shutdown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Counts(TypedDict):
     shutdown: int
 
 
-class Ledger:
+class ItemCounter:
     """The thread-safe counts of one signal.
 
     Args:
@@ -79,7 +79,7 @@ class Ledger:
             return True
 
     def begin_export(self, items: int) -> bool:
-        """Count items as in flight instead of queued; return False if the ledger is closed."""
+        """Count items as in flight instead of queued; return False if the counter is closed."""
         with self._lock:
             if self.closed:
                 return False
@@ -104,7 +104,7 @@ class Ledger:
             self._queued = self._in_flight = 0
 
     def reset_after_fork(self) -> None:
-        """Replace the parent's counts and lock in a forked child; the ledger is closed."""
+        """Replace the parent's counts and lock in a forked child; the counter is closed."""
         self._reset()
         self.closed = True
 
