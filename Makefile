@@ -232,9 +232,10 @@ bench-quick: sync ## Compare speed with others in three to four minutes: build/b
 	$(BIN)/python -m integration.benchmarks --quick --json build/bench.json
 
 .PHONY: bench
-bench: sync ## Run every benchmark; write tables and a picture of each area for docs/results.md
+bench: sync ## Run every benchmark; write tables and pictures of docs/results.md
 	mkdir -p build
-	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images
+	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images \
+		--page docs/results.md
 
 .PHONY: lint-images
 lint-images: sync ## Check Dockerfiles, compose files, manifests and dashboards

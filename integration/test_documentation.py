@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from integration.benchmarks.results_page import TABLES, fill
 from integration.lean_ray import LEAN, LEAN_ENVIRONMENT
 from jsonschema import Draft202012Validator
 
@@ -343,6 +344,20 @@ def test_figures_match_the_results() -> None:
     assert rows
     for number in re.findall(r"\d[\d,]*(?:\.\d+)?(?: \([\d.]+\)| %)?", "\n".join(rows)):
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", results), number
+
+
+def test_the_benchmark_fills_the_tables_of_the_results() -> None:
+    page = (DOCS / "results.md").read_text()
+    assert fill(page, []) == page
+    for title, rows in TABLES.items():
+        for label, cells in rows.items():
+            names = {name for cell in cells for name in cell.names}
+            filled = fill(page, [{"name": name, "value": 0.1239, "spread": 1} for name in names])
+            table = filled[filled.index(f"\n| {title} |") :].split("\n\n")[0]
+            [row] = re.findall(rf"^\| {re.escape(label)} \|(.*) \|$", table, re.MULTILINE)
+            assert ["0.12" in cell for cell in row.split("|")][: len(cells)] == [
+                bool(cell.names) for cell in cells
+            ]
 
 
 VLLM = "integration/vllm"

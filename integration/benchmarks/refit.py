@@ -148,6 +148,9 @@ class RefitResult:
             rate = self.case.nbytes / fetch.value / 1e9
             name = f"refit.{way}_{self.case.name}{size}"
             entries.append(Entry(f"{name}.gb_per_s", rate, "GB/s", None, 0.0, fetch.count))
+            entries.append(Entry.ms(f"{name}.fetch_ms", fetch))
+            if self.publish[way]:
+                entries.append(Entry.ms(f"{name}.publish_ms", Summary.of(self.publish[way])))
             for transport in ("nixl", "shm"):
                 for suffix, both_steps in (("", False), ("_both_steps", True)):
                     ratio = self.ratio(way, transport=transport, both_steps=both_steps)

@@ -1,0 +1,153 @@
+"""Fill the tables of docs/results.md from a file of results.
+
+A table is known by the first cell of its heading, a row by its first cell. `TABLES` has the results
+of each row's other cells; a cell without a result in the file stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_CASES = ("256", "512", "256_long", "1024_8k")
+_LAYOUTS = [f"{layout}{size}" for size in ("", "_2g") for layout in ("1to1", "2to4", "4to2")]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Results of a cell, by name.
+
+    With ``spread``, their interquartile ranges are in parentheses; with ``sep`` between " to ",
+    only the lowest and the highest are shown.
+    """
+
+    names: tuple[str, ...]
+    sep: str = "/"
+    spread: bool = False
+    unit: str = ""
+
+
+def _ratios(name: str) -> list[Cell]:
+    return [Cell((name.format(case),), spread=True) for case in _CASES]
+
+
+def _durations(operation: str) -> list[Cell]:
+    systems = ("data_plane", "usual", "raw", "ray_flat", "ray_flat_padded")
+    here, *others = (f"tq.{operation}_512.{system}_ms" for system in systems)
+    return [Cell((name,)) for name in (here, f"tq.{operation}_512_tcp.data_plane_ms", *others)]
+
+
+def _claims(size: str) -> list[Cell]:
+    regimes = ("", "warm_", "raw_", "raw_warm_")
+    points = [f"tq.claim32_{size}.{regime}p{{}}_ms" for regime in regimes]
+    return [Cell((point.format(50), point.format(99))) for point in points]
+
+
+def _refits(way: str) -> list[Cell]:
+    return [
+        Cell((f"refit.{way}_{layout}.publish_ms", f"refit.{way}_{layout}.fetch_ms"))
+        for layout in _LAYOUTS
+    ]
+
+
+def _range(transport: str, suffix: str) -> Cell:
+    names = (f"refit.{transport}_{layout}.ratio_vs_{suffix}" for layout in _LAYOUTS)
+    return Cell(tuple(names), sep=" to ")
+
+
+TABLES: dict[str, dict[str, list[Cell]]] = {
+    "put and get, ratios": {
+        "usual adapter / here": _ratios("tq.put_get_{}.ratio_vs_usual"),
+        "usual adapter / here over TCP": _ratios("tq.put_get_{}_tcp.ratio_vs_usual"),
+        "here / Ray's flat buffers": _ratios("tq.put_get_{}.ratio_vs_ray_flat"),
+        "here / Ray, padded": _ratios("tq.put_get_{}.ratio_vs_ray_flat_padded"),
+        "eight slices, usual adapter / here": _ratios("tq.slices8_{}.ratio_vs_usual"),
+        "eight slices, usual adapter / here over TCP": _ratios("tq.slices8_{}_tcp.ratio_vs_usual"),
+    },
+    "512 rows of 200 to 2,048 tokens, ms": {
+        "put": _durations("put"),
+        "get": _durations("get"),
+        "put and get": _durations("put_get"),
+        "eight slices, one after the other": _durations("slices8"),
+        "one small field": _durations("one_field"),
+        "write back one token column": _durations("write_back"),
+        "claim 32, right after the put": _durations("claim32"),
+        "clear all rows": _durations("clear"),
+    },
+    "claim of 32; rows in the partition": {
+        "1,000": _claims("1k"),
+        "10,000": _claims("10k"),
+        "100,000": _claims("100k"),
+    },
+    "publish/fetch, ms": {
+        "refit-mx, shared memory": _refits("shm"),
+        "refit-mx, NIXL": _refits("nixl"),
+        "refit-mx, TCP": _refits("tcp"),
+        "Ray's object store": _refits("ray"),
+        "safetensors on tmpfs": _refits("file"),
+        "raw NIXL, fetch from trainers' memory": _refits("raw_nixl"),
+        "raw NIXL, fetch in long reads": _refits("raw_nixl_long"),
+        "gloo broadcast, publish and fetch together": _refits("gloo"),
+        "memcpy of as many bytes": _refits("memcpy"),
+    },
+    "refit-mx, times as fast": {
+        "shared memory against Ray": [_range("shm", "ray_both_steps"), _range("shm", "ray")],
+        "NIXL against Ray": [_range("nixl", "ray_both_steps"), _range("nixl", "ray")],
+        "NIXL against raw NIXL": [Cell(()), _range("nixl", "raw_nixl")],
+        "NIXL against raw NIXL in long reads": [Cell(()), _range("nixl", "raw_nixl_long")],
+    },
+    "admin service": {
+        "ingest into SQLite, spans/s": [Cell(("admin.ingest_spans_per_s",), spread=True)],
+        "the same requests appended to a file, spans/s": [
+            Cell(("admin.ingest_file_spans_per_s",), spread=True)
+        ],
+        "slowest page or answer, p95": [Cell(("admin.page_p95_ms",), unit=" ms")],
+        "page of a trace of 10,000 spans, p95": [Cell(("admin.large_trace_p95_ms",), unit=" ms")],
+        "slowest first paint, median": [Cell(("admin.first_paint_ms",), unit=" ms")],
+        "first paint of that trace, median": [
+            Cell(("admin.large_trace_first_paint_ms",), unit=" ms")
+        ],
+    },
+}
+
+
+def fill(page: str, results: Iterable[dict[str, object]]) -> str:
+    """Return the page with the values of ``results``, entries of a file of results."""
+    by_name = {entry["name"]: entry for entry in results}
+    rows: dict[str, list[Cell]] = {}
+    lines = []
+    for line in page.split("\n"):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            rows = {}
+        elif not rows:
+            rows = TABLES.get(cells[0], {})
+        if line.startswith("|") and cells[0] in rows:
+            for at, cell in enumerate(rows[cells[0]], 1):
+                cells[at] = _text(cell, by_name) or cells[at]
+            line = f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def fill_page(page: Path, results: Path) -> None:
+    """Fill the tables of a page from a file of results."""
+    page.write_text(fill(page.read_text(), json.loads(results.read_text())))
+
+
+def _text(cell: Cell, results: dict[object, dict[str, object]]) -> str:
+    measured = [results[name] for name in cell.names if name in results]
+    values = [float(str(entry["value"])) for entry in measured]
+    if not values:
+        return ""
+    if cell.sep == " to ":
+        return f"{min(values):.2f} to {max(values):.2f}"
+    shown = cell.sep.join(map(_number, values)) + cell.unit
+    return f"{shown} ({_number(float(str(measured[0]['spread'])), 2)})" if cell.spread else shown
+
+
+def _number(value: float, digits: int = 3) -> str:
+    """Return a number with three significant digits, or all digits before the decimal point."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
