@@ -3,6 +3,7 @@
 Imports internals: tests check how bytes are divided among connections.
 """
 
+import signal
 import threading
 
 import numpy as np
@@ -70,3 +71,21 @@ def test_error_of_any_action_is_raised_in_the_caller(failing):
 
     with pytest.raises(ConnectionResetError, match=f"action {failing}"):
         run_all([lambda number=number: act(number) for number in range(3)])
+
+
+def test_interrupt_is_raised_after_running_actions_end():
+    began, returned, ended = threading.Event(), threading.Event(), []
+
+    def act():
+        if threading.current_thread() is threading.main_thread():
+            began.wait(TIMEOUT_S)
+            return
+        began.set()
+        returned.wait(0.1)  # the main thread waits for this one by then
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        ended.append(not returned.wait(0.2))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all([act] * CONNECTIONS)
+    returned.set()
+    assert ended == [True]

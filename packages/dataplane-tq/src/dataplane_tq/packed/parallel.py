@@ -30,8 +30,12 @@ def is_large(nbytes: int) -> bool:
 def run_all(actions: Iterable[Callable[[], None]]) -> None:
     """Run all actions in order, `CONNECTIONS` at a time, and wait until they finish.
 
+    No action is running when this has returned or raised. This holds even if the caller is
+    interrupted while it waits: the directory may place another put where an action still writes.
+
     Raises:
-        BaseException: the error of the first action that failed; later actions are not started.
+        BaseException: the error of the first action that failed, or an interrupt; later actions are
+            not started.
     """
     waiting = deque(actions)
     errors: list[BaseException] = []
@@ -47,15 +51,35 @@ def run_all(actions: Iterable[Callable[[], None]]) -> None:
             except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
                 errors.append(error)
 
-    helpers = [
-        threading.Thread(target=work, name="unit-transfer", daemon=True)
-        for _ in range(min(CONNECTIONS, len(waiting)) - 1)
-    ]
-    for thread in helpers:
-        thread.start()
-    work()
-    for thread in helpers:
-        thread.join()
+    changed = threading.Condition()
+    running: set[int] = set()
+
+    def help_work() -> None:
+        with changed:
+            if errors:
+                return
+            running.add(threading.get_ident())
+        try:
+            work()
+        finally:
+            with changed:
+                running.remove(threading.get_ident())
+                changed.notify_all()
+
+    try:
+        for _ in range(min(CONNECTIONS, len(waiting)) - 1):
+            threading.Thread(target=help_work, name="unit-transfer", daemon=True).start()
+        work()
+    except BaseException as error:  # noqa: BLE001  # an interrupt; raised below
+        errors.append(error)
+    # Not by `join`: once it is interrupted, Python 3.11 takes a running thread for an ended one.
+    while True:
+        try:
+            with changed:
+                changed.wait_for(lambda: not running)
+            break
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
     if errors:
         raise errors[0]
 
