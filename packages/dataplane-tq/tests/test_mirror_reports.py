@@ -3,15 +3,21 @@
 Imports internals: tests pause between a put and its report.
 """
 
+import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 from directory_calls import TIMEOUT_S, Calls, until
+from structlog.testing import capture_logs
 
 from dataplane_core import MissingDataError
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.server import Directory
 from dataplane_tq.directory.wire import Link
+from dataplane_tq.mirror import rows
+from dataplane_tq.mirror.engine import Engine
+from dataplane_tq.mirror.reporter import Reporter
 
 
 class DirectoryClient(Calls):
@@ -111,3 +117,37 @@ def test_client_that_dies_in_its_report_blocks_no_other(client):
     assert client.clear(["a"]) == ["a"]
     assert client.claim(1).mirrored_ids == ["b"]
     assert not client.directory.store.backlog
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_failed_report_of_claims_stops_no_later_report(client, monkeypatch, is_silent):
+    reports = []
+
+    async def connect(*_):
+        return SimpleNamespace(close=lambda: None)
+
+    async def enter(_client, sample_ids, *_):
+        reports.append(sample_ids)
+
+    async def consume(*_):
+        if is_silent:
+            await asyncio.Event().wait()
+        raise TypeError("answer of another version")
+
+    monkeypatch.setattr(Engine, "_connect", connect)
+    monkeypatch.setattr(rows, "enter", enter)
+    monkeypatch.setattr(rows, "consume", consume)
+    first, second = client.put(["a"]), client.put(["b"])
+    client.claim(1)
+    engine = Engine(None, "", {}, {}, timeout_s=0.2)
+    reporter = Reporter(engine, client.link)
+    try:
+        with capture_logs() as logs:
+            reporter.report_put(first, "p", ["a"], None, [], ["x"])
+            reporter.report_put(second, "p", ["b"], None, [], ["x"])
+            until(lambda: reports == [["a"], ["b"]])
+            reporter.report_claim(["b"], "p", "train")
+            until(lambda: len(logs) == 2)
+    finally:
+        engine.close()
+    assert {log["event"] for log in logs} == {"transfer_queue_report_failed"}

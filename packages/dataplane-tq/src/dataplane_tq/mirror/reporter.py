@@ -23,7 +23,7 @@ from dataplane_core import DeadlineExceededError, UnavailableError
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Link, Session
 from dataplane_tq.mirror import rows
-from dataplane_tq.mirror.engine import FAILURES, Engine
+from dataplane_tq.mirror.engine import Engine
 
 logger = structlog.get_logger("dataplane_tq.mirror")
 
@@ -111,9 +111,7 @@ class Reporter:
                 await asyncio.wait_for(enter(), self._engine.timeout_s)
                 consumed = await asyncio.to_thread(session.ask, p.Reported(), list[p.Consumption])
                 for item in consumed:
-                    await rows.consume(
-                        self._engine.client, item.sample_ids, partition_id, item.task_name
-                    )
+                    await self._consume(item.sample_ids, partition_id, item.task_name)
         except BaseException as error:  # also a cancellation must end the session
             session.close()
             what = (
@@ -148,14 +146,17 @@ class Reporter:
                     self._reporting_claims = None
                     return
             for (partition_id, task_name), sample_ids in claims.items():
-                report = rows.consume(self._engine.client, sample_ids, partition_id, task_name)
-                try:
-                    await asyncio.wait_for(report, self._engine.timeout_s)
-                except (TimeoutError, *FAILURES) as error:
-                    # The claims stay valid; only their report is dropped.
-                    logger.warning(
-                        "transfer_queue_report_failed", claims=len(sample_ids), error=repr(error)
-                    )
+                await self._consume(sample_ids, partition_id, task_name)
+
+    async def _consume(self, sample_ids: list[str], partition_id: str, task_name: str) -> None:
+        report = rows.consume(self._engine.client, sample_ids, partition_id, task_name)
+        try:
+            await asyncio.wait_for(report, self._engine.timeout_s)
+        except Exception as error:  # noqa: BLE001  # TransferQueue's client raises many types
+            # The claims stay valid; only their report is dropped.
+            logger.warning(
+                "transfer_queue_report_failed", claims=len(sample_ids), error=repr(error)
+            )
 
     async def _set_flushing(self) -> None:
         self._flushing.set()
