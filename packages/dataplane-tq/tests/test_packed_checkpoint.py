@@ -5,6 +5,7 @@ Imports internals: the checkpoint is behind TransferQueue's storage manager.
 
 from contextlib import ExitStack, contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import CapacityExceeded, CheckpointError, MissingDataError, StorageSummary
+from dataplane_core.checkpoint.folder import write_folder
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.server import Directory
 from dataplane_tq.packed.arena import Arena
+from dataplane_tq.packed.layout import FieldLayout
 from dataplane_tq.packed.unit import UnitServer
 from dataplane_tq.packed.unit_wire import UnitSpec
 from dataplane_tq.storage.packed_rows import RawStore, RowsConnection
@@ -151,6 +154,30 @@ def test_changed_checkpoint_changes_nothing(tmp_path):
         with pytest.raises(CheckpointError, match=r"000000\.msgpack.*changed since"):
             store.load(tmp_path)
         model.check(store)
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "copies"),
+    [
+        ([5], [bytes(8)], 1),
+        ([-1], [bytes(8)], 1),
+        ([1, 1], [bytes(16)], 1),
+        ([1], [bytes(9)], 1),
+        ([1], [], 1),
+        ([1], [bytes(8)] * 2, 2),  # two blocks with one number
+    ],
+)
+def test_malformed_file_is_a_checkpoint_error(tmp_path, rows, data, copies):
+    layout = FieldLayout("x", "torch.int64", False, (), b"", 8, 3)
+    block = [7, layout, np.array(rows, np.int64).tobytes(), [str(at) for at in range(len(rows))]]
+    file = {"partition_id": "tq:train", "blocks": [block] * copies, "data": data}
+    with write_folder(tmp_path / "packed_storage") as writer:
+        writer.add("000000.msgpack", msgspec.msgpack.encode(file))
+        writer.finish({"partitions": ["tq:train"]})
+    with opened(1 << 20) as store:
+        with pytest.raises(CheckpointError, match=r"000000\.msgpack"):
+            store.load(tmp_path)
+        assert used(store) == 0
 
 
 def test_store_that_is_too_small_is_left_empty(tmp_path):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any  # Any: tags hold the caller's own primitives
 
 import msgspec
+import numpy as np
 
 from dataplane_core.boundary import LeaseAction
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest
 from dataplane_core.schema import Form
-from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts
+from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts, Indices
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +115,23 @@ class SavedBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
     layout: FieldLayout
     rows: bytes
     sample_ids: list[str]
+
+    def __post_init__(self) -> None:
+        count = len(self.rows) // 8 if self.rows else self.layout.rows
+        if count and count == len(self.sample_ids):
+            rows = self.live_rows()
+            if rows[0] >= 0 and rows[-1] < self.layout.rows and (rows[1:] > rows[:-1]).all():
+                return
+        raise ValueError(
+            f"block {self.id} of field {self.layout.name!r} with {self.layout.rows} rows: {count} "
+            f"row numbers for {len(self.sample_ids)} samples; expected one for each, ascending"
+        )
+
+    def live_rows(self) -> Indices:
+        """Return the numbers of the live rows."""
+        if not self.rows:
+            return np.arange(self.layout.rows, dtype=np.int64)
+        return np.frombuffer(self.rows, np.int64)
 
 
 class BeginRestore(Request, frozen=True):

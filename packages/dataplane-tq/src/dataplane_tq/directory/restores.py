@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import numpy as np
-
 from dataplane_core import CapacityExceeded, DataPlaneError, InvalidRequestError
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import PutTicket
@@ -37,7 +33,7 @@ class Restoring(Operation):
             raise InvalidRequestError("restore: this store has no packed units")
         columns: dict[tuple[str, ...], dict[str, _Column]] = {}
         for each in saved:
-            rows = _live_rows(each)
+            rows = each.live_rows().tolist()
             block = catalogue.restore(each.id, each.layout, preferred_node=node)
             if block is None:
                 raise CapacityExceeded(
@@ -96,17 +92,3 @@ def begin_restore(store: StoreState, request: p.BeginRestore) -> tuple[p.Restore
     except (DataPlaneError, ValueError):
         restoring.undo()
         raise
-
-
-def _live_rows(saved: p.SavedBlock) -> list[int]:
-    if not saved.rows:
-        rows = list(range(saved.layout.rows))
-    else:
-        rows = np.frombuffer(saved.rows, np.int64).tolist()
-    in_order = all(a < b for a, b in pairwise(rows))
-    if len(rows) != len(saved.sample_ids) or not rows or not in_order:
-        raise InvalidRequestError(
-            f"restore: block {saved.id} of field {saved.layout.name!r}: {len(saved.sample_ids)} "
-            f"samples for {len(rows)} rows; expected one for each, in ascending order of rows"
-        )
-    return rows

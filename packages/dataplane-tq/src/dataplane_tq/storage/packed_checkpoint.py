@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from dataplane_core import CheckpointError, DataPlaneError, PartitionSummary
+from dataplane_core import CheckpointError, DataPlaneError, InvalidRequestError, PartitionSummary
 from dataplane_core.checkpoint.folder import open_folder, write_folder
 from dataplane_core.ledger import SampleState
 from dataplane_tq.directory import protocol as p
@@ -41,6 +41,11 @@ class _File(msgspec.Struct, frozen=True):
     partition_id: str
     blocks: list[p.SavedBlock]
     data: list[bytes]
+
+    def __post_init__(self) -> None:
+        sizes = [saved.layout.take(saved.live_rows()).nbytes for saved in self.blocks]
+        if [len(data) for data in self.data] != sizes:
+            raise ValueError("the bytes of a block do not have the size of its rows")
 
 
 class _Live(msgspec.Struct):
@@ -106,7 +111,10 @@ def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path
                     f"checkpoint file {folder.folder / name}: partition {file.partition_id!r}; "
                     f"expected one that starts with {prefix!r}"
                 )
-            _restore(link, units, node, file)
+            try:
+                _restore(link, units, node, file)
+            except InvalidRequestError as error:
+                raise CheckpointError(f"checkpoint file {folder.folder / name}: {error}") from None
     except BaseException:  # also on an interrupt: half of a checkpoint would look complete
         with suppress(DataPlaneError):
             _clear(link, prefix)
