@@ -213,6 +213,9 @@ def test_offsets_need_not_cover_the_values():
     layout, flat = put(leaf, 3)
     decoded = decode([Piece(layout, flat)])
     assert [row.tolist() for row in decoded.unbind()] == [[2, 3], [], [4, 5, 6]]
+    empty = torch.nested.nested_tensor_from_jagged(torch.empty(10, 0), torch.tensor([2, 4, 4, 7]))
+    decoded = decode([Piece(*put(empty, 3))])
+    assert [row.shape for row in decoded.unbind()] == [(2, 0), (0, 0), (3, 0)]
 
 
 def test_lazy_stack_is_encoded():

@@ -157,15 +157,15 @@ def _encode_jagged(name: str, values: torch.Tensor, offsets: torch.Tensor) -> En
     bounds = offsets.cpu().to(torch.int64).numpy()
     item = tuple(values.shape[1:])
     step = values.element_size() * math.prod(item)
+    # Offsets need not cover all values: a jagged tensor may be a part of another.
+    first, last = int(bounds[0]), int(bounds[-1])
+    if first or last != values.shape[0]:
+        values = values[first:last]
     if step == 0:
         return _encode_rows(
             name, str(values.dtype), torch.split(values, (bounds[1:] - bounds[:-1]).tolist())
         )
-    # Offsets need not cover all values: a jagged tensor may be a part of another.
-    first, last = int(bounds[0]), int(bounds[-1])
     ends = (bounds[1:] - first).astype("<i8") * step
-    if first or last != values.shape[0]:
-        values = values[first:last]
     return _one_slice(_ragged_layout(name, str(values.dtype), item, ends), _raw(values))
 
 
