@@ -89,6 +89,20 @@ def test_names_with_the_same_text_do_not_shift_the_flags(controller, status):
         assert bits.tolist() == expected
 
 
+def test_type_that_is_reset_during_a_read_is_the_old_one(controller, status):
+    class Resetting:
+        dtypes = (torch.float32, None)
+        shape, is_nested, is_non_tensor = (3,), False, False
+
+        @property
+        def dtype(self):
+            first, *self.dtypes = self.dtypes
+            return first
+
+    status.field_metadata["x"] = Resetting()
+    assert partition_of(controller)["fields"]["x"] == ["torch.float32", 2, 24]
+
+
 def test_sample_that_is_cleared_during_a_read_has_no_key(controller, status):
     class Clearing(dict):
         def __contains__(self, row):

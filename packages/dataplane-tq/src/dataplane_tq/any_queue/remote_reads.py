@@ -119,7 +119,7 @@ def _field(meta: Any, count: int) -> list[Any]:
         return [str(dtype), count, None]
     for length in tuple(shape):
         size *= int(length)
-    return [str(meta.dtype), count, size * count]
+    return [str(dtype), count, size * count]
 
 
 def _blocked_claims(controller: Any) -> list[dict[str, Any]]:
