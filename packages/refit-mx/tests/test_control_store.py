@@ -255,6 +255,21 @@ class HangingStore:
         pass
 
 
+def test_hanging_store_delays_no_expiry():
+    clock = Clock()
+    plane = ControlPlane(HangingStore(), clock=clock)
+    workers = plane._state.ledger.workers
+    with plane._lock:
+        for worker, ttl_s in (("a", 2), ("b", 6)):
+            plane._state.register_worker(
+                worker, WorkerRole.TRAINER, "m", ttl_s=ttl_s, now_ms=clock.now_ms
+            )
+    for worker in ("a", "b"):
+        clock.run(plane, 4_000)
+        until(lambda worker=worker: workers[worker].expired)
+    plane.close()
+
+
 def test_hanging_store_is_named_in_the_refusal(monkeypatch):
     monkeypatch.setattr(plane_module, "_STORE_TIMEOUT_S", 0.1)
     plane = ControlPlane(HangingStore(), clock=Clock())

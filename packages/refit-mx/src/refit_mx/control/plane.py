@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -163,11 +164,20 @@ class ControlPlane:
             self._check()
 
     def _sweep(self) -> None:
+        # This does not wait until its changes are stored: a slow store must neither delay the next
+        # sweep, nor look like a pause.
         while not self._closed.wait(_SWEEP_S):
-            try:
-                self.call(lambda state, now_ms: state.expiry.expire_until(now_ms))
-            except Refusal:
-                return
+            with self._lock:
+                if self.failed is not None:
+                    return
+                self._state.expiry.expire_until(self._now_ms())
+                stored = self._store_changes()
+            if stored is not None:
+                stored.add_done_callback(self._check_stored)
+
+    def _check_stored(self, stored: Future[None]) -> None:
+        with contextlib.suppress(Refusal):
+            self._wait(stored)
 
 
 def _anchored_clock() -> Callable[[], int]:
