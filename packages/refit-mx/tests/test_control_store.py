@@ -207,6 +207,23 @@ def test_calls_after_a_store_failure_are_refused(path):
     plane.close()
 
 
+def test_failed_rollback_hides_no_error(path):
+    store = SqliteStore(path)
+    connection = store._connection
+
+    class Failing:
+        in_transaction = True
+        close = connection.close
+
+        def execute(self, statement):
+            raise sqlite3.OperationalError(f"of {statement}")
+
+    store._connection = Failing()
+    with pytest.raises(sqlite3.OperationalError, match="of BEGIN"):
+        keep(store, RECORDS[0])
+    store.close()
+
+
 def test_expiry_is_stored_without_a_call(path):
     clock = Clock()
     plane = ControlPlane(SqliteStore(path), clock=clock)

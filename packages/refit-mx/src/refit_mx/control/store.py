@@ -6,6 +6,7 @@ One thread writes; changes that arrive while it commits go into the next transac
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sqlite3
 import threading
@@ -218,9 +219,10 @@ class SqliteStore:
                         (kind, key, body, _digest(kind, key, body)),
                     )
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+        except Exception as error:  # noqa: BLE001 - callers wait for it
+            with contextlib.suppress(sqlite3.Error):  # the first error has the cause
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
             return error
         return None
 
