@@ -172,7 +172,10 @@ def test_wrong_bytes_are_read_again(world):
     receiver = receiver_of(world, {}, change_once)
     with receiver, receiver.receive_weights_scratch("v1") as got:
         assert same(dict(got), weights(1, SHAPES))
-        assert got.stats.attempts == 2
+        stats = got.stats
+        assert stats.attempts == 2
+        assert stats.fetched_bytes == 2 * stats.nbytes
+        assert stats.gb_per_s == stats.fetched_bytes / stats.seconds["fetch"] / 1e9
 
 
 def test_source_that_is_wrong_twice_is_replaced_by_a_replica():

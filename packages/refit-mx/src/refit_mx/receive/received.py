@@ -32,6 +32,7 @@ class RefitStats:
         sources: worker ids of the sources that were read.
         attempts: number of attempts; 1 if the first succeeded.
         nbytes: bytes moved by the last attempt, which are all bytes of the targets.
+        fetched_bytes: bytes of all fetches, also of those whose bytes were wrong.
         source_verified_bytes: bytes verified by digests requested from the sources.
         seconds: duration by stage of `STAGES`, summed over all attempts; a stage that fails does
             not count. Verification during the fetch counts as ``fetch``, not as ``verify``.
@@ -43,6 +44,7 @@ class RefitStats:
     sources: tuple[str, ...] = ()
     attempts: int = 0
     nbytes: int = 0
+    fetched_bytes: int = 0
     source_verified_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     total_seconds: float = 0.0
@@ -50,7 +52,7 @@ class RefitStats:
     @property
     def gb_per_s(self) -> float:
         """Rate of the fetch in 1e9 bytes per second; 0 if nothing was moved."""
-        return self.nbytes / self.seconds["fetch"] / 1e9 if self.seconds["fetch"] else 0.0
+        return self.fetched_bytes / self.seconds["fetch"] / 1e9 if self.seconds["fetch"] else 0.0
 
 
 @contextmanager

@@ -295,6 +295,7 @@ class Receiving:
                 span.set_attribute("refit.transport", transport.name)
                 span.set_attribute("refit.sources", len(used))
             stats.nbytes = read.nbytes
+            stats.fetched_bytes += read.nbytes
             with timed(stats, "verify"):
                 if not row_checks.join(deadline.left_s or 0.001):
                     raise deadline.error("verifying what has arrived")
