@@ -12,7 +12,7 @@ import torch
 from transport_processes import soon
 
 from refit_mx import RefitConfigError, ScratchExhaustedError
-from refit_mx.memory.arena import PAGE_BYTES
+from refit_mx.memory.arena import PAGE_BYTES, Arena
 from refit_mx.receive import scratch as scratch_module
 from refit_mx.receive.scratch import ScratchPool
 from refit_mx.transports.tcp import TcpTransport
@@ -58,9 +58,9 @@ def test_buffer_in_quarantine_is_not_reused():
         pool.take(PAGE, soon(0.05))
     pool.release(other)
     transport.writing.clear()
+    assert not pool.has_quarantined
     taken = {pool.take(PAGE, soon()).memory.data_ptr() for _ in range(2)}
     assert address in taken
-    assert not pool.has_quarantined
 
 
 def test_blocked_caller_gets_a_buffer_after_its_quarantine():
@@ -82,12 +82,19 @@ def test_request_beyond_the_pool_is_refused_at_once():
         pool.take(PAGE + 1, soon(1000))
 
 
-def test_idle_buffers_are_freed_for_a_larger_one():
+def test_idle_buffers_are_freed_before_a_larger_one_is_allocated(monkeypatch):
     transport = Abandoning()
     pool = ScratchPool(transport, max_bytes=4 * PAGE)
     small = [pool.take(2 * PAGE, soon()) for _ in range(2)]
-    for scratch in small:
-        pool.release(scratch)
+    references = [weakref.ref(scratch) for scratch in small]
+    while small:
+        pool.release(small.pop())
+
+    def allocate(*arguments, **options):
+        assert [reference() for reference in references] == [None, None]
+        return Arena(*arguments, **options)
+
+    monkeypatch.setattr(scratch_module, "Arena", allocate)
     assert pool.take(4 * PAGE, soon()).nbytes == 4 * PAGE
     assert not pool._idle
 

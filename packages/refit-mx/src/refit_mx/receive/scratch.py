@@ -98,7 +98,9 @@ class ScratchPool:
     @property
     def has_quarantined(self) -> bool:
         """True while an abandoned read may still write into a released buffer."""
-        return bool(self._quarantined)
+        with self._lock:
+            self._end_quarantines()
+            return bool(self._quarantined)
 
     def close(self) -> None:
         """Unregister and free the buffers; call this before the transport's `close`.
@@ -126,11 +128,11 @@ class ScratchPool:
             smallest = min(fitting, key=lambda arena: arena.nbytes)
             self._idle.remove(smallest)
             return smallest
-        for arena in sorted(self._idle, key=lambda arena: arena.nbytes):
-            if self._free_bytes() >= nbytes:
-                break
-            self._idle.remove(arena)
-            self._transport.unregister(arena.memory)
+        while self._idle and self._free_bytes() < nbytes:
+            smallest = min(self._idle, key=lambda arena: arena.nbytes)
+            self._idle.remove(smallest)
+            self._transport.unregister(smallest.memory)
+            del smallest  # its memory is freed before the larger buffer is allocated
         if self._free_bytes() < nbytes:
             return None
         arena = Arena(nbytes, device=self._device)
