@@ -9,6 +9,7 @@ from control_clients import TIMEOUT_S, TRAINER, can_read, publish, shard, until
 
 from refit_mx import (
     ControlClient,
+    Deadline,
     EmbeddedControlServer,
     LeaseLostError,
     VersionLeasedError,
@@ -111,6 +112,22 @@ def test_lease_lasts_its_time_to_live_without_a_control_plane(client, server):
         assert time.monotonic() - started >= 2
         with pytest.raises(LeaseLostError, match="not renewed for 2 s"):
             lease.check()
+
+
+def test_limit_of_the_first_call_is_not_that_of_renewals(client, monkeypatch):
+    uid = publish(client)
+    timeouts_s = []
+    call = client._connection.call
+
+    def record(method, request, *, timeout_s):
+        timeouts_s.append(timeout_s)
+        return call(method, request, timeout_s=timeout_s)
+
+    monkeypatch.setattr(client._connection, "call", record)
+    with client.within(Deadline(5, "lease")).lease(uid, "g", ttl_s=3):
+        until(lambda: len(timeouts_s) > 1)
+    assert 1 < timeouts_s[0] <= 5
+    assert timeouts_s[1] == 1
 
 
 def test_lease_and_heartbeat_outlast_a_restart(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from refit_mx import (
     ReceivedWeights,
     ReceiverSettings,
 )
+from refit_mx.receive import receiver as receiver_module
 
 SHORT = ReceiverSettings(lease_ttl_s=3, scratch_copies=1)
 
@@ -76,6 +78,19 @@ def test_closed_weights_are_not_reported(world, publisher):
         with receiver.receive_weights_scratch("v1"):
             pass
         gc.collect()
+    assert leases(world) == 0
+
+
+def test_interrupt_after_the_lease_was_taken_ends_it(world, publisher, monkeypatch):
+    @contextmanager
+    def interrupted(stats, stage):
+        yield
+        raise KeyboardInterrupt
+
+    receiver = world.receiver(settings=SHORT)
+    monkeypatch.setattr(receiver_module, "timed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        receiver.receive_weights_scratch("v1")
     assert leases(world) == 0
 
 

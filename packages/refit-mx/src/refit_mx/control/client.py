@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 
 from refit_mx.closing import Closeable
@@ -44,6 +45,10 @@ _LONGEST_PAUSE_S = 0.25
 _STALE_TTL_S = 1
 _MIN_CALL_S = 0.05
 """Shortest time limit of a call; no server answers faster."""
+_RENEW_S = 2.0
+"""Time limit of one lease renewal, short so that a failed one is soon repeated."""
+_RELEASE_S = 1.0
+"""Time limit of a lease's release; if no answer comes, the lease expires."""
 _LIST_MISSING_S = 0.5
 """Time limit of each call that lists the missing slots for the error of a deadline."""
 
@@ -296,6 +301,8 @@ class ControlClient(Closeable):
     def lease(self, version_id: str, worker_id: str, *, ttl_s: float = 30.0) -> VersionLease:
         """Lease a READY version; a thread renews the lease until it is closed.
 
+        Renewals and the release have separate time limits.
+
         Args:
             version_id: version to lease.
             worker_id: the receiver's worker; it has one lease on a version at a time.
@@ -305,11 +312,13 @@ class ControlClient(Closeable):
             VersionNotFoundError: there is no such version.
             VersionNotReadyError: the version is not READY.
         """
+        ttl_s = math.ceil(ttl_s)
+        timeouts_s = chain([self.rpc_timeout_s], repeat(min(ttl_s / 3, _RENEW_S)))
         return VersionLease(
             version_id,
             worker_id,
-            ttl_s=math.ceil(ttl_s),
-            renew=lambda: self._renew_lease(version_id, worker_id, math.ceil(ttl_s)),
+            ttl_s=ttl_s,
+            renew=lambda: self._renew_lease(version_id, worker_id, ttl_s, next(timeouts_s)),
             release=lambda lease_id: self._delete_lease(version_id, lease_id, worker_id),
         )
 
@@ -343,12 +352,12 @@ class ControlClient(Closeable):
         """Disconnect. May be called again."""
         self._connection.close()
 
-    def _renew_lease(self, version_id: str, worker_id: str, ttl_s: int) -> str:
+    def _renew_lease(self, version_id: str, worker_id: str, ttl_s: int, timeout_s: float) -> str:
         request = refit_pb2.RegisterVersionLeaseRequest(
             version_id=version_id, worker_id=worker_id, ttl_seconds=ttl_s
         )
         try:
-            answer = self._call(self._refit.RegisterVersionLease, request)
+            answer = self._call(self._refit.RegisterVersionLease, request, timeout_s=timeout_s)
         except PreconditionError as error:
             raise VersionNotReadyError(str(error)) from None
         return str(answer.lease.lease_id)
@@ -359,6 +368,7 @@ class ControlClient(Closeable):
             refit_pb2.DeleteVersionLeaseRequest(
                 version_id=version_id, lease_id=lease_id, worker_id=worker_id
             ),
+            timeout_s=_RELEASE_S,
         )
 
     def _describe_missing_slots(self, version_id: str) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 
 from refit_mx.closing import Closeable
-from refit_mx.control.client import ControlClient
 from refit_mx.control.leases import VersionLease
 from refit_mx.errors import PhaseError
 from refit_mx.manifest.format import Registry
@@ -132,13 +131,9 @@ def _dropped(version_id: str, on_drop: Callable[[], None]) -> None:
     )
 
 
-_RELEASE_S = 1.0
-
-
 @dataclass(eq=False)
 class _Open:
     lease: VersionLease
-    control: ControlClient
     discard: Callable[[], None] = lambda: None
 
 
@@ -155,9 +150,10 @@ class OpenReceives:
     def __contains__(self, version_id: str) -> bool:
         return version_id in self._open
 
-    def begin(self, lease: VersionLease, control: ControlClient) -> None:
-        """Record that a version is being received."""
-        self._open[lease.version_id] = _Open(lease, control)
+    def begin(self, lease: VersionLease) -> VersionLease:
+        """Record that a version is being received; return its lease."""
+        self._open[lease.version_id] = _Open(lease)
+        return lease
 
     def dropping(self, version_id: str, discard: Callable[[], None]) -> Callable[[], None]:
         """Return a function for the finalizer of weights that are dropped unclosed.
@@ -186,8 +182,6 @@ class OpenReceives:
         """Release the lease on a version, unless released already."""
         held = self._open.pop(version_id, None)
         if held is not None:
-            # If no answer comes, the lease expires; do not wait long.
-            held.control.rpc_timeout_s = min(held.control.rpc_timeout_s, _RELEASE_S)
             held.lease.close()
 
     def close(self) -> None:

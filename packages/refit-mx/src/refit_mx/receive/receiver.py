@@ -42,8 +42,6 @@ from refit_mx.settings import ReceiverSettings
 from refit_mx.spans import OnPhase, phase, record_bytes
 from refit_mx.transports.base import Transport
 
-_RENEW_S = 2.0
-"""Time limit of one lease renewal, short so that a failed one is soon repeated."""
 Install = Callable[[Mapping[str, torch.Tensor]], None] | Mapping[str, torch.Tensor]
 
 
@@ -309,21 +307,20 @@ class MxV2RefitReceiver(Closeable):
         if attempts < 1:
             raise RefitConfigError(f"attempts {attempts}; expected at least 1")
         version_id = stats.version_id
-        with timed(stats, "lease"), phase("lease", version_id, self._on_phase):
-            # The lease keeps using the client with which it was made.
-            ttl_s = self._settings.lease_ttl_s
-            control, lease = retry_idempotent(
-                self._control,
-                lambda client: (client, client.lease(version_id, self.worker_id, ttl_s=ttl_s)),
-                deadline=deadline,
-                retry_s=self._settings.control_retry_s,
-                doing="taking a lease",
-            )
-            control.rpc_timeout_s = min(self._control.rpc_timeout_s, ttl_s / 3, _RENEW_S)
-        self._open.begin(lease, control)
+        ttl_s = self._settings.lease_ttl_s
         lost: set[str] = set()
         wrong: list[DigestMismatchError] = []
         try:
+            with timed(stats, "lease"), phase("lease", version_id, self._on_phase):
+                lease = retry_idempotent(
+                    self._control,
+                    lambda client: self._open.begin(
+                        client.lease(version_id, self.worker_id, ttl_s=ttl_s)
+                    ),
+                    deadline=deadline,
+                    retry_s=self._settings.control_retry_s,
+                    doing="taking a lease",
+                )
             while True:
                 stats.attempts += 1
                 # Wrong bytes once may be a transmission fault; exclude a source that sent them
