@@ -334,3 +334,16 @@ def test_wrong_arguments_are_refused(arguments, named):
 def test_version_without_a_name_is_refused():
     with pytest.raises(RefitConfigError, match="version_id"):
         fleet_of(["http://127.0.0.1:9"]).refit("")
+
+
+def test_check_during_a_refit_does_not_change_what_the_refit_knows(scripted):
+    changes = {}
+    server = scripted(vllm(changes))
+    fleet = fleet_of([server.url], timeout_s=20.0)
+    assert fleet.check() == {}
+    changes["/collective_rpc"] = [json_answer({}, "503 Service Unavailable")]
+    with fleet._exclusive():
+        assert list(fleet.check()) == [server.url]
+        assert fleet.server_versions == {server.url: None}
+    assert list(fleet.check()) == [server.url]
+    assert fleet.server_versions == {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import threading
 import time
@@ -211,12 +212,20 @@ class RefitFleet:
 
     async def check_async(self) -> Mapping[str, str]:
         """Do the same as `check`, asynchronously."""
+        servers = [copy.copy(server) for server in self._servers]
+        versions = [server.held_version for server in servers]
+        failed: Mapping[str, str] = {}
         async with self._calls("fleet: check") as calls:
             try:
-                await self._group.all("check", calls, Server.status)
+                await replace(self._group, servers=servers).all("check", calls, Server.status)
             except FleetError as error:
-                return {**self._stale(), **error.failed}
-        return self._stale()
+                failed = error.failed
+        wrong = {**self._stale(servers), **failed}
+        for server, checked, before in zip(self._servers, servers, versions, strict=True):
+            # A refit queries the servers itself; an older answer must not replace what it got.
+            if server.held_version == before and not self._running.locked():
+                server.held_version = checked.held_version
+        return wrong
 
     async def resume_async(self) -> None:
         """Do the same as `resume`, asynchronously."""
@@ -230,12 +239,12 @@ class RefitFleet:
                 await self._group.resume(calls)
                 self._version_id = self._servers[0].held_version
 
-    def _stale(self) -> dict[str, str]:
+    def _stale(self, servers: Sequence[Server]) -> dict[str, str]:
         if self._version_id is None:
             return {}
         return {
             server.address: f"{server.holding}; expected version {self._version_id}"
-            for server in self._servers
+            for server in servers
             if server.held_version != self._version_id
         }
 
@@ -336,7 +345,7 @@ class _Update:
         """Prepare every engine for a fetch, while all serve."""
         group, calls, expected = self._group, self._before_pause, self._fleet._world_size
         await group.all("identify", calls, Server.identify)
-        self._stale = self._fleet._stale()
+        self._stale = self._fleet._stale(group.servers)
         for address, reason in self._stale.items():
             _LOG.warning("refit-mx: %s did not hold the last refit's version: %s", address, reason)
         sizes = {server: server.world_size or 0 for server in group.servers}
