@@ -93,6 +93,17 @@ def test_zero_filled_rows_are_left_out():
     assert target_of(load, torch.empty(8, 6, device="meta")).shape == (4, 6)
 
 
+def test_scalar_that_is_first_filled_with_zero_is_a_target():
+    parameter, spec = torch.empty((), device="meta"), TensorSpec("scale", "float32", ())
+
+    def load_weights(weights):
+        parameter.zero_()
+        parameter.copy_(dict(weights)["scale"])
+
+    traced = trace_loaders(load_weights, {"p": parameter}, [spec])
+    assert traced_target("p", traced["p"], parameter, {"scale": spec}).shape == ()
+
+
 def test_parameter_with_memory_is_not_written():
     parameter = torch.zeros(4, 6)
     target_of(lambda tensors, p: p.copy_(tensors["a"]), parameter)

@@ -192,6 +192,7 @@ def traced_target(
         view.start[0]
         for view in traced.zeros
         if view is not None
+        and shape
         and view.start[0] + view.size[0] == shape[0]
         and view.size[1:] == shape[1:]
     ]
