@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from refit_mx.concurrency import CallGroup, map_calls
+from refit_mx.concurrency import BoundedCalls, CallGroup, map_calls
 
 
 @pytest.fixture
@@ -60,3 +60,26 @@ def test_call_without_a_thread_never_begins():
         pool.full = False
         pool.submit(begun.append, "next").result(10)
     assert begun == ["next"]
+
+
+def test_interrupted_call_that_runs_stays_busy(monkeypatch):
+    class Interrupted(threading.Thread):
+        def start(self):
+            super().start()
+            raise KeyboardInterrupt
+
+    calls, began, end = BoundedCalls("test"), threading.Event(), threading.Event()
+
+    def work():
+        began.set()
+        end.wait(10)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calls.call(work, 10)
+    if began.wait(0.1):
+        assert calls.busy
+    end.set()
+    assert calls.call(lambda: 7, 10) == 7
+    assert not calls.busy

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -206,7 +207,12 @@ class BoundedCalls:
         if not self._free.acquire(timeout=max(0.0, timeout_s)):
             raise TimeoutError
 
+        # Taken by the thread when it begins, or by an interrupted caller before that; who has it
+        # releases the lock.
+        turn = [None]
+
         def run() -> _Result:
+            turn.pop()
             try:
                 return function()
             finally:
@@ -215,7 +221,9 @@ class BoundedCalls:
 
         try:
             outcome = in_daemon_thread(self._name, run)
-        except BaseException:  # release the lock also on an interrupt
-            self._free.release()
+        except BaseException:  # also on an interrupt, which may come when the thread runs
+            with contextlib.suppress(IndexError):
+                turn.pop()
+                self._free.release()
             raise
         return outcome.result(max(0.0, until - time.monotonic()))
