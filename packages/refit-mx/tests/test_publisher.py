@@ -30,6 +30,7 @@ from refit_mx import (
     VersionNotReadyError,
 )
 from refit_mx.control import SqliteStore, WorkerRole, heartbeat
+from refit_mx.source import publisher as publisher_module
 from refit_mx.transports.nixl_source import NixlSource
 from refit_mx.transports.source_client import is_gone
 
@@ -137,6 +138,32 @@ def test_failed_publish_frees_its_arena(world):
     assert publisher.versions == ()
     publisher.publish("stage", weights(1))
     assert same(received(world, "stage"), weights(1))
+
+
+def test_interrupted_publish_frees_its_arena(world, monkeypatch):
+    publisher = world.publisher()
+
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    for number in (1, 2, 3):
+        world.version(f"v{number}")
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher_module, "Shard", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                publisher.publish(f"v{number}", weights(number))
+        assert publisher.versions == ()
+    publisher.publish("v3", weights(3))
+    assert same(received(world, "v3"), weights(3))
+
+
+def test_time_limit_of_zero_is_refused(world):
+    world.version("v1")
+    publisher = world.publisher()
+    with pytest.raises(ValueError, match="timeout_s 0"):
+        publisher.publish("v1", weights(1), timeout_s=0)
+    with pytest.raises(ValueError, match="timeout_s 0"):
+        publisher.release("v1", timeout_s=0)
 
 
 def test_publishing_the_same_weights_again_changes_nothing(world):

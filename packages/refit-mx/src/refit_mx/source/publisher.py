@@ -231,7 +231,7 @@ class MxV2TrainingPublisher(Closeable):
             PhaseError: the publisher is closed, another thread publishes, or SIGTERM has come.
             ControlError: the control plane refused the call, or cannot be reached.
         """
-        deadline = Deadline(timeout_s or self._timeout_s, f"publish of version {version_id}")
+        deadline = self._deadline(timeout_s, f"publish of version {version_id}")
         given = local_shards(shards) if isinstance(shards, Mapping) else list(shards)
         with self._exclusive(), phase("publish", version_id) as span:
             self._check_not_ended()
@@ -261,7 +261,7 @@ class MxV2TrainingPublisher(Closeable):
             RefitTimeoutError: it is leased for longer than ``timeout_s``; it stays held.
             ControlUnavailableError: the control plane cannot be reached.
         """
-        deadline = Deadline(timeout_s or self._timeout_s, f"release of version {version_id}")
+        deadline = self._deadline(timeout_s, f"release of version {version_id}")
         with self._exclusive():
             if version_id in self._held:
                 self._retire(version_id, deadline)
@@ -284,6 +284,9 @@ class MxV2TrainingPublisher(Closeable):
         self._closed = True
         self._stack.close()
         self._held.clear()
+
+    def _deadline(self, timeout_s: float | None, what: str) -> Deadline:
+        return Deadline(self._timeout_s if timeout_s is None else timeout_s, what)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -381,20 +384,24 @@ class MxV2TrainingPublisher(Closeable):
         arena = self._arenas.take(layout.nbytes)
         with phase("stage", version_id, self._on_phase):
             digests = stage(layout, arena.memory, threads=self._threads, deadline=deadline)
-        with phase("serve", version_id, self._on_phase):
-            manifest, digest = self._serve(version_id, layout, arena, b"".join(digests))
-        self._arenas.hold(arena, version_id)
-        shard = Shard(
-            version_id=version_id,
-            source_slot_id=self._slot,
-            worker_id=self.worker_id,
-            tensor_count=layout.tensors,
-            total_bytes=layout.payload_bytes,
-            manifest_digest=digest,
-            manifest_endpoint=self._manifests.endpoint,
-        )
-        held = _Held(layout.placement, arena, manifest, shard)
-        self._held[version_id] = held
+        try:
+            with phase("serve", version_id, self._on_phase):
+                manifest, digest = self._serve(version_id, layout, arena, b"".join(digests))
+            self._arenas.hold(arena, version_id)
+            shard = Shard(
+                version_id=version_id,
+                source_slot_id=self._slot,
+                worker_id=self.worker_id,
+                tensor_count=layout.tensors,
+                total_bytes=layout.payload_bytes,
+                manifest_digest=digest,
+                manifest_endpoint=self._manifests.endpoint,
+            )
+            held = _Held(layout.placement, arena, manifest, shard)
+            self._held[version_id] = held
+        except BaseException:  # stop serving it, and free the arena, also on an interrupt
+            self._drop(version_id)
+            raise
         return held
 
     def _serve(
@@ -426,14 +433,10 @@ class MxV2TrainingPublisher(Closeable):
         sent = manifest.brief() if len(structure) >= _BRIEF_BYTES else manifest
         encoded = sent.encode()
         digest = self._manifests.put(version_id, self._slot, encoded)
-        try:
-            blocks = PublishedBlocks(layout.offsets, layout.sizes, digests)
-            self._server.serve_version(
-                version_id, arena.memory, blocks, structure=structure, manifest=encoded
-            )
-        except BaseException:  # stop serving it also on an interrupt
-            self._manifests.drop(version_id, self._slot)
-            raise
+        blocks = PublishedBlocks(layout.offsets, layout.sizes, digests)
+        self._server.serve_version(
+            version_id, arena.memory, blocks, structure=structure, manifest=encoded
+        )
         return manifest, digest
 
     def _register_shard(self, version_id: str, held: _Held, deadline: Deadline) -> None:
