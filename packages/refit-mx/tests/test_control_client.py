@@ -208,3 +208,12 @@ def test_malformed_requests_are_refused(server):
             with pytest.raises(grpc.RpcError) as refusal:
                 getattr(stub, method)(request, timeout=TIMEOUT_S)
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
+
+
+def test_unknown_payload_format_is_named(server):
+    request = refit_pb2.CreateWeightVersionRequest(**VERSION, payload_format=9)
+    with grpc.insecure_channel(server.address) as channel:
+        stub = refit_pb2_grpc.RefitServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refusal:
+            stub.CreateWeightVersion(request, timeout=TIMEOUT_S)
+    assert "payload_format 9; expected" in refusal.value.details()

@@ -87,10 +87,9 @@ def version_body_of(request: Message) -> VersionBody:
     Raises:
         Refusal: INVALID_ARGUMENT if a field is missing or invalid.
     """
-    try:
-        payload_format = PayloadFormat(request.payload_format)
-    except ValueError:
-        raise Refusal(Code.INVALID_ARGUMENT, "payload_format is required") from None
+    if not request.payload_format:
+        raise Refusal(Code.INVALID_ARGUMENT, "payload_format is required")
+    payload_format = enum_member(PayloadFormat, request.payload_format, "payload_format")
     if len(request.expected_source_slots) > MAX_SLOTS:
         raise Refusal(
             Code.INVALID_ARGUMENT,
