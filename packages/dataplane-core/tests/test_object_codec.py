@@ -155,25 +155,34 @@ def test_features_of_transformers_keep_their_tensors():
 
 
 def test_pydantic_models_come_back_as_models():
-    message_type = make_message_type()
-    message = message_type(role="user", content="2 + 2")
-    assert stored([message]) == [message]
+    for message_type in (make_message_type("Message"), make_message_type("Unknown.Message")):
+        message = message_type(role="user", content="2 + 2")
+        assert stored([message]) == [message]
 
 
-def make_message_type():
+def test_pydantic_model_of_a_local_class_is_refused():
+    local_type = make_message_type("make.<locals>.Message")
+    with pytest.raises(InvalidRequestError, match="define the class in a module"):
+        stored(local_type(role="user", content=""))
+
+
+def make_message_type(qualified_name):
     pydantic = pytest.importorskip("pydantic")
     message_type = pydantic.create_model(
         "Message", __module__=__name__, role=(str, ...), content=(str, ...)
     )
-    globals()["Message"] = message_type
+    message_type.__qualname__ = qualified_name
+    if "<locals>" not in qualified_name:
+        owner = Unknown if "." in qualified_name else sys.modules[__name__]
+        owner.Message = message_type
     return message_type
 
 
 def test_stored_name_of_a_model_imports_nothing():
     """A stored path must not run the code of a module that the reader has not imported."""
-    data = encode_object("value", make_message_type()(role="user", content=""))
+    data = encode_object("value", make_message_type("Message")(role="user", content=""))
     forged = data.replace(
-        __name__.encode() + b".Message", b"this.Me".ljust(len(__name__) + 8, b"s")
+        __name__.encode() + b":Message", b"this:Me".ljust(len(__name__) + 8, b"s")
     )
     reader = (
         "import sys; from dataplane_core.tensors.object_codec import decode_object\n"

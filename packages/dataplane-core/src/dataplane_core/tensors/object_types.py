@@ -12,6 +12,7 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar  # Any: values are the caller's own
 
 T = TypeVar("T")
@@ -106,21 +107,37 @@ def _decode_image(png: bytes) -> Any:
 
 
 def _encode_model(model: Any) -> list[Any]:
-    return [_path(type(model)), model.model_dump_json()]
+    cls = type(model)
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if _model_class(name) is None:
+        raise TypeError(
+            f"a pydantic model of {name!r} cannot be stored, because no reader can look up its "
+            "class by that name; define the class in a module, not in a function"
+        )
+    return [name, model.model_dump_json()]
 
 
 def _decode_model(stored: list[Any]) -> Any:
-    path, text = stored
-    module, _, name = path.rpartition(".")
-    # Nothing is imported by a stored name: that could run any module's code.
-    model: Any = getattr(sys.modules.get(module), name, None)
-    pydantic = sys.modules.get("pydantic")
-    if pydantic is None or not isinstance(model, type) or not issubclass(model, pydantic.BaseModel):
+    name, text = stored
+    model: Any = _model_class(name)
+    if model is None:
         raise ValueError(
-            f"stored value is a pydantic model {path!r}, which this process has not imported"
+            f"stored value is a pydantic model {name!r}, which this process has not imported"
         )
-    known: Any = model  # mypy narrows it to a type without pydantic's methods
-    return known.model_validate_json(text)
+    return model.model_validate_json(text)
+
+
+def _model_class(name: str) -> type | None:
+    """Return the pydantic model ``module:qualified.name``; None if this process has none."""
+    # Nothing is imported or called by a stored name: that could run any module's code.
+    module, _, path = name.partition(":")
+    value: Any = sys.modules.get(module)
+    for part in path.split("."):
+        value = vars(value).get(part) if isinstance(value, ModuleType | type) else None
+    pydantic = sys.modules.get("pydantic")
+    if pydantic is None or not isinstance(value, type):
+        return None
+    return value if issubclass(value, pydantic.BaseModel) else None
 
 
 def _decode_features(kind: str) -> Callable[[dict[str, Any]], Any]:
