@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dataplane_core.telemetry import step_context
 from observability import record_sample_text, record_samples
@@ -27,6 +29,22 @@ def test_facts_have_the_step_and_no_nonfinite_numbers(sdk: Any) -> None:
     assert name == "rl.sample.facts"
     assert (attributes["rl.run_id"], attributes["rl.step"]) == ("run", 3)
     assert body == {"ids": ["a", "b"], "reward": [0.5, None], "group": ["g", "g"]}
+
+
+def test_values_that_json_lacks_do_not_fail_the_run(sdk: Any) -> None:
+    columns = {
+        "reward": np.array([0.5, np.nan], np.float32),
+        "truncated": np.array([True, False]),
+        "length": torch.tensor([3, 4]),
+        "tags": [{"kl": float("nan"), "level": np.int64(2)}, {"set": {1}}],
+    }
+    record_samples(np.array(["a", "b"]), columns)  # type: ignore[arg-type]
+    record_sample_text("a", tokens={"mask": torch.tensor([1.0, float("inf")])})  # type: ignore[dict-item]
+    [(_, _, facts), (_, _, text)] = recorded(sdk)
+    tags = [{"kl": None, "level": 2}, {"set": None}]
+    numbers = {"reward": [0.5, None], "truncated": [True, False], "length": [3, 4]}
+    assert facts == {"ids": ["a", "b"], **numbers, "tags": tags}
+    assert text["tokens"] == {"mask": [1.0, None]}
 
 
 def test_many_samples_are_several_records(sdk: Any) -> None:

@@ -17,6 +17,7 @@ from opentelemetry._logs import SeverityNumber, get_logger_provider
 from opentelemetry.util.types import AnyValue
 
 from dataplane_core import telemetry
+from dataplane_core.arguments import scalar_of
 from observability.middleware.lifecycle import logger_of
 
 FACTS = "rl.sample.facts"
@@ -45,7 +46,8 @@ def record_samples(
         columns: values by name of the fact, one value per sample: ``group`` (text), ``reward``,
             ``advantage``, ``length`` (response tokens), ``truncated``, ``first_version`` and
             ``last_version`` (of the weights that generated the sample), ``state`` (text), ``tags``
-            (name to text, number or boolean; at most 16 are stored). None is an unknown value.
+            (name to text, number or boolean; at most 16 are stored). None is an unknown value, and
+            values of other types are recorded as None.
         run_id: id of the run. None takes the id in the context, or in the process's resource.
         step: number of the step. None takes the number in the context.
 
@@ -61,10 +63,9 @@ def record_samples(
     for start in range(0, len(sample_ids), MAX_SAMPLES):
         rows = slice(start, start + MAX_SAMPLES)
         facts = {
-            name: [_finite_or_none(value) for value in column[rows]]
-            for name, column in columns.items()
+            name: [_json_value(value) for value in column[rows]] for name, column in columns.items()
         }
-        _emit(FACTS, {"ids": list(sample_ids[rows]), **facts}, run_id, step)
+        _emit(FACTS, {"ids": [str(each) for each in sample_ids[rows]], **facts}, run_id, step)
 
 
 def record_sample_text(
@@ -87,15 +88,24 @@ def record_sample_text(
         step: as in `record_samples`.
     """
     token_columns = {
-        name: [_finite_or_none(value) for value in column[:MAX_TOKENS]]
+        name: [_json_value(value) for value in column[:MAX_TOKENS]]
         for name, column in (tokens or {}).items()
     }
     messages = [{key: str(text)[:MAX_CONTENT] for key, text in turn.items()} for turn in turns]
     _emit(TEXT, {"id": sample_id, "turns": messages, "tokens": token_columns}, run_id, step)
 
 
-def _finite_or_none(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _json_value(value: object) -> object:
+    """Return the value for a record; None if it is not finite, or if JSON has no such type.
+
+    Scalars of numpy and torch are converted.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(each) for key, each in value.items()}
+    plain = scalar_of(value)
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return None
+    return plain if isinstance(plain, str | int | float) else None
 
 
 def _emit(name: str, body: object, run_id: str | None, step: int | None) -> None:
