@@ -29,16 +29,18 @@ def test_items_recorded_after_shutdown_count_as_dropped(receiver: Receiver) -> N
 telemetry = setup("svc", endpoint=ENDPOINT)
 late = trace.get_tracer("test").start_span("begun before, ended after")
 spans(2)
-telemetry.shutdown()
+flushed = telemetry.flush(float("inf"))
+telemetry.shutdown(float("inf"))
 late.end()
 spans(1)
 get_logger("test").emit(event_name="dataplane.put", body=[])
-telemetry.shutdown()
-report(counts=telemetry.counts())
+telemetry.shutdown(float("inf"))
+report(counts=telemetry.counts(), flushed=flushed)
 """,
         receiver.endpoint,
     )
     counts = result.reports[0]["counts"]
+    assert result.reports[0]["flushed"]
     assert (counts["spans"]["recorded"], counts["spans"]["shutdown"]) == (4, 2)
     assert (counts["events"]["recorded"], counts["events"]["shutdown"]) == (1, 1)
     assert is_balanced(counts)

@@ -35,6 +35,7 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.sdk.version import __version__ as sdk_version
 from opentelemetry.trace import TracerProvider as AnyTracerProvider
 
+from dataplane_core.arguments import MAX_SECONDS
 from observability.bounded_http import BoundedServer
 from observability.setup import providers
 from observability.setup.baggage import BaggageProcessor
@@ -152,7 +153,7 @@ class Telemetry:
             True if a collector accepted all queued items. False if the flush timed out, if an
             export failed or will be retried, or if a shutdown dropped items.
         """
-        timeout_s = max(self._timeout_s if timeout_s is None else timeout_s, 0)
+        timeout_s = self._wait_s(timeout_s)
         deadline = time.monotonic() + timeout_s
         failed_before = self._export_failures()
         # Start no flush while an earlier one runs, even if it timed out: flushes would pile up.
@@ -181,7 +182,7 @@ class Telemetry:
             timeout_s: maximum wait in seconds, after which pending items are dropped. None is the
                 shutdown timeout of the setup.
         """
-        timeout_s = max(self._timeout_s if timeout_s is None else timeout_s, 0)
+        timeout_s = self._wait_s(timeout_s)
         with self._lock:
             is_first_call, self._shutdown_began = not self._shutdown_began, True
         if not is_first_call:
@@ -336,6 +337,10 @@ class Telemetry:
             for reason in ("queue_full", "export_failed", "shutdown"):
                 labels = {"dataplane.signal": name, "dataplane.reason": reason}
                 yield Observation(counts[reason], labels)
+
+    def _wait_s(self, timeout_s: float | None) -> float:
+        """Return a timeout that locks accept: infinity is longer than they can wait."""
+        return min(max(0, self._timeout_s if timeout_s is None else timeout_s), MAX_SECONDS)
 
     def _export_failures(self) -> int:
         return sum(each["export_failed"] for each in self.counts().values())
