@@ -221,9 +221,10 @@ class ObservedClient(DataPlaneClient):
                 meta.tags = None if tags is None else [dict(tag) for tag in tags]
         claim = extra.get("claim")
         if claim is not None and extra.get("acknowledge"):
-            put_ids = set(meta.sample_ids)
-            rows = [row for row, each in enumerate(claim.sample_ids) if each in put_ids]
-            with self._observed(_lease_operation("acknowledge", claim.subset(rows))):
+            acknowledged, put_ids = _lease_operation("acknowledge", claim), set(meta.sample_ids)
+            ids = [each for each in acknowledged.sample_ids or () if each in put_ids]
+            acknowledged.sample_ids, acknowledged.n_keys = ids, len(ids)
+            with self._observed(acknowledged):
                 pass  # only reported: the put acknowledged its samples
         return meta
 
