@@ -246,6 +246,13 @@ def test_each_task_is_queried_once_per_collection(metrics):
     store.close()
 
 
+def test_a_store_that_cannot_be_inspected_can_be_wrapped(metrics):
+    store = QueryRecorder()
+    store.error = RuntimeError("a bug in an adapter")
+    with client_with_claim(store):
+        assert metrics.values("dataplane.outstanding") == {"train_#": 32}
+
+
 def test_a_failing_store_loses_only_its_own_series(metrics):
     class StoreWithUnit(QueryRecorder):
         def _list_storage(self):

@@ -140,7 +140,7 @@ class Meters(Observer):
         self.store_key = self._store.store_key
         self._is_failure_logged = False
         self._patterns = NamePatterns()
-        self._totals = None if _reports_bytes(client) else Totals()
+        self._totals = None if self._storage() else Totals()
         self._watched: OrderedDict[tuple[str, str], list[str]] = OrderedDict()
         self._lock = threading.Lock()
         meter = get_meter(_SCOPE)
@@ -374,13 +374,6 @@ def _innermost(client: DataPlaneClient) -> DataPlaneClient:
     while isinstance(inner := getattr(client, "inner", None), DataPlaneClient):
         client = inner
     return client
-
-
-def _reports_bytes(client: DataPlaneClient) -> bool:
-    try:
-        return bool(client.inspector.list_storage())
-    except DataPlaneError:
-        return False
 
 
 def record_trained(
