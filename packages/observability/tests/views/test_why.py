@@ -102,6 +102,14 @@ def test_a_wait_ends_with_its_end_event_in_any_order(end_event):
     assert why(maker.records, ns(9)) == []
 
 
+def test_claimed_samples_that_lack_a_field_count_as_with_live_counts():
+    records = blocked_claim(advantages=32, claimed=64).records
+    (wait,) = why(records, ns(9))
+    advantages = FieldSummary(name="advantages", kind="f", declared=True, written=32)
+    (live,) = why(records, ns(9), [live_summary(present=512, fields=(advantages,))])
+    assert wait.lacks == live.lacks == {"advantages": MissingField(480, tuple(IDS[32:42]))}
+
+
 def test_the_claim_of_another_wait_does_not_end_a_wait():
     maker = blocked_claim()
     maker.event("claimed", POLICIES[1], 7, [], wait="77-2", task="train")

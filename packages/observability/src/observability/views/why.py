@@ -68,8 +68,7 @@ class OpenWait:
             partitions are given, only those samples are counted, here and below. ``not_put``
             always covers the entire partition.
         ready: number of present samples that lack no field and that the task has not claimed.
-        lacks: samples that lack a field, by field: those that the task has not claimed, or all
-            present ones if ``live`` partitions were given. Fields that no sample lacks are omitted.
+        lacks: present samples that lack a field, by field. Fields that no sample lacks are omitted.
         not_put: number of samples that were declared and not put.
         claimed: number of present samples that the task has claimed.
         holders: number of leased samples by lease holder, for this task. A holder is ``host:pid``
@@ -328,7 +327,7 @@ class _Partition:
         }
         lacks = {}
         for name in wait.fields:
-            ids = [sample_id for sample_id, fields in unclaimed.items() if name not in fields]
+            ids = [sample_id for sample_id, fields in rows.items() if name not in fields]
             if ids:
                 lacks[name] = MissingField(len(ids), tuple(ids[:_MAX_EXAMPLES]))
         required = set(wait.fields)
