@@ -41,6 +41,15 @@ def expect(condition: bool, message: str) -> None:
         raise TryError(message)
 
 
+def wait_for_line(run: Container, text: str, *, timeout_s: float = 500.0) -> None:
+    """Wait until the log of a running container has ``text``."""
+    deadline = time.monotonic() + timeout_s
+    while text not in run.log:
+        expect(run.running, f"it ended: {run.log}")
+        expect(time.monotonic() < deadline, f"no {text!r} after {timeout_s:g} s: {run.log}")
+        time.sleep(0.2)
+
+
 def last_line(text: str) -> str:
     """Return the last line that has text, without the frame drawn around it."""
     lines = [line.strip("│╭╰─╮╯ ") for line in text.splitlines()]
@@ -198,9 +207,7 @@ def try_trainer(root: Path, machines: Machines, secrets: Path) -> None:
         )
     with Container(image, machine, image.command, data_size="256m", shm="1g") as run:
         report("healthy after", f"{run.wait_until_healthy():.1f} s")
-        while "step    1" not in run.log:
-            expect(run.running, f"it ended: {run.log}")
-            time.sleep(0.2)
+        wait_for_line(run, "step    1")
         status, duration_s = run.terminate()
         report("SIGTERM", f"status {status} after {duration_s:.1f} s")
         expect(status == 0 and duration_s < 30 and "stopped after step" in run.log, run.log)
@@ -299,9 +306,7 @@ def try_cluster(roots: Path, machines: Machines, secrets: Path) -> None:
                 files={"trainer.yaml": DOCKER / "trainer.yaml"},
             )
         )
-        while "step    2" not in run.log:
-            expect(run.running, f"it ended: {run.log}")
-            time.sleep(0.2)
+        wait_for_line(run, "step    2")
         for name in ("ray-head", "ray-worker", "trainer"):
             report(f"{name} listens", listeners(machines[name]))
         status = run.wait(timeout_s=500)
