@@ -17,6 +17,7 @@ import pytest
 from integration.waiting import wait_until
 
 from grpo_trainer.errors import WorkerError
+from grpo_trainer.rollout import vllm_guard, vllm_servers
 from grpo_trainer.rollout.vllm_servers import VllmServers, devices_of
 
 pytestmark = pytest.mark.slow
@@ -157,6 +158,16 @@ def test_a_command_that_cannot_be_run_is_named(servers, tmp_path):
     running = servers([str(tmp_path / "python")])
     with pytest.raises(WorkerError, match=r"^policy\.generation\.command: .*No such file"):
         running.start()
+
+
+def test_a_guard_that_does_not_start_is_an_error(servers, program, tmp_path, monkeypatch):
+    guard = tmp_path / "guard.py"
+    guard.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(vllm_guard, "__file__", str(guard))
+    monkeypatch.setattr(vllm_servers, "_GUARD_S", 0.5)
+    with pytest.raises(WorkerError, match="cannot be started: no answer"):
+        servers(program(SERVER)).start()
+    wait_for_end(tmp_path)
 
 
 def test_a_closed_run_starts_no_server(servers, program, tmp_path):

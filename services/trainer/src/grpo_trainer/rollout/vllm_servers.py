@@ -65,7 +65,10 @@ class VllmServer:
             start_new_session=True,
         )
         line = self._read(_GUARD_S)
-        self._guard.wait(_GUARD_S)  # the started process exits at once; the guard is its child
+        if line is None:
+            self._guard.kill()  # if it has not forked yet; else `close` ends the guard
+        with suppress(subprocess.TimeoutExpired):
+            self._guard.wait(_GUARD_S)  # the started process exits at once; the guard is its child
         if line is None or not line.startswith("started "):
             self.close()
             raise WorkerError(
