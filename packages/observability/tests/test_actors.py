@@ -160,6 +160,9 @@ def test_run_and_step_travel_with_the_context():
             "rl.weight_version": 6,
         }
         assert baggage.get_baggage("rl.step") == "7"
+    with step_context("7", 7, 10**20):  # more than the 64 bits of an attribute
+        facts = telemetry.step_facts()
+        assert (facts["rl.run_id"], facts["rl.weight_version"]) == ("7", "1" + 20 * "0")
 
 
 @pytest.mark.parametrize(

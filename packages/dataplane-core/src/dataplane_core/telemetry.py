@@ -116,8 +116,21 @@ def step_facts(source: Context | None = None) -> dict[str, str | int]:
     for name in (RUN_ID, STEP, WEIGHT_VERSION):
         value = carried.get(name)
         if isinstance(value, str):
-            facts[name] = int(value) if name != RUN_ID and value.isdecimal() else value
+            facts[name] = baggage_value(name, value)
     return facts
+
+
+@lru_cache(maxsize=64)  # all calls of a step have the same few values
+def baggage_value(name: str, text: str) -> str | int:
+    """Return a value of the baggage, which is text on the wire, as an attribute of telemetry.
+
+    Integers of at most 18 digits are parsed, since attributes have 64 bits; "007" remains text. A
+    run id remains text even if it consists of digits.
+    """
+    digits = text.removeprefix("-")
+    if name == RUN_ID or not digits.isdecimal() or len(digits) > 18:
+        return text
+    return int(text) if str(int(text)) == text else text
 
 
 @contextmanager
