@@ -357,6 +357,24 @@ def test_full_disk_raises_and_keeps_the_old_checkpoint(tmp_path: Path):
     assert restore_partition(store(), tmp_path / "p") == 9
 
 
+@pytest.mark.parametrize("saved", [[], ["p"]], ids=["first", "second"])
+def test_failed_last_sync_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch, saved):
+    for name in saved:
+        save_partition(filled(), "train", tmp_path / name)
+
+    def fail_for_parent(descriptor):
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
+            raise OSError("no sync")
+
+    monkeypatch.setattr(os, "fsync", fail_for_parent)
+    newer = filled()
+    newer.put_samples(["newer"], "train")
+    with pytest.raises(CheckpointError, match="cannot be written: no sync"):
+        save_partition(newer, "train", tmp_path / "p")
+    assert os.listdir(tmp_path) == saved
+    assert [restore_partition(store(), tmp_path / name) for name in saved] == [9 for _ in saved]
+
+
 PREAMBLE = textwrap.dedent("""
     import os, resource, signal, sys
     import torch

@@ -73,7 +73,11 @@ def write_folder(folder: Path) -> Iterator[FolderWriter]:
                 if folder.exists():
                     os.replace(folder, old)
                 os.replace(partial, folder)
-                _sync(folder.parent)
+                try:
+                    _sync(folder.parent)
+                except BaseException:  # the handler below restores the old checkpoint
+                    os.replace(folder, partial)
+                    raise
                 shutil.rmtree(old, ignore_errors=True)
             except BaseException:  # also on an interrupt, the old checkpoint must stay complete
                 shutil.rmtree(partial, ignore_errors=True)
