@@ -9,7 +9,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import InMemoryDataPlaneClient, InvalidRequestError, LeaseLostError, held_claim
+from dataplane_core import (
+    InMemoryDataPlaneClient,
+    InvalidRequestError,
+    LeaseLostError,
+    UnavailableError,
+    held_claim,
+)
 
 
 def client_of(lease_s=None):
@@ -31,6 +37,23 @@ def test_a_claim_outlives_its_lease_while_it_is_held():
             while time.monotonic() < began + 2.0:
                 assert client.claim_meta("train", "score", ["x"], 1, blocking=False).size == 0
         assert client.check_consumption_status("train", ["score"])
+
+
+@pytest.mark.parametrize("error", [UnavailableError("away"), RuntimeError("adapter")])
+def test_renewal_continues_after_any_error(monkeypatch, error):
+    with client_of(lease_s=1000.0) as client:
+        claim = client.claim_meta("train", "score", ["x"], 2)
+        calls, renewed = [], threading.Event()
+
+        def renew(meta):
+            calls.append(meta)
+            if len(calls) == 1:
+                raise error
+            renewed.set()
+
+        monkeypatch.setattr(client, "renew", renew)
+        with held_claim(client, claim, renew_every_s=0.01):
+            assert renewed.wait(30.0)
 
 
 def test_a_failed_block_releases_the_claim():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dataplane_core.arguments import checked_period
-from dataplane_core.errors import DataPlaneError, LeaseLostError
+from dataplane_core.errors import LeaseLostError
 from dataplane_core.meta import LEASE
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def held_claim(
                 client.renew(claim)
             except LeaseLostError:
                 return  # `acknowledge` reports it
-            except DataPlaneError:
+            except Exception:  # noqa: BLE001, S112  # an adapter may raise anything
                 continue  # the store is unavailable for now
 
     thread = threading.Thread(target=renew, name="renew claim", daemon=True)
@@ -59,7 +59,7 @@ def held_claim(
         yield
     except BaseException:  # whatever ends the block, others can claim the samples at once
         ended.set()
-        with contextlib.suppress(DataPlaneError):
+        with contextlib.suppress(Exception):  # the block's error must reach the caller
             client.release(claim)
         raise
     else:
