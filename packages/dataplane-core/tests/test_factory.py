@@ -32,6 +32,8 @@ def test_the_in_memory_client_is_built_by_name():
     ("cfg", "named"),
     [
         (None, "None"),
+        ("abc", "found 'abc' of type str; expected a mapping"),
+        ([1], "found .1. of type list; expected a mapping"),
         ({"enabled": False, "impl": "in_memory"}, "enabled is false"),
         ({"enabled": True}, "impl"),
         ({"impl": "in_memory"}, "enabled"),

@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict
 
+from dataplane_core.arguments import repr_with_type
 from dataplane_core.errors import ConfigError
 
 
@@ -134,10 +135,15 @@ def validate_config(cfg: Mapping[str, Any] | None) -> DataPlaneConfig:
         ConfigError: (a ValueError) the error names every unknown key, missing key, value of a wrong
             type and number that is out of range.
     """
-    if cfg is None:
-        raise ConfigError("data-plane config: found None; expected a mapping like DataPlaneConfig")
     try:
-        return _adapter().validate_python(dict(cfg))
+        keys = dict(cfg)  # type: ignore[arg-type]  # refused below
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"data-plane config: found {repr_with_type(cfg)}; expected a mapping like "
+            "DataPlaneConfig"
+        ) from None
+    try:
+        return _adapter().validate_python(keys)
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
