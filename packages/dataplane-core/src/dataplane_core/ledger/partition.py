@@ -359,8 +359,9 @@ class Partition:
             InvalidRequestError, LeaseLostError: as `Leases.holding`.
         """
         lease = self.leases.holding(token, sample_ids, task)
-        self.task(lease.task.name).move(self.leases.take(lease, sample_ids), lease.token)
-        self.totals["samples_acknowledged"] += len(sample_ids)
+        rows = self.leases.take(lease, sample_ids)
+        self.task(lease.task.name).move(rows, lease.token)
+        self.totals["samples_acknowledged"] += len(rows)
         self.touch()
         return lease.task.name
 
@@ -371,8 +372,9 @@ class Partition:
             InvalidRequestError, LeaseLostError: as `Leases.holding`.
         """
         lease = self.leases.holding(token, sample_ids, task)
-        self.reopen(self.task(lease.task.name), self.leases.take(lease, sample_ids))
-        self.totals["samples_released"] += len(sample_ids)
+        rows = self.leases.take(lease, sample_ids)
+        self.reopen(self.task(lease.task.name), rows)
+        self.totals["samples_released"] += len(rows)
 
     def renew(
         self, token: str, sample_ids: Sequence[str], now: float, task: str | None = None
