@@ -13,7 +13,7 @@ import torch
 from remote_store import Remote, serving
 from streaming_parts import commit_all, counts, dataset, ids, leased, store
 from tensordict import TensorDict
-from worker_parts import Failing, stuck, summed, unpicklable
+from worker_parts import Failing, KilledInReport, stuck, summed, unpicklable
 
 from dataplane_core import (
     DataPlaneError,
@@ -76,6 +76,15 @@ def test_a_batch_of_a_worker_keeps_the_forms_of_its_fields(served):
             }
             assert is_form_known(delivered["x"])
             batches.ack(meta)
+
+
+def test_worker_killed_while_it_reports_a_claim_ends_the_loop(served):
+    _, make_client = served
+    with (
+        loader(make_client, kind=KilledInReport) as batches,
+        pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"),
+    ):
+        list(batches)
 
 
 def test_stuck_worker_ends_the_loop_at_its_deadline(served):

@@ -1,5 +1,7 @@
 """Functions that loader workers run in tests; a worker imports them by name."""
 
+import os
+import signal
 import threading
 
 from dataplane_core import DataPlaneError, StreamingDataset
@@ -22,6 +24,13 @@ class Local(DataPlaneError):
 
     def __reduce__(self):
         raise TypeError("not for pickling")
+
+
+class KilledInReport(StreamingDataset):
+    def batches(self, client, claimed, **options):
+        claimed.__self__._wlock.acquire()  # as the put of a report does
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield
 
 
 class Failing(StreamingDataset):

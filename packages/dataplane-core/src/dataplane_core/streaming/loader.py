@@ -185,7 +185,9 @@ class StreamingDataLoader:
                 listener = threading.Thread(target=self._listen, args=(reports,), daemon=True)
                 listener.start()
                 stack.callback(listener.join, 5.0)
-                stack.callback(reports.put, None)
+                # In a thread: a worker that was killed in its own put holds the queue's lock.
+                end = threading.Thread(target=reports.put, args=(None,), daemon=True)
+                stack.callback(end.start)
                 feed = Feed(self.dataset, self._collate, reports.put, None)
             else:
                 feed = Feed(
