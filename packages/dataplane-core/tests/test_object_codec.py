@@ -1,5 +1,7 @@
 """Python values are stored and read without pickle."""
 
+import io
+import pickle
 import subprocess
 import sys
 
@@ -128,21 +130,67 @@ def test_nested_tensors_inside_values_keep_their_rows(layout):
     assert [row.tolist() for row in copied.unbind()] == [[0, 1, 2], [0]]
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
-def test_images_keep_mode_and_pixels(mode):
-    image_module = pytest.importorskip("PIL.Image")
-    image = image_module.effect_noise((5, 3), 90)
-    image = image.convert("I") if mode == "I;16" else image.convert(mode)
-    image = image.convert(mode) if mode == "I;16" else image
-    copied = stored({"images": [image]})["images"][0]
-    assert (copied.mode, copied.size) == (mode, (5, 3))
-    assert copied.tobytes() == image.tobytes()
+IMAGE_MODES = (
+    *("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB"),
+    *("HSV", "I", "F", "I;16", "I;16L", "I;16B", "I;16N"),
+)
 
 
-def test_image_that_png_would_change_is_refused():
-    image_module = pytest.importorskip("PIL.Image")
-    with pytest.raises(InvalidRequestError, match="field 'f': an image of mode CMYK"):
-        stored(image_module.new("CMYK", (2, 2)))
+def opened(image, form, **options):
+    """Return an image as Pillow opens its encoded form."""
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return pytest.importorskip("PIL.Image").open(buffer)
+
+
+@pytest.mark.parametrize("mode", IMAGE_MODES)
+def test_images_come_back_as_from_pickle(mode):
+    images = pytest.importorskip("PIL.Image")
+    blank = images.new(mode, (5, 3))
+    image = images.frombytes(mode, (5, 3), bytes(range(len(blank.tobytes()))))
+    if mode in ("P", "PA"):
+        image.putpalette(bytes(range(255, -1, -1)) * 3)
+    image.info = {"exif": b"Exif", "dpi": (72, 72.5), "photoshop": {1: b"", 2: [(1,)]}, "s": {3}}
+    (copied,) = stored({"images": [image]})["images"]
+    for expected in (image, pickle.loads(pickle.dumps(image))):  # noqa: S301
+        assert copied == expected  # mode, size, info, palette and pixels
+        assert type(copied.info["dpi"]) is tuple
+
+
+def test_images_of_files_keep_what_their_files_say():
+    images, ops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
+    orientation = images.Exif()
+    orientation[0x112] = 6
+    turned = opened(images.new("RGB", (4, 2)), "JPEG", exif=orientation)
+    drawing = images.effect_noise((5, 3), 90).convert("P")
+    drawing.putpalette(bytes(range(256)) * 4, "RGBA")
+    clear = opened(drawing.convert("P"), "GIF", transparency=drawing.getpixel((0, 0)))
+    copied = stored([turned, drawing, clear])
+    assert ops.exif_transpose(copied[0]).size == (2, 4)
+    assert copied[0].format == "JPEG"
+    for image, copy in zip([turned, drawing, clear], copied, strict=True):
+        assert copy.info == image.info
+        assert copy.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+
+
+def test_image_of_several_frames_is_refused():
+    images = pytest.importorskip("PIL.Image")
+    frames = [images.new("L", (2, 2), shade) for shade in (0, 99)]
+    animated = opened(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    with pytest.raises(InvalidRequestError, match="field 'f': an image of 2 frames"):
+        stored([animated])
+    with pytest.raises(InvalidRequestError, match="2 frames"):  # pickle keeps one, too
+        encode_object("value", animated, allow_pickle=True)
+    assert stored([animated.copy()])[0].getpixel((0, 0)) == 0
+
+
+def test_stored_image_cannot_allocate_more_than_its_pixels_need():
+    image = pytest.importorskip("PIL.Image").new("1", (64, 3))
+    data = encode_object("value", image)
+    forged = data.replace(b"\x92\x40\x03", b"\x92\x40\x7f")
+    assert decode_object(data) == image
+    with pytest.raises(ValueError, match="24 bytes are too few for 64 x 127 pixels"):
+        decode_object(forged)
 
 
 @pytest.mark.slow  # the workspace has transformers

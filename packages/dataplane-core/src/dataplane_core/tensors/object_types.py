@@ -8,11 +8,10 @@ their libraries are imported only when such a value is read.
 from __future__ import annotations
 
 import importlib
-import io
+import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, TypeVar  # Any: values are the caller's own
 
 T = TypeVar("T")
@@ -89,59 +88,115 @@ def _add(path: str, registered: ObjectType) -> None:
     _registered[registered.name] = registered
 
 
-def _encode_image(image: Any) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        image.save(buffer, format="PNG")
-    except OSError:
-        raise TypeError(
-            f"an image of mode {image.mode} cannot be stored as PNG; convert it, for example to RGB"
-        ) from None
-    return buffer.getvalue()
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    kind.__name__: kind for kind in (dict, list, tuple, set, frozenset)
+}
 
 
-def _decode_image(png: bytes) -> Any:
-    image = importlib.import_module("PIL.Image").open(io.BytesIO(png), formats=["PNG"])
-    image.load()
-    return image.copy()
+def _wrap(value: Any) -> Any:
+    """Return a value with the types of its containers, which msgpack alone would lose."""
+    kind = type(value).__name__
+    if type(value) is not _CONTAINERS.get(kind):
+        if isinstance(value, str):  # of PNG, with a language
+            return str(value)
+        # Pillow's rational number compares equal to the float.
+        rational = isinstance(value, numbers.Rational) and not isinstance(value, int)
+        return float(value) if rational else value
+    items = value.items() if kind == "dict" else value
+    return {kind: [_wrap(item) for item in items]}
+
+
+def _unwrap(stored: Any) -> Any:
+    if not isinstance(stored, dict):
+        return stored
+    ((kind, items),) = stored.items()
+    return _CONTAINERS[kind](_unwrap(item) for item in items)
+
+
+def _encode_image(image: Any) -> list[Any]:
+    if getattr(image, "is_animated", False):
+        raise ValueError(
+            f"an image of {image.n_frames} frames cannot be stored, because only one would be read "
+            "back; store image.copy(), or a list of copies of its frames"
+        )
+    pixels = image.tobytes()  # loads the palette and info from the file, too
+    palette = image.getpalette(None)
+    colors = None if palette is None else [image.im.getpalettemode(), bytes(palette)]
+    return [image.mode, image.size, pixels, colors, _wrap(dict(image.info)), image.format]
+
+
+def _decode_image(stored: list[Any]) -> Any:
+    mode, (width, height), pixels, colors, info, form = stored
+    if width * height > 8 * len(pixels):  # before the allocation; mode "1" has 8 pixels per byte
+        raise ValueError(f"{len(pixels)} bytes are too few for {width} x {height} pixels")
+    image = importlib.import_module("PIL.Image").frombytes(mode, (width, height), pixels)
+    if colors is not None:
+        rawmode, palette = colors
+        image.putpalette(palette, rawmode)
+    image.info, image.format = _unwrap(info), form
+    return image
 
 
 def _encode_model(model: Any) -> list[Any]:
-    cls = type(model)
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    if _model_class(name) is None:
+    path = f"{type(model).__module__}:{type(model).__qualname__}"
+    try:
+        text = model.model_dump_json(by_alias=True, round_trip=True)
+        stored = [path, text, sorted(model.model_fields_set)]
+        if _decode_model(stored) != model:
+            raise ValueError("some values change, for example private, excluded or secret fields")
+    except Exception as error:  # the model's own code can raise anything
         raise TypeError(
-            f"a pydantic model of {name!r} cannot be stored, because no reader can look up its "
-            "class by that name; define the class in a module, not in a function"
-        )
-    return [name, model.model_dump_json()]
+            f"the pydantic model {path!r} cannot be restored from its JSON: {error}; "
+            "use register_object_type, or put its model_dump()"
+        ) from error
+    return stored
 
 
 def _decode_model(stored: list[Any]) -> Any:
-    name, text = stored
-    model: Any = _model_class(name)
-    if model is None:
-        raise ValueError(
-            f"stored value is a pydantic model {name!r}, which this process has not imported"
-        )
-    return model.model_validate_json(text)
-
-
-def _model_class(name: str) -> type | None:
-    """Return the pydantic model ``module:qualified.name``; None if this process has none."""
-    # Nothing is imported or called by a stored name: that could run any module's code.
-    module, _, path = name.partition(":")
-    value: Any = sys.modules.get(module)
-    for part in path.split("."):
-        value = vars(value).get(part) if isinstance(value, ModuleType | type) else None
+    path, text, fields_set = stored
+    module, _, names = path.partition(":")
+    # Nothing is imported by a stored name: that could run any module's code.
+    model: Any = sys.modules.get(module)
+    for name in names.split("."):
+        model = getattr(model, "__dict__", {}).get(name)
     pydantic = sys.modules.get("pydantic")
-    if pydantic is None or not isinstance(value, type):
-        return None
-    return value if issubclass(value, pydantic.BaseModel) else None
+    if pydantic is None or not isinstance(model, type) or not issubclass(model, pydantic.BaseModel):
+        raise ValueError(
+            f"stored value is a pydantic model {path!r}, which this process has not imported"
+        )
+    known: Any = model  # mypy narrows it to a type without pydantic's methods
+    restored = known.model_validate_json(text)
+    restored.model_fields_set.intersection_update(fields_set)
+    return restored
 
 
-def _decode_features(kind: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda data: getattr(importlib.import_module("transformers"), kind)(data)
+def _encode_features(features: Any) -> list[Any]:
+    # transformers defines the two classes; a subclass would come back as its base.
+    if not type(features).__module__.startswith("transformers."):
+        raise TypeError(
+            f"{type(features).__name__} cannot be stored; use register_object_type, or put its data"
+        )
+    encodings = getattr(features, "_encodings", None)
+    if encodings is None:
+        return [dict(features.data), None, None]
+    states = [encoding.__getstate__() for encoding in encodings]  # JSON
+    return [dict(features.data), states, features.n_sequences]
+
+
+def _decode_features(kind: str) -> Callable[[list[Any]], Any]:
+    def decode(stored: list[Any]) -> Any:
+        data, states, sequences = stored
+        make = getattr(importlib.import_module("transformers"), kind)
+        if states is None:
+            return make(data)
+        encodings = []
+        for state in states:
+            encoding = importlib.import_module("tokenizers").Encoding()
+            encoding.__setstate__(state)
+            encodings.append(encoding)
+        return make(data, encodings, n_sequences=sequences)
+
+    return decode
 
 
 _add(
@@ -160,5 +215,4 @@ for _path_of, _kind in (
     ("transformers.feature_extraction_utils.BatchFeature", "BatchFeature"),
     ("transformers.tokenization_utils_base.BatchEncoding", "BatchEncoding"),
 ):
-    _name, _encode = f"transformers.{_kind}", lambda features: dict(features.data)
-    _add(_path_of, ObjectType(_name, _encode, _decode_features(_kind)))
+    _add(_path_of, ObjectType(f"transformers.{_kind}", _encode_features, _decode_features(_kind)))
