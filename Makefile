@@ -140,7 +140,7 @@ verl: $(UV) ## Install verl, and the packages that it uses, into .venv-verl; fet
 		-e "services/admin[ray]"
 
 .PHONY: test-verl
-test-verl: verl ## Run verl's replay buffer and resume on the packed backend, and trace its loop
+test-verl: verl ## Run verl's replay buffer, resume and own tests with the packed backend, and trace its loop
 	$(VERL)/bin/pytest --confcutdir integration/verl --durations=5 -m "not long" integration/verl
 
 # Tests of refit are blocked until deadlines while those of verl import.

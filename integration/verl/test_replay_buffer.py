@@ -2,8 +2,8 @@
 
 The admin service inspects the queue that verl's configuration started.
 
-verl's wheel has no tests, so these use its public classes: the Hydra configuration, the output of
-an agent loop, the replay buffer, and what the trainer does with the queue on a resume.
+verl's wheel has no tests of these, so they use its public classes: the Hydra configuration, the
+output of an agent loop, the replay buffer, and what the trainer does with the queue on a resume.
 """
 
 from __future__ import annotations
