@@ -71,6 +71,9 @@ def test_numpy_scalars_become_python_numbers():
         "\ud800",
         np.longdouble(1),
         np.zeros(1, [("x", "f4")])[0],
+        np.datetime64(1, "ns"),
+        np.timedelta64(1, "s"),
+        torch.nested.nested_tensor_from_jagged(torch.ones(0, 2), torch.tensor([0])),
     ],
     ids=[
         "an object",
@@ -78,6 +81,9 @@ def test_numpy_scalars_become_python_numbers():
         "a lone surrogate",
         "a number type that Python lacks",
         "a record",
+        "a date of numpy",
+        "a duration of numpy",
+        "no rows",
     ],
 )
 def test_value_that_cannot_be_stored_names_its_field(value):
@@ -130,6 +136,14 @@ def test_nested_tensors_inside_values_keep_their_rows(layout):
     assert [row.tolist() for row in copied.unbind()] == [[0, 1, 2], [0]]
 
 
+def test_nested_tensors_keep_the_dimension_that_differs():
+    rows = [torch.ones(2, 4, dtype=torch.bfloat16)] * 2
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    copied = stored([nested])[0]
+    assert torch.equal(copied.offsets(), nested.offsets())
+    assert torch.equal(copied.values(), nested.values())
+
+
 IMAGE_MODES = (
     *("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB"),
     *("HSV", "I", "F", "I;16", "I;16L", "I;16B", "I;16N"),
@@ -152,7 +166,7 @@ def test_images_come_back_as_from_pickle(mode):
         image.putpalette(bytes(range(255, -1, -1)) * 3)
     image.info = {"exif": b"Exif", "dpi": (72, 72.5), "photoshop": {1: b"", 2: [(1,)]}, "s": {3}}
     (copied,) = stored({"images": [image]})["images"]
-    for expected in (image, pickle.loads(pickle.dumps(image))):  # noqa: S301
+    for expected in (image, pickle.loads(pickle.dumps(image))):
         assert copied == expected  # mode, size, info, palette and pixels
         assert type(copied.info["dpi"]) is tuple
 
@@ -200,29 +214,67 @@ def test_features_of_transformers_keep_their_tensors():
     copied = stored([features])[0]
     assert type(copied) is transformers.BatchFeature
     assert torch.equal(copied["pixel_values"], torch.ones(2, 3))
+    with pytest.raises(InvalidRequestError, match="Mixed cannot be stored"):
+        stored([type("Mixed", (transformers.BatchFeature,), {})({})])
+
+
+@pytest.mark.slow  # the workspace has transformers
+def test_tokens_of_transformers_keep_their_offsets():
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"two": 0, "plus": 1}, unk_token="two")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokens = fast(["two plus two", "plus"])
+    copied = stored([tokens])[0]
+    assert copied.data == tokens.data
+    assert copied.char_to_token(0, 4) == tokens.char_to_token(0, 4) == 1
+    assert copied.word_ids(1) == tokens.word_ids(1) == [0]
 
 
 def test_pydantic_models_come_back_as_models():
-    for message_type in (make_message_type("Message"), make_message_type("Unknown.Message")):
+    for name in ("Message", "Unknown.Message"):
+        message_type = make_message_type(name)
         message = message_type(role="user", content="2 + 2")
-        assert stored([message]) == [message]
+        (copied,) = stored([message])
+        assert copied == message
+        assert copied.model_fields_set == {"role", "content"}
+        (copied,) = stored([message_type(role="user")])
+        assert copied.model_fields_set == {"role"}
 
 
-def test_pydantic_model_of_a_local_class_is_refused():
-    local_type = make_message_type("make.<locals>.Message")
-    with pytest.raises(InvalidRequestError, match="define the class in a module"):
-        stored(local_type(role="user", content=""))
+def test_pydantic_model_that_json_would_change_is_refused():
+    pydantic = pytest.importorskip("pydantic")
+    base = make_message_type("Message")
+    for name, fields, values in (
+        ("Secret", {"x": (pydantic.SecretStr, ...)}, {"x": "s"}),
+        ("Excluded", {"x": (int, pydantic.Field(0, exclude=True))}, {"x": 1}),
+        ("Anything", {"x": (object, ...)}, {"x": (1, 2)}),
+        ("Missing", {"x": (float | None, ...)}, {"x": float("nan")}),
+    ):
+        model = pydantic.create_model(name, __module__=__name__, **fields)
+        globals()[name] = model
+        with pytest.raises(InvalidRequestError, match=f":{name}' cannot be restored from its JSON"):
+            stored([model(**values)])
+    unknown = pydantic.create_model("Local", __module__=__name__, __base__=base)(role="user")
+    with pytest.raises(InvalidRequestError, match=r"Local.*has not imported"):
+        stored([unknown])
+    aliased = pydantic.create_model(
+        "Aliased", __module__=__name__, x=(int, pydantic.Field(alias="y"))
+    )
+    globals()["Aliased"] = aliased
+    assert stored([aliased(y=1)]) == [aliased(y=1)]
 
 
 def make_message_type(qualified_name):
     pydantic = pytest.importorskip("pydantic")
     message_type = pydantic.create_model(
-        "Message", __module__=__name__, role=(str, ...), content=(str, ...)
+        "Message", __module__=__name__, role=(str, ...), content=(str, "")
     )
     message_type.__qualname__ = qualified_name
-    if "<locals>" not in qualified_name:
-        owner = Unknown if "." in qualified_name else sys.modules[__name__]
-        owner.Message = message_type
+    owner = Unknown if "." in qualified_name else sys.modules[__name__]
+    owner.Message = message_type
     return message_type
 
 

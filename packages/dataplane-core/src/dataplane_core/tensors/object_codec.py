@@ -34,7 +34,8 @@ _PICKLE = 6
 
 
 def _encode_unknown(value: Any) -> Any:
-    if isinstance(value, np.generic) and value.dtype.kind != "V":
+    # Dates of numpy would become integers or texts, depending on their unit.
+    if isinstance(value, np.generic) and value.dtype.kind not in "VMm":
         plain = value.item()
         if not isinstance(plain, np.generic):
             return plain
@@ -45,8 +46,7 @@ def _encode_unknown(value: Any) -> Any:
         name = str(value.dtype).removeprefix("torch.")
         return msgspec.msgpack.Ext(_TENSOR, _packed(name, tuple(value.shape), raw))
     if isinstance(value, torch.Tensor):
-        layout = str(value.layout).removeprefix("torch.")
-        return msgspec.msgpack.Ext(_NESTED, _encode((layout, list(value.unbind()))))
+        return msgspec.msgpack.Ext(_NESTED, _encode(_nested_parts(value)))
     registered = type_of(value)
     if registered is not None:
         stored = (registered.name, registered.encode(value))
@@ -58,6 +58,26 @@ def _encode_unknown(value: Any) -> Any:
         f"{name} cannot be stored; use dict, list, str, bytes, numbers, bool, None, numpy arrays, "
         "tensors, or register_object_type"
     )
+
+
+def _nested_parts(value: torch.Tensor) -> tuple[str, int, list[torch.Tensor]]:
+    rows = list(value.unbind())
+    if not rows:
+        raise TypeError("nested tensor without rows cannot be stored")
+    if value.layout == torch.strided:
+        return "strided", 0, rows
+    # The rows differ in one dimension, which lengths that happen to be equal do not show.
+    return "jagged", value._ragged_idx - 1, rows  # type: ignore[attr-defined]
+
+
+def _nested_tensor(layout: str, ragged: int, rows: list[torch.Tensor]) -> torch.Tensor:
+    if layout == "strided":
+        return torch.nested.as_nested_tensor(rows)
+    if layout != "jagged":
+        raise ValueError(f"stored nested tensor has layout {layout!r}")
+    offsets = torch.tensor([0, *(row.shape[ragged] for row in rows)]).cumsum(0)
+    values = torch.cat(rows, ragged)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged + 1)
 
 
 def _encode_pickled(value: Any) -> Any:
@@ -99,10 +119,7 @@ def _decode_extension(code: int, data: memoryview) -> Any:
     if code == _INTEGER:
         return int.from_bytes(data, "little", signed=True)
     if code == _NESTED:
-        layout, rows = _decoder.decode(data)
-        if layout not in ("jagged", "strided"):
-            raise ValueError(f"stored nested tensor has layout {layout!r}")
-        return torch.nested.as_nested_tensor(rows, layout=getattr(torch, layout))
+        return _nested_tensor(*_decoder.decode(data))
     if code == _TYPE:
         name, stored = _decoder.decode(data)
         registered = type_named(name)
@@ -144,10 +161,11 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
 
     Tuples and sets decode as lists, dataclasses as dicts, enums as their values, and dates,
     decimals and UUIDs as strings, as msgspec encodes them. A datetime with a time zone decodes as a
-    datetime in UTC, one without as a string. numpy arrays need one of numpy's plain dtypes. Masked
-    arrays, other subclasses, and arrays of objects, records or another library's dtypes are
-    refused, because they would decode as something else. Images of Pillow, models of pydantic, and
-    ``BatchFeature`` of transformers are stored; add other types with
+    datetime in UTC, one without as a string. Tensors decode on the CPU, without a gradient. numpy
+    arrays need one of numpy's plain dtypes. Masked arrays, other subclasses, and arrays of objects,
+    records or another library's dtypes are refused, because they would decode as something else.
+    Images of Pillow, models of pydantic, and ``BatchFeature`` and ``BatchEncoding`` of transformers
+    are stored; add other types with
     `dataplane_core.tensors.object_types.register_object_type`.
 
     Args:
