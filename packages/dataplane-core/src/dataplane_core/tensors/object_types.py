@@ -171,8 +171,7 @@ def _decode_model(stored: list[Any]) -> Any:
 
 
 def _encode_features(features: Any) -> list[Any]:
-    # transformers defines the two classes; a subclass would come back as its base.
-    if not type(features).__module__.startswith("transformers."):
+    if _path(type(features)) not in _by_class:  # a subclass would come back as its base
         raise TypeError(
             f"{type(features).__name__} cannot be stored; use register_object_type, or put its data"
         )
