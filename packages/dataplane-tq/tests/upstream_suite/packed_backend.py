@@ -1,14 +1,15 @@
 """Pytest plugin that runs TransferQueue's own tests on the packed backend.
 
-The test modules select a backend from their `BACKEND_CONFIGS` by the name in ``TQ_TEST_BACKEND``.
-The plugin only adds an entry there. Load it with ``-p packed_backend``. Imports internals:
-importing the module registers the backend.
+Most test modules select a backend from their `BACKEND_CONFIGS` by the name in ``TQ_TEST_BACKEND``;
+the plugin adds an entry there. The module of checkpoints has one `_TQ_CONFIG`, which it replaces.
+Load it with ``-p packed_backend``. Imports internals: importing the module registers the backend.
 """
 
 from __future__ import annotations
 
 import pytest
 from integration.lean_ray import lean_ray
+from omegaconf import OmegaConf
 from queue_setup import local_ray
 
 from dataplane_tq.storage import packed_bootstrap  # noqa: F401
@@ -30,7 +31,10 @@ CONFIG = {
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        item.module.BACKEND_CONFIGS["PackedStorage"] = CONFIG
+        if hasattr(item.module, "_TQ_CONFIG"):
+            item.module._TQ_CONFIG = OmegaConf.create(CONFIG)
+        else:
+            item.module.BACKEND_CONFIGS["PackedStorage"] = CONFIG
 
 
 @pytest.fixture(scope="module", autouse=True)
