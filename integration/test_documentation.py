@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -363,8 +364,14 @@ def test_the_benchmark_fills_the_tables_of_the_results() -> None:
 VLLM = "integration/vllm"
 VLLM_ON_A_GPU = f"{VLLM}/test_engine_gpu.py"
 MODELEXPRESS = "packages/refit-mx/tests/test_modelexpress_clients.py"
+SUITE_OF_VERL = "integration/verl/test_upstream_suite.py"
 COUNTED = (
-    ("verl", "CI", ".venv-verl", ["-m", "not long", "integration/verl"]),
+    (
+        "verl",
+        "CI",
+        ".venv-verl",
+        ["-m", "not long", f"--ignore={SUITE_OF_VERL}", "integration/verl"],
+    ),
     ("verl", "nightly", ".venv-verl", ["-m", "long", "integration/verl"]),
     ("NeMo-RL", "CI", ".venv", ["-m", "not long", "integration/nemo_rl"]),
     ("SkyRL", "nightly", ".venv", ["-m", "long", "integration/test_skyrl.py"]),
@@ -404,6 +411,22 @@ def test_comparison_counts_the_tests_of_peers(
     stated = re.search(rf"\b{when}: (\d+) ", row[0], re.IGNORECASE)
     assert stated is not None
     assert len(tests) == int(stated[1])
+
+
+@pytest.mark.parametrize(
+    ("project", "suite"),
+    [
+        ("verl", SUITE_OF_VERL),
+        ("TransferQueue", "packages/dataplane-tq/tests/test_upstream_suite.py"),
+    ],
+)
+def test_comparison_counts_the_tests_of_peers_wheels(project: str, suite: str) -> None:
+    counts = runpy.run_path(str(ROOT / suite))
+    passed = counts["TESTS"] - len(counts.get("EXCEPTIONS", ()))
+    page = (DOCS / "compare.md").read_text()
+    assert re.search(
+        rf"^\| {project} \|.*\| {passed} of {counts['TESTS']} pass", page, re.MULTILINE
+    )
 
 
 def test_subpackages_are_those_that_lint_checks() -> None:
