@@ -101,17 +101,16 @@ def _tokenization(
 ) -> models.Cause:
     after = sum(other >= place for other, _ in differences)
     share = len(beyond) / after
-    reasons = []
-    if place and tokens[place - 1].mask == 0:
-        reasons.append("the token follows text that the model did not generate")
-    if after > 1 and share > _MANY:
-        reasons.append(f"{100 * share:.0f} % of the tokens from there on diverge, as if shifted")
-    against = (
-        f"the token is within a response, and only {100 * share:.0f} % of the tokens from there on "
-        "diverge"
-    )
+    shifted = after > 1 and share > _MANY
+    evidence = f"{100 * share:.0f} % of the tokens from there on diverge"
+    if shifted:
+        evidence += ", as if shifted"
+    elif place and tokens[place - 1].mask == 0:
+        evidence += "; the text before, which the model did not generate, may be tokenized anew"
     return models.Cause(
-        name="Tokenization", likely=bool(reasons), evidence="; ".join(reasons) or against
+        name="Tokenization",
+        likely=shifted,
+        evidence=f"{evidence}; to check, compare the token ids of generator and trainer",
     )
 
 
@@ -135,13 +134,12 @@ def _version(
 def _experts(
     beyond: Sequence[tuple[int, float]], differences: Sequence[tuple[int, float]]
 ) -> models.Cause:
-    share = len(beyond) / len(differences)
-    isolated = share <= 0.1
     return models.Cause(
         name="Routed experts",
-        likely=isolated,
-        evidence=f"{len(beyond)} of {len(differences)} tokens diverge"
-        + ("; isolated tokens diverge if they are routed to other experts" if isolated else ""),
+        likely=False,
+        evidence=f"{len(beyond)} of {len(differences)} tokens diverge, and their routing is not "
+        "recorded; in a mixture of experts, isolated tokens diverge if the trainer routes them to "
+        "other experts; to check, replay the generator's routing",
     )
 
 
