@@ -153,15 +153,32 @@ def test_dragging_zooms_and_the_url_has_the_range(watched, run):
     until(page, lambda: "first" not in query(page))
 
 
-def test_smoothing_is_in_the_url_and_survives_a_reload(watched, run):
-    page = watched().go(run)
+def test_smoothing_is_drawn_in_the_url_and_survives_a_reload(watched, job, otlp):
+    job.send(otlp.curve([0.0, 1.0] * 20, run="noisy", name="rl.loss"))
+    watch = watched()
+    watch.context.add_init_script(
+        "window.drawn = new Set(); const line = Path2D.prototype.lineTo;"
+        "Path2D.prototype.lineTo = function (x, y) {"
+        " if (y) window.drawn.add(Math.round(y)); return line.call(this, x, y); };"
+    )
+    page = watch.go("/run?run=noisy")
     drawn(page)
-    page.locator("#smooth").fill("0.9")
-    until(page, lambda: query(page).get("smooth") == "0.9")
+
+    def middle():
+        heights = sorted(page.evaluate("[...window.drawn]"))
+        quarter = (heights[-1] - heights[0]) / 4
+        return [each for each in heights if heights[0] + quarter < each < heights[-1] - quarter]
+
+    assert middle() == []
+    page.locator("#smooth").fill("0.99")
+    until(page, lambda: query(page).get("smooth") == "0.99")
+    smoothed = middle()
+    assert smoothed
     page.reload()
     drawn(page)
-    assert page.locator("#smooth").input_value() == "0.9"
-    assert page.locator("#smooth-value").inner_text() == "0.90"
+    assert middle() == smoothed
+    assert page.locator("#smooth").input_value() == "0.99"
+    assert page.locator("#smooth-value").inner_text() == "0.99"
 
 
 def test_new_steps_appear_without_moving_the_page(watched, run, job, otlp):
