@@ -27,11 +27,14 @@ def runs(job, otlp):
         job.send(otlp.curve([0.5], run=run, name="m", **{"rl.component": HOSTILE}))
     job.send(otlp.run("failed", "cmp/a", at_s=6000, error="OSError", reason=f"disk full {HOSTILE}"))
     job.send(otlp.run("finished", "cmp/b", at_s=9000))
-    job.send(otlp.curve([8.0 * (step + 1) for step in range(100)], run="cmp/a", name="rl.samples"))
+    for run, samples in (("cmp/a", 8.0), ("cmp/b", 16.0)):
+        trained_on = [samples * (step + 1) for step in range(100)]
+        job.send(otlp.curve(trained_on, run=run, name="rl.samples"))
     return ["cmp/a", "cmp/b"]
 
 
 COMPARE = "/runs/compare?run=cmp%2Fa&run=cmp%2Fb"
+THIRD = f"&run=cmp%2F{HOSTILE.replace('=', '%3D').replace(' ', '%20')}"
 
 
 def listed(client, address):
@@ -88,15 +91,15 @@ def test_without_actions_tags_cannot_be_set(bare_client):
 
 
 def test_a_comparison_shows_differing_keys_and_keeps_its_state(client, runs):
-    page = Document(client.get(f"{COMPARE}&axis=time&smooth=0.5").text)
+    page = Document(client.get(f"{COMPARE}&axis=time&smooth=0.5&first=60&last=90").text)
     text = " ".join(page.text.split())
     assert "2 runs compared" in text
     assert "2 differences, 1 equal key" in text
     links = [link for link in page.links() if link.startswith("/runs/compare")]
     assert "/runs/compare?run=cmp%2Fa&run=cmp%2Fb&axis=samples&smooth=0.5" in links
-    assert "/runs/compare?run=cmp%2Fb&axis=time&smooth=0.5" in links
-    by_samples = Document(client.get(f"{COMPARE}&axis=samples").text).text
-    assert "No samples reported by cmp/b." in by_samples
+    assert "/runs/compare?run=cmp%2Fb&axis=time&smooth=0.5&first=60&last=90" in links
+    by_samples = Document(client.get(f"{COMPARE}{THIRD}&axis=samples").text).text
+    assert f"No samples reported by cmp/{HOSTILE}." in by_samples
 
 
 @pytest.mark.parametrize(
@@ -121,8 +124,10 @@ def test_selected_runs_are_overlaid(watched, runs):
     page.get_by_role("button", name="Compare").click()
     page.wait_for_url("**/runs/compare?*")
     drawn(page, "rl.reward.mean")
+    page.locator("#smooth").fill("0.9")
+    until(page, lambda: query(page).get("smooth") == "0.9")
     page.get_by_role("link", name="time", exact=True).click()
-    page.wait_for_url("**axis=time*")
+    page.wait_for_url("**axis=time&smooth=0.9")
     box = drawn(page, "rl.reward.mean")
     values = figure(page, "rl.reward.mean").locator(".curve-value")
     last = values.all_inner_texts()
@@ -132,6 +137,16 @@ def test_selected_runs_are_overlaid(watched, runs):
     # The longer run takes 200 min, so a quarter of the axis is 50 min.
     hours = page.locator("#curve-step").inner_text()
     assert 45 <= int(hours.removesuffix(" min")) <= 55
+    page.get_by_role("link", name="samples", exact=True).click()
+    page.wait_for_url("**axis=samples*")
+    box = drawn(page, "rl.reward.mean")
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 40)
+    until(page, lambda: page.locator("#curve-step").inner_text().endswith(" samples"))
+    samples = int(page.locator("#curve-step").inner_text().removesuffix(" samples"))
+    assert 360 <= samples <= 440  # cmp/b ends at 1600
+    rewards = [math.sin((samples / 16 - 1) / 10), math.sin((samples / 8 - 1) / 9)]
+    read = pytest.approx(rewards, abs=0.1)
+    until(page, lambda: [*map(float, values.all_inner_texts())] == read)
 
 
 def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):
@@ -144,7 +159,10 @@ def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):
     until(page, lambda: "first" in query(page))
     assert 2700 <= float(query(page)["first"]) <= 3300
     assert parse_qs(urlsplit(page.url).query)["run"] == runs
-    page.reload()
+    first = query(page)["first"]
+    page.get_by_role("link", name="Remove cmp/a").click()
+    page.wait_for_url("**compare?run=cmp%2Fb&axis=time&first=*")
+    assert query(page)["first"] == first
     drawn(page, "rl.reward.mean")
     assert page.locator("#curve-reset").is_visible()
 
@@ -158,8 +176,7 @@ def test_new_points_of_compared_runs_appear(watched, runs, job, otlp):
 
 
 def test_hostile_runs_and_keys_are_text(watched, runs):
-    hostile = f"&run=cmp%2F{HOSTILE.replace('=', '%3D').replace(' ', '%20')}"
-    for address in ("/runs?q=cmp", f"{COMPARE}{hostile}"):
+    for address in ("/runs?q=cmp", f"{COMPARE}{THIRD}"):
         page = watched().go(address)
         assert page.locator("main img").count() == 0
     drawn(page, "rl.reward.mean")

@@ -105,14 +105,15 @@ def compared_runs(service: AdminService, params: Params) -> ComparedRuns:
     check_choice("axis", params.text("axis"), known)
     axis = cast("models.Axis", params.text("axis") or "step")
     kept = {"smooth": params.text("smooth")}
+    zoom = {name: params.text(name) for name in ("first", "last")}  # of this axis
     return ComparedRuns(
         compared=compared,
         learning=compared_learning(service, runs, axis),
         axis=axis,
         axes=[(name, to("/runs/compare", run=runs, axis=name, **kept)) for name in known],
         without=[
-            to("/runs/compare", run=[run for run in runs if run != removed], axis=axis, **kept)
-            for removed in runs
+            to("/runs/compare", run=[run for run in runs if run != gone], axis=axis, **kept, **zoom)
+            for gone in runs
         ],
         without_axis=service.compare_run_curves(runs, axis=axis, names=[]).without_axis,
         without_config=[run.run_id for run in compared.runs if not run.config],

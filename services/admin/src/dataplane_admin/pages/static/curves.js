@@ -240,14 +240,22 @@ function parameter(name) {
   return value && /^\d{1,15}(\.\d{1,3})?$/.test(value) ? Number(value) : null;
 }
 
-// Writes the state to the URL; null removes a parameter.
+// Writes the state to the URL, and to links that name it in data-follows; null removes a parameter.
 function remember(changes) {
-  const query = new URLSearchParams(location.search);
-  for (const [name, value] of Object.entries(changes)) {
+  history.replaceState(history.state, "", queryWith(location, Object.entries(changes)));
+  for (const link of document.querySelectorAll("[data-follows]")) {
+    const names = link.dataset.follows.split(" ");
+    link.search = queryWith(link, Object.entries(changes).filter(([name]) => names.includes(name)));
+  }
+}
+
+function queryWith(url, changes) {
+  const query = new URLSearchParams(url.search);
+  for (const [name, value] of changes) {
     if (value === null) query.delete(name);
     else query.set(name, value);
   }
-  history.replaceState(history.state, "", `?${query}`);
+  return `?${query}`;
 }
 
 // Four columns per curve: largest, smallest, mean, and smoothed mean of each bucket of steps.
