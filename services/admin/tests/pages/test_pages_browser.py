@@ -36,6 +36,12 @@ def test_every_page_is_safe_and_fits_the_screen(watched):
         if path == "/docs":
             continue  # it renders after it has loaded: see test_the_api_page_sends_requests
         page = watch.go(path)
+        without_download = page.evaluate(
+            "[...document.querySelectorAll('table')].filter((one) => one.closest('.wide')"
+            "?.nextElementSibling?.querySelectorAll('[data-download]').length !== 2)"
+            ".map((one) => one.innerText)"
+        )
+        assert without_download == [], path
         widths.reverse()  # the page has opened at the last one
         for width in widths:
             page.set_viewport_size({"width": width, "height": 800})

@@ -265,3 +265,27 @@ def test_only_causes_with_evidence_are_likely(
     }
     assert {each["name"]: each["evidence"] for each in causes}[cause] == evidence
     assert [each["name"] for each in causes if each["likely"]] == [cause] * likely
+
+
+@pytest.mark.parametrize(
+    ("color", "expected"),
+    [
+        ("logprob", ["c0", "c1", "c2", "c3", "c0"]),
+        ("difference", ["c3", "c0", "c2", "c1", "c0"]),
+        ("mask", ["v1", "v1", "v1", "v1", "c0"]),
+        ("version", ["v0", "v1", "v0", "v2", "c0"]),
+    ],
+)
+def test_tokens_are_colored_by_the_chosen_fact(job_of, otlp, color, expected):
+    tokens = {
+        "text": ["a", "b", "c", "d", "e"],
+        "generator": [-0.05, -0.5, -2.0, -4.0, None],
+        "trainer": [-0.65, -0.52, -1.7, -3.9, -5.0],
+        "mask": [1, 1, 1, 1, 0],
+        "version": [7, 8, 7, 9, None],
+    }
+    job = job_of(keep_sample_text=True)
+    job.send(record(otlp, "rl.sample.text", {"id": "a", "tokens": tokens}))
+    page = job.client.get(f"/sample?id=a&run=run&color={color}").text
+    shown = re.findall(r'<span class="tok (\w+)[^>]*>(\w)</span>', page)
+    assert shown == [*zip(expected, tokens["text"], strict=True)]
