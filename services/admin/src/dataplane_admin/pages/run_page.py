@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from dataplane_admin import models
 from dataplane_admin.pages import words
+from dataplane_admin.pages.learning import number
 from dataplane_admin.pages.links import to
 from dataplane_admin.service import AdminService
+from dataplane_admin.store.read_runs import REWARD
 from observability.views.quantities import ticks
 
 _COLUMNS = 120
@@ -80,7 +83,7 @@ def run_page(service: AdminService, run: str | None) -> RunPage | None:
     ]
     return RunPage(
         steps=fine,
-        sentence=_sentence(coarse),
+        sentence=_sentence(coarse, _rewards(service, coarse)),
         median_s=medians[(len(medians) - 1) // 2],
         slowest=slowest[-1],
         failed=sum(steps.failed for steps in fine.ranges),
@@ -120,7 +123,25 @@ def numbers(steps: models.StepRange) -> str:
     return f"steps {steps.first_step} to {steps.last_step}"
 
 
-def _sentence(steps: models.RunSteps) -> str:
+def _rewards(service: AdminService, steps: models.RunSteps) -> list[float]:
+    """Return the mean rewards of the first and of the last range, of those that have any."""
+    means = []
+    for part in (steps.ranges[0], steps.ranges[-1]):
+        curves = service.store.curves(
+            steps.run_id,
+            names=[REWARD],
+            first_step=part.first_step,
+            last_step=part.last_step,
+            max_points=_COLUMNS,
+            limit=10,
+        )
+        of_run = next((curve.values for curve in curves if not curve.attributes), [])
+        values = [value for value in of_run if value is not None]
+        means += [fmean(values)] if values else []
+    return means
+
+
+def _sentence(steps: models.RunSteps, rewards: Sequence[float]) -> str:
     first, last = steps.ranges[0], steps.ranges[-1]
     now = f"{words.duration(last.median_s)} in {numbers(last)}"
     if steps.steps < _ENOUGH or not first.median_s:
@@ -128,6 +149,12 @@ def _sentence(steps: models.RunSteps) -> str:
     before = f"{words.duration(first.median_s)} in {numbers(first)}"
     change = last.median_s / first.median_s - 1
     if abs(change) < _NOTABLE:
-        return f"Step duration unchanged: {now}, {before}"
-    direction = "slower" if change > 0 else "faster"
-    return f"Steps are {abs(100 * change):.0f} % {direction}: {now}, {before}"
+        durations = f"Step duration unchanged: {now}, {before}"
+    else:
+        direction = "slower" if change > 0 else "faster"
+        durations = f"Steps are {abs(100 * change):.0f} % {direction}: {now}, {before}"
+    if len(rewards) < 2 or number(rewards[0]) == number(rewards[1]):
+        return durations
+    moved = "rose" if rewards[1] > rewards[0] else "fell"
+    reward = f"Reward {moved} from {number(rewards[0])} to {number(rewards[1])}"
+    return f"{reward}; {durations[0].lower()}{durations[1:]}"
