@@ -170,6 +170,14 @@ def test_a_trained_event_sets_state_and_step_in_any_order(job, otlp):
     assert (sample["state"], sample["step"]) == ("trained", 5)
 
 
+def test_states_of_the_shown_samples_are_offered(job, otlp):
+    job.send(record(otlp, "rl.sample.facts", {"ids": ["a"], "state": [HOSTILE]}))
+    page = job.client.get("/samples").text
+    [states] = re.findall(r'<datalist id="states">(.*)</datalist>', page)
+    offered = re.findall(r'value="([^"]*)"', states)
+    assert offered == ["trained", "dropped", "&lt;img src=x onerror=alert(1)&gt;"]
+
+
 def test_late_records_of_other_processes_replace_nothing_newer(job_of, otlp):
     job = job_of(keep_sample_text=True)
     arriving = [facts(otlp, at_s=1), record(otlp, "rl.sample.text", {"id": "a"}, at_s=3, step=5)]
