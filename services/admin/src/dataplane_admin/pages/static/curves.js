@@ -201,7 +201,7 @@ export function drawCurves() {
       sizes.observe(plotOf(figure));
     }
   };
-  document.addEventListener("swapped", () => { watch(); changed(); });
+  document.addEventListener("swapped", () => { watch(); changed(); follow(); });
   section.querySelector(".curve-tools").hidden = false;
   watch();
 }
@@ -240,22 +240,28 @@ function parameter(name) {
   return value && /^\d{1,15}(\.\d{1,3})?$/.test(value) ? Number(value) : null;
 }
 
-// Writes the state to the URL, and to links that name it in data-follows; null removes a parameter.
+// Writes the state to the URL; null removes a parameter.
 function remember(changes) {
-  history.replaceState(history.state, "", queryWith(location, Object.entries(changes)));
-  for (const link of document.querySelectorAll("[data-follows]")) {
-    const names = link.dataset.follows.split(" ");
-    link.search = queryWith(link, Object.entries(changes).filter(([name]) => names.includes(name)));
-  }
-}
-
-function queryWith(url, changes) {
-  const query = new URLSearchParams(url.search);
-  for (const [name, value] of changes) {
+  const query = new URLSearchParams(location.search);
+  for (const [name, value] of Object.entries(changes)) {
     if (value === null) query.delete(name);
     else query.set(name, value);
   }
-  return `?${query}`;
+  history.replaceState(history.state, "", `?${query}`);
+  follow();
+}
+
+// Gives links the parameters of the URL that their data-follows names. An update may have older ones.
+function follow() {
+  const state = new URLSearchParams(location.search);
+  for (const link of document.querySelectorAll("[data-follows]")) {
+    const query = new URLSearchParams(link.search);
+    for (const name of link.dataset.follows.split(" ")) {
+      if (state.has(name)) query.set(name, state.get(name));
+      else query.delete(name);
+    }
+    link.search = query;
+  }
 }
 
 // Four columns per curve: largest, smallest, mean, and smoothed mean of each bucket of steps.
