@@ -6,6 +6,8 @@ import time
 import pytest
 from fastapi.testclient import TestClient
 
+from dataplane_admin import Settings
+
 TOKEN = "3f2b8c0d9e7a6b5c"
 SAME_ORIGIN = "http://localhost"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -83,6 +85,12 @@ def test_login_redirects_to_local_pages_only(app_of, target, goes_to):
     data = {"token": TOKEN, "next": target}
     answer = client_of(app_of(token=TOKEN)).post("/login", data=data)
     assert answer.headers["location"] == goes_to
+
+
+@pytest.mark.parametrize("token", ["", " ", "0123456789abcde", "pässwörter-von-mir"])
+def test_a_token_that_protects_nothing_is_refused(token):
+    with pytest.raises(ValueError, match="token: expected one token of at least 16 characters"):
+        Settings(store_url="sqlite:///unused.sqlite", token=token)
 
 
 def test_a_browser_without_a_session_is_redirected_to_the_login(app_of):

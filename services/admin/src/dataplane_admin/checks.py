@@ -91,9 +91,21 @@ def read_token(path: Path) -> str:
             contain it.
     """
     text = path.read_bytes().decode("utf-8", errors="replace").strip()
-    if len(text) < MIN_TOKEN_LENGTH or _TOKEN.fullmatch(text) is None:
-        raise ValueError(
-            f"token file {str(path)!r}: expected one token of at least {MIN_TOKEN_LENGTH} "
-            "characters (letters, digits, -._~+/); `openssl rand -hex 32` creates one"
-        )
+    try:
+        check_token(text)
+    except ValueError as error:
+        raise ValueError(f"token file {str(path)!r}: {error}") from None
     return text
+
+
+def check_token(token: str) -> None:
+    """Check a bearer token.
+
+    Raises ValueError if it is too short or does not fit into a header. The message does not contain
+    it.
+    """
+    if len(token) < MIN_TOKEN_LENGTH or _TOKEN.fullmatch(token) is None:
+        raise ValueError(
+            f"expected one token of at least {MIN_TOKEN_LENGTH} characters (letters, digits, "
+            "-._~+/); `openssl rand -hex 32` creates one"
+        )

@@ -12,6 +12,7 @@ from dataplane_admin.checks import (
     canonical_origin,
     canonical_root_path,
     check_link,
+    check_token,
 )
 from dataplane_admin.ingest import Limits
 from dataplane_admin.store import Retention
@@ -24,7 +25,7 @@ class Settings:
     Attributes:
         store_url: database of the telemetry: ``sqlite:///path`` or ``postgresql+psycopg://...``.
         token: bearer token for every route except ``/healthz``, ``/readyz``, ``/login`` and
-            ``/static/``; None disables authentication.
+            ``/static/``, of at least 16 characters; None disables authentication.
         allowed_hosts: host names and addresses allowed in the Host header, without ports; requests
             with the token may use any.
         allowed_origins: origins, such as ``https://admin.example``, whose pages may send requests,
@@ -51,7 +52,7 @@ class Settings:
         redact: patterns whose matches are replaced in stored text.
 
     Raises:
-        ValueError: an allowed host or origin, the root path, or a link URL is invalid.
+        ValueError: the token, an allowed host or origin, the root path, or a link URL is invalid.
     """
 
     store_url: str
@@ -78,6 +79,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Convert hosts and the root path to canonical form, and check the other values."""
+        if self.token is not None:
+            try:
+                check_token(self.token)
+            except ValueError as error:
+                raise ValueError(f"token: {error}") from None
         hosts = tuple(canonical_host(host) for host in self.allowed_hosts)
         object.__setattr__(self, "allowed_hosts", hosts)
         for origin in self.allowed_origins:
