@@ -122,7 +122,8 @@ def _number_or_none(value: object) -> float | None:
         return None
     try:
         return float(cast("SupportsFloat", value))
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+    # RuntimeError: a tensor with several elements; OverflowError: a very large integer.
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 
 

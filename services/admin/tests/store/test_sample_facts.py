@@ -123,6 +123,13 @@ def test_facts_are_listed_newest_first_and_filtered(job, otlp):
     assert "&lt;img" in page
 
 
+def test_a_number_too_large_for_a_float_is_unknown(job, otlp):
+    body = {"ids": ["a", "b"], "reward": [10**400, 1.0], "length": [10**400, 2]}
+    job.send(record(otlp, "rl.sample.facts", body))
+    assert ids(job) == ["b", "a"]
+    assert ids(job, sort="reward") == ids(job, sort="length") == ["b"]
+
+
 def test_ids_are_unchanged_whatever_their_group(job, otlp):
     sent = ["g", "gg", "g_1", "\x01g", "\x00", "other"]
     for time_s, groups in enumerate((["g"] * 6, ["", "gg", "g_1", "\x01", "g", "other"])):
