@@ -209,6 +209,15 @@ def test_exceptions_keep_types_and_frames_only():
     assert span.status.message == "ValueError"
 
 
+@pytest.mark.parametrize("content", [[SECRET], {"text": SECRET}, SECRET.encode()])
+def test_a_stack_trace_that_is_not_text_is_not_stored(job, tmp_path, content):
+    data, event = spans({"exception.stacktrace": content, "a": 1}, place="event")
+    job.send(data)
+    assert SECRET.encode() not in stored_bytes(tmp_path)
+    assert remove_sample_text(data)
+    assert [pair.key for pair in event.attributes] == ["a"]
+
+
 def test_a_long_span_name_is_cut():
     data, event = spans({}, place="event")
     span = data.resource_spans[0].scope_spans[0].spans[0]

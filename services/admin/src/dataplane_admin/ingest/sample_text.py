@@ -156,7 +156,7 @@ class _Removal:
         for place, max_text in bounded:
             value = pairs[place].value
             text = value.string_value
-            if keys[place] == _STACKTRACE:
+            if text and keys[place] == _STACKTRACE:
                 frames = _frames(text)
                 changed |= frames != text
                 value.string_value = frames
