@@ -45,14 +45,18 @@ def test_redacted_matches_are_not_stored(job_of, otlp):
     spans = otlp.trace()
     [root] = spans.resource_spans[0].scope_spans[0].spans
     root.attributes.add(key="gen_ai.prompt").value.string_value = "sk-abc and sk-def"
-    job.send(record(otlp, "rl.sample.text", body), spans)
+    root.name = root.events.add().name = "ask sk-abc"
+    tagged = {"ids": ["a"], "tags": [{"note": "of sk-abc", "sk-abc": 1}]}
+    job.send(record(otlp, "rl.sample.facts", tagged), record(otlp, "rl.sample.text", body), spans)
     content = job.get("sample/content", id="a", run="run")
     assert content["turns"][0]["content"] == "my key [redacted] end"
     shown = [token["text"] for token in content["tokens"]]
     assert shown == ["my ", "[redacted]", "[redacted]", "[redacted]", " end"]
+    assert content["facts"]["tags"] == {"note": "of [redacted]", "[redacted]": "1"}
     [trace] = job.get("traces")["traces"]
     rows = json.dumps(job.get("trace", id=trace["trace_id"]))
     assert "[redacted] and [redacted]" in rows
+    assert rows.count("ask [redacted]") > 1
     assert "sk-" not in rows
 
 

@@ -87,11 +87,13 @@ def test_text_of_a_log_is_stored_only_on_request(job_of, otlp, trace_id, tmp_pat
 
 def test_a_log_is_redacted_before_it_is_cut(job_of, otlp, trace_id):
     job = job_of(redact=(re.compile(r"sk-\w+"),), **KEEP)
-    data = logs(otlp, trace_id, "x" * (MAX_BODY - 5) + " sk-abcdef", "", note="sk-abc")
-    nested = data.resource_logs[0].scope_logs[0].log_records[1].body.kvlist_value.values
-    nested.add(key="key").value.string_value = "sk-é"
+    data = logs(otlp, trace_id, "x" * (MAX_BODY - 5) + " sk-abcdef", "", "", note="sk-abc")
+    _, nested, raw = data.resource_logs[0].scope_logs[0].log_records
+    nested.body.kvlist_value.values.add(key="key").value.string_value = "sk-é"
+    raw.body.bytes_value = b"\xff sk-\xc3\xa9"
     job.send(data, otlp.trace(trace_id))
-    long, short = stored(job, trace_id)
+    long, short, binary = stored(job, trace_id)
+    assert binary["body"] == "\"b'\\\\xff [redacted]'\""
     assert long["body"].endswith(" [red")
     assert short["body"] == '{"key": "[redacted]"}'
     assert long["attributes"] == {"note": "[redacted]"}

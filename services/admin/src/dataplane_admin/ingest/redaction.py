@@ -44,13 +44,20 @@ class Redaction:
         return redacted
 
     def attributes(self, request: TracesData | LogsData | MetricsData) -> bool:
-        """Replace the matches in all attributes of a request; return True if there were any."""
+        """Replace the matches in all attributes of a request; return True if there were any.
+
+        Names and messages of spans count as attributes, and names of their events.
+        """
         if not self._patterns:
             return False
         changed = False
         for record in attributed(request):
             for pair in record.attributes:
                 changed |= self.value(pair.value)
+            if isinstance(record, Span | Span.Event) and record.name:
+                name = self.text(record.name)
+                changed |= name != record.name
+                record.name = name
             if isinstance(record, Span) and record.status.message:
                 message = self.text(record.status.message)
                 changed |= message != record.status.message
@@ -66,6 +73,13 @@ class Redaction:
                     return False
                 value.string_value = text
                 return True
+            case "bytes_value":
+                # Bytes that are not UTF-8 stay as they are.
+                text = value.bytes_value.decode(errors="surrogateescape")
+                redacted = self.text(text).encode(errors="surrogateescape")
+                changed = redacted != value.bytes_value
+                value.bytes_value = redacted
+                return changed
             case "array_value":
                 # A list: `any` would stop at the first match.
                 return any([*map(self.value, value.array_value.values)])

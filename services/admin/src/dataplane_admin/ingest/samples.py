@@ -77,7 +77,7 @@ def samples_of(
                 advantage=_number(facts.get("advantage")),
                 truncated=truncated if isinstance(truncated, bool) else None,
                 state=_text(facts.get("state")),
-                tags=_tags(facts.get("tags")),
+                tags=_tags(facts.get("tags"), redaction or Redaction()),
                 **numbers,
             )
         )
@@ -116,12 +116,13 @@ def _tokens(body: Mapping[str, Any], redaction: Redaction) -> dict[str, list[Any
     return columns
 
 
-def _tags(value: object) -> str:
+def _tags(value: object, redaction: Redaction) -> str:
     """Return lines ``name=value``; values that are neither text, number nor boolean are skipped."""
     tags = value if isinstance(value, dict) else {}
     return lines_of(
         (
-            f"{name}={tag if isinstance(tag, str) else json.dumps(tag)}"
+            f"{redaction.text(name)}="
+            f"{redaction.text(tag if isinstance(tag, str) else json.dumps(tag))}"
             for name, tag in tags.items()
             if isinstance(tag, str | int | float)
         ),
