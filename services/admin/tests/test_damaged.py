@@ -54,3 +54,17 @@ def test_a_removed_database_file_is_not_ready(path, job, otlp):
     ready = job.client.get("/readyz")
     assert ready.status_code == 503
     assert "was removed or replaced" in ready.json()["store"]
+
+
+def test_writes_continue_once_a_replaced_folder_is_back(tmp_path, job_of, otlp):
+    folder, moved = tmp_path / "folder", tmp_path / "moved"
+    folder.mkdir()
+    job = job_of(store_url=f"sqlite:///{folder / 'admin.sqlite'}")
+    assert post(job, otlp) == 200
+    folder.rename(moved)
+    folder.touch()
+    assert [post(job, otlp), post(job, otlp)] == [503, 503]
+    assert "was removed or replaced" in job.client.get("/readyz").json()["store"]
+    folder.unlink()
+    moved.rename(folder)
+    assert post(job, otlp) == 200

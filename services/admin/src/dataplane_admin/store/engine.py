@@ -134,8 +134,10 @@ class Database:
     def trouble(self) -> str | None:
         """Return why writes would be lost; None if no reason is known."""
         if self._damage is None and self.is_sqlite and _identity(self._path) != self._identity:
-            path = self.url.database
-            return f"{path} was removed or replaced while in use; restart the service"
+            return (
+                f"{self.url.database} was removed or replaced while in use, or is not accessible; "
+                "restart the service"
+            )
         return self._damage
 
     def lock(self, connection: Connection) -> None:
@@ -177,8 +179,10 @@ class Database:
     def _size_of(self, suffix: str) -> int:
         if not self.is_sqlite:
             return 0
-        path = self._path.with_name(f"{self._path.name}{suffix}")
-        return path.stat().st_size if path.exists() else 0
+        try:
+            return self._path.with_name(f"{self._path.name}{suffix}").stat().st_size
+        except OSError:  # no log, or `trouble` reports that the file is not accessible
+            return 0
 
     def empty_log(self) -> bool:
         """Write SQLite's log to its file and truncate it; return False while readers use it."""
@@ -192,7 +196,10 @@ class Database:
             return row is not None and row[0] == 0
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes on the disk of SQLite's files; None for PostgreSQL."""
+        """Return the free bytes on the disk of SQLite's files; None for PostgreSQL.
+
+        Raises OSError if the folder is not accessible.
+        """
         if not self.is_sqlite:
             return None
         return shutil.disk_usage(self._path.parent).free
@@ -252,10 +259,10 @@ def checked_url(given: str) -> URL:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what identifies a file beyond its name; None if it does not exist."""
+    """Return what identifies a file beyond its name; None if it is not accessible."""
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except OSError:  # for example no file, a stale file handle of NFS, or no permission
         return None
     return status.st_dev, status.st_ino
 
