@@ -22,6 +22,7 @@ from dataplane_admin.store import (
     WriteRefused,
     writer,
 )
+from dataplane_admin.store import store as store_module
 
 TIMEOUT_S = 20.0
 examples = settings(
@@ -57,6 +58,24 @@ def hold(url):
     else:
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": 0x64617461706C616E})
     return engine, connection
+
+
+def test_close_leaves_a_stuck_writer_behind(store, batches, monkeypatch):
+    began, ended, apply = threading.Event(), threading.Event(), writer.apply
+
+    def stuck(*arguments):
+        began.set()
+        ended.wait(TIMEOUT_S)
+        return apply(*arguments)
+
+    monkeypatch.setattr(writer, "apply", stuck)
+    monkeypatch.setattr(store_module, "_CLOSE_S", 0.1)
+    store.submit(batches.spans())
+    assert began.wait(TIMEOUT_S)
+    closing_s = time.monotonic()
+    store.close()
+    assert time.monotonic() - closing_s < TIMEOUT_S / 2
+    ended.set()
 
 
 def test_reads_do_not_wait_and_a_full_queue_refuses(url, store, batches, monkeypatch):

@@ -69,7 +69,10 @@ class Database:
                 },
                 "pool_pre_ping": True,
             }
-        self.writer: Engine = create_engine(self.url, pool_size=1, max_overflow=0, **options)
+        # One thread at a time uses the connection, so there is no need to wait for it.
+        self.writer: Engine = create_engine(
+            self.url, pool_size=1, max_overflow=0, pool_timeout=0, **options
+        )
         self.readers: Engine = create_engine(
             self.url,
             pool_size=_READERS // 2,
@@ -221,12 +224,10 @@ class Database:
         """Close every connection."""
         self.readers.dispose()
         if self.is_sqlite and self._is_own:
-            # This fails if there are readers or the file is invalid; the next open repeats it.
-            with (
-                suppress(sqlite3.Error, SQLAlchemyError),
-                closing(self.writer.raw_connection()) as raw,
-            ):
-                raw.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            # This fails if there are readers, a transaction of the writer has not ended, or the
+            # file is invalid; the next open repeats it.
+            with suppress(sqlite3.Error, SQLAlchemyError):
+                self.empty_log()
         self.writer.dispose()
 
 
