@@ -19,6 +19,7 @@ import pytest
 
 from dataplane_admin import Limits, Settings, create_app
 from dataplane_admin.ingest.events import batch_of_logs  # see `Batches`
+from dataplane_admin.ingest.metrics import batch_of_metrics
 from dataplane_admin.ingest.spans import batch_of_spans
 from dataplane_admin.store import Store
 
@@ -170,6 +171,9 @@ class Batches:
 
     def event(self, *args, **kwargs):
         return batch_of_logs(self._otlp.log(*args, **kwargs), Limits(), time.time_ns())
+
+    def metrics(self, data):
+        return batch_of_metrics(data, Limits(), time.time_ns())
 
     def trace_log(self, trace_id, **kwargs):
         data = self._otlp.log("x", trace_id=trace_id, **kwargs)

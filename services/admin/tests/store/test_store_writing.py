@@ -60,6 +60,17 @@ def hold(url):
     return engine, connection
 
 
+def test_the_size_of_a_batch_includes_attributes_and_configurations(batches, otlp):
+    text = "x" * 4_000
+    data = otlp.gauge()
+    [metric] = data.resource_metrics[0].scope_metrics[0].metrics
+    metric.gauge.data_points[0].attributes.add(key="note").value.string_value = text
+    assert batches.metrics(data).nbytes > len(text)
+    [event] = batches.event("run_started", partition=None).events
+    event = replace(event, run=replace(event.run, config={"note": text}))
+    assert Batch(events=(event,)).nbytes > len(text)
+
+
 def test_close_leaves_a_stuck_writer_behind(store, batches, monkeypatch):
     began, ended, apply = threading.Event(), threading.Event(), writer.apply
 

@@ -255,19 +255,36 @@ class Batch:
     def nbytes(self) -> int:
         """Approximate size in memory."""
         return (
-            sum(len(chunk.blob) + 500 + 100 * len(chunk.states) for chunk in self.chunks)
-            + sum(
-                len(event.record) + 500 + sum(len(sample_id) + 50 for sample_id in event.sample_ids)
-                for event in self.events
+            sum(
+                len(chunk.blob) + 500 + 100 * (len(chunk.states) + len(chunk.links))
+                for chunk in self.chunks
             )
+            + sum(map(_event_bytes, self.events))
             + sum(len(log.record) + 300 for log in self.logs)
-            + 500 * len(self.series)
+            + sum(map(_series_bytes, self.series))
             + 300 * len(self.load)
             + sum(
-                500 + (len(each.text) if isinstance(each, SampleText) else 0)
+                500 + len(each.text if isinstance(each, SampleText) else each.tags)
                 for each in self.samples
             )
         )
+
+
+def _event_bytes(event: LifecycleEvent) -> int:
+    config = event.run.config if event.run is not None else None
+    return (
+        len(event.record)
+        + 500
+        + sum(len(sample_id) + 50 for sample_id in event.sample_ids)
+        + sum(len(key) + len(value) + 100 for key, value in (config or {}).items())
+    )
+
+
+def _series_bytes(point: SeriesPoint) -> int:
+    figures = (point.figures or {}).values()
+    # The lists are the buckets of a histogram.
+    numbers = sum(len(figure) for figure in figures if isinstance(figure, list))
+    return 500 + len(point.name) + len(point.unit) + len(point.attributes) + 40 * numbers
 
 
 @dataclass(frozen=True)
