@@ -127,6 +127,20 @@ def test_facts_are_listed_newest_first_and_filtered(job, otlp):
     assert "&lt;img" in page
 
 
+def test_samples_without_a_run_have_a_page_and_a_group(job, otlp):
+    data = record(otlp, "rl.sample.facts", {"ids": ["a"], "group": ["g"], "reward": [0.5]}, run="")
+    job.send(data)
+    [listed] = job.get("samples/facts")["samples"]
+    for query in ({}, {"run": listed["run_id"]}):
+        assert job.get("sample/content", id="a", **query)["facts"]["reward"] == 0.5
+    assert len(job.get("samples/group", run="", group="g")["samples"]) == 1
+    page = job.client.get("/samples").text
+    links = re.findall(r'href="(/(?:sample|group)[?][^"]+)"', page)
+    assert len(links) == 2
+    for link in links:
+        assert job.client.get(link.replace("&amp;", "&")).status_code == 200
+
+
 def test_a_number_too_large_for_a_float_is_unknown(job, otlp):
     body = {"ids": ["a", "b"], "reward": [10**400, 1.0], "length": [10**400, 2]}
     job.send(record(otlp, "rl.sample.facts", body))

@@ -24,6 +24,7 @@ from dataplane_admin.service.traces import canonical_trace_id
 
 Id = Annotated[str, Query(min_length=1, max_length=limits.MAX_ID)]
 OptionalId = Annotated[str | None, Query(min_length=1, max_length=limits.MAX_ID)]
+Text = Annotated[str, Query(max_length=limits.MAX_ID)]
 OptionalText = Annotated[str | None, Query(max_length=limits.MAX_ID)]
 ServiceName = Annotated[str | None, Query(alias="service", max_length=limits.MAX_ID)]
 Integer = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
@@ -234,7 +235,7 @@ def _history(service: AdminService) -> APIRouter:
         )
 
     @routes.get("/samples/group", response_model=models.SampleGroup, responses=_ITEM_RESPONSES)
-    def get_sample_group(request: Request, run: Id, group: Id) -> Response:
+    def get_sample_group(request: Request, run: Text, group: Id) -> Response:
         """Return the samples of one prompt."""
         return conditional_reply(request, lambda: service.group(run, group))
 
@@ -242,7 +243,7 @@ def _history(service: AdminService) -> APIRouter:
     def get_sample_content(
         request: Request,
         id: Id,  # noqa: A002
-        run: OptionalId = None,
+        run: OptionalText = None,
         threshold: Annotated[float, Query(gt=0, le=1e3)] = 0.5,
     ) -> Response:
         """Return facts, conversation and tokens of a sample.

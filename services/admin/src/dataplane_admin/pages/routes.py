@@ -179,7 +179,8 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
     @shell.with_error_page
     def group(request: Request) -> Response:
         params = Params(request.query_params)
-        shown = service.group(params.required("run"), params.required("group"))
+        # Without a run, the group is of samples without one.
+        shown = service.group(params.text("run"), params.required("group"))
         return shell.page(request, "group.html.j2", group=shown, members=members(shown))
 
     @routes.get("/staleness")

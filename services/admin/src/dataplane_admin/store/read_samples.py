@@ -110,13 +110,13 @@ def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
 def read_sample_text(
     reader: Reader, run_id: str | None, sample_id: str
 ) -> tuple[SampleFacts | None, dict[str, Any] | None]:
-    """Return facts and text of a sample, the newest one if ``run_id`` is None."""
+    """Return facts and text of a sample; with ``run_id`` None, the newest of all runs and none."""
     sample = bytes_of_id(sample_id)
     query = _FACTS.add_columns(SampleTextModel.blob).outerjoin(
         SampleTextModel, SampleTextModel.id == SampleFactModel.id
     )
     if run_id is None:
-        runs = [row.run_id for row in reader.rows(select(RunModel.run_id))]
+        runs = ["", *(row.run_id for row in reader.rows(select(RunModel.run_id)))]
     else:
         runs = [run_id]
     rows = [
