@@ -114,6 +114,13 @@ def test_samples_are_found_by_tag(client, value, count):
     assert len(ask(client, "samples", tag="reward", value="3")["samples"]) == 1
 
 
+@pytest.mark.parametrize(("limit", "notes"), [(3, ["only the first 3 are shown"]), (4, [])])
+def test_an_incomplete_search_by_tag_has_a_note(client, limit, notes):
+    query = {"tag": "group", "value": "g1", "partition": "train", "limit": limit}
+    hits = models.SampleHits.model_validate(ask(client, "samples", **query))
+    assert (len(hits.samples), hits.notes) == (limit, notes)
+
+
 def test_why_filters_by_run(client):
     assert [wait["run_id"] for wait in ask(client, "why", run="tests")] == ["tests"]
     assert ask(client, "why", run="another") == []

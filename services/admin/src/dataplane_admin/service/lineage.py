@@ -82,10 +82,8 @@ def by_tag(
     until_s = live.deadline_s()
     for place, summary in enumerate(searched):
         for wanted in values:
-            remaining = limit - len(hits)
-            if remaining <= 0:
-                notes.append(f"only the first {limit} are shown")
-                return models.SampleHits(samples=hits, next=None, notes=notes)
+            # One more than is shown, so that a full list is recognized.
+            remaining = limit + 1 - len(hits)
             try:
                 states = _find(live, summary.partition_id, tag, wanted, remaining, until_s)
             except TimedOut as error:
@@ -94,6 +92,9 @@ def by_tag(
                 notes.append(_not_searched(len(searched) - place, error))
                 return models.SampleHits(samples=hits, next=None, notes=notes)
             hits += [_live_hit(state.sample_id, summary.partition_id) for state in states]
+            if len(hits) > limit:
+                notes.append(f"only the first {limit} are shown")
+                return models.SampleHits(samples=hits[:limit], next=None, notes=notes)
     return models.SampleHits(samples=hits, next=None, notes=notes)
 
 
