@@ -42,6 +42,16 @@ def test_a_confirmed_clear_reaches_the_data_plane_with_its_ids(client, done):
     assert "anonymous from testclient" in client.get("/audit").text
 
 
+def test_a_clear_of_selected_samples_needs_one(client):
+    form = client.get("/partition?id=train").text.partition('id="pick"')[2].partition("</form>")[0]
+    [(name, value)] = re.findall(r'name="(\w+)" value="(\w+)">Clear selected', form)
+    answer = client.get("/actions/clear", params={"partition": "train", name: value})
+    assert answer.status_code == 422
+    assert "No sample selected" in answer.text
+    page = client.get("/actions/clear", params={"partition": "train", name: value, "ids": "a"})
+    assert "Clear 1 sample?" in page.text
+
+
 def test_a_wrong_confirmation_changes_nothing(client, done):
     sent = hidden(client.get("/actions/clear?partition=train").text) | {"confirm": "trian"}
     answer = client.post("/actions/clear", data=sent, headers=SAME_ORIGIN)

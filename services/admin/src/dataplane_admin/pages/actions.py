@@ -85,6 +85,8 @@ def _check_name(name: str) -> None:
 
 def _confirm_clear(service: AdminService, params: Params, partition: str) -> Confirmation:
     ids = params.texts("ids")
+    if not ids and params.flag("selected"):
+        raise Refused("no sample selected; select the samples to clear")
     facts = _facts(service, partition)
     shown = printable(partition)
     if ids:
