@@ -224,6 +224,8 @@ def test_a_range_of_the_axis_has_a_point_beyond_each_end(two):
     by_time = compared(two, axis="time", first=19, last=31, **name)
     assert [x for x, _ in by_time["a", "rl.reward.mean"]] == [10, 20, 30, 40]
     assert [x for x, _ in by_time["b", "rl.reward.mean"]] == [20, 40]
+    between = compared(two, axis="time", first=22, last=28, **name)
+    assert [x for x, _ in between["a", "rl.reward.mean"]] == [20, 30]
     assert compared(two, axis="time", first=500, **name) == {
         ("a", "rl.reward.mean"): [],
         ("b", "rl.reward.mean"): [],

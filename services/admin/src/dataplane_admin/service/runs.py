@@ -166,12 +166,13 @@ def _steps_between(
     """
     inside = [
         at
-        for at, place in enumerate(places)
-        if (first is None or first <= place) and (last is None or place <= last)
+        for at, (place, following) in enumerate(zip(places, [*places[1:], places[-1]], strict=True))
+        if (first is None or first <= max(place, following))
+        and (last is None or min(place, following) <= last)
     ]
     if not inside:
         return -1.0, -1.0
-    low, high = max(0, inside[0] - 1), min(len(steps) - 1, inside[-1] + 1)
+    low, high = inside[0], min(len(steps) - 1, inside[-1] + 1)
     return None if first is None else steps[low], None if last is None else steps[high]
 
 
