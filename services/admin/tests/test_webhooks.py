@@ -8,13 +8,15 @@ import logging
 import re
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import structlog
 from alerting import SECRET, Receiver, cleared, evaluate, raised, rule, rules_in, verified
-from waiting import until
+from waiting import TIMEOUT_S, until
 
+from dataplane_admin.alerts import webhooks
 from dataplane_admin.cli.shared import log_to_standard_error
 
 RULE = rule("staleness", 4)
@@ -131,6 +133,21 @@ def test_a_dead_receiver_delays_neither_alerts_nor_others(alerted, otlp, receive
             until(lambda: cleared(job) == [("staleness", "run")])
             until(lambda: status(job)["delivered"] == 2)
             assert status(job, "dead")["pending"] == 2
+
+
+def test_an_attempt_does_not_wait_for_a_hung_name_resolution(alerted, otlp, monkeypatch):
+    ended, late = threading.Event(), []
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: late.append(ended.wait(4 * TIMEOUT_S))
+    )
+    monkeypatch.setattr(webhooks, "_ATTEMPT_S", 0.2)
+    try:
+        job = alerted(chat="http://hung.example/")
+        send(job, otlp, 9.0, 0)
+        assert until(lambda: status(job)["error"]) == "no answer within 0.2 s"
+        assert late == []
+    finally:
+        ended.set()
 
 
 def test_a_notification_is_dropped_after_an_hour(alerted, otlp, receiver, later):

@@ -106,7 +106,12 @@ class Sender:
         return bool(claimed) and self._attempt(claimed[0])
 
     def _attempt(self, notification: Notification) -> bool:
-        problem = asyncio.run(self._post(notification))
+        loop = asyncio.new_event_loop()
+        try:
+            problem = loop.run_until_complete(self._post(notification))
+        finally:
+            # Unlike `asyncio.run`, this does not wait for a name resolution that hangs.
+            loop.close()
 
         def save(work: Work) -> bool:
             if problem is None:
