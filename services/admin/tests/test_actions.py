@@ -123,6 +123,16 @@ def test_an_unrecorded_outcome_is_still_answered(client, plane, monkeypatch, sam
         assert "are leased" in answer.json()["detail"]
 
 
+def test_the_audit_log_has_the_reason_why_a_run_was_not_tagged(client, monkeypatch):
+    def unreadable(self, *_arguments, **_options):
+        raise StoreUnavailable("cannot read the database")
+
+    monkeypatch.setattr(Store, "run", unreadable)
+    change = {"run": "r", "tags": []}
+    assert client.post("/api/v1/actions/tag-run", json=change).status_code == 503
+    assert audit(client)[0]["outcome"] == "failed: cannot read the database"
+
+
 def test_a_cleared_partition_is_no_longer_listed(client, plane):
     assert act(client, "clear").status_code == 200
     assert plane.inspector.list_partitions() == []

@@ -182,7 +182,7 @@ def _ids(params: Params) -> list[str]:
         return []
     try:
         ids = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list) or not ids or not all(isinstance(item, str) for item in ids):
         raise Refused("the form's list of samples is invalid; expected a JSON list of ids")

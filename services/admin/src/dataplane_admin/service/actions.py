@@ -115,10 +115,7 @@ class Actions:
         def act() -> None:
             if self._store.run(change.run) is None:
                 raise NotFound(f"run '{printable(change.run)}' does not exist")
-            try:
-                self._store.tag_run(change.run, tags)
-            except StoreError as error:
-                raise Unavailable(f"the tags were not written: {error}") from None
+            self._store.tag_run(change.run, tags)
 
         listed = printable(", ".join(tags)) or "none"
         _, text = self._recorded(
@@ -195,6 +192,9 @@ class Actions:
         except ServiceError as error:
             outcome = f"failed: {error}"
             raise
+        except StoreError as error:
+            outcome = f"failed: {error}"
+            raise Unavailable(f"the store failed: {error}") from None
         finally:
             problem = _record_outcome(record, outcome)
         return result, f"{text}; {problem}" if problem else text
