@@ -38,6 +38,9 @@ def test_a_damaged_database_is_not_ready(path, make_app, job_of, otlp, by):
         answer = job.client.get("/api/v1/traces")
         assert answer.status_code == 503
         assert "malformed" in answer.json()["detail"]
+        page = job.client.get("/traces", headers={"accept": "text/html"})
+        assert page.status_code == 503
+        assert '<ul class="links"><li><a href="/traces">Retry</a>' in page.text
     else:
         # Not 500, after which an exporter drops its records.
         assert post(job, otlp) == 503

@@ -51,6 +51,13 @@ def test_a_path_without_a_route_is_a_404_problem(client, path):
     assert detail.startswith("GET /")
 
 
+def test_a_browser_gets_a_page_for_a_path_without_a_route(client):
+    answer = client.get("/typo", headers={"accept": "text/html,*/*"})
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert "No such path: /typo" in answer.text
+    assert 'href="/runs"' in answer.text
+
+
 def test_a_wrong_method_is_a_405_with_the_right_one(app_of):
     client = TestClient(app_of(token=TOKEN), base_url="http://localhost")
     response = client.post("/healthz", headers={"authorization": f"Bearer {TOKEN}"})

@@ -79,7 +79,8 @@ def create_app(settings: Settings, *, inspector: StoreInspector | None = None) -
     app.state.service = service
     app.state.updates = updates
     add_layers(app, settings)
-    api.add_error_handlers(app)
+    shell = pages.Shell(settings, service)
+    api.add_error_handlers(app, shell.problem)
     api.add_openapi(app)
     for router in api.routers(service, updates, allow_actions=settings.allow_actions):
         app.include_router(router)
@@ -90,7 +91,7 @@ def create_app(settings: Settings, *, inspector: StoreInspector | None = None) -
             redaction=ingest.Redaction(settings.redact) if settings.keep_sample_text else None,
         )
     )
-    app.include_router(pages.router(service, settings))
+    app.include_router(pages.router(shell, service, settings))
     if settings.root_path and _is_own(app, settings.root_path):
         store.close()
         raise ValueError(f"root path {settings.root_path!r} is a path of the service")

@@ -1,16 +1,22 @@
-"""Error handlers: every error is a problem+json with one sentence on what went wrong."""
+"""Error handlers: every error is a problem+json with one sentence on what went wrong.
+
+A browser gets a page for an unknown path, and for a page whose telemetry cannot be read.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from dataplane_admin.models import encodable_text
 from dataplane_admin.service import ServiceError
 from dataplane_admin.store import StoreError
-from dataplane_admin.web import NO_STORE, SECURITY_HEADERS, ProblemResponse
+from dataplane_admin.web import NO_STORE, SECURITY_HEADERS, ProblemResponse, wants_page
 from observability.views import printable
 
 _RETRY = {"retry-after": "2"}
@@ -19,12 +25,28 @@ _MAX_REASONS = 5
 _MAX_CHARACTERS = 60
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error of a route of ``app`` with a problem+json."""
+def add_error_handlers(app: FastAPI, page: Callable[[Request, int, str], Response]) -> None:
+    """Answer every error of a route of ``app``.
+
+    ``page`` returns the page of an error, from its status and one sentence.
+    """
+
+    async def on_store_error(request: Request, error: Exception) -> Response:
+        if wants_page(request.scope):
+            return await run_in_threadpool(page, request, 503, str(error))
+        return await _on_store_error(request, error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404 and wants_page(request.scope):
+            detail = f"no such path: {request.url.path[:200]}"
+            return await run_in_threadpool(page, request, 404, detail)
+        return await _on_http_error(request, error)
+
     app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(StoreError, _on_store_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(StoreError, on_store_error)
+    app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, _on_failure)
 
 

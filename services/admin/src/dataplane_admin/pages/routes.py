@@ -47,10 +47,9 @@ _MAX_SMOOTHING = 0.99
 _Answer = TypeVar("_Answer")
 
 
-def router(service: AdminService, settings: Settings) -> APIRouter:
+def router(shell: Shell, service: AdminService, settings: Settings) -> APIRouter:
     """Return the routes of all pages and their static files."""
     routes = APIRouter(include_in_schema=False, dependencies=[Depends(_show_in_zone)])
-    shell = Shell(settings, service)
     _add_files(routes, shell)
     _add_state(routes, shell, service, settings.stuck_after_s)
     _add_lineage(routes, shell, service)

@@ -41,7 +41,7 @@ _TITLES = {
     504: "Timed out",
 }
 _ADVICE = {
-    404: "Check the id in the URL.",
+    404: "Check the URL.",
     503: "Retry in a moment; stored telemetry is not affected.",
     504: "The data plane is busy or unreachable; retry in a moment.",
 }
@@ -128,7 +128,7 @@ class Shell:
         return answered
 
     def _raised(self) -> list[models.Alert]:
-        """Return the raised alerts; none if the store is unavailable, which the page reports."""
+        """Return the raised alerts; none if the store is unavailable."""
         try:
             return self._service.store.raised_alerts()
         except StoreError:

@@ -13,6 +13,7 @@ from dataplane_admin.web.callers import (
     Forbidden,
     caller_of,
     require_csrf,
+    wants_page,
 )
 from dataplane_admin.web.login import FailedLogins, Sessions, login_router
 from dataplane_admin.web.origins import HostMiddleware, OriginMiddleware, OtlpCorsMiddleware
@@ -36,6 +37,7 @@ __all__ = [
     "add_layers",
     "caller_of",
     "require_csrf",
+    "wants_page",
 ]
 
 

@@ -115,15 +115,19 @@ class AccessMiddleware:
         return Caller("anybody", self.csrf, f"anonymous from {address_of(scope)}")
 
 
-def _refusal(scope: Scope, root_path: str) -> Response:
-    path = scope["path"]
-    if (
+def wants_page(scope: Scope) -> bool:
+    """Return whether a browser requests a page."""
+    return (
         scope["type"] == "http"
         and scope["method"] == "GET"
         and "text/html" in Headers(scope=scope).get("accept", "")
-        and not path.startswith(_API_PREFIXES)
-    ):
-        query = scope["query_string"].decode("latin-1")
+        and not scope["path"].startswith(_API_PREFIXES)
+    )
+
+
+def _refusal(scope: Scope, root_path: str) -> Response:
+    if wants_page(scope):
+        path, query = scope["path"], scope["query_string"].decode("latin-1")
         target = f"{quote(path)}?{query}" if query else quote(path)
         return RedirectResponse(f"{root_path}{LOGIN_PATH}?next={quote(target, safe='')}", 303)
     return ProblemResponse(
