@@ -58,6 +58,14 @@ def test_a_browser_gets_a_page_for_a_path_without_a_route(client):
     assert 'href="/runs"' in answer.text
 
 
+@pytest.mark.parametrize("path", ["/static/x", "/static/0/x"])
+def test_an_error_page_without_the_token_has_no_navigation(app_of, path):
+    client = TestClient(app_of(token=TOKEN), base_url="http://localhost")
+    answer = client.get(path, headers={"accept": "text/html"})
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert 'href="/runs"' not in answer.text
+
+
 def test_a_wrong_method_is_a_405_with_the_right_one(app_of):
     client = TestClient(app_of(token=TOKEN), base_url="http://localhost")
     response = client.post("/healthz", headers={"authorization": f"Bearer {TOKEN}"})

@@ -63,14 +63,16 @@ class Shell:
         caller = caller_of(request)
         theme = request.cookies.get("dataplane_theme", "")
         path = request.url.path
+        # The login page and static files need no token; their pages show nothing of the store.
+        bare = path == "/login" or (caller.by == "anybody" and self._settings.token is not None)
         text = self._template(name).render(
             assets=self.assets.base,
             theme=theme if theme in _THEMES else "",
             zone=str(words.shown_zone.get()),
             here=path,
             below=_SECTIONS.get(path, ""),
-            bare=path == "/login",
-            raised=[] if path == "/login" else self._raised(),
+            bare=bare,
+            raised=[] if bare else self._raised(),
             signed_in=caller.by == "session",
             csrf=caller.csrf,
             endpoint=self._endpoint(request),
