@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any  # Any: a row of counts
 
-from sqlalchemy import delete, func, select, tuple_
+from sqlalchemy import delete, func, select
 
 from dataplane_admin.store.batch import Batch
 from dataplane_admin.store.tables import LogModel
@@ -29,9 +29,7 @@ _BY_TRACE = (
     .where(LogModel.trace_id.in_(WANTED))
     .group_by(LogModel.trace_id)
 )
-_STORED = select(LogModel.trace_id, LogModel.digest).where(
-    tuple_(LogModel.trace_id, LogModel.digest).in_(WANTED)
-)
+_STORED = select(LogModel.trace_id, LogModel.digest).where(LogModel.trace_id.in_(WANTED))
 
 
 def apply_logs(work: Work, batches: Sequence[Batch]) -> None:
@@ -39,10 +37,11 @@ def apply_logs(work: Work, batches: Sequence[Batch]) -> None:
     logs = {(log.trace_id, log.digest): log for batch in batches for log in batch.logs}
     if not logs:
         return
-    stored = set(map(tuple, work.rows(_STORED, logs)))
+    traces = {trace_id for trace_id, _ in logs}
+    stored = set(map(tuple, work.rows(_STORED, traces)))
     held = {
         trace_id: (int(count), int(nbytes))
-        for trace_id, count, nbytes in work.rows(_BY_TRACE, {trace_id for trace_id, _ in logs})
+        for trace_id, count, nbytes in work.rows(_BY_TRACE, traces)
     }
     rows: list[dict[str, Any]] = []
     for key, log in logs.items():

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any  # Any: rows
 
-from sqlalchemy import delete, exists, func, select, tuple_
+from sqlalchemy import delete, exists, func, select
 
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch, SampleFacts, SampleText
@@ -34,9 +34,7 @@ _STORED = (
     .join(SampleGroupModel, SampleGroupModel.id == SampleFactModel.group_key)
     .where(SampleFactModel.digest.in_(WANTED))
 )
-_GROUPS = select(SampleGroupModel.__table__).where(
-    tuple_(SampleGroupModel.group_id, SampleGroupModel.run_id).in_(WANTED)
-)
+_GROUPS = select(SampleGroupModel.__table__).where(SampleGroupModel.group_id.in_(WANTED))
 _GROUPS_OF = select(SampleFactModel.group_key).where(SampleFactModel.id.in_(WANTED)).distinct()
 _TAGS = select(SampleFactModel.tags).where(SampleFactModel.id.in_(WANTED))
 _TEXTS = select(func.length(SampleTextModel.blob).label("nbytes")).where(
@@ -101,7 +99,8 @@ def drop_texts(work: Work, ids: Collection[int]) -> None:
 def _group_keys(work: Work, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], int]:
     """Return the key of each row's group, by names of group and run; add new groups."""
     wanted = dict.fromkeys((row["group_id"], row["run_id"]) for row in rows)
-    keys = {(row.group_id, row.run_id): row.id for row in work.rows(_GROUPS, wanted)}
+    named = dict.fromkeys(group for group, _ in wanted)
+    keys = {(row.group_id, row.run_id): row.id for row in work.rows(_GROUPS, named)}
     new = [each for each in wanted if each not in keys]
     keys |= {each: work.state.next_id() for each in new}
     work.add(

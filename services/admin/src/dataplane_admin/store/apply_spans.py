@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: values of rows
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import select
 
 from dataplane_admin.store.apply_runs import apply_runs
 from dataplane_admin.store.batch import Batch
@@ -23,9 +23,7 @@ from dataplane_admin.store.work import WANTED, Work, in_groups
 SPAN_BYTES = 25
 """Approximate bytes of the row that stores a span's id."""
 
-_CHUNKS = select(ChunkModel.trace_id, ChunkModel.digest).where(
-    tuple_(ChunkModel.trace_id, ChunkModel.digest).in_(WANTED)
-)
+_CHUNKS = select(ChunkModel.trace_id, ChunkModel.digest).where(ChunkModel.trace_id.in_(WANTED))
 _TRACES = select(TraceModel.__table__).where(TraceModel.trace_id.in_(WANTED))
 
 _ROW_BYTES = 200
@@ -84,8 +82,7 @@ def apply_spans(work: Work, batches: Sequence[Batch]) -> list[int]:
 
 
 def _stored(work: Work, chunks: list[Chunk]) -> set[tuple[bytes, bytes]]:
-    keys = {(chunk.trace_id, chunk.digest) for chunk in chunks}
-    return {(row[0], row[1]) for row in work.rows(_CHUNKS, keys)}
+    return set(map(tuple, work.rows(_CHUNKS, {chunk.trace_id for chunk in chunks})))
 
 
 def _rows(work: Work, chunks: Iterable[Chunk]) -> dict[bytes, _Row]:

@@ -30,6 +30,8 @@ _AT_ONCE = 500
 WANTED: BindParameter[Any] = bindparam("wanted", expanding=True)
 """The list of a lookup: ``select(...).where(column.in_(WANTED))``.
 
+SQLite finds the values of one column by index; for pairs of values it would read the entire table.
+
 For a small request most time goes to SQLAlchemy, half of it to building statements and cache keys.
 So the writer's lookups are constants.
 """
