@@ -1,5 +1,8 @@
 """Every route answers valid and invalid input as described."""
 
+import json
+import re
+
 import pytest
 import schemathesis
 import torch
@@ -130,6 +133,18 @@ def test_operations_are_summarized_by_their_docstrings(app_of):
         for operation in path.values():
             assert not operation["summary"].endswith(".")
             assert operation["summary"] != operation["operationId"].replace("_", " ").title()
+
+
+def test_no_operation_takes_a_url(app_of):
+    # Webhooks are configured by the operator alone.
+    document = app_of(token=TOKEN, allow_actions=True).openapi()
+    operations = [each for path in document["paths"].values() for each in path.values()]
+    names = {each["name"] for operation in operations for each in operation.get("parameters", ())}
+    bodies = json.dumps([operation.get("requestBody") for operation in operations])
+    for body in re.findall(r"schemas/(\w+)", bodies):
+        names |= document["components"]["schemas"][body]["properties"].keys()
+    assert {"run", "confirm"} <= names
+    assert [name for name in names if re.search("ur[il]|hook|host|address", name.lower())] == []
 
 
 def operation_ids(app_of):
