@@ -25,7 +25,8 @@ def staleness(job, run="run", steps=20):
 
 
 def test_samples_are_found_by_id_prefix(job, otlp):
-    ids = ["a", "ab", "ab\uffff", "abc", "b", "é1", "é2", "ab" + "x" * 700, "ab" + "x" * 800]
+    ids = ["a", "ab", "ab\uffff", "abc", "b", "é1", "é2"]
+    ids += ["ab" + "x" * length for length in (33, 34, 35, 546, 547, 700, 800)]
     job.send(otlp.log("put", ids, version=3), otlp.log("put", ["ab"], partition="other"))
 
     def listed(q, **query):
@@ -35,8 +36,10 @@ def test_samples_are_found_by_id_prefix(job, otlp):
         [*(sample_id for sample_id in ids if sample_id.startswith("ab")), "ab"]
     )
     assert listed("é") == ["é1", "é2"]
-    assert listed("ab" + "x" * 750) == [ids[-1]]
-    assert len(listed("")) == 10
+    for prefix in ("ab" + "x" * length for length in (34, 35, 546, 547, 750)):
+        assert listed(prefix) == [sample_id for sample_id in ids if sample_id.startswith(prefix)]
+    by_id = sorted([*ids, "ab"], key=str.encode)
+    assert listed("", limit=2) == sorted(by_id, key=lambda sample_id: len(sample_id) > 36)
     assert job.get("samples", q="a", limit=1)["samples"][0]["weight_version"] == 3
 
 

@@ -67,7 +67,7 @@ def test_a_database_of_an_older_service_is_migrated(url, tmp_path, monkeypatch):
     shutil.copytree(Path(migrate.__file__).parent / "migrations", newer)
     (newer / "versions" / "newer.py").write_text(
         "from alembic import op\n"
-        "revision, down_revision = 'newer', '0015'\n"
+        "revision, down_revision = 'newer', '0016'\n"
         "def upgrade():\n"
         "    op.rename_table('audit', 'renamed')\n"
     )

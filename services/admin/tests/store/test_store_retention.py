@@ -76,25 +76,26 @@ def counted_bytes(url):
 
 
 ALL = ["traces", "span_chunks", "trace_links", "events", "samples", "event_samples", "open_waits"]
+ALL += ["sample_stems"]
 
 
 def test_old_records_are_deleted_with_all_their_rows(url, batches):
-    other = batches.spans()
+    other, again = batches.spans(), f"{3:036}-1"
     with Store.open(url) as store:
         for number in range(18):
             store.write(batches.spans(links=[os.urandom(16)]))
-            ids = [f"s{number}-{place}" for place in range(20)]
+            ids = [f"{number:036}-{place}" for place in range(20)]
             store.write(batches.event("put", ids, at_s=number))
             store.write(batches.event("waiting", at_s=number, wait=f"w{number}"))
     make_older(url, 1000)
     with Store.open(url, retention=Retention(max_age_s=500, max_bytes=None)) as store:
         store.write(other)
-        store.write(batches.event("put", ["kept", "s3-1"], at_s=99))
+        store.write(batches.event("put", ["kept", again], at_s=99))
         wait_until(lambda: store.totals().events == 1 and store.totals().traces == 1, store)
         assert store.trace(other.chunks[0].trace_id.hex()) is not None
-        assert {row.sample_id for row in store.find_samples("")[0]} == {"kept", "s3-1"}
-        assert len(store.sample_records("s3-1").events) == 1
-        assert rows(url, *ALL) == [1, 1, 0, 1, 2, 2, 0]
+        assert {row.sample_id for row in store.find_samples("")[0]} == {"kept", again}
+        assert len(store.sample_records(again).events) == 1
+        assert rows(url, *ALL) == [1, 1, 0, 1, 2, 2, 0, 2]
         totals = store.totals()
         assert (totals.spans, totals.samples) == (1, 2)
         assert [row.run_id for row in store.runs()] == ["run"]

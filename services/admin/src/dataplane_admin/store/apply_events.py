@@ -6,12 +6,12 @@ sample follows from the reported times, not from the order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any  # Any: values of rows
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import bindparam, select, tuple_
 
 from dataplane_admin.store.apply_runs import apply_run_changes, apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
@@ -23,8 +23,9 @@ from dataplane_admin.store.tables import (
     OpenWaitModel,
     PlaceModel,
     SampleModel,
+    SampleStemModel,
 )
-from dataplane_admin.store.texts import HEAD_BYTES, storable
+from dataplane_admin.store.texts import split_id, storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
 ENDS = ("claimed", "claim_failed", "answered")
@@ -35,6 +36,9 @@ EVENT_BYTES = 250
 
 SAMPLE_BYTES = 110
 """Approximate bytes of a sample, without its events."""
+
+# The database looks up each stem with each head. In order, few have different stems.
+_PAIRS_AT_ONCE = 250
 
 
 @dataclass(slots=True)
@@ -49,14 +53,22 @@ _PlaceKey = tuple[str, str]
 _SampleKey = tuple[int, bytes]
 
 # What a row of a sample and a `SampleLife` have under the same names, in the latter's order.
-_STATE = tuple(each.name for each in fields(SampleLife) if each.name in SampleModel.__table__.c)
+_STATE = tuple(each.name for each in fields(SampleLife) if hasattr(SampleModel, each.name))
 _state_of = attrgetter(*_STATE)
 
 _STORED = select(EventModel.digest).where(EventModel.digest.in_(WANTED))
 _PLACES = select(PlaceModel.__table__).where(
     tuple_(PlaceModel.run_id, PlaceModel.partition).in_(WANTED)
 )
-_SAMPLES = select(SampleModel.__table__).where(SampleModel.head.in_(WANTED))
+_STEMS = select(SampleStemModel.__table__).where(SampleStemModel.stem.in_(WANTED))
+_LIVES = select(
+    SampleModel.__table__, SampleModel.first_ns, SampleModel.last_ns, SampleStemModel.stem
+).join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
+# Of pairs of stem and head, SQLite would scan the table.
+_SAMPLES = _LIVES.where(
+    SampleModel.stem_id.in_(bindparam("stems", expanding=True)),
+    SampleModel.head.in_(bindparam("heads", expanding=True)),
+)
 _ENDED_WAITS = select(EventModel.wait).where(EventModel.wait.in_(WANTED), EventModel.name.in_(ENDS))
 
 
@@ -139,19 +151,31 @@ def _samples(
     for event, place in placed:
         for sample_id in event.sample_ids:
             wanted.setdefault((place.id, sample_id), event.time_ns)
+    parts = {sample_id: split_id(sample_id) for _, sample_id in wanted}
+    stems, known = _stems(work, dict.fromkeys(stem for stem, _, _ in parts.values()))
     samples: dict[_SampleKey, SampleLife] = {}
-    for row in work.rows(_SAMPLES, {sample_id[:HEAD_BYTES] for _, sample_id in wanted}):
-        place_and_id = row.place_id, row.head + row.tail
-        if place_and_id in wanted:
-            samples[place_and_id] = SampleLife(*_state_of(row))
-    for place_and_id, time_ns in wanted.items():
-        if place_and_id not in samples:
-            key = work.state.next_id()
-            place_id = place_and_id[0]
-            samples[place_and_id] = SampleLife(
-                key, place_id, None, 0, 0, 0, time_ns, time_ns, is_new=True
+    stored = sorted(each for each in parts.values() if each[0] in known)
+    for group in in_groups(stored, _PAIRS_AT_ONCE):
+        stem_ids, heads = {stems[stem] for stem, _, _ in group}, {head for _, head, _ in group}
+        for row in work.connection.execute(_SAMPLES, {"stems": stem_ids, "heads": heads}):
+            place_and_id = row.place_id, row.stem + row.head + row.tail
+            if place_and_id in wanted:
+                samples[place_and_id] = SampleLife(*_state_of(row))
+    for (place_id, sample_id), time_ns in wanted.items():
+        if (place_id, sample_id) not in samples:
+            key, stem_id = work.state.next_id(), stems[parts[sample_id][0]]
+            samples[place_id, sample_id] = SampleLife(
+                key, place_id, stem_id, None, 0, 0, 0, time_ns, time_ns, is_new=True
             )
     return samples
+
+
+def _stems(work: Work, wanted: Iterable[bytes]) -> tuple[dict[bytes, int], Collection[bytes]]:
+    """Return the id of each stem, and the stems that were stored before; add the others."""
+    known = {row.stem: row.id for row in work.rows(_STEMS, wanted)}
+    new = {stem: work.state.next_id() for stem in wanted if stem not in known}
+    work.add(SampleStemModel, [{"id": id_, "stem": stem} for stem, id_ in new.items()])
+    return known | new, known
 
 
 def _clear_partitions(
@@ -166,12 +190,10 @@ def _clear_partitions(
         )
         keys_put = {key for packed in work.connection.scalars(puts) for key in unpack_keys(packed)}
         known = {sample.key for sample in samples.values()}
-        before = select(SampleModel.__table__).where(
-            SampleModel.put_ns.between(1, max(place.clears_ns))
-        )
+        before = _LIVES.where(SampleModel.put_ns.between(1, max(place.clears_ns)))
         for group in in_groups(keys_put - known):
             for row in work.connection.execute(before.where(SampleModel.key.in_(group))):
-                samples[place.id, row.head + row.tail] = SampleLife(*_state_of(row))
+                samples[place.id, row.stem + row.head + row.tail] = SampleLife(*_state_of(row))
         for sample in samples.values():
             if sample.key in keys_put:
                 sample.clear_partition(max(place.clears_ns))
@@ -187,10 +209,13 @@ def _save_samples(work: Work, samples: dict[_SampleKey, SampleLife]) -> None:
     new, changed = [], []
     for (_, sample_id), sample in samples.items():
         row: dict[str, Any] = dict(zip(_STATE, _state_of(sample), strict=True))
+        row["before_ns"] = row["put_ns"] - row.pop("first_ns")
+        row["after_ns"] = row.pop("last_ns") - row["gone_ns"]
         if sample.is_new:
-            row["head"], row["tail"] = sample_id[:HEAD_BYTES], sample_id[HEAD_BYTES:]
+            _, row["head"], row["tail"] = split_id(sample_id)
             new.append(row)
         else:
+            del row["stem_id"]  # unchanged, and writing it would update the index
             changed.append(row)
     work.add(SampleModel, new)
     work.change(SampleModel, "key", changed)

@@ -42,15 +42,16 @@ _TEXTS = select(func.length(SampleTextModel.blob).label("nbytes")).where(
 )
 
 
-def digest_of_sample(run_id: str, sample: bytes) -> bytes:
-    """Return the digest of a sample of a run."""
-    return hashlib.blake2b(storable(run_id).encode() + b"\0" + sample, digest_size=16).digest()
+def digest_of_sample(run_id: str, sample: bytes) -> int:
+    """Return the digest of a sample of a run, as a signed integer of 64 bits."""
+    digest = hashlib.blake2b(storable(run_id).encode() + b"\0" + sample, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
     """Store facts and text of samples, also the facts that lifecycle events report."""
-    facts: dict[bytes, list[SampleFacts]] = {}
-    texts: dict[bytes, SampleText] = {}
+    facts: dict[int, list[SampleFacts]] = {}
+    texts: dict[int, SampleText] = {}
     for each in _reported(batches):
         digest = digest_of_sample(each.run_id, each.sample)
         if isinstance(each, SampleText):
@@ -141,7 +142,7 @@ def _reported(batches: Sequence[Batch]) -> Iterator[SampleFacts | SampleText]:
 
 
 def _merged(
-    work: Work, digest: bytes, facts: Sequence[SampleFacts], before: dict[str, Any] | None
+    work: Work, digest: int, facts: Sequence[SampleFacts], before: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return the row of a sample: stored facts, then the new ones in the order of their times.
 

@@ -111,6 +111,7 @@ class SampleLife:
 
     key: int
     place_id: int
+    stem_id: int
     weight_version: int | None
     put_ns: int
     live_ns: int

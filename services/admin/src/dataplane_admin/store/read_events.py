@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, func, select, tuple_
+from typing import Any  # Any: rows
+
+from sqlalchemy import ColumnElement, Connection, func, select, tuple_
 
 from dataplane_admin.models import SampleHit
 from dataplane_admin.store.compressed import expand_all
@@ -14,12 +16,13 @@ from dataplane_admin.store.tables import (
     EventSampleModel,
     PlaceModel,
     SampleModel,
+    SampleStemModel,
 )
 from dataplane_admin.store.texts import (
-    HEAD_BYTES,
     after_prefix,
     bytes_of_id,
     id_of_bytes,
+    split_id,
     storable,
 )
 from dataplane_admin.store.work import in_groups
@@ -28,15 +31,30 @@ from observability.views.arrivals import MAX_DELAY_NS
 
 _MAX_EVENTS_OF_SAMPLE = 2000
 _MAX_EVENTS_OF_GENERATORS = 1000
+_PARTS = (SampleStemModel.stem, SampleModel.head, SampleModel.tail)
+_PLACE = (*_PARTS, SampleModel.key)
+_HITS = (
+    select(
+        *_PLACE,
+        PlaceModel.partition,
+        PlaceModel.run_id,
+        SampleModel.weight_version,
+        SampleModel.first_ns,
+        SampleModel.last_ns,
+    )
+    .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
+    .join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
+)
 
 
 def read_sample_records(reader: Reader, sample_id: str, partition: str | None = None) -> Records:
     """Return the events of a sample, each with this id only, and the spans of their traces."""
-    wanted = bytes_of_id(sample_id)
+    parts = split_id(bytes_of_id(sample_id))
     samples = (
         select(SampleModel.key, PlaceModel.id, PlaceModel.cleared_ns)
         .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
-        .where(SampleModel.head == wanted[:HEAD_BYTES], SampleModel.tail == wanted[HEAD_BYTES:])
+        .join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
+        .where(*(column == part for column, part in zip(_PARTS, parts, strict=True)))
     )
     if partition is not None:
         samples = samples.where(PlaceModel.partition == storable(partition))
@@ -77,42 +95,46 @@ def read_sample_records(reader: Reader, sample_id: str, partition: str | None = 
 def read_samples(
     reader: Reader, prefix: str, limit: int = 50, after: SampleCursor | None = None
 ) -> tuple[list[SampleHit], SampleCursor | None]:
-    """Return a page of samples by id prefix, sorted by id, and the cursor of the next page."""
-    wanted = bytes_of_id(prefix)
-    place = tuple_(SampleModel.head, SampleModel.tail, SampleModel.key)
-    query = (
-        select(
-            SampleModel.key,
-            SampleModel.head,
-            SampleModel.tail,
-            PlaceModel.partition,
-            PlaceModel.run_id,
-            SampleModel.weight_version,
-            SampleModel.first_ns,
-            SampleModel.last_ns,
-        )
-        .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
-        .order_by(SampleModel.head, SampleModel.tail, SampleModel.key)
-    )
-    column, part = SampleModel.head, wanted[:HEAD_BYTES]
-    if wanted[HEAD_BYTES:]:
-        query = query.where(column == part)
-        column, part = SampleModel.tail, wanted[HEAD_BYTES:]
-    if part:
-        query = query.where(column >= part)
-        if (end := after_prefix(part)) is not None:
-            query = query.where(column < end)
-    if after is not None:
-        before = bytes_of_id(after[0])
-        query = query.where(
-            SampleModel.head >= before[:HEAD_BYTES],
-            place > (before[:HEAD_BYTES], before[HEAD_BYTES:], after[1]),
-        )
-    rows, last = reader.page(query, limit, lambda row: (id_of_bytes(row.head + row.tail), row.key))
-    hits = [
-        SampleHit.of(row, sample_id=id_of_bytes(row.head + row.tail), live=False) for row in rows
-    ]
-    return hits, last
+    """Return a page of samples by id prefix, and the cursor of the next page.
+
+    They are sorted by `texts.split_id`: by id, first those of up to 36 bytes.
+    """
+    stem, head, tail = split_id(bytes_of_id(prefix))
+    beyond = None if after is None else (*split_id(bytes_of_id(after[0])), after[1])
+    queries = []
+    if beyond is None or beyond[0] <= stem:
+        of_stem = select(SampleStemModel.id).where(SampleStemModel.stem == stem)
+        query = _HITS.where(SampleModel.stem_id == of_stem.scalar_subquery())
+        if tail:
+            query = query.where(SampleModel.head == head, *_begins(SampleModel.tail, tail))
+        else:
+            query = query.where(*_begins(SampleModel.head, head))
+        if beyond is not None and beyond[0] == stem:
+            query = query.where(SampleModel.head >= beyond[1], tuple_(*_PLACE[1:]) > beyond[1:])
+        queries.append(query.order_by(*_PLACE[1:]))
+    if not stem:
+        query = _HITS.where(SampleStemModel.stem > b"", *_begins(SampleStemModel.stem, head))
+        if beyond is not None and beyond[0]:
+            query = query.where(SampleStemModel.stem >= beyond[0], tuple_(*_PLACE) > beyond)
+        queries.append(query.order_by(*_PLACE))
+    rows: list[Any] = []
+    for query in queries:
+        rows += reader.rows(query.limit(limit + 1 - len(rows)))
+    hits = [SampleHit.of(row, sample_id=_id_of(row), live=False) for row in rows[:limit]]
+    return hits, (_id_of(rows[limit - 1]), rows[limit - 1].key) if len(rows) > limit else None
+
+
+def _begins(column: Any, prefix: bytes) -> list[ColumnElement[bool]]:
+    """Return the conditions that a value begins with a prefix; any value does with the empty one.
+
+    The latter has a condition as well, for which SQLite reads the index in order.
+    """
+    end = after_prefix(prefix)
+    return [column >= prefix] + ([] if end is None else [column < end])
+
+
+def _id_of(row: Any) -> str:
+    return id_of_bytes(row.stem + row.head + row.tail)
 
 
 def read_generator_events(reader: Reader, partition: str) -> list[Event]:

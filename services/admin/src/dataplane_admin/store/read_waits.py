@@ -22,12 +22,14 @@ from dataplane_admin.store.packed import names_any, pack_blocks, unpack_block, u
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
 from dataplane_admin.store.rows import WaitRecords
 from dataplane_admin.store.tables import (
+    IS_LIVE,
     EventModel,
     EventSampleModel,
     OpenWaitModel,
     PlaceModel,
     RunModel,
     SampleModel,
+    SampleStemModel,
     SeriesModel,
 )
 from dataplane_admin.store.texts import id_of_bytes, storable
@@ -139,19 +141,24 @@ def _source(row: Any) -> tuple[str, str]:
 
 def _shape(reader: Reader, connection: Connection, place_id: int, cleared_ns: int) -> list[Event]:
     """Return the events that determine the present state of a partition, except waits."""
-    present = select(
-        SampleModel.key,
-        SampleModel.head,
-        SampleModel.tail,
-        SampleModel.first_ns,
-        SampleModel.gone_ns,
-    ).where(SampleModel.place_id == place_id, SampleModel.live_ns > max(0, cleared_ns))
+    present = (
+        select(
+            SampleModel.key,
+            SampleStemModel.stem,
+            SampleModel.head,
+            SampleModel.tail,
+            SampleModel.first_ns,
+            SampleModel.gone_ns,
+        )
+        .join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
+        .where(SampleModel.place_id == place_id, IS_LIVE, SampleModel.live_ns > cleared_ns)
+    )
     ended_ns_of: dict[str, int] = {}
     keys: list[int] = []
     since_ns = 1 << 62
     for row in connection.execute(present):
         ended_ns = max(row.gone_ns, cleared_ns)
-        ended_ns_of[id_of_bytes(row.head + row.tail)] = ended_ns
+        ended_ns_of[id_of_bytes(row.stem + row.head + row.tail)] = ended_ns
         keys.append(row.key)
         # The time of the put would be too late: it is reported when the put returns, and a claim
         # may be earlier.

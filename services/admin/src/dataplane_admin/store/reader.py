@@ -14,7 +14,7 @@ from dataplane_admin.store.compressed import expand_all
 from dataplane_admin.store.engine import Database
 from dataplane_admin.store.errors import StoreUnavailable
 from dataplane_admin.store.packed import unpack_keys
-from dataplane_admin.store.tables import ChunkModel, EventModel, SampleModel
+from dataplane_admin.store.tables import ChunkModel, EventModel, SampleModel, SampleStemModel
 from dataplane_admin.store.texts import id_of_bytes
 from dataplane_admin.store.work import in_groups
 from observability.records import Event, Span, decode_logs, decode_traces
@@ -115,10 +115,12 @@ class Reader:
             # Other threads continue with the old dict.
             reused = wanted.intersection(known)
             known = self._ids = {key: known[key] for key in reused}
-        columns = select(SampleModel.key, SampleModel.head, SampleModel.tail)
+        columns = select(
+            SampleModel.key, SampleStemModel.stem, SampleModel.head, SampleModel.tail
+        ).join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
         for chosen in of_keys(missing):
-            for key, head, tail in connection.execute(columns.where(chosen)):
-                known[key] = id_of_bytes(head + tail)
+            for key, *parts in connection.execute(columns.where(chosen)):
+                known[key] = id_of_bytes(b"".join(parts))
         return known
 
 

@@ -34,6 +34,7 @@ from dataplane_admin.store.tables import (
     RunModel,
     SampleFactModel,
     SampleModel,
+    SampleStemModel,
     SampleTextModel,
     SeriesModel,
     SpanModel,
@@ -225,12 +226,19 @@ def _drop_events(work: Work, before_ns: int) -> int:
     work.drop(OpenWaitModel.event_id, dropped)
     work.drop(EventModel.id, dropped)
     for group in in_groups(keys):
+        stems = work.connection.scalars(
+            select(SampleModel.stem_id).where(SampleModel.key.in_(group)).distinct()
+        ).all()
         unnamed = ~exists().where(names(SampleModel.key))
         done = work.connection.execute(
             delete(SampleModel).where(SampleModel.key.in_(group), unnamed)
         )
         work.state.samples -= done.rowcount
         work.state.nbytes -= SAMPLE_BYTES * done.rowcount
+        is_used = exists().where(SampleModel.stem_id == SampleStemModel.id)
+        work.connection.execute(
+            delete(SampleStemModel).where(SampleStemModel.id.in_(stems), ~is_used)
+        )
     work.state.events -= len(dropped)
     return len(dropped)
 

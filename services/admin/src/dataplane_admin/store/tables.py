@@ -18,8 +18,10 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     Text,
+    literal_column,
+    text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column
 
 # SQLite keeps a table in the order of its key only if that is declared INTEGER.
 Key = BigInteger().with_variant(Integer(), "sqlite")
@@ -207,27 +209,55 @@ class EventModel(Base):
     keys: Mapped[bytes]
 
 
-class SampleModel(Base):
-    """A sample of a place. Its id is split into ``head`` and ``tail``, so that an index fits.
+class SampleStemModel(Base):
+    """The first bytes of long sample ids, which those of a group share; empty for short ids."""
 
-    ``put_ns`` is the first put of its newest life, cleared or not (see `lives`), and
-    ``weight_version`` the version of the weights that generated it. ``gone_ns`` is its latest clear
-    by id; ``live_ns`` is its latest put, 0 if that clear came later. Unset times are 0.
+    __tablename__ = "sample_stems"
+    __table_args__ = (Index(None, "stem", unique=True),)
+
+    id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
+    stem: Mapped[bytes]
+
+
+class SampleModel(Base):
+    """A sample of a place. Its id is that of its `SampleStemModel`, ``head`` and ``tail``.
+
+    See `texts.split_id`. ``put_ns`` is the first put of its newest life, cleared or not (see
+    `lives`), and ``weight_version`` the version of the weights that generated it. ``gone_ns`` is
+    its latest clear by id; ``live_ns`` is its latest put, 0 if that clear came later. Unset times
+    are 0. The first and last event are stored as differences, which are mostly 0 and take no space.
     """
 
     __tablename__ = "samples"
-    __table_args__ = (Index(None, "head", "key"), Index(None, "place_id", "live_ns"))
+    __table_args__ = (
+        Index(None, "stem_id", "head"),
+        # Queries need `IS_LIVE`.
+        Index(
+            None,
+            "place_id",
+            "live_ns",
+            sqlite_where=text("live_ns > 0"),
+            postgresql_where=text("live_ns > 0"),
+        ),
+    )
 
     key: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
     place_id: Mapped[int]
+    stem_id: Mapped[int]
     head: Mapped[bytes]
     tail: Mapped[bytes]
     weight_version: Mapped[int | None]
-    put_ns: Mapped[int]
+    put_ns: Mapped[int] = mapped_column()
     live_ns: Mapped[int]
-    gone_ns: Mapped[int]
-    first_ns: Mapped[int]
-    last_ns: Mapped[int]
+    gone_ns: Mapped[int] = mapped_column()
+    before_ns: Mapped[int] = mapped_column()
+    after_ns: Mapped[int] = mapped_column()
+    first_ns: Mapped[int] = column_property((put_ns - before_ns).label("first_ns"))
+    last_ns: Mapped[int] = column_property((gone_ns + after_ns).label("last_ns"))
+
+
+IS_LIVE = SampleModel.live_ns > literal_column("0")
+"""Condition of the index of live samples. A parameter would not show that the index serves."""
 
 
 class EventSampleModel(Base):
@@ -285,7 +315,7 @@ class SampleFactModel(Base):
     )
 
     id: Mapped[int] = mapped_column(Key, primary_key=True, autoincrement=False)
-    digest: Mapped[bytes]
+    digest: Mapped[int]
     group_key: Mapped[int]
     sample: Mapped[bytes]
     step: Mapped[int | None]

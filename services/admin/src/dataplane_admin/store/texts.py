@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-HEAD_BYTES = 512
-"""Indexed bytes of a sample id; PostgreSQL's index allows 2.7 kB."""
+_STEM_BYTES = 36
+_HEAD_BYTES = 512
 
 MAX_NAME = 500
 """Maximum length of a stored name in characters."""
@@ -65,6 +65,16 @@ def bytes_of_id(sample_id: str) -> bytes:
 def id_of_bytes(encoded: bytes) -> str:
     """Decode what `bytes_of_id` returned."""
     return encoded.decode("utf-8", "surrogatepass")
+
+
+def split_id(sample: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return stem, head and tail of a sample id.
+
+    A long id has a stem of the length of a UUID, with which many ids of a group begin. The head is
+    indexed with the stem: PostgreSQL's index allows 2.7 kB.
+    """
+    size = _STEM_BYTES if len(sample) > _STEM_BYTES else 0
+    return sample[:size], sample[size : size + _HEAD_BYTES], sample[size + _HEAD_BYTES :]
 
 
 def after_prefix(prefix: bytes) -> bytes | None:
