@@ -34,6 +34,25 @@ vllm:generation_tokens_created{engine="0",model_name="tiny"} 1.79e+09
 vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="tiny"} 0.0
 process_cpu_seconds_total 4.5
 """
+SGLANG = """\
+# HELP sglang:num_running_reqs The number of running requests.
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{engine_type="unified",model_name="tiny",pp_rank="0",tp_rank="0"} 162.0
+sglang:num_running_reqs{engine_type="unified",model_name="tiny",pp_rank="1",tp_rank="0"} 162.0
+# TYPE sglang:num_queue_reqs gauge
+sglang:num_queue_reqs{model_name="tiny",priority=""} 5.0
+sglang:num_queue_reqs{model_name="tiny",priority="1"} 5.0
+# TYPE sglang:token_usage gauge
+sglang:token_usage{model_name="tiny"} 0.28
+# TYPE sglang:cache_hit_rate gauge
+sglang:cache_hit_rate{model_name="tiny"} 7.507552643049313e-03
+# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{model_name="tiny"} 8.128902e+06
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total{model_name="tiny"} 7.557572e+06
+# TYPE sglang:time_to_first_token_seconds histogram
+sglang:time_to_first_token_seconds_bucket{le="0.001",model_name="tiny"} 0.0
+"""
 GPUS = """
 class NVMLError(Exception): pass
 class Use: gpu = 37
@@ -51,8 +70,8 @@ def nvmlDeviceGetUtilizationRates(device):
 class Engine:
     """A server whose answers a test sets; ``answer`` may block."""
 
-    def __init__(self):
-        self.answer = lambda handler: self.write(handler, TEXT.encode())
+    def __init__(self, text=TEXT):
+        self.answer = lambda handler: self.write(handler, text.encode())
         self.requests = 0
         self.closed = threading.Event()
         engine = self
@@ -87,6 +106,13 @@ class Engine:
 @pytest.fixture
 def engine():
     engine = Engine()
+    yield engine
+    engine.end()
+
+
+@pytest.fixture
+def sglang():
+    engine = Engine(SGLANG)
     yield engine
     engine.end()
 
@@ -132,16 +158,23 @@ def has_recovered(log, engine):
 until = partial(waiting.until, seconds=START_S)
 
 
-def test_engines_and_node_are_sent_until_sigterm(engine, scraping, tmp_path):
+def test_engines_and_node_are_sent_until_sigterm(engine, sglang, scraping, tmp_path):
     (tmp_path / "pynvml.py").write_text(GPUS)
     environment = dict(os.environ, PYTHONPATH=str(tmp_path))
-    service, process = scraping("--engine", engine.url, "--node", environment=environment)
-    shown = until(lambda: (held := subjects(service)) and len(held) == 2 and held)
+    service, process = scraping(
+        "--engine", engine.url, "--engine", sglang.url, "--node", environment=environment
+    )
+    shown = until(lambda: (held := subjects(service)) and len(held) == 3 and held)
     [name] = [name for name in shown if name.endswith(f":{engine.port}")]
     assert shown[name]["running", ""][0] == 3.0
     assert shown[name]["kv_cache", ""][0] == 0.25
     assert ("waiting", "") not in shown[name]
-    [node] = shown.keys() - {name}
+    [other] = [name for name in shown if name.endswith(f":{sglang.port}")]
+    assert shown[other]["running", ""][0] == 162.0
+    assert shown[other]["waiting", ""][0] == 5.0
+    assert shown[other]["kv_cache", ""][0] == 0.28
+    assert shown[other]["prefix_hits", ""][0] == pytest.approx(0.0075, abs=1e-4)
+    [node] = shown.keys() - {name, other}
     until(lambda: subjects(service)[node].get(("cpu", "")))
     of_node = subjects(service)[node]
     assert all(0 <= value <= 1 for value in of_node["cpu", ""] if value is not None)
@@ -152,6 +185,8 @@ def test_engines_and_node_are_sent_until_sigterm(engine, scraping, tmp_path):
     assert ("gpu", "1") not in of_node
     until(lambda: len(subjects(service)[name]["generation_tokens", ""]) > 1)
     assert set(subjects(service)[name]["generation_tokens", ""]) == {0.0}
+    for metric in ("prompt_tokens", "generation_tokens"):
+        assert set(subjects(service)[other][metric, ""]) == {0.0}
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 0
 
