@@ -2,7 +2,7 @@
 
 Chromium takes them for ``docs/images`` while a synchronous and then an asynchronous run train, and
 after their ends; ``sync`` or ``async`` as argument takes those of one. ``pages`` takes every page
-of a third run at three widths; it compares runs only if others ran before.
+of a third run at three widths; without runs before, a short one is compared with it.
 `integration.admin_pictures` takes those of a blocked run.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 from urllib.parse import urlencode
 
 from integration.admin_demo import LOG, SCRIPTS, Process, served_run
@@ -36,6 +36,12 @@ _ASYNC = (
     "checkpointing.every_steps=0",
     "policy.generation.simulated_latency={median_s: 0.05, sigma: 1.0}",
 )
+_SHORT: tuple[str, ...] = (
+    "run.name=demo-short",
+    "grpo.num_steps=8",
+    "validation.every_steps=0",
+    "checkpointing.every_steps=0",
+)
 _PAGES = (
     "run.name=demo-pages",
     "grpo.mode=async",
@@ -55,8 +61,15 @@ webhooks: []
 """Rules of alerts. The first steps of the asynchronous runs raise ``off-policy``, which is cleared
 later. The run of the pages raises ``logprob-gap``, which is cleared at its end."""
 _SCRAPE = (str(SCRIPTS / "dataplane-admin"), "scrape", "--node", "--to")
-_VIEWPORTS = ((390, 844), (1280, 900), (2560, 1440))
-_SHOWN_HEIGHT, _GAP, _COLORS = 420, 12, 128
+_SIZE, _COLORS = (1280, 1132), 128
+_SCREENS = (
+    # Size of the screen, the part that is shown, and its box in the picture. The sides of the
+    # widest screen are empty.
+    ((390, 844), (0, 0, 390, 844), (0, 0, 296, 640)),
+    ((1280, 900), (0, 0, 1280, 844), (308, 0, 1280, 640)),
+    ((2560, 1440), (320, 0, 2240, 720), (0, 652, 1280, 1132)),
+)
+_Box: TypeAlias = tuple[int, int, int, int]
 
 
 def steps_of(url: str, **chosen: object) -> list[str]:
@@ -183,32 +196,31 @@ def _take_pages(browser: Browser, url: str) -> None:
         "confirm": "/actions/clear?partition=train",
         "login": "/login",
     }
-    if len(runs) == 1:
-        del paths["compare-runs"]
     folder = FOLDER / "pages"
     folder.mkdir(exist_ok=True)
     for name, path in paths.items():
-        sheet = [_shown(page, path, width, height) for width, height in _VIEWPORTS]
-        total = sum(each.width for each in sheet) + _GAP * (len(sheet) - 1)
-        picture = Image.new("RGB", (total, _SHOWN_HEIGHT), "#c3c9d0")
-        left = 0
-        for each in sheet:
-            picture.paste(each, (left, 0))
-            left += each.width + _GAP
+        picture = Image.new("RGB", _SIZE, "#c3c9d0")
+        for screen, part, box in _SCREENS:
+            picture.paste(_shown(page, path, screen, part, box), box)
         # This method retains the color of small marks.
         reduced = picture.quantize(_COLORS, Image.Quantize.MAXCOVERAGE)
         reduced.save(folder / f"{name}.png", optimize=True)
     page.close()
 
 
-def _shown(page: Page, path: str, width: int, height: int) -> Image.Image:
-    """Return what a screen shows of a page, at a height of `_SHOWN_HEIGHT`."""
-    page.set_viewport_size({"width": width, "height": height})
+def _shown(page: Page, path: str, screen: tuple[int, int], part: _Box, box: _Box) -> Image.Image:
+    """Return a part of what a screen shows of a page, in the size of a box."""
+    page.set_viewport_size({"width": screen[0], "height": screen[1]})
     page.goto(path)
     page.wait_for_timeout(_DRAW_MS)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    size = (round(width * _SHOWN_HEIGHT / height), _SHOWN_HEIGHT)
-    return image.resize(size, Image.Resampling.LANCZOS)
+    size = (box[2] - box[0], box[3] - box[1])
+    return image.resize(size, Image.Resampling.LANCZOS, box=part)
+
+
+def await_end(browser: Browser, url: str, run: Process) -> None:
+    """Take no pictures of a run that another is compared with."""
+    assert run.wait(TIMEOUT_S) == 0, "the run failed"
 
 
 _MODES = {
@@ -226,8 +238,10 @@ def main() -> None:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for mode in sys.argv[1:] or _MODES:
-            changes, take_all = _MODES[mode]
+        modes = [_MODES[name] for name in sys.argv[1:] or _MODES]
+        if modes[0] == _MODES["pages"]:
+            modes.insert(0, (_SHORT, await_end))
+        for changes, take_all in modes:
             options = ["--port", "0", "--keep-sample-text", "--allow-actions"]
             options += ["--alert-rules", str(rules)]
             with served_run(folder, changes, options) as started:
