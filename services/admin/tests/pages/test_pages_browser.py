@@ -10,6 +10,7 @@ from waiting import until
 
 LOAD_MS = 60_000
 SPAN = "?id={}&span={}"
+GROUP = next(path for path in PAGES if path.startswith("/group"))
 
 
 def focused(page, attribute):
@@ -387,7 +388,11 @@ def test_reduced_motion_is_respected(watched):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/partition?id=train", "/runs", "/traces", f"/trace?id={LAST}"]
+    "path",
+    [
+        *("/", "/partition?id=train", "/runs", "/traces", f"/trace?id={LAST}"),
+        pytest.param(GROUP, id="/group", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_jumps_at_load_or_update(watched, served, path, width):

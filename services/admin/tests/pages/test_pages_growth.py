@@ -8,7 +8,8 @@ from urllib.parse import quote
 
 import pytest
 from alerting import raised
-from made_up_traces import RUN, STEPS, trace_id_of
+from loads import NS, engine
+from made_up_traces import HOSTILE, RUN, STEPS, sample_id, trace_id_of
 from playwright.sync_api import expect
 from waiting import until
 
@@ -68,6 +69,35 @@ def add_span(job, otlp, name):
     job.send(otlp.trace(trace_id, start_s=now_s(otlp), **named))
 
 
+def add_engine(job, otlp, name):
+    now = time.time_ns() // NS
+    job.send(*[engine(now - 5 * ago, name=name, running=3, kv=0.5) for ago in range(3)])
+
+
+def add_hop(job, otlp, name):
+    job.send(
+        otlp.log("acknowledged", [sample_id(STEPS - 1, 1)], at_s=now_s(otlp), run=RUN, task=name)
+    )
+
+
+def add_trained(job, otlp, name):
+    last = {"trace_id": bytes.fromhex(trace_id_of(STEPS - 1)), "step": STEPS - 1}
+    facts = {"partition": name, "run": RUN, **last}
+    ids = [f"{name}_g{number}" for number in range(4)]
+    job.send(otlp.log("put", ids, at_s=now_s(otlp) - 2, version=STEPS - 4, **facts))
+    job.send(otlp.log("trained", ids, at_s=now_s(otlp) - 1, task="train", version=STEPS, **facts))
+    counted = job.get("staleness", run=RUN, steps=STEPS)["counts"]
+    return f"<dt>Samples</dt><dd>{sum(counted.values())}</dd>"
+
+
+def add_point(job, otlp, name):
+    number = int(name.removeprefix("grown-"))
+    value = round(0.5 + number / 1000, 3)
+    job.send(otlp.curve([value], run=RUN, first=STEPS + number))
+    return f"{value}"
+
+
+_OF_RUN = f"run={quote(RUN, safe='')}"
 PAGES = [
     ("/", add_alert),
     ("/", add_step),
@@ -80,24 +110,35 @@ PAGES = [
     ("/runs", add_step),
     ("/traces", add_step),
     (f"/trace?id={trace_id_of(STEPS - 1)}", add_span),
-    (f"/run?run={quote(RUN, safe='')}", add_curves),
+    (f"/run?{_OF_RUN}", add_curves),
 ]
+MORE_PAGES = [
+    ("/engines", add_engine),
+    (f"/staleness?{_OF_RUN}&steps={STEPS}", add_trained),
+    (f"/runs/compare?{_OF_RUN}&run={quote(HOSTILE, safe='')}", add_point),
+    (f"/sample?id={sample_id(STEPS - 1, 1)}", add_hop),
+]
+SCREENS = [(width, *page) for width in (390, 1280) for page in PAGES]
+SCREENS += [(390, *page) for page in MORE_PAGES]
+SCREENS += [pytest.param(1280, *page, marks=pytest.mark.long) for page in MORE_PAGES]
 LISTS = [page for page in PAGES if page[0] in ("/audit", "/samples", "/runs", "/traces")]
 
 
 def named(value):
-    return value.split("?")[0] if isinstance(value, str) else value.__name__
+    return value.split("?")[0] if isinstance(value, str) else getattr(value, "__name__", None)
 
 
 @pytest.fixture
 def grow(job, otlp):
-    """Return a function that adds rows, and removes what they would change for other tests."""
+    """Return a function that adds rows, and removes what they would change for other tests.
+
+    It returns a text that pages show once they show the rows: the name it gave, or another one.
+    """
     names = []
 
     def add(rows):
         names.append(f"grown-{next(_NUMBERS)}")
-        rows(job, otlp, names[-1])
-        return names[-1]
+        return rows(job, otlp, names[-1]) or names[-1]
 
     yield add
     job.site.plane.more.clear()
@@ -143,9 +184,10 @@ def wait_for_text(page, text):
     )
 
 
-@pytest.mark.parametrize(("path", "rows"), PAGES, ids=named)
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "path", "rows"), SCREENS, ids=named)
 def test_new_rows_move_nothing(watched, grow, path, rows, width):
+    if rows is add_point:
+        grow(rows)  # the first point of a metric adds a panel above other parts
     page = watched(viewport={"width": width, "height": 900}).go(path)
     live(page)
     watch_shifts(page)
