@@ -34,9 +34,12 @@ def test_program_of_the_page_runs(
     assert float(rate) > 0
 
 
-def test_scraped_server_shows_every_metric_of_load(vllm_server: VllmServer, tmp_path: Path) -> None:
+def test_scraped_server_has_a_lane_with_every_metric_of_load(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
     metrics = f"{vllm_server.address}/metrics"
     serve = [ADMIN, "serve", "--port", "0", "--db", str(tmp_path / "admin.sqlite")]
+    start_ns = time.time_ns()
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as service:
         assert service.stdout is not None
         url = service.stdout.readline().strip()
@@ -44,10 +47,27 @@ def test_scraped_server_shows_every_metric_of_load(vllm_server: VllmServer, tmp_
         with subprocess.Popen(scrape) as scraper:
             try:
                 _await_rates(url, vllm_server.address)
+                _check_lane(url, start_ns)
             finally:
                 scraper.terminate()
                 service.terminate()
     assert (scraper.returncode, service.returncode) == (0, 0)
+
+
+def _check_lane(url: str, start_ns: int) -> None:
+    """Check that the page of a trace since ``start_ns`` has the engine below the waterfall."""
+    trace_id = "5" * 32
+    span = {"traceId": trace_id, "spanId": "5" * 16, "name": "grpo.step"}
+    span |= {"startTimeUnixNano": str(start_ns), "endTimeUnixNano": str(time.time_ns())}
+    request = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+    httpx.post(f"{url}/v1/traces", json=request, timeout=60).raise_for_status()
+    page = httpx.get(f"{url}/trace", params={"id": trace_id}, timeout=60).text
+    [engine] = re.findall(
+        r'class="lane-name"[^>]*>([^<]+)<tspan class="lane-busy"[^>]*>mean ', page
+    )
+    assert re.search(rf'aria-label="engine {engine}, at [^"]*: [^"]*running', page)
+    assert {*re.findall(r'class="strip-name"[^>]*>([^<,]+)', page)} >= {"requests", "KV cache"}
+    assert '<path class="load-busy" d="M' in page
 
 
 def _await_rates(url: str, address: str) -> None:
