@@ -3,10 +3,13 @@
 Imports internals: a service sees few of the sequences.
 """
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane_admin import models
+from dataplane_admin import load_rules, models
 from dataplane_admin.alerts.evaluate import Facts, RunFacts, decide
 from dataplane_admin.alerts.rules import Rule
 
@@ -46,3 +49,44 @@ def test_alerts_change_only_after_lasting_values(values, for_moments):
         if decision.cleared:
             raised = []
         raised += [alert_of(measure, moment) for measure in decision.raised]
+
+
+HEALTHY = RunFacts(
+    "run", 5.0, 60.0, 180.0, True, {"rl.staleness.mean": 2.0, "rl.logprob_gap.mean": 0.15},
+    [step % 7 / 10 for step in range(40)], {},
+)  # fmt: skip
+WAIT = models.Wait(
+    kind="wait", sentence="train waits", task="train", process="p", partition="train",
+    run_id="run", step=1, since_ns=0, seconds=90.0, silent_s=None, requested=8, ready=4,
+    present=4, lacks={}, blocking=[], claim="",
+)  # fmt: skip
+
+
+def at(minute, run=HEALTHY, waited_s=90.0, used=0.8):
+    waits = [WAIT.model_copy(update={"seconds": waited_s})]
+    return Facts(int(minute * 60e9), 1e9, [run], waits, {"unit": used}, knows_plane=True)
+
+
+FAULTS = {
+    "no-step": {"run": replace(HEALTHY, step_s=1_900.0)},
+    "blocked": {"waited_s": 700.0},
+    "reward-collapsed": {"run": replace(HEALTHY, rewards=[1.0] * 20 + [0.4] * 10)},
+    "telemetry-lost": {"run": replace(HEALTHY, seen_s=400.0)},
+    "telemetry-dropped": {"run": replace(HEALTHY, dropped={"spans": 1})},
+    "store-full": {"used": 0.95},
+    "staleness": {"run": replace(HEALTHY, last={"rl.staleness.mean": 5.0})},
+    "logprob-gap": {"run": replace(HEALTHY, last={"rl.logprob_gap.mean": 0.5})},
+}
+"""Facts that differ from those of a healthy run, by the shipped rule that they raise."""
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_each_shipped_rule_is_raised_by_its_fault_alone(fault):
+    rules = load_rules().rules
+    assert {rule.name for rule in rules} == {*FAULTS}
+    raised, since = set(), {}
+    for minute in range(5):
+        decision = decide(rules, at(minute, **FAULTS.get(fault, {})), [], since)
+        since = decision.since
+        raised |= {measure.rule.name for measure in decision.raised}
+    assert raised == {fault} - {None}
