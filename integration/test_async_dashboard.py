@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from integration.admin_service import Admin, quiet_tab
 from integration.conftest import configured
 from integration.waiting import wait_until
+from integration.watching import WatchedRun
 from playwright.sync_api import Browser, Page, expect
 
 from grpo_trainer import RunDisplay, train
@@ -56,17 +58,18 @@ GENERATION_CURVES = {
 
 
 class Watcher(RunDisplay):
-    """Display that checks what a tab of the overview and one of the partition show.
+    """Display that checks what tabs of the overview, of the partition and of the run show.
 
     Attributes:
         overview: opened before the run.
         partition: opened in the first step; like the overview, it is never reloaded.
+        run: the page of the run.
         steps: finished steps.
         staleness: mean staleness of each, from the tags of its samples.
     """
 
-    def __init__(self, overview: Page, partition: Page) -> None:
-        self.overview, self.partition = overview, partition
+    def __init__(self, overview: Page, partition: Page, run: Page) -> None:
+        self.overview, self.partition, self.run = overview, partition, WatchedRun(run)
         self.steps = 0
         self.staleness: list[float] = []
 
@@ -93,6 +96,7 @@ class Watcher(RunDisplay):
             lost = self._generators("left")
             expect(lost).to_have_count(1)
             expect(lost).to_contain_text("generation worker")
+            self.run.check_running(["rl.reward.mean", "rl.staleness.mean"], steps=1)
 
     def _after_training(self) -> None:
         expect(self._acknowledged("train")).to_have_text(str(SAMPLES))
@@ -122,17 +126,15 @@ def _kill_a_generation_worker() -> None:
 
 
 @pytest.fixture
-def tabs(admin: Admin, browser: Browser) -> Iterator[tuple[Page, Page]]:
-    """Yield two tabs; the test fails on any console message or page error."""
+def tabs(admin: Admin, browser: Browser) -> Iterator[list[Page]]:
+    """Yield three tabs; the test fails on any console message or page error."""
     expect.set_options(timeout=TIMEOUT_MS)
-    with quiet_tab(browser, admin.url) as overview, quiet_tab(browser, admin.url) as partition:
-        yield overview, partition
+    with ExitStack() as stack:
+        yield [stack.enter_context(quiet_tab(browser, admin.url)) for _ in range(3)]
     expect.set_options(timeout=5_000)
 
 
-def test_pages_follow_an_asynchronous_run(
-    admin: Admin, tabs: tuple[Page, Page], tmp_path: Path
-) -> None:
+def test_pages_follow_an_asynchronous_run(admin: Admin, tabs: list[Page], tmp_path: Path) -> None:
     watcher = Watcher(*tabs)
     watcher.overview.goto("/")
     empty = watcher.overview.get_by_role("heading", name="No telemetry yet", level=2)
@@ -166,6 +168,7 @@ def test_pages_follow_an_asynchronous_run(
     finished = re.compile(f"^Run finished; step {STEPS - 1} finished")
     expect(watcher.overview.get_by_role("heading", level=1)).to_have_text(finished)
     assert all(tab.evaluate("window.kept") for tab in tabs), "a page was reloaded"
+    watcher.run.finish(steps=STEPS)
     [run] = admin.ask("runs")["runs"]
     admin.until_curves(run["run_id"], CURVES, min_points=STEPS)
     admin.until_curves(run["run_id"], GENERATION_CURVES, min_points=1)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from integration.admin_service import ADMIN, Admin, quiet_tab
 from integration.conftest import configured
+from integration.watching import WatchedRun
 from playwright.sync_api import Browser, Page, expect
 
 from dataplane_core import KVBatchMeta
@@ -57,6 +58,7 @@ class RunRecord(RunDisplay):
     Args:
         admin: the service.
         overview: a tab with the overview, opened before the run.
+        run: the page of the run.
         other: another tab.
 
     Attributes:
@@ -65,9 +67,9 @@ class RunRecord(RunDisplay):
         live: the partition that the service reported at the end of step `INSPECTED`.
     """
 
-    def __init__(self, admin: Admin, overview: Page, other: Page) -> None:
+    def __init__(self, admin: Admin, overview: Page, run: WatchedRun, other: Page) -> None:
         self.admin = admin
-        self.overview, self.other = overview, other
+        self.overview, self.run, self.other = overview, run, other
         self.history: list[dict[str, Any]] = []
         self.trained: dict[int, dict[int, list[str]]] = defaultdict(dict)
         self.live: dict[str, Any] = {}
@@ -82,6 +84,7 @@ class RunRecord(RunDisplay):
             expect(self.other.locator("#heat")).to_contain_text("input_ids")
             first = self.overview.locator("#steps a").filter(has_text="0").first
             expect(first).to_be_visible(timeout=30_000)
+            self.run.check_running(["rl.reward.mean", "rl.loss", "rl.kl"], steps=INSPECTED - 1)
 
     def finished_step(self, record: dict[str, Any]) -> None:
         self.history.append(record)
@@ -127,10 +130,14 @@ def recorded(
             "tracing.sample_texts": TEXTS,
         },
     )
-    with quiet_tab(browser, admin.url) as overview, quiet_tab(browser, admin.url) as other:
+    with (
+        quiet_tab(browser, admin.url) as overview,
+        quiet_tab(browser, admin.url) as run,
+        quiet_tab(browser, admin.url) as other,
+    ):
         overview.goto("/")
         overview.evaluate("window.kept = true")
-        record = RunRecord(admin, overview, other)
+        record = RunRecord(admin, overview, WatchedRun(run), other)
         train(config, display=record, observer=record.observe)
         yield record
 
@@ -266,6 +273,11 @@ def test_overview_follows_the_run_without_a_reload(recorded: RunRecord) -> None:
     finished = re.compile(f"^Run finished; step {STEPS - 1} finished")
     expect(recorded.overview.get_by_role("heading", level=1)).to_have_text(finished, timeout=30_000)
     assert recorded.overview.evaluate("window.kept"), "the page was reloaded"
+
+
+def test_page_of_the_run_follows_it_without_a_reload(recorded: RunRecord) -> None:
+    newest = {"rl.reward.mean": recorded.history[-1]["reward"]}
+    recorded.run.finish(steps=STEPS, values=newest)
 
 
 def test_trace_page_shows_the_step_in_every_process(
