@@ -55,6 +55,7 @@ GENERATION_CURVES = {
     "rl.generation.tokens_per_s",
 }
 """Metrics of steps during which a rollout finished."""
+VALIDATION_CURVES = {"rl.validation.reward", "rl.validation.pass_rate"}
 
 
 class Watcher(RunDisplay):
@@ -146,6 +147,7 @@ def test_pages_follow_an_asynchronous_run(admin: Admin, tabs: list[Page], tmp_pa
             "run.name": "dashboard",
             "grpo.mode": "async",
             "grpo.num_steps": STEPS,
+            "validation.every_steps": STEPS,
             "grpo.num_prompts_per_step": PROMPTS,
             "grpo.num_generations_per_prompt": GROUP,
             "grpo.asynchronous.generators": GENERATORS,
@@ -171,7 +173,7 @@ def test_pages_follow_an_asynchronous_run(admin: Admin, tabs: list[Page], tmp_pa
     watcher.run.finish(steps=STEPS)
     [run] = admin.ask("runs")["runs"]
     admin.until_curves(run["run_id"], CURVES, min_points=STEPS)
-    admin.until_curves(run["run_id"], GENERATION_CURVES, min_points=1)
+    admin.until_curves(run["run_id"], GENERATION_CURVES | VALIDATION_CURVES, min_points=1)
     check_samples(admin)
     check_staleness(admin, watcher.staleness)
 
