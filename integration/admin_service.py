@@ -51,6 +51,19 @@ class Admin:
 
         wait_until(lambda: not missing(), TIMEOUT_S, state=missing)
 
+    def check_alerts(self, run: str) -> None:
+        """Check that no alert was raised, and that no shipped rule only waits for its duration."""
+        # Imported here: other environments collect these fixtures without it.
+        from dataplane_admin import load_rules
+
+        alerts = self.ask("alerts")
+        assert alerts["evaluated_ns"]
+        assert alerts["raised"] == alerts["cleared"] == []
+        bounds = {f"rl.{rule.kind}.mean": rule.bound for rule in load_rules().rules}
+        for curve in self.ask("runs/curves", run=run)["curves"]:
+            if (name := curve["name"]) in bounds:
+                assert max(curve["values"]) <= bounds[name], name
+
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Admin]:

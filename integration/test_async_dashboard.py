@@ -174,6 +174,7 @@ def test_pages_follow_an_asynchronous_run(admin: Admin, tabs: list[Page], tmp_pa
     [run] = admin.ask("runs")["runs"]
     admin.until_curves(run["run_id"], CURVES, min_points=STEPS)
     admin.until_curves(run["run_id"], GENERATION_CURVES | VALIDATION_CURVES, min_points=1)
+    admin.check_alerts(run["run_id"])
     check_samples(admin)
     check_staleness(admin, watcher.staleness)
 

@@ -246,6 +246,10 @@ def test_every_step_has_a_point_on_every_curve(
     admin.until_curves(traces[1]["run_id"], CURVES, min_points=STEPS)
 
 
+def test_healthy_run_raises_no_alert(admin: Admin, traces: dict[int, dict[str, Any]]) -> None:
+    admin.check_alerts(traces[1]["run_id"])
+
+
 def test_newest_samples_are_listed_without_a_search(
     admin: Admin, recorded: RunRecord, page: Page
 ) -> None:
