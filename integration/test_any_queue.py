@@ -151,3 +151,9 @@ def test_claim_that_ends_the_controller_is_reported(
         assert (fault["kind"], fault["sentence"]) == ("fault", live["error"])
         assert [each["present"] for each in ask("partitions")["partitions"]] == [16]
     wait_until(lambda: not ask("partitions")["live"]["attached"], TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_too_old_transfer_queue_is_named(ask: Callable[..., Any], tmp_path: Path) -> None:
+    with running("0.1.7", tmp_path, wait_s=600):
+        wait_until(lambda: "older than 0.1.8" in str(ask("partitions")["live"]["error"]), TIMEOUT_S)

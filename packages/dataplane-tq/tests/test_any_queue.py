@@ -133,6 +133,19 @@ def test_cluster_without_a_queue_is_refused(address):
         QueueInspector(address, timeout_s=TIMEOUT_S)
 
 
+def test_queue_older_than_its_namespace_is_refused(address):
+    @ray.remote(num_cpus=0)
+    class Controller: ...
+
+    # Before 0.1.8, the controller is in the namespace of the job.
+    controller = Controller.options(name="TransferQueueController").remote()
+    try:
+        with pytest.raises(UnavailableError, match=r"older than 0\.1\.8 and cannot be read"):
+            QueueInspector(address, timeout_s=TIMEOUT_S)
+    finally:
+        ray.kill(controller)
+
+
 def test_claim_that_blocks_the_controller_is_shown(address):
     with started(address, "init(polling_mode=False)") as (job, inspector):
         job.run("put(['a', 'b'], 'train', x=torch.zeros(2))")

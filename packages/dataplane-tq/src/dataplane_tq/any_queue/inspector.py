@@ -139,7 +139,7 @@ class QueueInspector:
             None if it answers. Its state can still be read.
 
     Raises:
-        UnavailableError: no cluster answers, or it runs no TransferQueue.
+        UnavailableError: no cluster answers, or it runs no TransferQueue, or one older than 0.1.8.
     """
 
     fault: str | None = None

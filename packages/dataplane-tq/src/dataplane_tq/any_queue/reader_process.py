@@ -33,7 +33,7 @@ class QueueReader:
         timeout_s: deadline of one query, in seconds.
 
     Raises:
-        UnavailableError: the cluster runs no TransferQueue.
+        UnavailableError: the cluster runs no TransferQueue, or one older than 0.1.8.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -41,8 +41,16 @@ class QueueReader:
         try:
             self._controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
         except ValueError:
+            others = [
+                actor["namespace"]
+                for actor in ray.util.list_named_actors(all_namespaces=True)
+                if actor["name"] == CONTROLLER and actor["namespace"] != NAMESPACE
+            ]
             raise UnavailableError(
-                f"this Ray cluster runs no TransferQueue: there is no actor {CONTROLLER}"
+                f"the TransferQueue of namespace {others[0]!r} is older than 0.1.8 and cannot be "
+                "read; update it"
+                if others
+                else f"this Ray cluster runs no TransferQueue: there is no actor {CONTROLLER}"
             ) from None
         self._units: dict[str, Any] | None = None
         self._packed: Link | None = None
