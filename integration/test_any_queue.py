@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray
-from integration.admin_service import ADMIN, serving
+from integration.admin_service import ADMIN, Admin, serving
 from integration.environments import UV
 from integration.waiting import wait_until
 
@@ -61,19 +61,36 @@ while True:
 
 
 @pytest.fixture
-def ask(tmp_path: Path, unforked_workers: None, cluster: None) -> Iterator[Callable[..., Any]]:
-    """Run the service; return a function that calls the command and returns its JSON."""
+def admin(tmp_path: Path, unforked_workers: None, cluster: None) -> Iterator[Admin]:
+    """Run the service, which inspects the cluster."""
     address = ray.get_runtime_context().gcs_address
     options = ["--ray-address", address, "--poll-s", "0.2", "--stuck-after-s", "1"]
     with serving(tmp_path, *options) as admin:
+        yield admin
 
-        def ask(*command: str) -> Any:
-            answer = subprocess.run(
-                [ADMIN, *command, "--url", admin.url, "--json"], capture_output=True, check=True
-            )
-            return json.loads(answer.stdout)
 
-        yield ask
+@pytest.fixture
+def ask(admin: Admin) -> Callable[..., Any]:
+    """Return a function that calls the command and returns its JSON."""
+
+    def ask(*command: str) -> Any:
+        answer = subprocess.run(
+            [ADMIN, *command, "--url", admin.url, "--json"], capture_output=True, check=True
+        )
+        return json.loads(answer.stdout)
+
+    return ask
+
+
+def windows(matrix: Any) -> list[Any]:
+    """Return the shares of each window of a matrix, by field and by task."""
+    return [
+        (
+            dict(zip(matrix["fields"], each["written"], strict=True)),
+            dict(zip(matrix["tasks"], each["tasks"], strict=True)),
+        )
+        for each in matrix["windows"]
+    ]
 
 
 @contextmanager
@@ -81,7 +98,7 @@ def running(version: str, folder: Path, wait_s: float) -> Iterator[None]:
     """Run the job with a version of TransferQueue during the block.
 
     Args:
-        version: such as "0.1.8", or "installed".
+        version: such as "0.1.7", or "installed".
         folder: folder to install it in.
         wait_s: seconds for which the controller lets a claim wait.
     """
@@ -111,7 +128,7 @@ def running(version: str, folder: Path, wait_s: float) -> Iterator[None]:
     ["installed", *(pytest.param(f"0.1.{each}", marks=pytest.mark.long) for each in (8, 9, 10))],
 )
 def test_blocked_job_on_any_transfer_queue_is_explained(
-    version: str, ask: Callable[..., Any], tmp_path: Path
+    version: str, admin: Admin, ask: Callable[..., Any], tmp_path: Path
 ) -> None:
     # Longer than the test: in 0.1.8 and 0.1.9, a claim that times out ends the controller's thread.
     with running(version, tmp_path, wait_s=600):
@@ -131,6 +148,17 @@ def test_blocked_job_on_any_transfer_queue_is_explained(
         assert (task["unclaimed"], task["ready"], task["acknowledged"]) == (8, 2, 8)
         (unit,) = answer["storage"]
         assert (unit["samples"], unit["max_samples"]) == (16, 64)
+        unclaimed, acknowledged = [1, 0, 0, 0], [0, 0, 0, 1]
+        expected = [  # shares of four samples each
+            ({"input_ids": 1, "advantages": 1}, {"update_actor": acknowledged}),
+            ({"input_ids": 1, "advantages": 1}, {"update_actor": acknowledged}),
+            ({"input_ids": 1, "advantages": 0.5}, {"update_actor": unclaimed}),
+            ({"input_ids": 1, "advantages": 0}, {"update_actor": unclaimed}),
+        ]
+        # The service scans the samples less often than it reads the numbers.
+        admin.until(
+            lambda: windows(admin.ask("partition/matrix", id="train", windows=4)) == expected
+        )
     wait_until(lambda: not ask("partitions")["live"]["attached"], TIMEOUT_S)
 
 
