@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from integration.environments import UV
 from integration.instrumented import instrumented_environment
 
 from observability.receiver import Receiver
@@ -15,16 +17,26 @@ from observability.records import Records
 
 INSTRUMENT = Path(sys.executable).parent / "opentelemetry-instrument"
 TIMEOUT_S = 120.0
+OLDER = ("0.1.9", "0.1.10")
+"""Older versions of TransferQueue that the instrumentor supports."""
+BACKENDS = {
+    "SimpleStorage": {"num_data_storage_units": 1, "total_storage_size": 64},
+    "PackedStorage": {"num_storage_units": 1, "global_segment_size": 1 << 24},
+}
 JOB = """
+import json, sys
 import ray, torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from dataplane_tq import start_local_ray  # a Ray that listens on loopback only
 
+storage_backend, storage, version = sys.argv[1:]
+assert version in ("installed", tq.__version__), tq.__version__
+if storage_backend == "PackedStorage":
+    import dataplane_tq.storage.packed_bootstrap
 start_local_ray(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-storage = {"num_data_storage_units": 1, "total_storage_size": 64}
-backend = {"storage_backend": "SimpleStorage", "SimpleStorage": storage}
+backend = {"storage_backend": storage_backend, storage_backend: json.loads(storage)}
 tq.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend}))
 
 def batch(rows, **columns):
@@ -55,16 +67,31 @@ except Exception as error:
 """
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Records:
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("SimpleStorage", "installed"),
+        ("PackedStorage", "installed"),
+        *(pytest.param(("SimpleStorage", old), marks=pytest.mark.long) for old in OLDER),
+    ],
+    ids=":".join,
+)
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Records:
     """Run the job with ``opentelemetry-instrument``, and return its records."""
+    backend, version = request.param
     folder = tmp_path_factory.mktemp("job")
-    script = folder / "job.py"
-    script.write_text(JOB)
+    (folder / "job.py").write_text(JOB)
+    if version != "installed":
+        install = [UV, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
+        package = f"transferqueue=={version}"
+        subprocess.run([*install, "--target", folder, package], check=True, timeout=TIMEOUT_S)
+    program = ["job.py"] if backend == "SimpleStorage" else ["-m", "job"]
+    arguments = [backend, json.dumps(BACKENDS[backend]), version]
     with Receiver() as receiver, tempfile.TemporaryDirectory(prefix="it-") as short:
+        environment = instrumented_environment(receiver.endpoint, short)
         done = subprocess.run(
-            [INSTRUMENT, "--logs_exporter", "otlp", sys.executable, script],
-            env=instrumented_environment(receiver.endpoint, short),
+            [INSTRUMENT, "--logs_exporter", "otlp", sys.executable, *program, *arguments],
+            env={**environment, "PYTHONPATH": str(folder)},
             cwd=folder,
             capture_output=True,
             text=True,

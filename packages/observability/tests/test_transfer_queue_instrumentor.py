@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
 
 METHODS = "".join(
     f"async def {name}(self): ...\n    "
@@ -101,3 +103,15 @@ def test_uninstrument_before_the_import_leaves_no_spans(tmp_path):
         text=True,
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow  # needs the extra transfer-queue
+def test_command_checks_the_supported_versions():
+    from observability.adapters.transfer_queue import TransferQueueInstrumentor
+
+    # `opentelemetry-instrument` reads them from this extra, and calls of `instrument` the method.
+    requirements = metadata.requires("observability")
+    [checked] = [Requirement(each) for each in requirements if "instruments" in each]
+    [supported] = map(Requirement, TransferQueueInstrumentor().instrumentation_dependencies())
+    assert checked.name == supported.name.lower()
+    assert checked.specifier == supported.specifier
