@@ -1,135 +1,218 @@
-"""verl's training loop, traced by the adapter: without a GPU, so what needs workers is replaced."""
+"""The command of docs/recipes/verl.md with stand-ins for what needs GPUs, and the admin service."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import ast
+import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from observability.receiver import Receiver
-from observability.views import steps_of
-
-# As Ray's hook does: the adapter is installed before verl's trainers are imported.
-TRAIN = """
-import os
-import time
-from types import SimpleNamespace
-from observability.adapters.verl import install
-
-install()
-install()  # a worker's hook and a user's call
-
-import torch
+import ray
+import verl
 from hydra import compose, initialize_config_module
-import verl.trainer.ppo.v1.trainer_base as base
-from verl import DataProto
-from verl.trainer.ppo.metric_utils import compute_data_metrics
-from verl.trainer.ppo.v1 import get_trainer_cls
+from integration.admin_service import Admin, serving
+from integration.lean_ray import lean_ray
+from integration.recipes import RECIPES, blocks
+from integration.verl.stand_in import OVERRIDES, Runner, settings
+from integration.waiting import wait_until
+from verl.trainer.main_ppo import run_ppo
 
-with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", overrides=[
-        "trainer.logger=[console]", "trainer.val_before_train=False", "trainer.total_epochs=9",
-        "trainer.experiment_name=my-run", "trainer.test_freq=-1", "trainer.save_freq=100",
-        "+ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN=secret",
-        "data.train_batch_size=1", "algorithm.use_kl_in_reward=False",
-    ])
+__all__ = ["lean_ray"]
 
-
-def work(self, batch, metrics=None, **kwargs):
-    time.sleep(0.01)
-    return batch
-
-
-class Trainer(get_trainer_cls("sync")):
-    def __init__(self):
-        self.config, self.trainer_mode, self.parameter_sync_step = config, "sync", 1
-        self.use_critic, self.use_reference_policy = False, True
-        self.steps_per_epoch, self.total_training_steps = 4, int(TOTAL)
-        self.global_steps = int(DONE)  # as after a resume
-        self.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=None)
-        self.checkpoint_manager = SimpleNamespace(
-            update_weights=lambda step: None, sleep_replicas=lambda: None
-        )
-        batch = SimpleNamespace(keys=["a"], tags=[{}], partition_id="train", extra_info={})
-        self.replay_buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
-        self._init_dump_executor()
-
-    def prepare_step(self): ...
-    def _save_checkpoint(self): ...
-
-    def _compute_metrics(self, batch, metrics, *args, **kwargs):
-        names = ["token_level_scores", "token_level_rewards", "advantages", "returns", "prompts",
-                 "responses", "response_mask"]
-        columns = {name: torch.ones(2, 4) for name in names}
-        columns["attention_mask"] = torch.ones(2, 8)
-        metrics.update(compute_data_metrics(DataProto.from_dict(columns), use_critic=False))
-
-    _compute_reward_colocate = _compute_old_log_prob = _compute_ref_log_prob = work
-    _compute_advantage = _balance_batch = work
-
-    def _update_actor(self, batch, metrics):
-        if self.global_steps == int(FAILING):
-            raise RuntimeError("out of memory")
-        return work(self, batch)
-
-
-base.tq = SimpleNamespace(kv_clear=lambda **kwargs: None)
-trainer = Trainer()
-try:
-    trainer.fit(None)
-finally:  # as verl's task runner; then Ray may kill its process
-    trainer.logger.finish(exit_code=int(int(FAILING) > 0))
-    os._exit(int(FAILING) > 0)
-"""
-
+PAGE = blocks("verl", "bash")
+UNIT_BYTES = 64 << 20
 STAGES = ["rollout", "reward", "logprobs", "reference", "advantages", "train"]
 
 
-@pytest.mark.parametrize(
-    ("done", "total", "failing"),
-    [(0, 2, -1), (5, 7, -1), (0, 2, 2)],
-    ids=["first_run", "resumed", "failed"],
-)
-def test_fit_has_a_trace_per_step(tmp_path: Path, done: int, total: int, failing: int) -> None:
-    with Receiver(tmp_path / "recording") as receiver:
-        program = f"DONE, TOTAL, FAILING = {done}, {total}, {failing}\n{TRAIN}"
-        environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
-        environment.pop("RUN_ID", None)
-        ran = subprocess.run(
-            [sys.executable, "-c", program],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        records = receiver.snapshot()
-    steps = steps_of(records)
-    assert (ran.returncode == 0) == (failing < 0), ran.stdout + ran.stderr
-    events = [event for event in records.events if event.name.startswith("run_")]
-    assert [event.name for event in events] == [
-        "run_started",
-        "run_finished" if failing < 0 else "run_failed",
+@pytest.fixture(scope="module")
+def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
+    """Start the service as the page does, before Ray."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    [options] = re.findall(r"^dataplane-admin serve (.*)$", PAGE, re.MULTILINE)
+    options = options.replace("auto", f"127.0.0.1:{port}")  # other tests may run a cluster, too
+    folder = tmp_path_factory.mktemp("admin")
+    with pytest.MonkeyPatch.context() as patch, serving(folder, *options.split()) as admin:
+        patch.setenv("RAY_GCS_SERVER_PORT", str(port))
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # keep the loopback
+        patch.delenv("RUN_ID", raising=False)
+        try:
+            yield admin
+        finally:
+            ray.shutdown()
+
+
+def train(admin: Admin, run: str, *overrides: str) -> None:
+    """Run verl with the overrides of the page and further ones. The first call starts Ray."""
+    page = re.findall(r"^  (\S+=\S+?)(?: \\)?$", PAGE, re.MULTILINE)
+    assert len(page) == 5
+    page = [each.replace("http://127.0.0.1:8080", admin.url) for each in page]
+    page = [re.sub("(?<=global_segment_size=).*", str(UNIT_BYTES), each) for each in page]
+    machine = [
+        "ray_kwargs.ray_init.num_cpus=8",
+        "+ray_kwargs.ray_init._node_ip_address=127.0.0.1",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN=secret",
     ]
-    assert {event.attributes["rl.run_id"] for event in events} == {"my-run"}
-    config = events[0].attributes["dataplane.config"]
-    assert config["trainer.experiment_name"] == "my-run"
-    assert "secret" not in config.values()
-    metrics = (tmp_path / "recording" / "metrics.otlp").read_bytes()
-    for name in ("rl.reward.mean", "rl.response.length", "rl.response.truncated"):
-        assert name.encode() in metrics
-    # verl counts steps from 1, rl.step from 0.
-    assert [step.number for step in steps] == [done, done + 1]
-    assert {step.run_id for step in steps} == {"my-run"}
-    first, last = ([span.name for span in step.children(step.root.span_id)] for step in steps)
-    assert steps[0].incomplete == []
-    assert first == [*STAGES, "refit"]
-    if failing < 0:
-        assert steps[1].incomplete == []
-        assert last == [*STAGES, "save_checkpoint", "refit"]
-    else:
-        assert last == STAGES
-        assert all("failed: RuntimeError" in reason for reason in steps[1].incomplete)
-        assert steps[1].root.outcome == "error"
+    name = f"trainer.experiment_name={run}"
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*page, *machine, *OVERRIDES, name, *overrides])
+    run_ppo(config, Runner)
+
+
+@pytest.fixture(scope="module")
+def watched(admin: Admin, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run two steps of the synchronous trainer; return what the service showed meanwhile."""
+    seen = tmp_path_factory.mktemp("run") / "seen"
+
+    def partitions() -> Any:
+        """Return the answer once it has the four responses of the last step, without prompts."""
+        if not any(each["has_root"] for each in admin.ask("traces", run="my-run")["traces"]):
+            return None  # the first step has not ended
+        answer = admin.ask("partitions")
+        for each in answer["partitions"]:
+            written = {field["name"]: field["written"] for field in each["fields"]}
+            if each["present"] == written.get("responses") == 4:
+                return answer
+        return None
+
+    def watch() -> dict[str, Any]:
+        try:
+            return {
+                **wait_until(partitions, 200),  # Ray starts, and a worker imports verl
+                "runs": admin.until(lambda: admin.ask("runs")["runs"]),
+                "samples": admin.ask("partition/samples", id="train")["samples"],
+            }
+        finally:
+            seen.touch()
+
+    with ThreadPoolExecutor() as pool:
+        shown = pool.submit(watch)
+        train(admin, "my-run", *settings(wait_for=seen))
+        return shown.result()
+
+
+def ended(admin: Admin, run: str, *, steps: int = 2) -> tuple[Any, list[Any]]:
+    """Wait for the end of a run, and return it and the traces of its steps in order."""
+
+    def answers() -> tuple[Any, list[Any]] | None:
+        listed = [each for each in admin.ask("traces", run=run)["traces"] if each["has_root"]]
+        if len(listed) < steps or (answer := admin.ask("run", run=run))["state"] == "running":
+            return None
+        return answer, sorted(listed, key=lambda each: each["step"])
+
+    answer, listed = admin.until(answers)
+    assert [each["name"] for each in listed] == ["grpo.step"] * steps
+    return answer, [admin.ask("trace", id=each["trace_id"]) for each in listed]
+
+
+def stages(trace: Any) -> list[str]:
+    return [row["name"] for row in trace["rows"] if row["depth"] == 1]
+
+
+def test_live_page_shows_the_packed_queue(watched: dict[str, Any]) -> None:
+    [partition] = watched["partitions"]
+    assert partition["id"] == "train"
+    written = {field["name"]: field["written"] for field in partition["fields"]}
+    assert written["responses"] == 4
+    assert [unit["capacity"] for unit in watched["storage"]] == [UNIT_BYTES] * 2
+    assert sum(unit["used"] for unit in watched["storage"]) > 0
+    assert {each["tags"]["status"] for each in watched["samples"]} == {"success"}
+    [run] = watched["runs"]
+    assert (run["run_id"], run["state"]) == ("my-run", "running")
+
+
+def test_steps_have_waterfalls_and_critical_paths(admin: Admin, watched: dict[str, Any]) -> None:
+    run, (first, last) = ended(admin, "my-run")
+    assert (run["state"], run["steps"]) == ("finished", 2)
+    assert run["config"]["trainer.experiment_name"] == "my-run"
+    assert "secret" not in run["config"].values()
+    curves = ("rl.reward.mean", "rl.response.length", "rl.response.truncated")
+    admin.until_curves("my-run", curves, min_points=2)
+    assert (first["step"], last["step"]) == (0, 1)  # verl counts steps from 1
+    assert stages(first) == [*STAGES, "refit"]
+    assert stages(last) == [*STAGES, "save_checkpoint", "refit"]
+    for trace in (first, last):
+        assert trace["incomplete"] == []
+        path = trace["critical_path"]
+        assert set(STAGES) <= {segment["name"] for segment in path}
+        assert sum(each["seconds"] for each in path) == pytest.approx(trace["seconds"])
+
+
+def test_resumed_run_of_colocated_trainer(admin: Admin, watched: dict[str, Any]) -> None:
+    mode = "trainer.v1.trainer_mode=colocate_async"
+    train(admin, "resumed", mode, *settings(done=5, total=7))
+    run, steps = ended(admin, "resumed")
+    assert run["state"] == "finished"
+    assert [trace["step"] for trace in steps] == [5, 6]
+    assert [trace["incomplete"] for trace in steps] == [[], []]
+    assert stages(steps[0]) == [*STAGES, "refit"]
+
+
+def test_failed_run_of_separate_trainer(admin: Admin, watched: dict[str, Any]) -> None:
+    mode = "trainer.v1.trainer_mode=separate_async"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(admin, "failed", mode, *settings(failing=2))
+    run, (first, last) = ended(admin, "failed")
+    assert run["state"] == "failed"
+    assert "out of memory" in run["error"]
+    assert first["incomplete"] == []
+    assert stages(first) == [
+        *("switch_wait", "switch_to_trainer", *STAGES, *STAGES),
+        *("switch_to_rollout", "refit", "switch_to_rollout"),
+    ]
+    assert last["rows"][0]["outcome"] == "error"
+    assert all("failed: RuntimeError" in reason for reason in last["incomplete"])
+    assert last["incomplete"]
+
+
+def timers_of_verl() -> set[str]:
+    """Return the names of the timers in verl's source."""
+    names = set()
+    for path in Path(verl.__file__).parent.rglob("*.py"):
+        if "marked_timer(" in (source := path.read_text()):
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "marked_timer":
+                    name = ast.unparse(node.args[0])
+                    names.add("ref" if name == "str(Role.RefPolicy)" else ast.literal_eval(name))
+    return names
+
+
+@ray.remote
+def time_step(names: list[str]) -> None:
+    """Run verl's timers within a step."""
+    from verl.utils.profiler import marked_timer
+    from verl.utils.tracking import Tracking
+
+    tracking = Tracking("my-project", "timers", "console", config={})
+    with marked_timer("step", {}):
+        for name in names:
+            with marked_timer(name, {}):
+                pass
+    tracking.finish(exit_code=0)
+
+
+def test_every_timer_of_verl_has_the_span_of_the_page(
+    admin: Admin, watched: dict[str, Any]
+) -> None:
+    text = (RECIPES / "trace-verl.md").read_text()
+    expected = {"step": ("grpo.step", None)}
+    outside = set()
+    for spans, timers, bucket in re.findall(r"^\| (.*`|none) \| (.*) \| (.*) \|$", text, re.M):
+        names = re.findall("`(.*?)`", spans if timers == "the same" else timers)
+        if spans == "none":
+            outside.update(names)
+            continue
+        shown = re.findall("`(.*?)`", spans)
+        for place, name in enumerate(names):
+            expected[name] = (shown[min(place, len(shown) - 1)], bucket.strip("`"))
+    assert timers_of_verl() == {*expected, *outside}
+    ray.get(time_step.remote([name for name in expected if name != "step"]), timeout=120)
+    _, [trace] = ended(admin, "timers", steps=1)
+    recorded = [(row["name"], row["bucket"]) for row in trace["rows"]]
+    assert sorted(recorded[1:]) == sorted(span for name, span in expected.items() if name != "step")

@@ -19,6 +19,7 @@ from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
 
+_MOVES = ("switch_to_rollout", "switch_to_trainer", "sync_rollout_weights", "save_checkpoint")
 # Span name of docs/telemetry.md, and bucket, by verl's timer. Other timers keep their names and are
 # idle: the trainer is blocked on its workers.
 _SPANS: dict[str, tuple[str, Bucket]] = {
@@ -26,9 +27,9 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     "old_log_prob": ("logprobs", "idle"),
     "ref": ("reference", "idle"),
     "adv": ("advantages", "productive"),
-    "update_weights": ("refit", "overhead"),
     "update_actor": ("train", "idle"),
-    "save_checkpoint": ("save_checkpoint", "overhead"),
+    **dict.fromkeys(("update_weights", "timing_s/param_sync"), ("refit", "overhead")),
+    **{name: (name, "overhead") for name in (*_MOVES, "dump_rollout_generations")},
 }
 # Metric names of docs/telemetry.md by verl's metric.
 _METRIC_NAMES = {
@@ -64,9 +65,8 @@ def install() -> None:
         from verl.utils.tracking import Tracking
     except ModuleNotFoundError as error:
         raise ImportError(f"{__name__} needs verl ({error.name} is missing)") from error
-    run = _Run()
     original_init, original_log, original_finish = Tracking.__init__, Tracking.log, Tracking.finish
-    original_timer = profiler.marked_timer
+    original_timer, run = profiler.marked_timer, _Run()
 
     def traced_init(
         tracking: Any, project_name: str, experiment_name: str, *args: Any, **kwargs: Any
