@@ -1,4 +1,7 @@
-"""A version is leased while received weights are in use, even if they are dropped unclosed."""
+"""A version is leased while received weights are in use, even if they are dropped unclosed.
+
+Imports internals: an interrupt right after the lease was taken has no public hook.
+"""
 
 from __future__ import annotations
 
