@@ -74,6 +74,8 @@ def test_error_of_any_action_is_raised_in_the_caller(failing):
 
 
 def test_interrupt_is_raised_after_running_actions_end():
+    # A shell without job control starts its background processes with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     began, returned, ended = threading.Event(), threading.Event(), []
 
     def act():
@@ -85,7 +87,10 @@ def test_interrupt_is_raised_after_running_actions_end():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         ended.append(not returned.wait(0.2))
 
-    with pytest.raises(KeyboardInterrupt):
-        run_all([act] * CONNECTIONS)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all([act] * CONNECTIONS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     returned.set()
     assert ended == [True]
