@@ -230,7 +230,7 @@ def share_bytecode(site_packages: Path) -> None:
         folder = compiled.parent.parent
         source = folder / f"{compiled.name.partition('.')[0]}.py"
         other = site_packages / source.relative_to(own)
-        # Python compares the same before it uses bytecode.
+        # Python compares the same time and size before it uses bytecode.
         if _stamp(source) is not None and _stamp(source) == _stamp(other):
             target = site_packages / compiled.relative_to(own)
             target.parent.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Plugin of pytest that makes garbage collections rare.
 
 Tests create many objects and keep few, and the processes of tests have imported much. Collections
-at Python's thresholds took a fifth of the tests' CPU time. At these thresholds a process would
+at Python's thresholds took a fifth of the tests' CPU time. At `THRESHOLDS` alone, a process would
 retain everything that it made, so it also collects after every `TESTS` tests.
 """
 

@@ -73,7 +73,7 @@ _Box: TypeAlias = tuple[int, int, int, int]
 
 
 def steps_of(url: str, **chosen: object) -> list[str]:
-    """Return the ids of the traces of steps, of a ``run`` for example, the newest first."""
+    """Return the trace ids of steps, newest first; ``chosen`` filters, as by ``run``."""
     listed = Admin(url).ask("traces", name="grpo.step", limit=200, **chosen)["traces"]
     return [each["trace_id"] for each in listed]
 
@@ -219,7 +219,7 @@ def _shown(page: Page, path: str, screen: tuple[int, int], part: _Box, box: _Box
 
 
 def await_end(browser: Browser, url: str, run: Process) -> None:
-    """Take no pictures of a run that another is compared with."""
+    """Wait for the end of a run, with which a later one is compared."""
     assert run.wait(TIMEOUT_S) == 0, "the run failed"
 
 

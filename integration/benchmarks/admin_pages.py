@@ -109,11 +109,12 @@ class PagesResult:
             )
         ]
         paints = {path: Summary.of(paints) for path, paints in self.paints.items()}
-        large = paints.pop(self.large_trace)
-        slowest_paint = max(paints.values(), key=lambda paint: paint.value)
+        if paints:  # Chromium is installed
+            large = paints.pop(self.large_trace)
+            slowest_paint = max(paints.values(), key=lambda paint: paint.value)
+            entries.append(Entry.ms("admin.first_paint_ms", slowest_paint))
+            entries.append(Entry.ms("admin.large_trace_first_paint_ms", large))
         entries += [
-            Entry.ms("admin.first_paint_ms", slowest_paint),
-            Entry.ms("admin.large_trace_first_paint_ms", large),
             Entry("admin.history_traces", self.traces, "1", None, 0.0, 1),
             Entry("admin.history_events", self.events, "1", None, 0.0, 1),
             Entry("admin.events_per_s", self.events / self.filling_s, "1/s", None, 0.0, 1),

@@ -1,12 +1,11 @@
 """Cost of the journal of an asynchronous run, as a share of the put that it precedes.
 
-``python -m integration.benchmarks.journal``: for each length of the responses, rounds put a group
-of 16 samples as a generator does, and record it in a `Journal` as a generator does: the columns of
-the rollout are read back from the store, and appended with the advantages to a file in the
-temporary folder. The duration of a put is the sum of two: of the rollout's columns, and of the
-advantages.
+``python -m integration.benchmarks.journal`` has rounds for each length of the responses. A round
+puts a group of 16 samples as a generator does. Then it reads the rollout's columns back and appends
+them, with the advantages, to a `Journal` in a temporary folder. The duration of a put is the sum of
+two: of the rollout's columns, and of the advantages.
 
-Imports internals: a run does not show the time that its journal takes.
+Imports internals: a run reports the time of its journal by step, not by put.
 """
 
 from __future__ import annotations

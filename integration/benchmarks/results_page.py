@@ -19,8 +19,8 @@ _LAYOUTS = [f"{layout}{size}" for size in ("", "_2g") for layout in ("1to1", "2t
 class Cell:
     """Results of a cell, by name.
 
-    With ``spread``, their interquartile ranges are in parentheses; with ``sep`` between " to ",
-    only the lowest and the highest are shown.
+    With ``spread``, the interquartile range of the first is in parentheses. If ``sep`` is " to ",
+    only the lowest and the highest value are shown.
     """
 
     names: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 ``python -m integration.benchmarks.store_size``: a synchronous and then an asynchronous run of the
 demo report to a service with an empty database, with the texts and tokens of some samples. Bytes of
-a table are those of its pages and its indexes' after the run, minus those before it.
+a table are the size of its pages and indexes after the run, minus that before it.
 """
 
 from __future__ import annotations

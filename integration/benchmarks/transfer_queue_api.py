@@ -1,9 +1,9 @@
 """Speed of TransferQueue's own API on the packed backend and on SimpleStorage.
 
 ``python -m integration.benchmarks.transfer_queue_api`` starts one Ray per backend, each with a
-TransferQueue started by ``transfer_queue.init`` and four worker processes. In every round one
-worker, then all four at once, put a batch each and get it back, with one backend after the other in
-random order. It prints durations and their ratios.
+TransferQueue started by ``transfer_queue.init`` and four worker processes. In every round, one
+worker puts a batch and gets it back, then all four do so at once. The order of the backends is
+random each time. It prints durations and their ratios.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Machine:
         return done.stdout
 
     def set_clock(self, ahead_s: int, folder: Path) -> None:
-        """Give processes that start from now on a wrong wall clock.
+        """Set a wrong wall clock for processes that start later.
 
         Args:
             ahead_s: seconds that it is ahead.

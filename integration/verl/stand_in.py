@@ -103,7 +103,7 @@ def stand_in(trainer: type) -> type:
 
 @ray.remote
 class Runner(TaskRunnerV1.__ray_metadata__.modified_class):
-    """verl's task runner; it takes `stand_in` of the trainer."""
+    """verl's task runner, with the trainer replaced by its `stand_in`."""
 
     def run(self, config: Any) -> None:
         of_mode = trainers.get_trainer_cls

@@ -286,7 +286,7 @@ def test_draft_model_is_refused_and_the_next_refit_works(rig, serving):
 def test_failed_install_resumes_no_server_until_a_refit(rig, serving):
     version_id = rig.publish(1)
     call(rig.servers[0], "/collective_rpc", {"method": "fail_next_install", "args": ["0"]})
-    with pytest.raises(FleetError, match=r"this layer fail.*No server was resumed") as caught:
+    with pytest.raises(FleetError, match=r"this layer fail.*The fleet was not resumed") as caught:
         serving.refit(version_id)
     assert list(caught.value.failed) == [rig.servers[0].address]
     assert serving.server_versions == {rig.servers[1].address: version_id}
@@ -303,7 +303,7 @@ def test_servers_without_an_install_resume_the_old_version(rig, serving):
     (held,) = set(serving.server_versions.values())
     for server in rig.servers:
         on_workers(server, "drop_before_next_finish", 0)
-    with pytest.raises(FleetError, match="No server was resumed"):
+    with pytest.raises(FleetError, match="The fleet was not resumed"):
         serving.refit(rig.publish(1))
     assert set(serving.server_versions.values()) == {held}
     serving.resume()

@@ -64,7 +64,8 @@ def read_columns(
             without it, to their longest row. See `DataPlaneClient.get_columns`. The batch gets the
             meta's plan of micro-batches, if the plan was made for these ids in this order.
         select_fields: the columns to read.
-        layout: "padded" returns dense tensors, "jagged" the tensors of the store.
+        layout: "padded" returns right-padded dense tensors where columns can be padded, "jagged"
+            the tensors of the store.
         pad_value_dict: column to its pad value (``input_ids``: the pad token's id); 0 if absent.
 
     Returns:

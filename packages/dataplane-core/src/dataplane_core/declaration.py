@@ -130,7 +130,7 @@ class PartitionDeclaration:
         if large_group is not None:
             reasons.append(describe_large_group(large_group, batch_size))
         if first_expiry_s is not None:
-            holding = "lease" if leased else "assignment"
+            holding = " or ".join(["lease"] * (leased > 0) + ["assignment"] * (assigned > 0))
             reasons.append(f"the first {holding} expires in {round(first_expiry_s, 1):g} s")
         if claimer and claimer in holders:
             reasons.append(

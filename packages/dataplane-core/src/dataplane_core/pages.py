@@ -1,8 +1,8 @@
 """Reuse of memory for large results, to avoid page faults.
 
-Page faults on fresh memory cost several times as much as the memcpy. The C library returns large
-freed buffers to the kernel, so the next buffer is fresh memory again. This module retains up to
-`MAX_IDLE_BYTES` per process, and reuses a buffer once nothing refers to it.
+Page faults on fresh memory cost several times as much as copying into it. The C library returns
+large freed buffers to the kernel, so the next buffer is fresh memory again. This module retains up
+to `MAX_IDLE_BYTES` per process, and reuses a buffer once nothing refers to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of tags, whose values are primitives that can be sent and compared; `group_of`.
+"""Checks of tags, whose values are primitives, and `group_of`, the group of a sample.
 
 The module imports neither numpy nor torch; it recognizes their scalars by their attributes.
 """

@@ -50,7 +50,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def fill(message: _M, data: dict[str, Any]) -> _M:
-    """Fill a message from a JSON object, which this changes; ignore unknown names.
+    """Fill a message from a JSON object, which is modified; ignore unknown names.
 
     U+FFFD replaces lone surrogates. An id that is not hexadecimal gets a length that no id has.
 

@@ -115,10 +115,11 @@ class SyncRolloutActor(RayClass):
         In order: ``snapshot_step_metrics`` (if ``first_iter``), ``clear_logger_metrics``, rollout,
         flatten, one put, ``finish_generation``, ``get_logger_metrics``.
 
-        If an operation up to the put raises, ``finish_generation`` is still called. If a later one
-        raises, or the result of the put is unknown, the samples are withdrawn, even leased ones;
-        blocking claims then wait for the samples of a retry. If cleaning up fails as well, the
-        error gets a note. Samples can only remain if the withdrawal fails.
+        If an operation up to the put raises, ``finish_generation`` is still called, if requested.
+        If a later one raises, or the result of the put is unknown, new samples are withdrawn, even
+        leased ones; those of ``claim`` never are. Blocking claims then wait for the samples of a
+        retry. If cleaning up fails as well, the error gets a note. New samples can only remain if
+        the withdrawal fails.
 
         Args:
             input_batch: n rows, with each prompt in ``group_size`` consecutive rows.
@@ -169,7 +170,8 @@ class SyncRolloutActor(RayClass):
                 of other dimensions, or samples without media that this batch has. With any store:
                 media differ from ``policy.media``.
             MissingDataError: (a KeyError and a ValueError) before generation: a column is missing,
-                or a carry key is unknown; before the put: a "reward/" key does not exist.
+                or a carry key is unknown; before the put: a "reward/" key or
+                ``weight_versions`` does not exist, or ``routed_experts`` is missing.
             DeadlineExceededError: (a TimeoutError) an environment's step times out; names its task.
             UnavailableError: (a RuntimeError) an environment is dead; names its task.
             LeaseLostError: the lease of ``claim`` ended before the put; nothing is written.

@@ -69,8 +69,8 @@ def flatten_rollout_message_log(
     Raises:
         InvalidRequestError: (a ValueError) a turn has another number of log-probabilities or
             routings than tokens, or the number of prompt lengths is wrong.
-        MissingDataError: (a KeyError and a ValueError) a turn has no role, or a generated turn or
-            all turns lack the requested ``routed_experts``.
+        MissingDataError: (a KeyError and a ValueError) a turn has no role, a generated turn lacks
+            the requested ``routed_experts``, or no turn has them.
     """
     if len(prompt_lengths) != len(message_logs):
         raise InvalidRequestError(

@@ -78,7 +78,7 @@ def generation_request(
         backend: names the backend in errors.
         pad_token_id: pads ``input_ids`` on the right.
         max_seq_len: maximum tokens of a conversation.
-        max_new_tokens: maximum tokens of a response; None is limited by ``max_seq_len`` only.
+        max_new_tokens: maximum tokens of a response; with None, ``max_seq_len`` limits it.
     """
     token_rows = [row.token_ids for row in rows]
     lengths = torch.tensor([len(tokens) for tokens in token_rows], dtype=torch.int64)

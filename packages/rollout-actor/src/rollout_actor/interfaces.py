@@ -57,8 +57,8 @@ class EnvironmentReturn(NamedTuple):
         next_stop_strings: per row the stop strings of the next response; None for a row removes
             them. None instead of the sequence keeps the present ones.
         rewards: float (n,), finite, or a mapping of at least one name to such a tensor. The
-            components add up to the row's reward, and are also recorded by name. Both are summed
-            over the turns.
+            components add up to the row's reward. Reward and components are summed over the turns;
+            components are also recorded by name.
         terminateds: bool (n,); True ends the row.
         answers: n extracted answers, or None. Evaluation loops use them, rollouts do not.
     """

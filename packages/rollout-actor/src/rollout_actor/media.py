@@ -2,8 +2,8 @@
 
 A row may have any number of images, of any resolution. A field keeps its dtype and form while its
 partition has samples, so the stored form must not depend on the batch. Media are therefore always
-put as nested tensors whose rows differ in shape, and a row without media has zero items. The names
-come from the configuration, the batch and the partition; a batch that does not fit is refused
+put as nested tensors whose rows may differ in shape, and a row without media has zero items. The
+names come from the configuration, the batch and the partition; a batch that does not fit is refused
 before generation.
 """
 

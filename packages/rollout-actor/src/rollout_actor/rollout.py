@@ -72,7 +72,7 @@ def run_multi_turn_rollout(
         max_seq_len: maximum tokens of a conversation. An observation that would reach it is cut,
             and ends the row.
         max_rollout_turns: maximum responses per row.
-        max_new_tokens: maximum tokens of a response; None is limited by ``max_seq_len`` only. The
+        max_new_tokens: maximum tokens of a response; with None, ``max_seq_len`` limits it. The
             backend needs the same limit; a longer response is refused.
         greedy: take the most likely token instead of sampling.
         step_timeout_s: how long the steps of one turn may take, in seconds.

@@ -1,4 +1,4 @@
-"""`RolloutSettings`: a rollout's part of the trainer's configuration, checked at construction."""
+"""`RolloutSettings`: a rollout's part of the trainer's configuration."""
 
 from __future__ import annotations
 

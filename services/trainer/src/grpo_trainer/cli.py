@@ -1,9 +1,9 @@
 """The command line: ``grpo-trainer train``, ``resume`` and ``schema``.
 
 Every failure that a user can cause or fix ends with one message on standard error and exit status
-1; a wrong option or configuration ends with status 2. Ray is shut down first, even when the process
-is interrupted or terminated. After a first SIGTERM the current step finishes and is checkpointed,
-with exit status 0. A second one stops the run at once.
+1; a wrong option or configuration ends with status 2. Ray is shut down before the process exits,
+even after an interrupt or SIGTERM. After a first SIGTERM the current step finishes and is
+checkpointed, with exit status 0. A second one stops the run at once.
 """
 
 from __future__ import annotations

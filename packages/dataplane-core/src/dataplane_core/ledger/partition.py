@@ -242,7 +242,7 @@ class Partition:
         return rows
 
     def _nothing_more(self, task: Task, queue: Queue) -> bool:
-        """Return whether every sample that can ever match is ready now."""
+        """Return whether all declared samples were put, and all open ones that match are ready."""
         if self.not_put:
             return False
         if queue.terms.where:

@@ -147,7 +147,7 @@ class Task(NamedTask):
             self._count_claimed(chunk, count if after > ASSIGNED else -count)
 
     def remove(self, rows: Sequence[Row]) -> list[State | None]:
-        """Remove cleared samples; return their states. Then reset ``row.states``."""
+        """Stop counting cleared samples; return their states. The caller resets ``row.states``."""
         states = [row.states.get(self) for row in rows]
         removed: dict[int, int] = {}
         for row, state in zip(rows, states, strict=True):

@@ -144,7 +144,7 @@ class StreamingDataLoader:
         self._uncommitted: dict[str, KVBatchMeta] = {}  # sample to the claim that holds it
         self._listed: list[str] = []  # uncommitted samples in the last state_dict
         self._iterating = False
-        # Since when every batch lost its lease before delivery; None if the last was delivered.
+        # Time since which every batch has lost its lease before delivery; None after a delivery.
         self._all_lost_since: float | None = None
         self._closing = threading.Event()
         self._renewer = threading.Thread(

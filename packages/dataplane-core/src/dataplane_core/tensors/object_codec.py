@@ -66,7 +66,7 @@ def _nested_parts(value: torch.Tensor) -> tuple[str, int, list[torch.Tensor]]:
         raise TypeError("nested tensor without rows cannot be stored")
     if value.layout == torch.strided:
         return "strided", 0, rows
-    # The rows differ in one dimension, which lengths that happen to be equal do not show.
+    # Store the ragged dimension: rows of equal length do not show which one it is.
     return "jagged", value._ragged_idx - 1, rows  # type: ignore[attr-defined]
 
 

@@ -97,7 +97,7 @@ def _wrap(value: Any) -> Any:
     """Return a value with the types of its containers, which msgpack alone would lose."""
     kind = type(value).__name__
     if type(value) is not _CONTAINERS.get(kind):
-        if isinstance(value, str):  # of PNG, with a language
+        if isinstance(value, str):  # Pillow's text of PNG with a language
             return str(value)
         # Pillow's rational number compares equal to the float.
         rational = isinstance(value, numbers.Rational) and not isinstance(value, int)

@@ -72,8 +72,8 @@ class _Partition:
         rows: (samples,), TransferQueue's index of each sample.
         keys: (samples,), hash of each sample's key.
         since: (samples,), monotonic time at which each was first seen.
-        written: (samples, fields).
-        consumed: (samples, tasks).
+        written: (samples, fields), whether a sample has a field.
+        consumed: (samples, tasks), whether a task consumed a sample.
     """
 
     fields: dict[str, tuple[str | None, int, int | None]]

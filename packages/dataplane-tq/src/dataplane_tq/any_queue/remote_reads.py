@@ -196,7 +196,7 @@ def find_row(controller: Any, partition_id: str, key: str) -> int | None:
     if status is None:
         return None
     row = status.keys_mapping.get(key)
-    if row is None and "\\" in key:  # of an escape, see `_text`
+    if row is None and "\\" in key:  # the key may contain an escape of `_text`
         keyed = dict(status.keys_mapping)
         row = next((row for name, row in keyed.items() if _text(name) == key), None)
     return row

@@ -59,8 +59,8 @@ _MAX_WATCHED = 64
 """Maximum number of pairs of partition and task whose counts one client queries."""
 # Callbacks of two instruments within this time belong to one collection.
 _ONE_COLLECTION_S = 1.0
-# Maximum number of values of staleness recorded per step: 100,000 calls of a histogram would take a
-# second.
+# Maximum number of values of staleness recorded per call of `record_trained`: 100,000 calls of a
+# histogram would take a second.
 _MAX_STALENESS_VALUES = 32
 _BOUNDARIES_S = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0]
 _OPERATION_NAMES: Mapping[Op, str] = {"claim_meta": "claim", "get_data": "get"}

@@ -120,7 +120,7 @@ class Delivery:
         self._reset()
 
     def _send_all(self) -> bool:
-        """Send the batches, oldest first; at a transient failure, stop and retain the others."""
+        """Send the batches, oldest first; at a transient failure, stop and retain the rest."""
         all_sent = True
         while self._batches:
             batch, export = self._batches[0]

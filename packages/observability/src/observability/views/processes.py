@@ -75,7 +75,7 @@ def bucket_seconds(step: Step) -> dict[str, float]:
 
 
 def summed_buckets(times: Iterable[ProcessTime]) -> dict[str, float]:
-    """Return the sum of `ProcessTime.seconds` over processes, per bucket; empty if all are."""
+    """Return the sum of `ProcessTime.seconds` over processes, per bucket; empty if none has any."""
     seconds_of_processes = [time.seconds for time in times if time.seconds]
     if not seconds_of_processes:
         return {}
@@ -123,7 +123,7 @@ def _bucket_intervals(
 
 
 def _with_inner(step: Step, span_ids: Container[str]) -> Iterator[tuple[Span, list[Interval]]]:
-    """Yield some spans of a step, each with the intervals of its nearest descendants among them.
+    """Yield spans of a step, each with the intervals of its nearest yielded descendants.
 
     Only descendants in the same process count.
     """

@@ -241,7 +241,7 @@ def why(
 
 def _silent_s(first: Event, last: Event, now_ns: int, after_s: float) -> float:
     """Return `OpenWait.silent_s` of a wait from its first and last reports."""
-    # A process that reports a wait only once is never silent.
+    # A wait whose process does not repeat its reports is never silent.
     repeats = "dataplane.report_every_s" in first.attributes or last.time_ns > first.time_ns
     seconds = (now_ns - (last.received_ns or last.time_ns)) / 1e9
     return seconds if repeats and seconds > after_s else 0.0

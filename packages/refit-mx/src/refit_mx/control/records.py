@@ -74,9 +74,9 @@ class ObjectStorage(msgspec.Struct, frozen=True):
 class VersionBody(msgspec.Struct, frozen=True):
     """Arguments that create a version; calls with one idempotency key must have equal arguments.
 
-    The key is unique within the model. A delta has a base version. A version has either expected
-    slots or object storage. Once it is READY, each slot has a live shard. ``state`` is the initial
-    state, STAGING or READY. Without a ``uid``, the control plane chooses one.
+    The key is unique within the model. A delta may name its base version. A version has either
+    expected slots or object storage. Once it is READY, each slot has a live shard. ``state`` is the
+    initial state, STAGING or READY. Without a ``uid``, the control plane chooses one.
     """
 
     model_name: str

@@ -197,7 +197,7 @@ class LayerwiseReload:
             parameters: dict[str, torch.Tensor] = {}
             for prefix, layer in self._model.named_modules():
                 for leaf, tensor in get_layer_tensors(layer).items():
-                    # The wrapper would process the layer once all its tensors are loaded.
+                    # vLLM's wrapper would process the layer once all its tensors are loaded.
                     tensor.weight_loader = _get_original_loader(tensor)
                     parameters[_join(prefix, leaf)] = tensor
             yield parameters

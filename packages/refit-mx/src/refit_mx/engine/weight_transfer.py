@@ -285,7 +285,8 @@ class MxWeightTransfer:
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             if fetch.failed:
-                self._drop_layout(None)  # the layout may have changed, so derive it again
+                # The layout may have changed: derive it again. An earlier fetch may still use it.
+                self._drop_layout(self._dropped)
             fetch.drop()
             ended = self._dropped = Future()
             fetch.future.add_done_callback(lambda _: ended.set_result(None))

@@ -391,7 +391,7 @@ class _Update:
     async def _give_up(self, error: BaseException) -> None:
         """Make all servers drop the fetched version, and query what each holds."""
         if isinstance(error, FleetError):
-            outcome = "No server was resumed" if self._paused else "No server was paused"
+            outcome = "The fleet was not resumed" if self._paused else "No server was paused"
             error.args = (f"{error}. {outcome}",)
         reporting = asyncio.create_task(self._report(error))
         deadline = Deadline(self._group.cleanup_timeout_s, "fleet: abort")

@@ -13,7 +13,7 @@ from refit_mx.fleet.calls import ServerCallError
 
 
 class FetchStatus(msgspec.Struct, frozen=True):
-    """The fetch of a version into a worker's scratch memory; ``received`` is also compiled."""
+    """The fetch of a version into a worker's scratch memory; ``received`` means compiled, too."""
 
     version_id: str
     state: Literal["running", "received", "failed"]

@@ -50,7 +50,7 @@ class PeerLog:
         self._lines = 0
 
     def warn(self, peer: str, event: str) -> None:
-        """Log an event of a peer, by its host; the event has nothing that the peer sent."""
+        """Log an event of a peer, by its host; ``event`` must have nothing that the peer sent."""
         now = time.monotonic()
         with self._lock:
             until, suppressed = self._peers.pop(peer, (0.0, 0))

@@ -95,8 +95,8 @@ class MxV2TrainingPublisher(Closeable):
         cuts: by tensor name, how generators divide a tensor along an axis other than the first.
             They then read their parts faster, and publishing is no slower. All replicas must use
             the same cuts.
-        registry: how the bytes were prepared. For the output of a compile pass, which only the
-            caller can have run, it is ``Registry(p.name, dict(p.metadata))``. None leaves it
+        registry: how the bytes were prepared. If the caller has run a compile pass ``p``, it is
+            ``Registry(p.name, dict(p.metadata))``. None leaves it
             unstated, and receivers with a filter then ignore the source.
         transports: ``nixl``, ``shm`` and ``tcp``; None for all available ones. The TCP server runs
             in any case: receivers request digests from it.

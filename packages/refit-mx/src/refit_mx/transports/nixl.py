@@ -32,12 +32,12 @@ by the thread that copied it. Smaller transfers stay in the cache, but need more
 more than that saves: 0.5 GiB takes a sixth longer with 4 MiB and a third longer with 2 MiB."""
 RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
-"""Limit for all sources together if the receiver's CPU does the copying. NIXL reports only complete
-transfers, and all transfers in flight share one network. So with more sources the batches get
-smaller, and one completes long before a fetch counts as stalled. With a longer stall limit instead,
-silent sources would be detected later."""
+"""Limit of bytes in flight from all sources, if the receiver's CPU does the copying. NIXL reports
+only complete transfers, and all transfers in flight share one network. So with more sources the
+batches get smaller, and one completes long before a fetch counts as stalled. With a longer stall
+limit instead, silent sources would be detected later."""
 LOCAL_IN_FLIGHT_BYTES = 256 << 20
-"""Limit for all sources together if all are local, with nothing slower than memory in between."""
+"""The same limit if all sources are local: nothing slower than memory is in between."""
 MIN_BATCH_BYTES = 1 << 20
 """Lower limit of a batch: smaller ones are slow."""
 RDMA_IN_FLIGHT_BYTES = 1 << 30

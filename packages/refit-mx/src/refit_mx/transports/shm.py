@@ -64,7 +64,7 @@ class _Source:
 
 
 class ShmTransport:
-    """Transport over shared memory of CPUs, into any memory; see `Transport`.
+    """Transport from shared CPU memory into CPU or GPU memory; see `Transport`.
 
     Like `refit_mx.transports.nixl.NixlTransport` it sends two requests to each source's server:
     before the first byte, to check that the process is still the one in the manifest, and after the

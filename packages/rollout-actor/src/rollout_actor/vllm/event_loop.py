@@ -1,6 +1,6 @@
-"""`EventLoopThread`: one event loop in a thread for all requests of a process.
+"""`EventLoopThread`: one event loop in a thread, for all requests of a backend.
 
-All callers share its connections and request counts, in any event loop or without one.
+Callers share its connections and request counts, whether or not they run an event loop.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class VllmGeneration:
         pad_token_id: pads ``output_ids`` on the right.
         max_total_sequence_length: maximum tokens of a conversation. A row whose prompt reaches it
             gets an empty, truncated response.
-        max_new_tokens: maximum tokens of a response; None is limited by the conversation only.
+        max_new_tokens: maximum tokens of a response; with None, only the conversation limits it.
         temperature: divides the logits.
         top_p: probability mass of the tokens that can be sampled; 1 for all.
         top_k: number of most likely tokens that can be sampled; 0 for all. Unless temperature,

@@ -28,7 +28,7 @@ MAX_FAILURES = 4
 """Failed calls of one row on healthy servers after which the row fails."""
 
 _FIRST_CHECKS_S = 2.0
-"""Maximum seconds for which the first rows wait until all servers are checked and usable."""
+"""Maximum seconds for which the first rows wait until each server has passed or failed a check."""
 
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0

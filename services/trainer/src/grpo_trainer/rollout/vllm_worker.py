@@ -68,11 +68,12 @@ class VllmWorker(RunActor):
         versions = {
             span["version"] for spans in output.get("weight_versions", ()) for span in spans
         }
-        if versions - ({self._version} if self._installed is None else self._installed):
-            # A restarted server serves the weights of its launch.
+        wrong = versions - ({self._version} if self._installed is None else self._installed)
+        if wrong:  # a restarted server serves the weights of its launch
             raise WorkerError(
-                f"vLLM generated with the weights {', '.join(sorted(versions))}; expected only "
-                f"{self._version}, which the last refit installed on {self._addresses}"
+                f"vLLM generated with the weights {', '.join(sorted(wrong))}, which no refit "
+                f"installed; expected {self._version}, which the last one installed on "
+                f"{self._addresses}"
             )
         return output
 

@@ -60,7 +60,7 @@ class WeightGate:
                 if not self._changed.wait_for(lambda: self._users == 0, timeout_s):
                     raise WorkerError(
                         f"the weights are still in use after {timeout_s:g} s: {self._users} "
-                        "responses are being generated"
+                        "calls of generate are running"
                     )
                 self._replacements += 1
                 yield

@@ -1,9 +1,9 @@
 """Asynchronous GRPO step: generators run ahead while the policy trains.
 
 The driver puts prompts, generators claim and fill them, and policy ranks claim complete groups as
-they become ready. The number of samples in the store bounds how far generators run ahead: a prompt
-is put only when its samples will be at most ``max_staleness`` versions old, if they are trained in
-the order of the prompts. The samples of a step are therefore cleared after the step, not while it
+they become ready. The number of samples in the store bounds how far generators run ahead. With the
+default ``max_samples_ahead``, a sample is at most ``max_staleness`` versions old if prompts are
+trained in their order. The samples of a step are therefore cleared after the step, not while it
 lasts. Slow responses can still make a group older; such a group is not claimed.
 """
 

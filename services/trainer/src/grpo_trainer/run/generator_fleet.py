@@ -83,7 +83,7 @@ class GeneratorFleet:
     def stop(self) -> None:
         """Let the generators finish their rollouts, and claim no further prompts.
 
-        One that dies, fails or does not answer is reported: the run does not need it any more.
+        One that dies, fails or does not answer is reported, not raised: the run needs none now.
         """
         if not self._is_started:
             return
