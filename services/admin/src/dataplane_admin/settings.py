@@ -49,7 +49,8 @@ class Settings:
         alerts: rules and webhooks of alerts.
         alerts_every_s: seconds between evaluations of the rules.
         keep_sample_text: whether text of samples, and attributes that quote it, are stored.
-        redact: patterns whose matches are replaced in stored text.
+        redact: patterns whose matches are replaced in stored text; they have no effect unless
+            ``keep_sample_text``.
 
     Raises:
         ValueError: the token, an allowed host or origin, the root path, or a link URL is invalid.

@@ -172,7 +172,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Regular expression whose matches are replaced in stored text. Can be repeated.",
+            help="Regular expression whose matches are replaced in text stored with "
+            "--keep-sample-text. Can be repeated.",
             callback=checked(_check_pattern),
         ),
     ] = None,

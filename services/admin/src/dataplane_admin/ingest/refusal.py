@@ -10,7 +10,7 @@ class Refusal(Exception):
 
     Attributes:
         status: HTTP status of the answer.
-        retry_s: seconds until a retry; None if the same request would fail again.
+        retry_s: seconds until a retry; None to send no Retry-After.
     """
 
     def __init__(self, status: HTTPStatus, message: str, retry_s: float | None = None) -> None:

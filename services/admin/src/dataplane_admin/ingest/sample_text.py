@@ -144,7 +144,7 @@ class _Removal:
 
     def _remove(self, record: Attributed) -> bool:
         attributes = record.attributes
-        pairs = attributes[:]  # faster than iterating, or than two accesses
+        pairs = attributes[:]  # one copy is faster than two reads of the field
         keys = tuple([pair.key for pair in pairs])
         bounded = self._bounded.get(keys)
         if bounded is None:

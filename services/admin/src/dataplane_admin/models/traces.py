@@ -213,7 +213,7 @@ class SpanPath(Model):
     service: Text
     name: Text
     depth: int
-    """Depth in the tree; 0 at the root. A row's parent is the last row above with a smaller one."""
+    """Depth in the tree; 0 at the root. The parent is the nearest row above with a smaller one."""
     count: int
     errors: int
     total_s: float

@@ -48,7 +48,7 @@ class Flame:
     height: int
     zoomed: str
     hidden: int
-    """Number of paths that are too narrow or too deep to be drawn."""
+    """Number of paths left out as too narrow or too many; paths below them do not count."""
 
 
 @dataclass

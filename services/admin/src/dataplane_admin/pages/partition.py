@@ -73,7 +73,7 @@ def _cause(wait: models.Wait) -> str:
 
 
 def is_streaming(facts: models.Partition) -> bool:
-    """Return whether samples are cleared while others arrive, as in an asynchronous run.
+    """Return whether some samples were cleared and others are present, as in an asynchronous run.
 
     Then the declared number says nothing about the present samples.
     """

@@ -160,7 +160,7 @@ def trace_page(
             )
             for span in in_tree[:_TREE]
         ],
-        tree_rest=_count(trace, query) - min(len(in_tree), _TREE),
+        tree_rest=max(0, _count(trace, query) - min(len(in_tree), _TREE)),
         external=[link for link in trace.external if external_url(link.url)],
     )
 

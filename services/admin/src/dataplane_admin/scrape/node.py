@@ -62,7 +62,10 @@ class Node:
     def _gpus(self) -> Iterator[Reading]:
         if not self._has_nvml:
             return
-        for index in range(pynvml.nvmlDeviceGetCount()):
+        count = 0
+        with contextlib.suppress(pynvml.NVMLError):  # the driver may have been reloaded
+            count = pynvml.nvmlDeviceGetCount()
+        for index in range(count):
             attributes = {"hw.id": str(index)}
             # A partitioned or lost GPU has no utilization.
             with contextlib.suppress(pynvml.NVMLError):

@@ -1,4 +1,4 @@
-"""Fields that tasks need, and tasks that claim. No declaration has them; reported claims do.
+"""Fields that tasks need, and tasks that claim: known from claims, not from declarations.
 
 `Needs` has the fields that each task claims; `Claimants` has the tasks that have claimed at all.
 Both read only new claims. Names are stored names: each lookup passes its name through `storable`.

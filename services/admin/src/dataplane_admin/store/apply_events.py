@@ -64,7 +64,7 @@ _STEMS = select(SampleStemModel.__table__).where(SampleStemModel.stem.in_(WANTED
 _LIVES = select(
     SampleModel.__table__, SampleModel.first_ns, SampleModel.last_ns, SampleStemModel.stem
 ).join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
-# Of pairs of stem and head, SQLite would scan the table.
+# For pairs of stem and head, SQLite would scan the table.
 _SAMPLES = _LIVES.where(
     SampleModel.stem_id.in_(bindparam("stems", expanding=True)),
     SampleModel.head.in_(bindparam("heads", expanding=True)),

@@ -35,7 +35,7 @@ def migrate(database: Database) -> None:
         }:
             raise StoreError(
                 f"{database.url.render_as_string()}: tables have version {current}; this service "
-                f"knows versions up to {known.get_current_head()}. Use the version of the service "
+                f"knows only version {known.get_current_head()}. Use the version of the service "
                 "that created them, or another database"
             )
         if current is None:

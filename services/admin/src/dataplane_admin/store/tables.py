@@ -220,7 +220,7 @@ class SampleStemModel(Base):
 
 
 class SampleModel(Base):
-    """A sample of a place. Its id is that of its `SampleStemModel`, ``head`` and ``tail``.
+    """A sample of a place. Its id is the stem of its `SampleStemModel`, ``head`` and ``tail``.
 
     See `texts.split_id`. ``put_ns`` is the first put of its newest life, cleared or not (see
     `lives`), and ``weight_version`` the version of the weights that generated it. ``gone_ns`` is
@@ -257,7 +257,7 @@ class SampleModel(Base):
 
 
 IS_LIVE = SampleModel.live_ns > literal_column("0")
-"""Condition of the index of live samples. A parameter would not show that the index serves."""
+"""Condition of the index of live samples. With a parameter, the planner would not use the index."""
 
 
 class EventSampleModel(Base):
@@ -302,9 +302,9 @@ class SampleFactModel(Base):
     """Facts of a sample, see `batch.SampleFacts`; ``digest`` is that of run and sample id.
 
     ``time_ns`` is the time of the newest facts, ``state_ns`` that of the state; ``id`` grows in
-    the order of first arrivals. ``group_key`` is that of its `SampleGroupModel`, and ``sample`` the
-    id within the group, see `texts.shortened`. ``tags`` are lines ``name=value``, see
-    `texts.lines_of`.
+    the order of first arrivals. ``group_key`` is the id of its `SampleGroupModel`, and
+    ``sample`` the id within the group, see `texts.shortened`. ``tags`` are lines ``name=value``,
+    see `texts.lines_of`.
     """
 
     __tablename__ = "sample_facts"
