@@ -303,10 +303,10 @@ def test_only_causes_with_evidence_are_likely(
 @pytest.mark.parametrize(
     ("color", "expected"),
     [
-        ("logprob", ["c0", "c1", "c2", "c3", "c0"]),
-        ("difference", ["c3", "c0", "c2", "c1", "c0"]),
+        ("logprob", ["c0", "c1", "c2", "c3", "unknown"]),
+        ("difference", ["c3", "c0", "c2", "c1", "unknown"]),
         ("mask", ["v1", "v1", "v1", "v1", "c0"]),
-        ("version", ["v0", "v1", "v0", "v2", "c0"]),
+        ("version", ["v0", "v1", "v0", "v2", "unknown"]),
     ],
 )
 def test_tokens_are_colored_by_the_chosen_fact(job_of, otlp, color, expected):
@@ -322,3 +322,4 @@ def test_tokens_are_colored_by_the_chosen_fact(job_of, otlp, color, expected):
     page = job.client.get(f"/sample?id=a&run=run&color={color}").text
     shown = re.findall(r'<span class="tok (\w+)[^>]*>(\w)</span>', page)
     assert shown == [*zip(expected, tokens["text"], strict=True)]
+    assert ("</span>unknown</li>" in page) == ("unknown" in expected)

@@ -165,14 +165,16 @@ def content_page(
     of_token: dict[str, Callable[[models.Token], str]] = {
         "logprob": lambda each: _level(each.generator, (0.1, 1.0, 3.0)),
         "difference": lambda each: _level(each.difference, (0.05, 0.2, THRESHOLD)),
-        "mask": lambda each: "v1" if each.mask else "c0",
-        "version": lambda each: "c0" if each.version is None else named[each.version],
+        "mask": lambda each: "unknown" if each.mask is None else "v1" if each.mask else "c0",
+        "version": lambda each: "unknown" if each.version is None else named[each.version],
     }
+    classes = [of_token[color](each) for each in content.tokens]
     by_version = [(named[version], f"version {version}") for version in versions]
+    unknown = [("unknown", "unknown")] if "unknown" in classes else []
     return ContentPage(
         content=content,
         tokens=[
-            TokenOnPage(each.text, of_token[color](each), _words(place, each), place == first)
+            TokenOnPage(each.text, classes[place], _words(place, each), place == first)
             for place, each in enumerate(content.tokens)
         ],
         color=color,
@@ -184,14 +186,14 @@ def content_page(
             )
             for name, title in COLORS.items()
         ],
-        legend=by_version if color == "version" else _LEGENDS[color],
+        legend=[*(by_version if color == "version" else _LEGENDS[color]), *unknown],
         first_token="" if first is None else content.tokens[first].text,
     )
 
 
 def _level(value: float | None, bounds: Sequence[float]) -> str:
     """Return the CSS class of a size: ``c0`` is the smallest."""
-    return "c0" if value is None else f"c{sum(abs(value) > bound for bound in bounds)}"
+    return "unknown" if value is None else f"c{sum(abs(value) > bound for bound in bounds)}"
 
 
 def _words(place: int, token: models.Token) -> str:
