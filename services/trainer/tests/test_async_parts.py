@@ -116,7 +116,7 @@ def test_weights_are_replaced_while_no_thread_uses_them():
 def test_weights_in_use_are_not_replaced_after_the_deadline():
     gate = WeightGate()
     with gate.using():
-        message = r"still in use after 0\.05 s: 1 responses"
+        message = r"still in use after 0\.05 s: 1 calls"
         with pytest.raises(WorkerError, match=message), gate.replacing(0.05):
             raise AssertionError("replaced weights in use")
         assert not gate.pause()  # the failed replacement blocks no user
