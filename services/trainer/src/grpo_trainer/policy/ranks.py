@@ -35,7 +35,7 @@ class PolicyRanks:
 
     Attributes:
         names: names of the live ranks, by rank.
-        continues: the argument. If False, callers need not wait for the other ranks' answers.
+        continues: the given argument. If False, callers need not wait for the other ranks' answers.
 
     Raises:
         WorkerError: a rank cannot join the process group.

@@ -71,9 +71,8 @@ class VllmWorker(RunActor):
         wrong = versions - ({self._version} if self._installed is None else self._installed)
         if wrong:  # a restarted server serves the weights of its launch
             raise WorkerError(
-                f"vLLM generated with the weights {', '.join(sorted(wrong))}, which no refit "
-                f"installed; expected {self._version}, which the last one installed on "
-                f"{self._addresses}"
+                f"vLLM generated with the weights {', '.join(sorted(wrong))}; expected "
+                f"{self._version}, which the last refit installed on {self._addresses}"
             )
         return output
 
