@@ -325,6 +325,7 @@ def _step_json(step: Step) -> dict[str, Any]:
                 **_process_json(each.process),
                 "seconds_by_bucket": dict(each.seconds),
                 "busy_seconds": each.busy_seconds,
+                "busy_in_other_traces_seconds": each.elsewhere_seconds,
                 "bubble_seconds": each.bubble_seconds,
             }
             for each in process_times(step)

@@ -1,7 +1,10 @@
 """Busy and bubble time of each process add up to the duration of its step."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from made_up_runs import (
     BEGIN,
     DRIVER,
@@ -10,12 +13,14 @@ from made_up_runs import (
     ROLLOUT,
     TraceMaker,
     grpo_step,
+    ns,
     step_of,
     trees,
 )
 from rich.console import Console
 
 from observability.views import bucket_seconds, process_times, step_view
+from observability.views.html import page_of
 
 BUCKETS = ("productive", "overhead", "wasted", "idle")
 """Buckets in the order in which overlapping spans of a process count."""
@@ -104,3 +109,50 @@ def test_busy_time_is_unknown_without_buckets():
     times = times_of(maker.records)
     assert times[GENERATION].bubble_seconds is None
     assert times[POLICIES[0]].bubble_seconds == 3.0
+
+
+def test_work_in_other_traces_is_no_bubble():
+    step = TraceMaker()
+    root = step.span("grpo.step", DRIVER, 0, 10, bucket="idle")
+    step.span("install_weights", GENERATION, 0, 1, root, "overhead")
+    records = step.records
+    for number, (start, end) in enumerate([(-2, 2), (1.5, 3), (8, 30), (10, 40), (-9, 0)]):
+        other = TraceMaker(trace_id=f"{7000 + number:032x}")
+        claim = other.span("grpo.generator", ROLLOUT, start, end)
+        other.span("generate", GENERATION, start, end, claim, "productive")
+        records.spans += [
+            replace(span, attributes=without_step(span)) for span in other.records.spans
+        ]
+    times = times_of(records)
+    generation = times[GENERATION]
+    assert generation.busy_seconds == 1.0
+    assert generation.busy_elsewhere == ((ns(1), ns(3)), (ns(8), ns(10)))
+    assert (generation.elsewhere_seconds, generation.bubble_seconds) == (4.0, 5.0)
+    assert (times[DRIVER].elsewhere_seconds, times[DRIVER].bubble_seconds) == (0.0, 10.0)
+    assert ROLLOUT not in times  # it has no span in the step
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(step_view(step_of(records)))
+    assert "other traces" in captured.get()
+    page = page_of([step_of(records)])
+    assert "10.0 % busy, 40.0 % in other traces" in page
+    assert "bubble 5.00 s" in page
+
+
+def without_step(span):
+    return {name: value for name, value in span.attributes.items() if name != "rl.step"}
+
+
+@given(trees(), st.lists(st.tuples(st.integers(-5, 30), st.integers(1, 9)), max_size=6))
+def test_busy_elsewhere_and_bubble_add_up_to_the_step(records, others):
+    [process, *_] = step_of(records).processes
+    for number, (start, seconds) in enumerate(others):
+        other = TraceMaker(trace_id=f"{7000 + number:032x}")
+        span = other.span("generate", process, start, start + seconds, None, "productive")
+        records.spans.append(replace(span, attributes=without_step(span)))
+    step = step_of(records)
+    for item in process_times(step):
+        if item.busy_seconds is not None:
+            parts = item.busy_seconds, item.elsewhere_seconds, item.bubble_seconds
+            assert sum(parts) == pytest.approx(step.seconds)
+            assert min(parts) >= 0

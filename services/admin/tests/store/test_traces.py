@@ -272,3 +272,43 @@ def test_no_query_scans_a_large_table(tmp_path, job_of, otlp):
                 # sorted, after an index has selected them.
                 if "ORDER BY traces.arrival" in statement and "OVER (" not in statement:
                     assert "TEMP B-TREE" not in row.detail, f"{row.detail}: {statement}"
+
+
+def test_a_process_that_works_in_other_traces_is_not_idle(job, otlp):
+    step, generator = os.urandom(16), "grpo.generation"
+    job.send(
+        with_bucket(otlp.trace(step, start_s=10, seconds=10), "idle"),
+        with_bucket(
+            otlp.trace(step, root=False, start_s=10, seconds=1, service=generator), "overhead"
+        ),
+        *(
+            with_bucket(
+                otlp.trace(run=run, step=None, start_s=start_s, seconds=3, service=generator),
+                "productive",
+            )
+            for run, start_s in (("run", 5), ("run", 9), ("run", 11.5), ("run", 25), ("other", 15))
+        ),
+    )
+    times = {time["process"]: time for time in job.trace(step)["process_times"]}
+    assert times[generator]["busy_elsewhere"] == [[1.0, 4.5]]
+    assert times[generator]["elsewhere_s"] == 3.5
+    assert times[generator]["bubble_s"] == 5.5
+    assert times["grpo.driver"]["elsewhere_s"] == 0
+
+
+def test_bubbles_are_unknown_if_too_many_traces_overlap(job, otlp):
+    step = os.urandom(16)
+    others = [with_bucket(otlp.trace(step=None, names=["generate"] * 900), "idle") for _ in "12345"]
+    job.send(with_bucket(otlp.trace(step), "overhead"), *others)
+    trace = job.trace(step)
+    assert trace["others_omitted"]
+    assert [time["bubble_s"] for time in trace["process_times"]] == [None]
+    page = job.client.get("/trace", params={"id": step.hex()}).text
+    assert "Bubble times are unknown" in page
+    assert "bubble-words" not in page
+
+
+def with_bucket(traces, bucket):
+    for span in traces.resource_spans[0].scope_spans[0].spans:
+        span.attributes.add(key="rl.bucket").value.string_value = bucket
+    return traces

@@ -87,7 +87,8 @@ class DrawnSegment(Protocol):
 class DrawnProcess(Protocol):
     """The busy intervals of a process, in seconds from the start of the trace.
 
-    `busy_s` is their total; None if it is unknown when the process was busy.
+    `busy_s` is their total; None if it is unknown when the process was busy. `busy_elsewhere` are
+    further intervals in which it was busy in other traces.
     """
 
     @property
@@ -96,11 +97,13 @@ class DrawnProcess(Protocol):
     def busy(self) -> Sequence[tuple[float, float]]: ...
     @property
     def busy_s(self) -> float | None: ...
+    @property
+    def busy_elsewhere(self) -> Sequence[tuple[float, float]]: ...
 
 
 @dataclass(frozen=True)
 class Lane:
-    """The lane of a process; ``busy`` is the share of its busy time as text."""
+    """The lane of a process; ``busy`` has the shares of its busy time as text."""
 
     label: str
     busy: str
@@ -172,6 +175,7 @@ class Drawing:
         lanes: lanes from top to bottom.
         ticks: ticks of the ruler.
         busy: busy intervals of the processes.
+        elsewhere: intervals in which the processes were busy in other traces.
         bubbles: idle intervals of the processes.
         bars: bars of the spans.
         path: segments of the critical path, each below the bar of its span.
@@ -184,6 +188,7 @@ class Drawing:
     lanes: Sequence[Lane]
     ticks: Sequence[Tick]
     busy: Sequence[Mark]
+    elsewhere: Sequence[Mark]
     bubbles: Sequence[Mark]
     bars: Sequence[Bar]
     path: Sequence[Mark]
@@ -229,9 +234,7 @@ def draw(
         row_count = 1 + max(rows.values(), default=0)
         height = _NAME_HEIGHT + row_count * _ROW_HEIGHT + _LANE_MARGIN
         process = by_label.get(label)
-        busy_s = None if process is None else process.busy_s
-        busy = "" if busy_s is None else f"{percent(busy_s, seconds)} busy"
-        lanes.append(Lane(label, busy, top, height))
+        lanes.append(Lane(label, _shares(seconds, process), top, height))
         top, rows_above = top + height, rows_above + row_count
     drawn_path = [segment for segment in path if segment.span_id in positions]
     return Drawing(
@@ -241,7 +244,10 @@ def draw(
         ticks=[
             Tick(round(100 * at / seconds, 4), label) for at, label in ticks(seconds, _MAX_TICKS)
         ],
-        busy=list(_busy(seconds, lanes, by_label)),
+        busy=list(_marks(seconds, lanes, {label: each.busy for label, each in by_label.items()})),
+        elsewhere=list(
+            _marks(seconds, lanes, {label: each.busy_elsewhere for label, each in by_label.items()})
+        ),
         bubbles=list(_bubbles(seconds, lanes, by_label)),
         bars=[_bar(seconds, span, positions[span.span_id]) for span in shown],
         path=[
@@ -321,13 +327,20 @@ def _bar(total_s: float, span: DrawnSpan, position: _BarPosition) -> Bar:
     )
 
 
-def _busy(
-    total_s: float, lanes: Iterable[Lane], processes: Mapping[str, DrawnProcess]
+def _shares(total_s: float, process: DrawnProcess | None) -> str:
+    if process is None or process.busy_s is None:
+        return ""
+    elsewhere_s = sum(end - begin for begin, end in process.busy_elsewhere)
+    suffix = f", {percent(elsewhere_s, total_s)} in other traces" if elsewhere_s else ""
+    return f"{percent(process.busy_s, total_s)} busy{suffix}"
+
+
+def _marks(
+    total_s: float, lanes: Iterable[Lane], intervals: Mapping[str, Sequence[tuple[float, float]]]
 ) -> Iterator[Mark]:
     for lane in lanes:
-        if lane.label in processes:
-            for begin, end in processes[lane.label].busy:
-                yield Mark(*x_and_width(total_s, begin, end - begin), lane.top + _BUSY_OFFSET)
+        for begin, end in intervals.get(lane.label, ()):
+            yield Mark(*x_and_width(total_s, begin, end - begin), lane.top + _BUSY_OFFSET)
 
 
 def _bubbles(
@@ -335,10 +348,12 @@ def _bubbles(
 ) -> Iterator[Mark]:
     """Yield the idle intervals of each process, the long ones with a label."""
     for lane in lanes:
-        if lane.label not in processes or processes[lane.label].busy_s is None:
+        process = processes.get(lane.label)
+        if process is None or process.busy_s is None:
             continue
         idle_since = 0.0
-        for begin, end in [*processes[lane.label].busy, (total_s, total_s)]:
+        busy = sorted([*process.busy, *process.busy_elsewhere, (total_s, total_s)])
+        for begin, end in busy:
             if begin > idle_since:
                 x, width = x_and_width(total_s, idle_since, begin - idle_since)
                 has_label = width >= _MIN_LABELED_WIDTH and x + width >= _MIN_LABELED_END

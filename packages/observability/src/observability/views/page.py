@@ -75,6 +75,7 @@ class _ProcessTime:
     process: str
     busy: Sequence[tuple[float, float]]
     busy_s: float | None
+    busy_elsewhere: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,15 @@ def step_on_page(step: Step, *, anchor: str, is_open: bool) -> StepOnPage:
             )
             for span in step.spans
         ],
-        [_ProcessTime(time.label, busy(time.busy), time.busy_seconds) for time in times],
+        [
+            _ProcessTime(
+                time.label,
+                busy(time.busy),
+                time.busy_seconds,
+                busy(time.busy_elsewhere),
+            )
+            for time in times
+        ],
         [
             _Segment(segment.span.span_id, since_start(segment.start_ns), segment.seconds)
             for segment in path

@@ -15,6 +15,7 @@ from observability.records import Event, Process, Records, Span, distinct_labels
 from observability.rl_insight import SCOPE as RL_INSIGHT
 from observability.views import attributes
 from observability.views.clocks import align_clocks, clock_offsets
+from observability.views.concurrent import TracesByTime
 from observability.views.distinct import distinct_events, distinct_spans, timed_events
 from observability.views.printable import printable
 from observability.views.quantities import duration
@@ -63,6 +64,8 @@ class Step:
         clock_offsets: minimum number of nanoseconds by which a clock is ahead of the clock of the
             root's host, by host; negative if it is behind. It has only hosts whose clocks disagree.
             The times of ``tree`` and ``events`` are already corrected.
+        others: traces that overlap with the step in time and share a process with it. Their times
+            are as reported.
     """
 
     run_id: str
@@ -72,6 +75,7 @@ class Step:
     events: tuple[Event, ...] = ()
     staleness: Staleness | None = None
     clock_offsets: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[Tree, ...] = ()
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -222,9 +226,11 @@ def steps_of(records: Records) -> list[Step]:
         run_id = attributes.text(event.attributes, "rl.run_id")
         run_and_step = run_id, attributes.integer(event.attributes, "rl.step")
         events[event.trace_id or trace_of_step.get(run_and_step, "")].append(event)
+    trees = {trace_id: Tree(trace_spans) for trace_id, trace_spans in spans.items()}
+    traces = TracesByTime(trees)
     by_trace = {
         trace_id: step_of_trace(
-            Tree(spans[trace_id]),
+            trees[trace_id],
             events[trace_id],
             run_id=run_ids[trace_id],
             number=number,
@@ -239,7 +245,14 @@ def steps_of(records: Records) -> list[Step]:
         for event in (by_trace[trace_id].events if trace_id in by_trace else trace_events)
     )
     steps = [
-        replace(step, staleness=staleness.get(trace_id)) for trace_id, step in by_trace.items()
+        replace(
+            step,
+            staleness=staleness.get(trace_id),
+            others=tuple(
+                traces.sharing(step.processes, step.start_ns, step.end_ns, without=trace_id)
+            ),
+        )
+        for trace_id, step in by_trace.items()
     ]
     run_starts_ns: dict[str, int] = {}
     for step in steps:

@@ -51,16 +51,21 @@ def tables_of(step: Step, path: Sequence[Segment]) -> list[Table]:
 
 
 def _processes(step: Step) -> Table:
+    times = process_times(step)
+    # Only asynchronous runs have such time, and the table should fit 80 columns.
+    has_others = any(time.busy_elsewhere for time in times)
+    others = ["other traces", "of step"] if has_others else []
     return Table(
         "Processes",
-        _columns("process", "busy", "of step", "bubble", "of step"),
+        _columns("process", "busy", "of step", *others, "bubble", "of step"),
         [
             _row(
                 time.label,
                 *_duration_and_share(time.busy_seconds, time.step_seconds),
+                *_duration_and_share(time.elsewhere_seconds, time.step_seconds)[: len(others)],
                 *_duration_and_share(time.bubble_seconds, time.step_seconds),
             )
-            for time in process_times(step)
+            for time in times
         ],
     )
 

@@ -145,8 +145,13 @@ class ProcessTime(Model):
     """Bucket to seconds; each moment counts once."""
     busy_s: float | None
     """Busy seconds; None if no span of the process has ``rl.bucket``."""
+    busy_elsewhere: list[tuple[float, float]]
+    """Further intervals in which it was busy in other traces of the run, as ``busy``."""
+    elsewhere_s: float
+    """Seconds of ``busy_elsewhere``; a lower bound if the trace has ``others_omitted``."""
     bubble_s: float | None
-    """Remaining seconds of the trace; None as ``busy_s``."""
+    """Remaining seconds of the trace; None as ``busy_s``, and if the trace has
+    ``others_omitted``."""
     resource: Values
     """Resource attributes of the process."""
 
@@ -300,6 +305,8 @@ class Trace(TraceFacts):
     """Segments in time order that tile the root; empty without a root."""
     process_times: list[ProcessTime]
     """Times by process, the root's process first."""
+    others_omitted: bool
+    """True if too many traces of the run overlap with this one to read them all."""
     buckets: dict[Text, float]
     """Bucket to process-seconds, over all processes; empty if no span has a bucket."""
     links_out: list[Text]

@@ -125,6 +125,8 @@ def trace_page(
     marked = _marked(trace, query)
     in_tree = [span for span in trace.rows if marked is None or span.span_id in marked]
     drawing = draw(trace.seconds, trace.rows, trace.process_times, trace.critical_path)
+    if trace.others_omitted:  # a process may have been busy in one of them
+        drawing = replace(drawing, bubbles=[])
     if not trace.buckets:  # color by service
         bars = [
             replace(bar, kind=f"tone-{tones[spans[bar.span_id].service]}") for bar in drawing.bars

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 from dataplane_admin import models
@@ -32,6 +32,7 @@ from observability.views import (
     step_of_trace,
     steps_of,
 )
+from observability.views.concurrent import TracesByTime
 from observability.views.processes import summed_buckets
 from observability.views.tree import Tree
 
@@ -92,7 +93,7 @@ def trace(
     facts, records, more_events = _read(
         store, trace_id, max_events=chosen.max_events, events_of=chosen.details_of
     )
-    step = _step(facts, records)
+    step, others_omitted = _with_others(store, _step(facts, records))
     path = critical_path(step)
     out, into = store.linked(trace_id)
     shown = _shown(step, chosen)
@@ -115,11 +116,16 @@ def trace(
                 busy=[_since(step, *interval) for interval in times.busy[:MAX_ROWS]],
                 seconds=dict(times.seconds),
                 busy_s=times.busy_seconds,
-                bubble_s=times.bubble_seconds,
+                busy_elsewhere=[
+                    _since(step, *interval) for interval in times.busy_elsewhere[:MAX_ROWS]
+                ],
+                elsewhere_s=times.elsewhere_seconds,
+                bubble_s=None if others_omitted else times.bubble_seconds,
                 resource=dict(times.process.resource),
             )
             for times in times_of_processes
         ],
+        others_omitted=others_omitted,
         buckets=summed_buckets(times_of_processes),
         links_out=out[:_MAX_LINKS],
         links_in=into[:_MAX_LINKS],
@@ -218,6 +224,17 @@ def _step(facts: models.TraceFacts, records: Records) -> Step:
     return step_of_trace(
         Tree(spans), events, run_id=facts.run_id, number=0, trace_id=facts.trace_id
     )
+
+
+def _with_others(store: Store, step: Step) -> tuple[Step, bool]:
+    """Return the step with `Step.others`, and whether some of them are omitted."""
+    concurrent, omitted = store.concurrent_spans(step.trace_id)
+    spans: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in concurrent:
+        spans[span.trace_id].append(span)
+    traces = TracesByTime({trace_id: Tree(of_trace) for trace_id, of_trace in spans.items()})
+    others = traces.sharing(step.processes, step.start_ns, step.end_ns, without=step.trace_id)
+    return replace(step, others=tuple(others)), omitted
 
 
 def _incomplete(store: Store, facts: models.TraceFacts, step: Step) -> list[str]:

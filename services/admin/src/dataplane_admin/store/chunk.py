@@ -145,9 +145,8 @@ class Chunk:
     def merged(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stored row of the trace merged with this chunk, without its counts."""
         new = self.row()
-        known = row["process_digests"]
-        processes = {known[at : at + _DIGEST] for at in range(0, len(known), _DIGEST)}
-        processes = set(sorted(processes | self.processes)[:MAX_PROCESSES])
+        processes = digests_in(row["process_digests"]) | self.processes
+        processes = set(sorted(processes)[:MAX_PROCESSES])
         earlier = 0 < self.start_ns < row["start_ns"] or not row["start_ns"]
         is_first = not row["spans"] or (earlier and self.has_root == row["has_root"])
         renames = self.spans and (is_first or (self.has_root and not row["has_root"]))
@@ -165,6 +164,11 @@ class Chunk:
             ),
             "rejected": row["rejected"] + self.rejected,
         }
+
+
+def digests_in(packed: bytes) -> set[bytes]:
+    """Return the digest of each process in ``process_digests`` of a trace."""
+    return {packed[at : at + _DIGEST] for at in range(0, len(packed), _DIGEST)}
 
 
 def service_of(pairs: Iterable[KeyValue]) -> str:

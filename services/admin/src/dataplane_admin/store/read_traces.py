@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any  # Any: rows
 
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
@@ -10,13 +10,14 @@ from sqlalchemy import Select, exists, func, or_, select
 
 from dataplane_admin.models import TraceFacts
 from dataplane_admin.store.apply_logs import is_full
+from dataplane_admin.store.chunk import digests_in
 from dataplane_admin.store.compressed import expand_all
 from dataplane_admin.store.read_runs import NEWEST_RUN
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
 from dataplane_admin.store.rows import StepRow, TraceCursor, TraceFilter
 from dataplane_admin.store.tables import EventModel, LinkModel, LogModel, RunModel, TraceModel
 from dataplane_admin.store.texts import one_line, storable, texts_in
-from observability.records import Records
+from observability.records import Records, Span
 from observability.views.steps import ROOT
 
 # Columns that the model has, under the model's names.
@@ -28,6 +29,9 @@ _ENDED = (TraceModel.step.is_not(None), TraceModel.has_root)
 # Newest traces of a run to search for steps.
 _MAX_LATEST = 1000
 _AT_ONCE = 50
+_MAX_NEAR = 500
+"""Number of traces before and after a trace, by arrival, that may overlap with it."""
+_MAX_CONCURRENT_SPANS = 4_000
 
 
 def read_run_with_steps(reader: Reader) -> str | None:
@@ -146,6 +150,55 @@ def read_trace_records(
         if max_events and len(events) == max_events:
             total = connection.scalars(select(func.count(EventModel.id)).where(*chosen)).one()
         return Records(spans, events), total - len(events)
+
+
+def read_concurrent_spans(reader: Reader, trace_id: str) -> tuple[list[Span], bool]:
+    """Return the spans of the traces that overlap with a trace, and whether some are omitted.
+
+    Only traces of the same run count, and only those whose arrival is near the trace's.
+    """
+    wanted = trace_bytes(trace_id)
+    columns = (
+        TraceModel.trace_id,
+        TraceModel.start_ns,
+        TraceModel.end_ns,
+        TraceModel.spans,
+        TraceModel.process_digests,
+    )
+    with reader.connect() as connection:
+        trace = connection.execute(
+            select(*columns, TraceModel.run_id, TraceModel.arrival).where(
+                TraceModel.trace_id == wanted
+            )
+        ).first()
+        if trace is None or not trace.run_id:
+            return [], False
+        of_run = select(*columns).where(TraceModel.run_id == trace.run_id)
+        arrival = TraceModel.arrival
+        near = [
+            *connection.execute(
+                of_run.where(arrival < trace.arrival).order_by(arrival.desc()).limit(_MAX_NEAR)
+            ),
+            *connection.execute(
+                of_run.where(arrival > trace.arrival).order_by(arrival).limit(_MAX_NEAR)
+            ),
+        ]
+        processes = digests_in(trace.process_digests)
+        others = [
+            row
+            for row in near
+            if row.start_ns < trace.end_ns
+            and row.end_ns > trace.start_ns
+            and processes & digests_in(row.process_digests)
+        ]
+        others.sort(key=lambda row: row.spans)
+        totals = accumulate(row.spans for row in others)
+        chosen = [
+            row.trace_id
+            for row, total in zip(others, totals, strict=True)
+            if total <= _MAX_CONCURRENT_SPANS
+        ]
+        return reader.spans(connection, chosen), len(chosen) < len(others)
 
 
 def _span_bytes(span_id: str) -> bytes:

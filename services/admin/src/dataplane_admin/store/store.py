@@ -150,6 +150,7 @@ class Store:
     steps = _bound(read_traces.read_steps)
     trace = _bound(read_traces.read_trace)
     trace_records = _bound(read_traces.read_trace_records)
+    concurrent_spans = _bound(read_traces.read_concurrent_spans)
     linked = _bound(read_traces.read_linked)
     logs = _bound(read_traces.read_logs)
     sample_records = _bound(read_events.read_sample_records)
