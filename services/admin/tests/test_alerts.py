@@ -52,6 +52,7 @@ def test_no_step_is_raised_and_cleared_by_a_step(alerted, otlp, later, now_s):
         ("clear-alert", "run"),
         ("raise-alert", "run"),
     ]
+    assert entries[0]["outcome"].startswith("cleared: below the bound: no step finished for ")
     assert entries[1]["outcome"].startswith("raised: no step finished for 11 min")
 
 

@@ -229,6 +229,24 @@ def test_text_is_stored_only_on_request(job_of, otlp, keep):
         assert content["divergence"]["place"] == 1
 
 
+def test_a_group_has_its_prompt_and_the_last_responses(job_of, otlp):
+    job = job_of(keep_sample_text=True)
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "Call the tool."},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2."},
+    ]
+    job.send(facts(otlp), record(otlp, "rl.sample.text", {"id": "b", "turns": turns}))
+    group = job.get("samples/group", run="run", group="g")
+    assert group["prompt"] == turns[:2]
+    assert group["responses"] == [None, "2."]
+    assert job.get("samples/group", run="run", group="h")["prompt"] == []
+    page = job.client.get("/group?run=run&group=g").text
+    assert page.index("Be brief.") < page.index("1 + 1?") < page.index("2.</p>")
+
+
 @pytest.mark.parametrize(
     ("cause", "likely", "evidence", "differences", "columns"),
     [

@@ -141,7 +141,7 @@ def decide(
             if known and measure.value > measure.bound and lasts(measure):
                 raised.append(measure)
         elif measure.value <= _CLEAR * measure.bound and lasts(measure):
-            cleared.append((alert, "the value is below the bound"))
+            cleared.append((alert, f"below the bound: {measure.sentence}"))
         elif measure.value > measure.bound:
             kept.append((alert, measure))
     for key, alert in by_key.items():

@@ -44,21 +44,23 @@ class SampleFactsPage(Model):
     """The cursor of the next page; None if this is the last."""
 
 
-class SampleGroup(Model):
-    """The samples of one prompt, sorted by length of the id, then by id."""
-
-    run_id: Text
-    group: Text
-    samples: list[SampleFacts]
-    responses: list[Text | None]
-    """Last response of each sample; None unless its text is stored."""
-
-
 class Turn(Model):
     """A message of a conversation."""
 
     role: Text
     content: Text
+
+
+class SampleGroup(Model):
+    """The samples of one prompt, sorted by length of the id, then by id."""
+
+    run_id: Text
+    group: Text
+    prompt: list[Turn]
+    """Messages before the first response; empty unless the text of a sample is stored."""
+    samples: list[SampleFacts]
+    responses: list[Text | None]
+    """Last response of each sample; None unless its text is stored."""
 
 
 class Token(Model):

@@ -119,7 +119,7 @@ def _confirm_clear(service: AdminService, params: Params, partition: str) -> Con
         ids=ids,
         numbers=numbers,
         fields=_ids_field(ids),
-        option=("force", "Include leased samples"),
+        option=("force", "Also clear leased samples; otherwise refused while any is leased"),
     )
 
 
@@ -165,7 +165,7 @@ def _confirm_end(service: AdminService, params: Params, partition: str) -> Confi
         back=to("/partition", id=partition),
         numbers=numbers,
         fields=[("claim", name)],
-        option=("running", "Even if its lease has not expired"),
+        option=("running", "Even if its lease has not expired; otherwise refused until it expires"),
     )
 
 

@@ -138,7 +138,11 @@ def sample_list(service: AdminService, params: Params) -> SampleList:
 def members(group: models.SampleGroup) -> list[tuple[str, models.SampleFacts, str | None]]:
     """Return short name, facts and last response of each sample of a group."""
     return [
-        (sample.sample_id.removeprefix(group.group).lstrip("_-/") or sample.sample_id, sample, text)
+        (
+            sample.sample_id.removeprefix(group.group).lstrip("_-+/.:") or sample.sample_id,
+            sample,
+            text,
+        )
         for sample, text in zip(group.samples, group.responses, strict=True)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any  # Any: JSON
 
 from dataplane_admin import models
@@ -44,21 +45,30 @@ def group(store: Store, run: str, name: str) -> models.SampleGroup:
         raise NotFound(f"group '{printable(name[:100])}' does not exist in this run")
     # g10 comes after g9.
     samples.sort(key=lambda each: (len(each.sample_id), each.sample_id))
+    turns = [_turns(store, each) for each in samples]
     return models.SampleGroup(
         run_id=run,
         group=name,
+        prompt=list(takewhile(_is_given, next(filter(None, turns), []))),
         samples=samples,
-        responses=[_last_response(store, each) for each in samples],
+        responses=[
+            next((turn.content for turn in reversed(of_sample) if not _is_given(turn)), None)
+            for of_sample in turns
+        ],
     )
 
 
-def _last_response(store: Store, facts: models.SampleFacts) -> str | None:
-    """Return the last response of a sample; None if it has none, or its text is not stored."""
+def _turns(store: Store, facts: models.SampleFacts) -> list[models.Turn]:
+    """Return the conversation of a sample; empty if its text is not stored."""
     if not facts.has_text:
-        return None
+        return []
     _, text = store.sample_text(facts.run_id, facts.sample_id)
-    turns = (text or {}).get("turns", [])
-    return next((turn["content"] for turn in reversed(turns) if turn["role"] == "assistant"), None)
+    return [models.Turn(**turn) for turn in (text or {}).get("turns", [])]
+
+
+def _is_given(turn: models.Turn) -> bool:
+    """Return whether the model did not generate a message."""
+    return turn.role != "assistant"
 
 
 def _tokens(columns: dict[str, list[Any]]) -> list[models.Token]:
