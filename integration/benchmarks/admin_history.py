@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
-from opentelemetry.proto.metrics.v1.metrics_pb2 import MetricsData
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, MetricsData
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 
@@ -31,6 +31,20 @@ _LIFE: Sequence[tuple[str, str, str, str]] = (
     ("cleared", "grpo.driver", "", ""),
 )
 EVENTS_A_SAMPLE = len(_LIFE)
+_LEARNING = (
+    "rl.reward.mean",
+    "rl.reward.std",
+    "rl.loss",
+    "rl.kl",
+    "rl.entropy",
+    "rl.clip_fraction",
+    "rl.grad_norm",
+    "rl.response.length",
+    "rl.staleness.mean",
+    "rl.logprob_gap.mean",
+    "rl.tokens_per_s",
+)
+_CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
 LARGE_SPANS = 10_000
 _LARGE_TURNS = 2_487
 
@@ -80,6 +94,8 @@ def large_step(number: int, *, start_ns: int, seed: int = 20_266) -> Step:
 def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> Iterator[bytes]:
     """Yield export requests of gauges by step, a thousand steps of one metric each.
 
+    The first metrics have the names of `_LEARNING`, so that pages draw them.
+
     Args:
         metrics: number of metrics.
         steps: number of steps, one point each.
@@ -88,17 +104,92 @@ def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> It
     """
     rng = random.Random(seed)
     for number in range(metrics):
+        name = _LEARNING[number] if number < len(_LEARNING) else f"rl.metric.{number:03d}"
         for begin in range(0, steps, 1_000):
             data = MetricsData()
             resource = data.resource_metrics.add()
             _describe(resource.resource, "grpo.driver")
-            gauge = resource.scope_metrics.add().metrics.add(name=f"rl.metric.{number:03d}").gauge
+            gauge = resource.scope_metrics.add().metrics.add(name=name).gauge
             for step in range(begin, min(steps, begin + 1_000)):
                 point = gauge.data_points.add(
                     as_double=rng.gauss(step / steps, 0.1), time_unix_nano=start_ns + step
                 )
                 add_attributes(point.attributes, {"rl.step": step})
             yield data.SerializeToString()
+
+
+def sample_facts(steps: int, *, samples: int, start_ns: int, seed: int = 20_267) -> Iterator[bytes]:
+    """Yield an export request per step with the facts of its samples, in groups of 16.
+
+    The arguments are those of `steps`.
+    """
+    rng = random.Random(seed)
+    for step in range(steps):
+        data = LogsData()
+        _describe(data.resource_logs.add().resource, "grpo.driver")
+        record = (
+            data.resource_logs[0]
+            .scope_logs.add()
+            .log_records.add(
+                event_name="rl.sample.facts", time_unix_nano=start_ns + step * _STEP_NS
+            )
+        )
+        ids = [sample_id(step, number) for number in range(samples)]
+        rewards = [float(rng.random() < 0.5) for _ in ids]
+        columns = {
+            "ids": ids,
+            "group": [name.partition("_")[0] for name in ids],
+            "reward": rewards,
+            "advantage": [reward - 0.5 for reward in rewards],
+            "length": [rng.randrange(100, 4_096) for _ in ids],
+            "truncated": [rng.random() < 0.05 for _ in ids],
+            "first_version": [step] * samples,
+            "last_version": [step] * samples,
+            "state": ["trained"] * samples,
+        }
+        record.body.string_value = json.dumps(columns)
+        add_attributes(record.attributes, {"rl.run_id": RUN, "rl.step": step})
+        yield data.SerializeToString()
+
+
+def engine_load(
+    engines: int, seconds: int, *, end_ns: int, every_s: int = 5, seed: int = 20_268
+) -> Iterator[bytes]:
+    """Yield export requests with the load of vLLM servers, one per moment.
+
+    Args:
+        engines: number of servers.
+        seconds: length of the history.
+        end_ns: time of the last moment, in nanoseconds since 1970.
+        every_s: seconds between two moments.
+        seed: seed of the values.
+    """
+    rng = random.Random(seed)
+    for ago_s in range(seconds, -1, -every_s):
+        data = MetricsData()
+        for engine in range(engines):
+            resource = data.resource_metrics.add()
+            facts: dict[str, str | int] = {
+                "service.name": "vllm",
+                "service.instance.id": f"node-{engine}:8000",
+                "rl.run_id": RUN,
+            }
+            add_attributes(resource.resource.attributes, facts)
+            metrics = resource.scope_metrics.add().metrics
+            time_ns = end_ns - ago_s * 1_000_000_000
+            for name, value in (
+                ("num_requests_running", float(rng.randrange(64))),
+                ("num_requests_waiting", float(rng.randrange(8))),
+                ("kv_cache_usage_perc", rng.random()),
+            ):
+                gauge = metrics.add(name=f"vllm:{name}").gauge
+                gauge.data_points.add(as_double=value, time_unix_nano=time_ns)
+            total = metrics.add(name="vllm:generation_tokens_total").sum
+            total.is_monotonic = True
+            total.aggregation_temporality = _CUMULATIVE
+            produced = 900.0 * (seconds - ago_s)
+            total.data_points.add(as_double=produced, time_unix_nano=time_ns)
+        yield data.SerializeToString()
 
 
 def sample_id(step: int, number: int) -> str:

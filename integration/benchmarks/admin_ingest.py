@@ -102,7 +102,7 @@ class IngestServers:
 @contextlib.contextmanager
 def ingest_servers() -> Iterator[IngestServers]:
     """Run both servers; they start in the background."""
-    core, _ = _cores(os.sched_getaffinity(0))
+    core, _ = cores(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory(prefix="bench-ingest-") as folder,
         spawned(_SERVERS[0], _admin, Path(folder), core) as admin,
@@ -120,7 +120,7 @@ def measure_ingest(servers: IngestServers, *, full: bool) -> IngestResult:
     rounds, requests = _FULL if full else _QUICK
     rng = random.Random(SEED)
     before = os.sched_getaffinity(0)
-    _, other = _cores(before)
+    _, other = cores(before)
     rates: dict[str, list[float]] = {server: [] for server in _SERVERS}
     ports: dict[str, int] = {server: servers.processes[server].ready for server in _SERVERS}
     os.sched_setaffinity(0, {other})
@@ -128,7 +128,7 @@ def measure_ingest(servers: IngestServers, *, full: bool) -> IngestResult:
         for number in range(1 + rounds):
             bodies = make_requests(requests if number else requests // 4, rng)
             for server in rng.sample(_SERVERS, len(_SERVERS)):
-                duration = _send(ports[server], bodies)
+                duration = send_all(ports[server], bodies)
                 if number:  # the first round is a warm-up
                     rates[server].append(len(bodies) * SPANS / duration)
     finally:
@@ -194,13 +194,13 @@ def make_requests(count: int, rng: random.Random) -> list[bytes]:
     return bodies
 
 
-def _cores(usable: set[int]) -> tuple[int, int]:
+def cores(usable: set[int]) -> tuple[int, int]:
     """Return a core for the servers and one for the client; the same if there is only one."""
     ordered = sorted(usable)
     return ordered[-1], ordered[0]
 
 
-def _send(port: int, bodies: Sequence[bytes]) -> float:
+def send_all(port: int, bodies: Sequence[bytes]) -> float:
     """Send requests over several connections; return the seconds until the last answer."""
     parts = [bodies[first::_CONNECTIONS] for first in range(_CONNECTIONS)]
     start = threading.Barrier(_CONNECTIONS + 1)

@@ -4,7 +4,7 @@ The service runs in a separate process with a SQLite file, and inspects a data p
 samples. One client requests all pages over one connection, in shuffled rounds. Nothing else runs.
 The service renders the page of a live run for every request, since the client sends no ETag. Then
 Chromium, if it is installed, loads pages; their time to the first contentful paint includes the
-request.
+request. Last, the service ingests spans into the filled store, as in `admin_ingest`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 from integration.benchmarks import admin_history
+from integration.benchmarks.admin_ingest import SPANS, make_requests, send_all
 from integration.benchmarks.admin_service import PARTITION, Service
 from integration.benchmarks.results_file import Entry
 from integration.benchmarks.summary import Summary
@@ -36,6 +37,9 @@ _QUICK_SAMPLES, _FULL_SAMPLES = 4, 100
 _QUICK_ROUNDS, _FULL_ROUNDS = 15, 60
 _QUICK_CURVES, _FULL_CURVES = (20, 1_000), (200, 10_000)
 _QUICK_LOADS, _FULL_LOADS = 3, 15
+_QUICK_INGEST, _FULL_INGEST = (3, 40), (7, 600)
+"""Rounds, and requests in each."""
+_ENGINES, _LOAD_S = 8, 3_600
 _WARM_UPS = 2
 SEED = 20_264
 
@@ -53,6 +57,7 @@ class PagesResult:
         filling_s: duration of their ingest over HTTP, in seconds.
         memory: bytes of the service's memory after a tenth, a half and all of the history.
         paints: path to the seconds until the first contentful paint of each load in Chromium.
+        ingest_rates: spans per second of each round of requests to the filled store.
     """
 
     large_trace: str
@@ -63,6 +68,7 @@ class PagesResult:
     filling_s: float
     memory: list[int]
     paints: dict[str, list[float]]
+    ingest_rates: list[float]
 
     def p95(self, path: str) -> float:
         """Return the 95th percentile of a path's durations, in seconds."""
@@ -114,7 +120,9 @@ class PagesResult:
             slowest_paint = max(paints.values(), key=lambda paint: paint.value)
             entries.append(Entry.ms("admin.first_paint_ms", slowest_paint))
             entries.append(Entry.ms("admin.large_trace_first_paint_ms", large))
+        rate = Summary.of(self.ingest_rates)
         entries += [
+            Entry.of("admin.full_store_ingest_spans_per_s", rate, "1/s"),
             Entry("admin.history_traces", self.traces, "1", None, 0.0, 1),
             Entry("admin.history_events", self.events, "1", None, 0.0, 1),
             Entry("admin.events_per_s", self.events / self.filling_s, "1/s", None, 0.0, 1),
@@ -142,6 +150,10 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
         start_ns = time.time_ns()
         for body in admin_history.curves(metrics, points, start_ns=start_ns):
             _send(connection, "/v1/metrics", body)
+        for body in admin_history.sample_facts(steps, samples=samples, start_ns=start_ns):
+            _send(connection, "/v1/logs", body)
+        for body in admin_history.engine_load(_ENGINES, _LOAD_S, end_ns=time.time_ns()):
+            _send(connection, "/v1/metrics", body)
         paths = [*_paths(connection, steps), large_trace]
         seconds: dict[str, list[float]] = defaultdict(list)
         nbytes: dict[str, int] = {}
@@ -155,6 +167,13 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
                     nbytes[path] = len(answer)
     pages = [path for path in paths if not path.startswith("/api/")]
     paints = _paints(service.port, pages, _FULL_LOADS if full else _QUICK_LOADS)
+    rounds, requests = _FULL_INGEST if full else _QUICK_INGEST
+    ingest_rates = []
+    for number in range(1 + rounds):
+        bodies = make_requests(requests, order)
+        duration_s = send_all(service.port, bodies)
+        if number:  # the first round is a warm-up
+            ingest_rates.append(len(bodies) * SPANS / duration_s)
     return PagesResult(
         large_trace,
         dict(seconds),
@@ -164,6 +183,7 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
         filling_s,
         memory,
         paints,
+        ingest_rates,
     )
 
 
@@ -261,6 +281,7 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
         "/runs",
         "/run",
         "/samples",
+        f"/group?run={run}&group=prompt-{steps - 20:06d}-000",
         "/engines",
         "/alerts",
         "/traces",
@@ -279,7 +300,7 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
         "/api/v1/why",
         f"/api/v1/staleness?run={run}",
         "/api/v1/runs",
-        f"/api/v1/runs/curves?run={run}&name=rl.metric.000&name=rl.metric.001",
+        f"/api/v1/runs/curves?run={run}&name=rl.reward.mean&name=rl.loss",
         f"/api/v1/samples/facts?run={run}",
         "/api/v1/alerts",
         "/api/v1/traces?limit=50",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import threading
 import time
@@ -59,24 +60,33 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(*, live_samples: int, max_bytes: int | None = None) -> Iterator[Service]:
+def serving(
+    *, live_samples: int, max_bytes: int | None = None, core: int | None = None
+) -> Iterator[Service]:
     """Run a service with its store in a temporary folder; it starts in the background.
 
     Args:
         live_samples: samples in the data plane that it inspects; 0 for no data plane.
         max_bytes: maximum size of the store; None for no limit.
+        core: the only core that it uses; None for all.
     """
     with (
         tempfile.TemporaryDirectory(prefix="bench-admin-") as folder,
-        spawned("the admin service", _serve, Path(folder), live_samples, max_bytes) as process,
+        spawned(
+            "the admin service", _serve, Path(folder), live_samples, max_bytes, core
+        ) as process,
     ):
         yield Service(Path(folder), process)
         process.stop()
 
 
-def _serve(pipe: Connection, folder: Path, live_samples: int, max_bytes: int | None) -> None:
+def _serve(
+    pipe: Connection, folder: Path, live_samples: int, max_bytes: int | None, core: int | None
+) -> None:
     from dataplane_admin import Retention, Settings, create_app
 
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     settings = Settings(
         store_url=f"sqlite:///{folder}/admin.sqlite",
         retention=Retention(max_age_s=None, max_bytes=max_bytes),

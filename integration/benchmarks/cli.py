@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from integration.benchmarks.admin_ingest import ingest_servers, measure_ingest
+from integration.benchmarks.admin_ingest import cores, ingest_servers, measure_ingest
 from integration.benchmarks.admin_pages import LIVE_SAMPLES, measure_pages
 from integration.benchmarks.admin_service import serving
 from integration.benchmarks.admin_soak import measure_soak
@@ -52,7 +52,8 @@ def benchmarks(
     parts = Parts(console)
     parts.begin("importing, while the admin service and its baseline start")
     with ingest_servers() as servers:
-        with serving(live_samples=LIVE_SAMPLES) as service:
+        core, _ = cores(os.sched_getaffinity(0))
+        with serving(live_samples=LIVE_SAMPLES, core=core) as service:
             from integration.benchmarks import cluster, report
             from integration.benchmarks.async_grpo import measure_async
             from integration.benchmarks.circumstances import CIRCUMSTANCES_HEADINGS, circumstances

@@ -103,6 +103,9 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "the same requests appended to a file, spans/s": [
             Cell(("admin.ingest_file_spans_per_s",), spread=True)
         ],
+        "ingest into the filled store, spans/s": [
+            Cell(("admin.full_store_ingest_spans_per_s",), spread=True)
+        ],
         "slowest page or answer, p95": [Cell(("admin.page_p95_ms",), unit=" ms")],
         "page of a trace of 10,000 spans, p95": [Cell(("admin.large_trace_p95_ms",), unit=" ms")],
         "slowest first paint, median": [Cell(("admin.first_paint_ms",), unit=" ms")],
