@@ -207,12 +207,12 @@ class BoundedCalls:
         if not self._free.acquire(timeout=max(0.0, timeout_s)):
             raise TimeoutError
 
-        # Taken by the thread when it begins, or by an interrupted caller before that; who has it
-        # releases the lock.
-        turn = [None]
+        # Its one element is the right to release the lock. The thread takes it when it begins;
+        # before that, an interrupted caller may take it.
+        release_right = [None]
 
         def run() -> _Result:
-            turn.pop()
+            release_right.pop()
             try:
                 return function()
             finally:
@@ -223,7 +223,7 @@ class BoundedCalls:
             outcome = in_daemon_thread(self._name, run)
         except BaseException:  # also on an interrupt, which may come when the thread runs
             with contextlib.suppress(IndexError):
-                turn.pop()
+                release_right.pop()
                 self._free.release()
             raise
         return outcome.result(max(0.0, until - time.monotonic()))

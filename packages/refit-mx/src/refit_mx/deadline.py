@@ -8,7 +8,8 @@ import time
 from refit_mx.errors import RefitTimeoutError
 
 _WAIT_PART = 1 / 8
-"""Longest wait, as a fraction of the stall limit; bounds how late a stall is detected."""
+"""Longest wait, as a fraction of the stall limit. Progress is recorded after each wait, so a stall
+is detected at most one wait late."""
 
 
 class Deadline:

@@ -122,7 +122,7 @@ class PhaseError(RefitError):
 
 
 class FencedError(RefitError):
-    """A fenced worker: an install failed part way, so it must not serve until one succeeds."""
+    """A fenced worker: an install failed part way, so it must not serve until a refit succeeds."""
 
 
 class FleetError(RefitError):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from refit_mx.errors import RefitConfigError
 
 CONTROL_RETRY_S = 6.0
-"""Retry time for an unreachable control plane: enough for it to restart. Silent peers that occupy
-all its connections are dropped after 2 s; a refused client reconnects up to 1.2 s later."""
+"""Retry time for an unreachable control plane: enough for a restart. It is also enough if silent
+peers occupy all connections: the control plane drops them after 2 s, and a refused client
+reconnects up to 1.2 s later."""
 MAX_COPY_THREADS = 4
 
 
@@ -17,7 +18,7 @@ class PublisherSettings:
     """Settings of a `refit_mx.source.publisher.MxV2TrainingPublisher`.
 
     Attributes:
-        rpc_timeout_s: time limit of one control-plane call.
+        rpc_timeout_s: time limit of one control-plane call, if the publisher creates the client.
         control_retry_s: time limit of retries while the control plane cannot be reached. It
             applies to queries of a version; other calls are retried until the publish times out.
         source_timeout_s: time after which a receiver that accepts no bytes is disconnected.
@@ -50,17 +51,17 @@ class ReceiverSettings:
     Attributes:
         lease_ttl_s: time to live of a lease after its last renewal.
         heartbeat_ttl_s: time after which a silent receiver counts as dead.
-        rpc_timeout_s: time limit of one control-plane call.
+        rpc_timeout_s: time limit of one control-plane call, if the receiver creates the client.
         control_retry_s: time limit of retries while the control plane cannot be reached.
         manifest_timeout_s: a publisher that does not send its manifest in this time is excluded.
         digest_timeout_s: a publisher that does not send requested digests in this time counts as
             lost.
         stall_timeout_s: time without progress after which a fetch counts as stalled. Progress is
-            any byte from any source; over NIXL it is a complete transfer of at most 16 MiB (64
-            with RDMA). After a stall, silent sources are excluded, or if none is silent, those
-            with outstanding reads; the next attempt reads from other sources.
-        connect_timeout_s: time limit of one connection to a source. The connection to a NIXL agent
-            also gets at most half of the time that remains.
+            any byte from any source; over NIXL it is a complete transfer of at most 16 MiB (64 MiB
+            with RDMA). After a stall, the next attempt excludes the silent sources; if none is
+            silent, it excludes the sources with outstanding reads.
+        connect_timeout_s: time limit for connecting to a source. Connecting to a NIXL agent also
+            gets at most half of the time that remains.
         connections_per_source: connections of the TCP transport to each source.
         scratch_copies: limit of scratch memory, as a multiple of the size of all targets. It
             includes quarantined buffers, into which an abandoned read may still write.

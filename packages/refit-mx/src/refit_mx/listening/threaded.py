@@ -122,7 +122,7 @@ class ThreadedListener:
             try:
                 sock, address = self._listener.accept()
             except OSError as error:
-                # Otherwise the client disconnected before it was accepted.
+                # Any other error means that the client disconnected before it was accepted.
                 if error.errno in _NO_CAPACITY:
                     with self._lock:
                         self._evict()

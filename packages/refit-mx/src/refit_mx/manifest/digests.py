@@ -67,7 +67,7 @@ def digest_of_reads(memory: torch.Tensor, reads: ReadTable, *, side: Side) -> by
     """Return `DIGEST_BYTES` for each row's bytes, in the order of `ReadTable`: over j, then i.
 
     The memory is the source's arena or the receiver's scratch, as in `block_digests`; ``side``
-    selects the addresses of the rows. Reads of a peer need `check_reads` before.
+    selects the addresses of the rows. Check a peer's reads with `check_reads` first.
     """
     spans = ByteSpans(memory)
     sizes = reads.sizes.tolist()

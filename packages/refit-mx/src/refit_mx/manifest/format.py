@@ -115,7 +115,7 @@ class Manifest(msgspec.Struct, frozen=True):
     Attributes:
         model_name: model in the control plane.
         version_id: version in the control plane.
-        source_slot_id: the expected slot of the version that this fills.
+        source_slot_id: the version's expected slot that this source fills.
         worker_id: the source's worker in the control plane; new for every process.
         incarnation: random id of the process; its source server refuses calls with another id.
         endpoint: host:port of the source server, which serves digests, and bytes over TCP.

@@ -104,7 +104,8 @@ class DoubleArena:
     def take(self, nbytes: int) -> Arena:
         """Return an arena of at least ``nbytes`` that holds no version, to be filled.
 
-        One must be free. It stays free until `hold`, so a failed publish needs no cleanup.
+        At least one arena must be free. The returned one counts as free until `hold`, so a failed
+        publish needs no cleanup.
         """
         free = [slot for slot, version in enumerate(self._versions) if version is None]
 

@@ -75,7 +75,7 @@ class _Held:
     arena: Arena
     manifest: Manifest
     shard: Shard
-    maybe_registered: bool = False  # also if no answer came
+    maybe_registered: bool = False  # True also if the control plane did not answer
 
 
 class MxV2TrainingPublisher(Closeable):
@@ -87,7 +87,7 @@ class MxV2TrainingPublisher(Closeable):
 
     Args:
         model_name: model in the control plane.
-        source_slot_id: expected slot of a version that this process fills, such as ``fsdp-0``.
+        source_slot_id: slot that this process fills in each version, such as ``fsdp-0``.
         control: client of the control plane, or its address; then the publisher creates and closes
             the client.
         wire_dtype: dtype to which floating-point tensors are cast, or a mapping by tensor name;
@@ -95,9 +95,9 @@ class MxV2TrainingPublisher(Closeable):
         cuts: by tensor name, how generators divide a tensor along an axis other than the first.
             They then read their parts faster, and publishing is no slower. All replicas must use
             the same cuts.
-        registry: how the bytes were prepared. If the caller has run a compile pass ``p``, it is
-            ``Registry(p.name, dict(p.metadata))``. None leaves it
-            unstated, and receivers with a filter then ignore the source.
+        registry: how the bytes were prepared. After a compile pass ``p``, pass
+            ``Registry(p.name, dict(p.metadata))``. None leaves it unstated, and receivers with a
+            filter then ignore the source.
         transports: ``nixl``, ``shm`` and ``tcp``; None for all available ones. The TCP server runs
             in any case: receivers request digests from it.
         host: host to listen on. Every machine that can connect to it can read the weights.
@@ -175,8 +175,8 @@ class MxV2TrainingPublisher(Closeable):
             self._arenas = DoubleArena(
                 device=str(device),
                 shared="shm" in wanted,
-                on_new=self._register,
-                on_old=self._unregister,
+                on_new=self._register_arena,
+                on_old=self._unregister_arena,
             )
             stack.callback(self._arenas.close)
             self._manifests = ManifestService(host=host, advertised_host=advertised_host)
@@ -210,7 +210,7 @@ class MxV2TrainingPublisher(Closeable):
         releases a version: one that is already being released, else the older one. It waits until
         no receiver leases that version.
 
-        A failed call may be repeated with the same weights, even if it had registered them.
+        A failed call may be repeated with the same weights, even if it had registered the shard.
 
         Args:
             version_id: version that exists in the control plane and expects this slot.
@@ -223,9 +223,9 @@ class MxV2TrainingPublisher(Closeable):
         Raises:
             VersionNotFoundError: the control plane knows no such version.
             VersionNotReadyError: the version is already being released.
-            RefitConfigError: the version expects no such slot or is of another model, the shards
-                are inconsistent, a value does not fit the wire dtype, or this version was published
-                with other weights.
+            RefitConfigError: the version does not expect this slot or is of another model, the
+                shards are inconsistent, a value does not fit the wire dtype, or this version was
+                published with other weights.
             RefitTimeoutError: the time limit passed. If a leased version still uses an arena, the
                 message names it.
             PhaseError: the publisher is closed, another thread publishes, or SIGTERM has come.
@@ -234,7 +234,7 @@ class MxV2TrainingPublisher(Closeable):
         deadline = self._deadline(timeout_s, f"publish of version {version_id}")
         given = local_shards(shards) if isinstance(shards, Mapping) else list(shards)
         with self._exclusive(), phase("publish", version_id) as span:
-            self._check_not_ended()
+            self._check_not_stale()
             started = time.monotonic()
             layout = lay_out(cut_shards(given, self._cuts), self._wire_dtype)
             held = self._held.get(version_id)
@@ -258,7 +258,7 @@ class MxV2TrainingPublisher(Closeable):
         Do nothing if this process does not hold it.
 
         Raises:
-            RefitTimeoutError: it is leased for longer than ``timeout_s``; it stays held.
+            RefitTimeoutError: the version is leased for longer than ``timeout_s``; it stays held.
             ControlUnavailableError: the control plane cannot be reached.
         """
         deadline = self._deadline(timeout_s, f"release of version {version_id}")
@@ -299,15 +299,15 @@ class MxV2TrainingPublisher(Closeable):
         finally:
             self._lock.release()
 
-    def _register(self, arena: Arena) -> None:
+    def _register_arena(self, arena: Arena) -> None:
         if self._nixl is not None:
             self._agents[arena.address] = self._nixl.register(arena.memory)
 
-    def _unregister(self, arena: Arena) -> None:
+    def _unregister_arena(self, arena: Arena) -> None:
         if self._nixl is not None and self._agents.pop(arena.address, None) is not None:
             self._nixl.unregister(arena.memory)
 
-    def _check_not_ended(self) -> None:
+    def _check_not_stale(self) -> None:
         if self._heartbeat.stale_by_sigterm:
             raise PhaseError(
                 f"{self.worker_id} became STALE for good when this process got SIGTERM; set "
@@ -334,7 +334,7 @@ class MxV2TrainingPublisher(Closeable):
         """Release versions until an arena is free."""
         while len(self._held) >= _ARENAS:
             oldest, *newer = self._held
-            # Prefer an abandoned version; the older one may be the only one that is READY.
+            # Prefer an abandoned version: the oldest may be the only READY version.
             abandoned = (version for version in newer if self._is_abandoned(version, deadline))
             self._retire(next(abandoned, oldest), deadline)
 
@@ -442,8 +442,8 @@ class MxV2TrainingPublisher(Closeable):
     def _register_shard(self, version_id: str, held: _Held, deadline: Deadline) -> None:
         """Register the shard in the control plane.
 
-        If no answer comes, it may be registered nevertheless, so the arena stays in use. Repeating
-        the call or releasing the version resolves this.
+        Without an answer, the shard may still be registered, so the arena stays in use until the
+        call is repeated or the version is released.
         """
         with phase("register", version_id, self._on_phase):
             reregistered = False

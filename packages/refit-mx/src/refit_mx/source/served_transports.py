@@ -25,8 +25,8 @@ def served_transports(transports: Sequence[str] | None, device: torch.device) ->
         )
     missing = {
         name: why
-        for name, find in (("nixl", nixl_available), ("shm", lambda: _sharing_missing(device)))
-        if name in wanted and (why := find()) is not None
+        for name, obstacle in (("nixl", nixl_available), ("shm", lambda: _shm_obstacle(device)))
+        if name in wanted and (why := obstacle()) is not None
     }
     if transports is not None:
         for name, why in missing.items():
@@ -35,7 +35,7 @@ def served_transports(transports: Sequence[str] | None, device: torch.device) ->
     return wanted - missing.keys()
 
 
-def _sharing_missing(device: torch.device) -> str | None:
+def _shm_obstacle(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"the arenas are on {device}; only CPU memory is shared"
     return shared_memory_missing()

@@ -48,7 +48,7 @@ _CONNECTIONS_SHARE = 0.5
 
 @dataclass(eq=False)
 class _Held:
-    """Memory of a version, with a flag set when it is dropped, to check after each use."""
+    """Memory of a version. After each use of it, check whether the version was ``dropped``."""
 
     memory: torch.Tensor
     blocks: PublishedBlocks | None
@@ -125,10 +125,10 @@ class SourceServer(Closeable):
     ) -> None:
         """Serve a version from now on, out of a contiguous uint8 tensor of one axis.
 
-        The memory must not change until `drop_version` has returned. A request that touches one of
-        the published ``blocks`` that has changed since is answered with ``changed``; None skips
-        this check. The encoded structure is for receivers of a brief manifest, the encoded manifest
-        for receivers that are connected already.
+        The memory must not change until `drop_version` has returned. If a request for digests
+        touches one of the published ``blocks`` and that block has changed, the answer is
+        ``changed``; None skips this check. The encoded structure is for receivers of a brief
+        manifest, the encoded manifest for receivers that are connected already.
         """
         with self._lock:
             self._held[version_id] = _Held(
@@ -186,7 +186,7 @@ class SourceServer(Closeable):
         if not isinstance(hello, Hello):
             raise ProtocolError("a connection must begin with HELLO")
         if hello.incarnation != self.incarnation:
-            answer = Answer("incarnation", "this is another process than the one expected")
+            answer = Answer("incarnation", "another process answers at this address")
         else:
             answer = Answer("ok")
         self._send(connection.sock, answer)

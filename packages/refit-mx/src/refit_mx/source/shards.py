@@ -5,8 +5,9 @@ the caller describes.
 
 `Cut` arranges a shard in the arena the way generators divide it. A generator with tensor
 parallelism along the columns reads a part of every row. If the shard is stored by rows, that takes
-one short read per row, and since no published digest covers such a part, each generator must
-request one. If it is cut at the same columns, each part is one range with its own digests.
+one short read per row. The published digests cover no such part, so each generator must also
+request digests. If the shard is cut at the same columns, each part is one range with published
+digests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LocalShard:
     Attributes:
         name: name of the global tensor in the trainer's state dict.
         global_shape: shape of the global tensor.
-        box: position of the part in it; may be empty.
+        box: position of the part in the global tensor; may be empty.
         tensor: data of shape ``box.shape``, with any strides, on any device.
 
     Raises:

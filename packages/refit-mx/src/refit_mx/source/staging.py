@@ -25,10 +25,10 @@ ALIGNMENT = 256
 """Alignment of every shard in the arena: that of CUDA, so that views of any dtype work."""
 _JOB_BYTES = 32 << 20
 _WITHOUT_INFINITY = (torch.float8_e4m3fn,)
-"""Wire dtypes without infinity. A cast turns it into the largest value, or into NaN in some builds
-of torch."""
+"""Wire dtypes without infinity. A cast turns an infinity into the largest value, or in some builds
+of torch into NaN."""
 _ROUNDED = (torch.float32, torch.bfloat16)
-"""Dtypes of a cast that `check_rounding` checks."""
+"""Source dtype and wire dtype of the casts that `check_rounding` checks."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 WireDtype = str | Mapping[str, str] | None
@@ -185,7 +185,7 @@ def copy_shard(layout: StagingLayout, row: int, arena: torch.Tensor) -> bytes:
 def _copied_blocks(
     name: str, source: torch.Tensor, place: torch.Tensor, memory: memoryview
 ) -> Iterator[bytes]:
-    """Copy on the CPU by blocks; yield the digests of each while it is in the cache.
+    """Copy on the CPU; yield the digests of the copied blocks while these are in the cache.
 
     The source may have any strides. Its copy ``place``, whose bytes are ``memory``, is contiguous
     and may have another dtype.
@@ -239,8 +239,8 @@ def check_range(shard: LocalShard, wire: torch.dtype) -> None:
 def check_rounding(name: str, values: torch.Tensor, cast: torch.Tensor) -> None:
     """Refuse finite float32 values that the cast to bfloat16 has rounded to infinity.
 
-    bfloat16 has float32's range, so only values close to its end do. Inspecting the cast, which is
-    still in the cache, costs less than `check_range`.
+    bfloat16 has float32's range, so rounding gives infinity only for values close to its end.
+    Inspecting the cast, which is still in the cache, costs less than `check_range`.
 
     Raises:
         RefitConfigError: a value was rounded to infinity.
