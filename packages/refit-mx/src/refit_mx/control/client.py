@@ -187,7 +187,9 @@ class ControlClient(Closeable):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def delete_version(self, version_id: str) -> VersionInfo:
-        """Release a version: it gets no new leases; once none remains, its shards may be deleted.
+        """Release a version: it gets no new leases.
+
+        Once no lease remains, its shards may be deleted.
 
         Raises:
             VersionNotFoundError: there is no such version.
@@ -301,7 +303,7 @@ class ControlClient(Closeable):
     def lease(self, version_id: str, worker_id: str, *, ttl_s: float = 30.0) -> VersionLease:
         """Lease a READY version; a thread renews the lease until it is closed.
 
-        Renewals and the release have separate time limits.
+        Renewals and the release have separate time limits, not ``rpc_timeout_s``.
 
         Args:
             version_id: version to lease.

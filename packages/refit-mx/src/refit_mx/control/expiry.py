@@ -27,8 +27,8 @@ class Expiry:
     def load(self, records: Iterable[Record], *, now_ms: int, grace_s: float) -> None:
         """Load the records of a store.
 
-        No worker could renew while the server was down. So each record that was live then lasts at
-        least for ``grace_s`` from now, or for its time to live if that is shorter.
+        No worker could renew while the server was down. So each worker and lease that had not
+        ended lasts at least ``grace_s`` from now, or its time to live if that is shorter.
         """
         ledger = self._ledger
         for record in sorted(records, key=_release_time_ms):

@@ -1,7 +1,7 @@
 """The part of ``P2pService`` that RL refit uses: generators publish what they have installed.
 
-Sources are held in memory only. After a server restart, a ModelExpress source that is unknown
-publishes itself again.
+Sources are held in memory only. After a server restart, a ModelExpress source that the server does
+not know publishes itself again.
 """
 
 from __future__ import annotations

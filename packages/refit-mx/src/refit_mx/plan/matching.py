@@ -43,7 +43,8 @@ def find_overlaps(held: Sequence[HeldBoxes], wanted: TargetColumns, tensors: int
     """Return every overlap of the wanted parts that a source has.
 
     Raises:
-        LayoutError: a source has so many shards of one tensor that matching would take too long.
+        LayoutError: a source has so many shards of wanted tensors that matching needs too much
+            memory.
     """
     by_source = [_overlaps_of(boxes, index, wanted, tensors) for index, boxes in enumerate(held)]
     if len(by_source) == 1:

@@ -63,7 +63,8 @@ class Plan:
 class _Assignment:
     """Boxes as in `Choices`, with the source chosen for each, one per row.
 
-    The source is an index in the `ShardTable`, the row one of the source's shards; both int64 (n,).
+    ``source`` is an index in the `ShardTable`, ``row`` a row of that source's shards; both int64
+    (n,).
     """
 
     part: Int64s
@@ -76,8 +77,8 @@ class _Assignment:
 def plan_reads(shards: ShardTable, targets: Sequence[TargetTensor], *, seed: int = 0) -> Plan:
     """Plan the reads for a receiver's targets.
 
-    Bytes that several sources have are read from the one that this receiver reads least from; large
-    boxes are split among them.
+    If several sources have the same bytes, they are read from the source that this receiver reads
+    least from; large boxes are split among these sources.
 
     Args:
         shards: shards of the sources of one version.
@@ -270,7 +271,7 @@ def _describe_missing(
     if len(partial) == 1:
         what = f"rows {ranges[partial[0]]} of axis {partial[0]}"
     else:
-        what = f"[{', '.join(ranges)}]" if partial else "all"
+        what = f"[{', '.join(ranges)}]" if partial else "any part"
     checked = shards.manifests
     named = ", ".join(f"{m.source_slot_id} ({m.worker_id})" for m in checked[:_NAMED_SOURCES])
     more = len(checked) - _NAMED_SOURCES

@@ -164,7 +164,7 @@ def _check_belonging(manifests: Sequence[Manifest]) -> None:
         if manifest.registry != first.registry:
             raise CompileTargetError(
                 f"{who} publishes {manifest.registry}, worker {first.worker_id!r} "
-                f"{first.registry}; a plan needs sources of one kind, so filter them first"
+                f"{first.registry}; a plan needs sources with one registry, so filter them first"
             )
         if manifest.worker_id in seen:
             raise ProtocolError(f"{who} has two manifests; expected one")
@@ -172,7 +172,7 @@ def _check_belonging(manifests: Sequence[Manifest]) -> None:
 
 
 def _check_tables(manifests: Sequence[Manifest]) -> None:
-    """Check the digests of tables, each object once, since many manifests share one."""
+    """Check the digest of each table object once, since many manifests share a table."""
     checked: dict[int, bytes] = {}
     for manifest in manifests:
         digest = checked.get(id(manifest.table))

@@ -1,7 +1,7 @@
 """Discovery of a version's sources: live publishers that answer with the right manifest.
 
 A source is used only if it is reachable now and sends the manifest whose digest is in the control
-plane. A record alone does not prove that it is live.
+plane. A record alone does not prove that a source is live.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _select_matching(
     source_filter: SourceFilter,
     excluded: dict[str, str],
 ) -> list[Manifest]:
-    """Return the largest group of matching manifests with one registry, or raise."""
+    """Return the matching manifests with the registry that the most slots publish, or raise."""
     if not source_filter:
         return list(manifests)
     alike: list[tuple[Registry, list[Manifest]]] = []

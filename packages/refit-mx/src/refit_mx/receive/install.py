@@ -12,7 +12,7 @@ from refit_mx.memory.cuda import synchronize
 
 
 def check_install(specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tensor]) -> None:
-    """Check that each received tensor has a live one that can hold it without loss.
+    """Check that each received tensor has a live weight that can hold it without loss.
 
     Live weights that are not received stay unchanged.
 
@@ -39,7 +39,7 @@ def check_install(specs: Mapping[str, TensorSpec], live: Mapping[str, torch.Tens
 
 
 def can_represent(live: torch.dtype, received: torch.dtype) -> bool:
-    """Return whether every value of dtype ``received`` is also one of dtype ``live``."""
+    """Return whether every value of dtype ``received`` is also a value of dtype ``live``."""
     if live == received:
         return True
     if torch.float8_e4m3fn in (live, received) or torch.float8_e5m2 in (live, received):

@@ -156,9 +156,9 @@ class MxV2RefitReceiver(Closeable):
             required_compile_metadata: values that the publishers' metadata must have.
             names: only these targets; None for all.
             timeout_s: time limit of all attempts.
-            attempts: number of attempts. Each avoids the sources that the one before it lost, and
-                those that have sent wrong bytes twice. An attempt that fails only because sources
-                were avoided does not count, and the next one uses these sources again.
+            attempts: number of attempts. An attempt avoids the sources that the previous attempt
+                lost, and sources that have sent wrong bytes twice. If it fails only because it
+                avoided lost sources, it does not count, and the next attempt uses them again.
 
         Returns:
             The tensors, as a context manager that releases the memory and the lease.
@@ -203,8 +203,8 @@ class MxV2RefitReceiver(Closeable):
             install: live weights by name, to copy into; or a function that gets the tensors and
                 installs them. The tensors are in scratch memory that is reused afterwards.
             compile_pass: pass over the received tensors; its outputs are installed instead.
-            compile_target_filter: as in `receive_weights_scratch`; None is what ``compile_pass``
-                accepts, if there is one.
+            compile_target_filter: as in `receive_weights_scratch`, but with a ``compile_pass``,
+                None means the targets that the pass accepts.
             required_compile_metadata: as in `receive_weights_scratch`.
             names: only these targets, a partial refit; None for all.
             timeout_s: time limit up to the install, which is not interrupted.
@@ -222,8 +222,8 @@ class MxV2RefitReceiver(Closeable):
         targets = self._targets_of(names)
         if self._fenced and len(targets) != len(self._targets):
             raise FencedError(
-                f"{self._fenced}; only a refit of all {len(self._targets)} targets repairs it, "
-                f"not one of {len(targets)}"
+                f"{self._fenced}; only a refit of all {len(self._targets)} targets repairs this, "
+                f"but this refit has {len(targets)}"
             )
         specs = [target.spec for target in targets]
         if compile_pass is not None:
@@ -278,7 +278,7 @@ class MxV2RefitReceiver(Closeable):
             self._open.end_dropped()
             if version_id in self._open:
                 raise PhaseError(
-                    f"version {version_id} was received and not released; close it first"
+                    f"version {version_id} was received and not released; close its weights first"
                 )
             yield
         finally:
@@ -340,13 +340,13 @@ class MxV2RefitReceiver(Closeable):
                     if lost and set(error.worker_ids) <= lost:
                         stats.attempts -= 1  # only the excluded sources were missing
                     last = stats.attempts >= attempts or not deadline.left_s
-                    # If only sources with wrong bytes still answer, that is the error to report.
+                    # If only sources with wrong bytes still answer, report the wrong bytes.
                     if repeated and (last or set(error.worker_ids) <= lost | repeated):
                         raise wrong[-1] from error
                     if last:
                         raise
-                    # Exclude a lost worker from one attempt only: it may be back, and no other may
-                    # have its part.
+                    # Exclude a lost worker from one attempt only: it may be back, and perhaps no
+                    # other worker has its part.
                     lost = set(error.worker_ids) - lost
                 except DigestMismatchError as error:
                     if stats.attempts >= attempts or not deadline.left_s:

@@ -59,8 +59,9 @@ _Result = TypeVar("_Result")
 class Attempt:
     """The result of a successful attempt: verified tensors in scratch memory by target name.
 
-    ``published`` has the names of all tensors that the version's sources hold. ``release`` releases
-    the scratch memory, ``discard`` discards it, as its tensors may still be in use.
+    ``published`` has the names of all tensors that the version's sources hold. ``release`` makes
+    the scratch memory available to the next receive; ``discard`` withdraws it, for tensors that may
+    still be in use.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -114,7 +115,7 @@ class Receiving:
         exclude: Collection[str],
         source_filter: SourceFilter,
     ) -> Attempt:
-        """Receive once, and add to the statistics; the caller holds the lease until it is done.
+        """Receive once, and add to ``stats``; the caller must hold the lease during the call.
 
         After a failure the scratch memory is released or quarantined.
 
@@ -345,8 +346,9 @@ class Receiving:
     ) -> None:
         """Verify the rest by digests requested from the sources, and check the lease.
 
-        Most bytes were verified while others arrived. So the recorded rate covers both: all bytes
-        over the time since ``fetch_started``, the monotonic time at which the fetch began.
+        Most bytes were verified while others arrived. So the recorded rate covers fetch and
+        verification: all bytes over the time since ``fetch_started``, the monotonic time at which
+        the fetch began.
         """
         verify = phase("verify", stats.version_id, self._on_phase)
         with timed(stats, "verify"), verify as span:

@@ -23,7 +23,7 @@ _NEVER_FREED: list[Arena] = []
 
 
 class ScratchPool:
-    """Scratch buffers of one transport, which one thread at a time may take; any may release."""
+    """Scratch buffers of one transport: one thread at a time may take them, any may release."""
 
     def __init__(self, transport: Transport, *, max_bytes: int, device: str = "cpu") -> None:
         self._transport = transport

@@ -90,8 +90,8 @@ class SourceCache:
         endpoint = shard.manifest_endpoint
         timeout_s = min(timeout_s, deadline.check(f"asking {endpoint} for a manifest"))
         limit = Deadline(timeout_s, "a manifest")
-        # Half of the time, so that a new connection gets the rest: the publisher of a retained one
-        # may be busy, or may have been replaced.
+        # Half of the time, so that a new connection gets the rest: the publisher at the end of a
+        # retained connection may be busy, or may have been replaced.
         half = Deadline(timeout_s / 2, "a manifest over a retained connection")
         data = self._over_connection(endpoint, shard.version_id, half)
         if data is None or manifest_digest(data) != shard.manifest_digest:

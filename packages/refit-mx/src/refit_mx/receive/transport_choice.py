@@ -56,7 +56,9 @@ class Transports:
             raise RefitConfigError(f"transport {self._wanted!r}: {why}")
 
     def for_sources(self, used: Sequence[Manifest]) -> tuple[Transport, ScratchPool]:
-        """Return a transport for all given sources, with its memory; close the others.
+        """Return the transport for the given sources, with its scratch memory.
+
+        It closes the other transports, except those with memory in quarantine.
 
         Raises:
             RefitConfigError: NIXL is configured, and a source has none.

@@ -90,7 +90,7 @@ def _checks(
     )
 
     parts, rows = [reads.rows[~in_manifest]], [np.flatnonzero(~in_manifest)]
-    # The remaining ranges of reads with blocks in the manifest: before the first of them, after the
+    # The remaining ranges of reads with blocks in the manifest: before the first block, after the
     # last.
     for wanted, start, count in (
         (in_manifest & (skip > 0), np.zeros_like(skip), skip),
