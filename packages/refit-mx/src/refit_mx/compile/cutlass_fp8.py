@@ -1,7 +1,7 @@
 """fp8 for cutlass' scaled matrix product: one scale per matrix or per output channel.
 
-Scales and names follow vLLM's ``scaled_fp8_quant`` and ``weight_scale``: a value is the stored one
-times the scale.
+Scales and names follow vLLM's ``scaled_fp8_quant`` and ``weight_scale``: a value is the stored
+value times the scale.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class QuantizingPass(ABC):
     """Quantization of selected weights to float8_e4m3fn, each with a tensor of scales.
 
     A tensor of two axes is one matrix ``[rows, columns]`` as in the checkpoint, output features
-    first. One of three axes is a stack of matrices, each quantized separately. Values that are not
-    finite are refused, since a NaN in a scale corrupts all values that it scales.
+    first. A tensor of three axes is a stack of matrices, each quantized separately. Values that are
+    not finite are refused, since a NaN in a scale corrupts all values that it scales.
     """
 
     name: str
@@ -79,7 +79,7 @@ class QuantizingPass(ABC):
 
     @abstractmethod
     def _scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of its scales."""
+        """Return the shape of the quantized tensor's scales."""
 
     @abstractmethod
     def _quantize(

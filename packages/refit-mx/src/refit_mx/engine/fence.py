@@ -71,8 +71,8 @@ class ModelFence:
 def gather_from_ranks(text: str, timeout_s: float) -> Sequence[str]:
     """Return the texts of all ranks of this vLLM server, in their order; collective.
 
-    Only the first 4,096 bytes of a text are sent. The other ranks have ``timeout_s`` to call this,
-    and then the exchange has as long.
+    Only the first 4,096 bytes of a text are sent. The other ranks have ``timeout_s`` to call this;
+    the exchange then has another ``timeout_s``.
 
     Raises:
         RefitError: a rank is gone or did not come in time. All ranks that did come raise, too.

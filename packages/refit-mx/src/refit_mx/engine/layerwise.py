@@ -65,7 +65,7 @@ REPEATABLE_ON_CPU: frozenset[str] = frozenset(
 
 
 class LayerwiseReload:
-    """Install of a model's weights, from the form that its loaders expect."""
+    """Installer of a model's weights, which it gets in the form that the model's loaders expect."""
 
     # Any: vLLM's objects.
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -74,7 +74,7 @@ class LayerwiseReload:
         self._eager = bool(model_config.enforce_eager)
 
     def trace(self, published: Sequence[TensorSpec]) -> tuple[TargetTensor, ...]:
-        """Return a target for each parameter with published tensors, named as the parameter.
+        """Return a target for each parameter that published tensors fill, under its name.
 
         The model's weights stay unchanged.
 

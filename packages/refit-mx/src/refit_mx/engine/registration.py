@@ -35,9 +35,9 @@ def plugin() -> None:
 def register(name: str = BACKEND) -> bool:
     """Register with vLLM's factory, for ``--weight-transfer-config '{"backend": "mx"}'``.
 
-    vLLM calls `plugin`, so a call is needed only for another name. Make it in a
-    ``vllm.general_plugins`` entry point: vLLM calls these in every process, some of them twice.
-    Return whether this call registered it; False if it was registered already.
+    vLLM calls `plugin`, so call this only for another name, in an entry point of the group
+    ``vllm.general_plugins``. vLLM calls such entry points in every process, and in some processes
+    twice. Return whether this call registered the engine; False if it was registered already.
 
     Raises:
         RefitConfigError: another engine has the name, or this vLLM is not supported.

@@ -64,7 +64,7 @@ class MxWeightTransferEngine(WeightTransferEngine):
         self.transfer.init(init_info)
 
     def start_weight_update(self) -> None:
-        """Begin a session, and drop what an earlier one fetched but did not install."""
+        """Begin a session, and drop what an earlier session fetched but did not install."""
         self.transfer.drop()
 
     def receive_weights(self, update_info: MxWeightTransferUpdateInfo) -> None:

@@ -133,8 +133,8 @@ class MxWeightTransfer:
     def init(self, info: MxInitInfo) -> None:
         """Connect to a control plane; do nothing if connected with the same info.
 
-        Another info, for example of a restarted trainer, drops the fetch and reconnects. The live
-        weights and the fence stay.
+        With a different info, for example of a restarted trainer, drop the fetch and reconnect. The
+        live weights and the fence stay.
 
         Raises:
             RefitConfigError: a value is wrong, or the token or the certificates cannot be read.
@@ -143,7 +143,7 @@ class MxWeightTransfer:
         if info == self._info:
             return
         self._status_only = info.errors == "status"
-        # Unset until all ranks agree, so that after a failure all of them get here again.
+        # Unset until all ranks succeed: after a failure, the next call must reconnect on all ranks.
         self._info = None
         with self._raise_on_all_ranks("init_transfer_engine"):
             sources = self._choose_sources(info)
@@ -249,10 +249,10 @@ class MxWeightTransfer:
         """Make all ranks raise if the block fails on one of them; collective.
 
         With ``errors: status`` a failure is only recorded, on the rank where it happens, unless
-        ``always`` is set. The other ranks have ``timeout_s`` to come to the block's end.
+        ``always`` is set. The other ranks have ``timeout_s`` to reach the end of the block.
 
         Raises:
-            RefitError: this rank's failure, or one that names the failed or missing ranks.
+            RefitError: this rank's failure, or an error that names the failed or missing ranks.
         """
         failure: Exception | None = None
         try:
@@ -280,12 +280,14 @@ class MxWeightTransfer:
         """Drop the fetch, and keep the weights.
 
         Returns:
-            A future for the end of the last dropped fetch, which may still run; None without one.
+            A future for the end of the last dropped fetch, which may still run; None if no fetch
+            was ever dropped.
         """
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             if fetch.failed:
-                # The layout may have changed: derive it again. An earlier fetch may still use it.
+                # The published layout may have changed: derive it again. An earlier fetch may still
+                # use the old one.
                 self._drop_layout(self._dropped)
             fetch.drop()
             ended = self._dropped = Future()
@@ -384,7 +386,7 @@ class MxWeightTransfer:
                 raise LayoutError(
                     f"{len(unknown)} tensors were not published when the layout was derived, and "
                     f"are not loaded: {', '.join(unknown[:_MAX_NAMED])}; the next update derives "
-                    "it again"
+                    "the layout again"
                 )
             tensors = self._compile(layout, received)
             deadline.check("compiling")

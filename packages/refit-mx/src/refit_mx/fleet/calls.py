@@ -68,7 +68,7 @@ class Calls:
     ) -> dict[str, Any]:
         """Send a request and return the answer's JSON object; an empty answer counts as ``{}``.
 
-        If it is repeatable, retry until the deadline if the connection is closed.
+        If the connection is closed, a ``repeatable`` request is sent again, until the deadline.
 
         Raises:
             ServerCallError: no complete answer came in time, or its status is not 200.

@@ -87,7 +87,7 @@ class RefitFleet:
         init_info: fields of `refit_mx.engine.infos.MxInitInfo` for the engines, without
             ``rank_offset`` and ``errors``, which the fleet sets.
         timeout_s: time limit of a refit. No server is paused unless all have the version within
-            three quarters of it.
+            three quarters of this time.
         max_answer_s: time limit of a query, for example for the state of workers. Workers answer
             between two steps of generation. A server that is silent for longer counts as failed.
         pause_mode: ``keep`` freezes requests and continues them afterwards; ``wait`` lets them

@@ -91,7 +91,7 @@ class ServerGroup:
 
     async def _expect_one_version(self, calls: Calls) -> None:
         # A restarted server serves its launch weights and is not paused. Another client may have
-        # updated one, and a worker may be fenced: only the workers know.
+        # updated a server, and a worker may be fenced: only the workers know.
         ranks = await self.all("resume", calls, Server.expect_paused_status)
         if (
             len({s.held_version for s in self.servers}) > 1

@@ -97,8 +97,8 @@ class Transport(Protocol):
         """Return whether an abandoned read may still write into the buffer.
 
         After `read` raised, this is true while a byte may still arrive. If nothing was abandoned,
-        it is false at once; else it is false when the reads are complete or the agents of their
-        sources are gone. The caller checks again before it uses the buffer.
+        it is false at once; else it becomes false once the reads are complete or the agents of
+        their sources are gone. The caller checks again before it uses the buffer.
         """
 
     def close(self) -> None:

@@ -72,9 +72,10 @@ def split_reads(
 
 
 class RowsDone:
-    """Completed rows of a table, derived from the batches of its parts that have arrived.
+    """Completed rows of a table, computed from the arrived batches of the split table.
 
-    The origin of each part is its row, from `split_reads`; the batches are all of the split table.
+    ``origins`` has the table's row of each split row, from `split_reads`; ``parts`` has all batches
+    of the split table.
     """
 
     def __init__(self, origins: Int64s, parts: list[Batch]) -> None:

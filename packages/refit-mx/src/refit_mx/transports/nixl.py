@@ -34,7 +34,7 @@ RDMA_BATCH_BYTES = 64 << 20
 IN_FLIGHT_BYTES = 64 << 20
 """Limit of bytes in flight from all sources, if the receiver's CPU does the copying. NIXL reports
 only complete transfers, and all transfers in flight share one network. So with more sources the
-batches get smaller, and one completes long before a fetch counts as stalled. With a longer stall
+batches get smaller, and each completes long before a fetch counts as stalled. With a longer stall
 limit instead, silent sources would be detected later."""
 LOCAL_IN_FLIGHT_BYTES = 256 << 20
 """The same limit if all sources are local: nothing slower than memory is in between."""
@@ -77,9 +77,9 @@ class NixlTransport:
     process is still the one in the manifest, and after the last, that the version is still held.
 
     Args:
-        connect_timeout_s: time limit of the connection to a source's server with its greeting, and
-            of the connection to its agent. The latter also gets at most half of the time that
-            remains for a fetch.
+        connect_timeout_s: time limit for connecting to a source's server, with its greeting, and
+            for connecting to a source's agent. Connecting to the agent also gets at most half of
+            the time that remains for the fetch.
         lanes: parallel lanes of large fetches without RDMA; None is one per core that this process
             may use, up to `MAX_LANES`.
 
@@ -246,7 +246,7 @@ class NixlTransport:
             known.client.connect(deadline)
         try:
             for lane in lanes:
-                # At most half of the time: a fallback over TCP needs the rest.
+                # At most half of the time: a fallback to TCP needs the rest.
                 lane.connect(source, min(self._connect_timeout_s, deadline.check() / 2))
         except BaseException:  # an interrupt may also leave a lane blocked
             self._abandoned_lanes += [lane for lane in self._lanes if lane.blocked]

@@ -188,8 +188,8 @@ class Lane:
     ) -> None:
         """Read the batches that other lanes do not take.
 
-        If this raises, the caller must abandon the reads in progress. If ``stopped`` returns that
-        another lane has failed, this method returns with reads in progress.
+        If this raises, the caller must abandon the reads in progress. If ``stopped`` returns True
+        because another lane has failed, this method returns with reads in progress.
         """
         idle_rounds = 0
         active = [_Flight(queue) for queue in queues]

@@ -152,7 +152,7 @@ class ShmTransport:
     def _connect(self, source: Manifest, deadline: Deadline) -> bool:
         """Map and connect a source; return whether its server had to be connected."""
         try:
-            # The client alone: an error keeps its frames' locals, and so the mapping.
+            # Keep only the client: an error keeps the locals of its frames, and so a mapping.
             client = self._mapped(source).client
         except OSError as error:
             client = SourceClient(source, connect_timeout_s=self._connect_timeout_s)

@@ -46,8 +46,8 @@ _FULL_PAUSE_S = 0.1
 class SourceClient:
     """Client that connects on first use, and again after the server closed an idle connection.
 
-    One thread at a time may use it, but any thread may call `abort`. The connection with its
-    greeting has ``connect_timeout_s``. Every method raises
+    One thread at a time may use it, but any thread may call `abort`. Connecting and greeting
+    together may take ``connect_timeout_s``. Every method raises
 
     - `SourceLostError` with the source's worker: the source cannot be reached, is another process
         than the one in the manifest, or does not hold the version;
@@ -135,7 +135,7 @@ class SourceClient:
             raise ProtocolError("the source ended its chunks early but reported no error")
 
     def digests(self, reads: ReadTable, *, version_id: str, deadline: Deadline) -> bytes:
-        """Request `DIGEST_BYTES` per read, as of `refit_mx.manifest.digests.digest_of_reads`.
+        """Request `DIGEST_BYTES` per read, as from `refit_mx.manifest.digests.digest_of_reads`.
 
         Raises:
             DigestMismatchError: the source's memory differs from what it published.

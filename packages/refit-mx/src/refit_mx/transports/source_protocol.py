@@ -78,7 +78,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         status: ``ok``; ``gone``, the version is not held or was dropped meanwhile; ``incarnation``,
-            the process is another one; ``refused``, the request is not allowed; ``full``, too many
+            another process answers; ``refused``, the request is not allowed; ``full``, too many
             connections; ``changed``, on DIGEST, the memory differs from what was published.
         message: description of the error.
         data: digests, a structure or a manifest.

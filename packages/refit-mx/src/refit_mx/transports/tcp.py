@@ -81,7 +81,7 @@ class TcpTransport:
         for queue, each in zip(queues, source_reads, strict=True):
             known = self._clients.get(_key(each), [])
             connected += bool(queue.count) and not any(client.connected for client in known)
-            for client in self._of(each, min(self._connections, queue.count)):
+            for client in self._clients_of(each, min(self._connections, queue.count)):
                 clients.append(client)
                 threads.append(
                     threading.Thread(
@@ -132,7 +132,7 @@ class TcpTransport:
                     client.close()
         self._unused = {key: count for key, count in self._unused.items() if key in self._clients}
 
-    def _of(self, source_reads: SourceReads, count: int) -> list[SourceClient]:
+    def _clients_of(self, source_reads: SourceReads, count: int) -> list[SourceClient]:
         key = _key(source_reads)
         clients = self._clients.setdefault(key, [])
         while len(clients) < count:
@@ -152,7 +152,7 @@ def check_source_reads(
     """Check that reads stay inside the scratch and the arenas, before any byte moves.
 
     Raises:
-        RefitConfigError: they do not, or the scratch is not registered.
+        RefitConfigError: a read reaches outside, or the scratch is not registered.
     """
     if scratch.data_ptr() not in registered:
         raise RefitConfigError("the scratch buffer is not registered with this transport")
