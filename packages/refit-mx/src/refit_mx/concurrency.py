@@ -221,7 +221,7 @@ class BoundedCalls:
 
         try:
             outcome = in_daemon_thread(self._name, run)
-        except BaseException:  # also on an interrupt, which may come when the thread runs
+        except BaseException:  # also on an interrupt, which may come after the thread has begun
             with contextlib.suppress(IndexError):
                 release_right.pop()
                 self._free.release()

@@ -2,7 +2,7 @@
 
 Trainers need no kernels: they publish raw tensors. Each receiver compiles its own part, from
 scratch memory to scratch memory, before any live weight changes. A pass is created by name, so that
-a configuration or another package can choose one.
+a configuration or another package can choose it.
 """
 
 from __future__ import annotations

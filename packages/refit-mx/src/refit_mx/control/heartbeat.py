@@ -68,7 +68,7 @@ class Heartbeat(Closeable):
         except BaseException:  # disconnect also on an interrupt
             self._client.close()
             raise
-        # A renewal that hangs must leave time for another one before the worker expires.
+        # A renewal that hangs must leave time for another renewal before the worker expires.
         self._client.rpc_timeout_s = min(self._client.rpc_timeout_s, ttl_s / 3)
         self._stop_writer, self._stop_reader = socket.socketpair()
         self._done = _thread.allocate_lock()

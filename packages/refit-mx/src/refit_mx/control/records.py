@@ -72,7 +72,7 @@ class ObjectStorage(msgspec.Struct, frozen=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True):
-    """Arguments that create a version; calls with the same idempotency key must have equal ones.
+    """Arguments that create a version, equal in all calls with the same idempotency key.
 
     The key is unique within the model. A delta may name its base version. A version has either
     expected slots or object storage. Once it is READY, each slot has a live shard. ``state`` is the

@@ -39,7 +39,7 @@ class ControlState:
     # Versions
 
     def create_version(self, body: VersionBody, *, now_ms: int) -> Version:
-        """Create a version, or return the one that an equal body created before.
+        """Create a version, or return the version that an equal body created before.
 
         Raises:
             Refusal: INVALID_ARGUMENT for an inconsistent body; ALREADY_EXISTS if the idempotency

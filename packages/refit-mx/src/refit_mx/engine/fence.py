@@ -5,8 +5,8 @@ model's own call, and ``compute_logits``, which vLLM calls in each step. The lat
 graphs, which are replayed without calling the model.
 
 `gather_from_ranks` lets all ranks of a server know whether one failed. vLLM's executor raises at
-the first rank that fails, and leaves the other ranks' answers unread. Later calls then read those,
-and a server with a failed rank looks healthy. If all ranks raise, the first answer that
+the first rank that fails, and leaves the other ranks' answers unread. Later calls then read these
+answers, and a server with a failed rank looks healthy. If all ranks raise, the first answer that
 vLLM reads reports the failure.
 """
 

@@ -23,8 +23,8 @@ class MxInitInfo:
         transport: ``auto``, ``nixl``, ``shm`` or ``tcp``.
         compile_target: target of the model's weights; the compile pass of this name runs.
         compile_options: options of that pass.
-        source_target: compile target to receive; None for those that the pass accepts. If equal to
-            ``compile_target``, bytes that the trainer compiled are received unchanged.
+        source_target: compile target to receive; None for any target that the pass accepts. If
+            equal to ``compile_target``, bytes that the trainer compiled are received unchanged.
         source_metadata: values that the publisher's metadata must have.
         timeout_s: time limit of receiving a version.
         attempts: number of attempts to receive, if sources are lost.
@@ -93,7 +93,7 @@ class MxUpdateInfo:
         version_id: id of the version to receive.
         timeout_s: time limit; None for that of `MxInitInfo`.
         background: begin to fetch and return at once, while generation continues. The same call
-            without it waits for the rest.
+            without ``background`` waits until the fetch is complete.
         abort: drop the fetch and keep the weights; allowed only without the other fields.
 
     Raises:

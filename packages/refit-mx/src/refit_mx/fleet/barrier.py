@@ -88,9 +88,10 @@ class PhaseBarrier:
         self._bounded(lambda: self._meet(number, point, deadline), deadline, _LIST_MISSING_S)
 
     def fail(self, point: Point, reason: str, *, timeout_s: float = _REPORT_S) -> None:
-        """Report a failure of this rank at a point and all later ones, so no rank waits there.
+        """Report a failure of this rank at a point and all later points, so no rank waits there.
 
-        The point is the next one that this rank would have reached; the others raise the reason.
+        ``point`` is the next point that this rank would have reached. The other ranks raise an
+        error with the reason.
 
         Raises:
             FleetError: the store refused, or its server is gone.

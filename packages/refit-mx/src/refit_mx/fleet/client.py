@@ -60,8 +60,9 @@ class FleetStats:
         pause_ms: time from the first pause request to the last answered resume.
         seconds: duration of each phase. Servers serve during ``prepare`` and ``fetch``, and are
             paused during ``pause``, ``check``, ``install`` and ``resume``.
-        stale: servers that no longer held the last refit's version when this one began, by address,
-            with what they held. A server that restarted serves its launch weights until a refit.
+        stale: servers that no longer held the last refit's version when this refit began, by
+            address, with what they held. A restarted server serves its launch weights until a
+            refit.
     """
 
     servers: int
@@ -75,8 +76,8 @@ class RefitFleet:
     """Client that updates vLLM servers.
 
     Start each server with development routes, the backend ``mx`` and the worker extension
-    `refit_mx.engine.status.RefitStatus`. If a server lacks one, the error of `refit` names the
-    option that it needs.
+    `refit_mx.engine.status.RefitStatus`. If a server lacks one of these, the error of `refit` names
+    the option that it needs.
 
     It calls only the given addresses; redirects and proxies from the environment are not used. It
     allows one refit or resume at a time. `refit`, `check` and `resume` block; `refit_async`,

@@ -55,9 +55,9 @@ class Connection:
 class ThreadedListener:
     """A TCP listener that starts when it is created; port 0 picks a free one.
 
-    If there are too many connections, or no file descriptor is free, an older one is closed: the
-    oldest without a first request, else the one idle for longest (at least a second). If there is
-    neither, the new connection is refused, and gets the bytes ``refusal``.
+    If there are too many connections, or no file descriptor is free, an open connection is closed:
+    the oldest without a first request, else the connection idle for longest (at least a second).
+    If there is neither, the new connection is refused, and gets the bytes ``refusal``.
 
     The function ``serve`` serves a connection in its thread. It calls `Connection.mark_greeted`
     when the first request has arrived, within ``handshake_timeout_s``, and returns to close the

@@ -82,7 +82,7 @@ class DoubleArena:
 
     Only one thread at a time may use it.
 
-    ``on_new`` gets each new arena, to register it for transfers, and ``on_old`` each one that is
+    ``on_new`` gets each new arena, to register it for transfers. ``on_old`` gets each arena that is
     replaced or closed.
     """
 

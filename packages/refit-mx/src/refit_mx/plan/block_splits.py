@@ -25,7 +25,7 @@ def split_at_blocks(shards: ShardTable, plan: Plan, max_read_bytes: int) -> Plan
     ``max_read_bytes`` is the size limit of a contiguous read, a multiple of `BLOCK_BYTES`.
 
     Raises:
-        ValueError: ``max_read_bytes`` is no such multiple.
+        ValueError: ``max_read_bytes`` is not a multiple of `BLOCK_BYTES`, or is below 1.
     """
     if max_read_bytes < 1 or max_read_bytes % BLOCK_BYTES:
         raise ValueError(f"max_read_bytes {max_read_bytes}; expected a multiple of {BLOCK_BYTES}")

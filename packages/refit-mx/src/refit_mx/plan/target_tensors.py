@@ -127,7 +127,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
         return False
     start = np.array([box.start for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
     stop = start + np.array([box.shape for box in boxes], dtype=np.int64).reshape(start.shape)
-    # Most targets have parts next to each other along one axis: those need no comparison of pairs.
+    # Most targets have parts next to each other along one axis: they need no comparison of pairs.
     for axis in range(start.shape[1]):
         order = np.argsort(start[:, axis], kind="stable")
         if (stop[order[:-1], axis] <= start[order[1:], axis]).all():

@@ -210,7 +210,7 @@ def select_sources(
         except (SourceLostError, ProtocolError) as error:
             return str(error)
 
-    # Each receiver starts at another source; otherwise all would wait for the same ones.
+    # Each receiver starts at another source; otherwise all would wait for the same sources.
     first = rank * MAX_CONCURRENT_CALLS % len(candidates) if candidates else 0
     rotated = map_calls(threads, ask, [*candidates[first:], *candidates[:first]])
     answers = [*rotated[len(candidates) - first :], *rotated[: len(candidates) - first]]

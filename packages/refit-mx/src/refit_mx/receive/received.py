@@ -31,7 +31,7 @@ class RefitStats:
         sources: worker ids of the sources that were read.
         attempts: number of attempts; 1 if the first succeeded.
         nbytes: bytes moved by the last attempt, which are all bytes of the targets.
-        fetched_bytes: bytes of all completed fetches, also of those whose bytes were wrong.
+        fetched_bytes: bytes of all completed fetches, including fetches of wrong bytes.
         source_verified_bytes: bytes verified by digests requested from the sources.
         seconds: duration by stage of `STAGES`, summed over all attempts; a stage that fails does
             not count. Verification during the fetch counts as ``fetch``, not as ``verify``.

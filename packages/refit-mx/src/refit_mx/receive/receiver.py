@@ -1,7 +1,8 @@
 """`MxV2RefitReceiver`: receives a version's tensors into scratch, verifies and installs them.
 
 The order is fixed: lease, discovery, plan, fetch, digests, compile pass, and only then the first
-byte of a live weight. A failure before that leaves the old weights; a later one fences the worker.
+byte of a live weight. A failure before the install leaves the old weights; a failed install fences
+the worker.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class Receiving:
         lease: VersionLease,
         fetch_started: float,
     ) -> None:
-        """Verify the rest by digests requested from the sources, and check the lease.
+        """Verify the remaining bytes by digests requested from the sources, and check the lease.
 
         Most bytes were verified while others arrived. So the recorded rate covers fetch and
         verification: all bytes over the time since ``fetch_started``, the monotonic time at which

@@ -207,8 +207,8 @@ class MxV2TrainingPublisher(Closeable):
         """Copy the shards, and register them as this slot's part of a version.
 
         The tensors may change as soon as this returns. If both arenas are in use, the call first
-        releases a version: one that is already being released, else the older one. It waits until
-        no receiver leases that version.
+        releases the older version, or the newer version if that is already being released. It
+        waits until no receiver leases that version.
 
         A failed call may be repeated with the same weights, even if it had registered the shard.
 

@@ -294,7 +294,7 @@ class Lane:
             if state == "PROC":
                 return False
             read.failed = state == "ERR"
-        # After an error in one part of a transfer, others may write until the source is gone.
+        # After an error in one part of a transfer, other parts may write until the source is gone.
         if read.failed:
             source = read.remote.source
             if source.worker_id not in probed:

@@ -68,8 +68,8 @@ def register_memory(agent: Any, memory: torch.Tensor) -> Any:  # Any: NIXL has n
     """Register a buffer with NIXL and return the registration.
 
     Raises:
-        RefitConfigError: the buffer is not a contiguous uint8 tensor of one axis, others could not
-            read it, or NIXL refuses it.
+        RefitConfigError: the buffer is not a contiguous uint8 tensor of one axis, other processes
+            could not read it, or NIXL refuses it.
     """
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
         raise RefitConfigError(

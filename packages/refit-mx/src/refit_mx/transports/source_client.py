@@ -49,8 +49,8 @@ class SourceClient:
     One thread at a time may use it, but any thread may call `abort`. Connecting and greeting
     together may take ``connect_timeout_s``. Every method raises
 
-    - `SourceLostError` with the source's worker: the source cannot be reached, is another process
-        than the one in the manifest, or does not hold the version;
+    - `SourceLostError` with the source's worker: the source cannot be reached, is not the process
+        in the manifest, or does not hold the version;
     - `RefitTimeoutError`: the deadline passed;
     - `ProtocolError`: the source sent what the protocol does not allow, or refused a request.
     """

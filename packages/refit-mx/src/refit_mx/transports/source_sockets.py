@@ -23,7 +23,7 @@ MAX_BUFFERS = 512
 """Buffers in one system call; Linux allows 1024."""
 _TIMEVAL = struct.Struct("@ll")
 _MAX_LOOKUPS = 64
-"""Limit of host name lookups, including abandoned ones; one per name, each with a thread."""
+"""Limit of names that are being looked up, each in a thread, including abandoned lookups."""
 _lookups: dict[str, BoundedCalls] = {}
 _lookups_lock = threading.Lock()
 
@@ -32,7 +32,8 @@ def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
     """Connect to the first address of a host that answers; all addresses share the deadline.
 
     Raises:
-        OSError: the host has no address, or none accepts a connection; TimeoutError: not in time.
+        OSError: the host has no address, or no address accepts a connection; `TimeoutError` if
+            none does so in time.
         RefitTimeoutError: the deadline has passed.
     """
     *others, last = _addresses(host, port, deadline)
