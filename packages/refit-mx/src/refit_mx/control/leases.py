@@ -44,7 +44,7 @@ class VersionLease(Closeable):
         """Id in the control plane."""
         self._until = sent_at + ttl_s
         self._thread = threading.Thread(
-            target=self._keep, name=f"refit-lease-{version_id}", daemon=True
+            target=self._keep_renewed, name=f"refit-lease-{version_id}", daemon=True
         )
         self._thread.start()
 
@@ -91,7 +91,7 @@ class VersionLease(Closeable):
         with contextlib.suppress(ControlError, RefitTimeoutError):
             self._release(self.lease_id)
 
-    def _keep(self) -> None:
+    def _keep_renewed(self) -> None:
         pause_s = self._ttl_s / 3
         while not self._closing.wait(pause_s) and not self._abandoned:
             sent_at = time.monotonic()

@@ -34,12 +34,12 @@ class ModelFence:
 
     def __init__(self, model: nn.Module, reason: Callable[[], str]) -> None:
         self._model = model
-        self._why = reason
-        self._open: Callable[[], None] | None = None
+        self._reason = reason
+        self._reopen: Callable[[], None] | None = None
 
     def close(self) -> None:
         """Make the model refuse from now on. May be called again."""
-        if self._open is not None:
+        if self._reopen is not None:
             return
         # Any: the model is vLLM's. It may already have an attribute of this name.
         model: Any = self._model
@@ -56,16 +56,16 @@ class ModelFence:
             elif _LOGITS in vars(model):
                 delattr(model, _LOGITS)
 
-        self._open = open_again
+        self._reopen = open_again
 
     def open(self) -> None:
         """Allow the model to compute again. May be called again."""
-        reopen, self._open = self._open, None
+        reopen, self._reopen = self._reopen, None
         if reopen is not None:
             reopen()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise FencedError(f"{self._why()}; the weights are a mixture, so nothing is computed")
+        raise FencedError(f"{self._reason()}; the weights are a mixture, so nothing is computed")
 
 
 def gather_from_ranks(text: str, timeout_s: float) -> Sequence[str]:

@@ -44,15 +44,15 @@ def spread(
     chosen = [0] * len(sizes)
     for item in np.argsort(-nbytes, kind="stable").tolist():
         members, heap = sources[group[item]], heaps[group[item]]
-        known, turn, place = heap[0]
+        known, preference, place = heap[0]
         # An entry's load is out of date if its source got items of another group. Loads only grow,
         # so the first entry whose load is current has the least.
         while known != loads[members[place]]:
-            heapreplace(heap, (loads[members[place]], turn, place))
-            known, turn, place = heap[0]
+            heapreplace(heap, (loads[members[place]], preference, place))
+            known, preference, place = heap[0]
         chosen[item] = place
         loads[members[place]] += sizes[item]
-        heapreplace(heap, (loads[members[place]], turn, place))
+        heapreplace(heap, (loads[members[place]], preference, place))
     return chosen
 
 

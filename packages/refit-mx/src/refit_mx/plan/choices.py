@@ -80,8 +80,8 @@ def choices(overlaps: Overlaps, wanted: TargetColumns) -> Choices | Missing:
         else:
             columns.append(_applied(division, members, wanted, firsts))
     if incomplete:
-        gap, division = min(incomplete, key=lambda entry: entry[0])
-        origin_of = wanted.start[gap].tolist()
+        part_with_gap, division = min(incomplete, key=lambda entry: entry[0])
+        origin_of = wanted.start[part_with_gap].tolist()
         boxes = tuple(
             (
                 tuple(o + a for o, a in zip(origin_of, start, strict=True)),
@@ -89,7 +89,7 @@ def choices(overlaps: Overlaps, wanted: TargetColumns) -> Choices | Missing:
             )
             for start, stop in division.missing
         )
-        return Missing(gap, boxes, incomplete_parts)
+        return Missing(part_with_gap, boxes, incomplete_parts)
     part, start, stop, row, held = (np.concatenate(column) for column in zip(*columns, strict=True))
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(held)])
     return Choices(part, start, stop, row, ends)

@@ -68,7 +68,7 @@ _BRIEF_BYTES = 64 << 10
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldVersion:
     """A version in an arena."""
 
     placement: Placement
@@ -141,7 +141,7 @@ class MxV2TrainingPublisher(Closeable):
         self._registry = registry
         self._timeout_s = timeout_s
         self._on_phase = on_phase
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldVersion] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._stack = ExitStack()
@@ -380,7 +380,7 @@ class MxV2TrainingPublisher(Closeable):
         self._arenas.release(version_id)
         self._held.pop(version_id, None)
 
-    def _stage(self, version_id: str, layout: StagingLayout, deadline: Deadline) -> _Held:
+    def _stage(self, version_id: str, layout: StagingLayout, deadline: Deadline) -> _HeldVersion:
         arena = self._arenas.take(layout.nbytes)
         with phase("stage", version_id, self._on_phase):
             digests = stage(layout, arena.memory, threads=self._threads, deadline=deadline)
@@ -397,7 +397,7 @@ class MxV2TrainingPublisher(Closeable):
                 manifest_digest=digest,
                 manifest_endpoint=self._manifests.endpoint,
             )
-            held = _Held(layout.placement, arena, manifest, shard)
+            held = _HeldVersion(layout.placement, arena, manifest, shard)
             self._held[version_id] = held
         except BaseException:  # stop serving it, and free the arena, also on an interrupt
             self._drop(version_id)
@@ -439,7 +439,7 @@ class MxV2TrainingPublisher(Closeable):
         )
         return manifest, digest
 
-    def _register_shard(self, version_id: str, held: _Held, deadline: Deadline) -> None:
+    def _register_shard(self, version_id: str, held: _HeldVersion, deadline: Deadline) -> None:
         """Register the shard in the control plane.
 
         Without an answer, the shard may still be registered, so the arena stays in use until the

@@ -47,7 +47,7 @@ _CONNECTIONS_SHARE = 0.5
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldVersion:
     """Memory of a version. After each use of it, check whether the version was ``dropped``."""
 
     memory: torch.Tensor
@@ -86,7 +86,7 @@ class SourceServer(Closeable):
         self._timeout_s = timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldVersion] = {}
         self._closed = False
         try:
             self._listener = ThreadedListener(
@@ -131,7 +131,7 @@ class SourceServer(Closeable):
         manifest, the encoded manifest for receivers that are connected already.
         """
         with self._lock:
-            self._held[version_id] = _Held(
+            self._held[version_id] = _HeldVersion(
                 memory, blocks, {"nothing": b"", "manifest": manifest, "structure": structure}
             )
 
@@ -216,7 +216,7 @@ class SourceServer(Closeable):
         self._send(sock, answer)
 
     def _answer_from(
-        self, held: _Held, sock: socket.socket, request: Read | Digest | Get
+        self, held: _HeldVersion, sock: socket.socket, request: Read | Digest | Get
     ) -> Answer:
         if isinstance(request, Get):
             return Answer("ok", data=held.stored[request.what])
@@ -231,7 +231,7 @@ class SourceServer(Closeable):
             return Answer("changed", f"bytes {changed[0]} to {changed[1]} of its arena")
         return Answer("ok", data=digests)
 
-    def _send_chunks(self, sock: socket.socket, held: _Held, reads: ReadTable) -> None:
+    def _send_chunks(self, sock: socket.socket, held: _HeldVersion, reads: ReadTable) -> None:
         spans = ByteSpans(held.memory)
         for chunk in chunks(reads, "source"):
             if held.dropped:
