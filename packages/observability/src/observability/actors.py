@@ -36,14 +36,14 @@ def traced(*, name: str | None = None, bucket: Bucket | None = None) -> Callable
 def traced(
     method: F | None = None, /, *, name: str | None = None, bucket: Bucket | None = None
 ) -> F | Callable[[F], F]:
-    """Decorate an actor's method so that each call is a child span of the caller's span.
+    """Decorate an actor's method so that each call records a child span of the caller's span.
 
     The method gains the keyword-only argument ``carrier``, to which the caller passes the result of
     `dataplane_core.telemetry.inject`. Its other parameters do not change, so Ray checks calls as
     before. Coroutine functions and generator functions are supported.
 
-    A generator runs in its own context, a copy of its consumer's at the first item. So spans that
-    the consumer starts between two items are not children of the generator's span.
+    A generator runs in a copy of the consumer's context, taken at the first item. So spans that the
+    consumer starts between two items are not children of the generator's span.
 
     Args:
         method: the method to decorate.

@@ -138,7 +138,7 @@ class BoundedServer(ThreadingHTTPServer):
         """Register a connection. At the maximum, replace the one that has been idle longest.
 
         Returns:
-            False if the connection is refused, because there is none to replace.
+            False if the connection must be refused, because none has been idle long enough.
         """
         now = time.monotonic()
         with self._lock:
@@ -207,7 +207,7 @@ class DeadlineStream(io.RawIOBase):
 
     def __init__(self, connection: socket.socket, deadline: Callable[[], float]) -> None:
         self._connection, self._deadline = connection, deadline
-        # While it is open, the connection stays open for reads, also after its own `close`.
+        # While this stream is open, the socket stays readable, even after `connection.close`.
         self._stream = connection.makefile("rb", buffering=0)
 
     def readable(self) -> bool:

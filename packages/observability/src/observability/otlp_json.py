@@ -1,4 +1,4 @@
-"""OTLP as JSON: protobuf's mapping, except that ids of traces and spans are hexadecimal.
+"""OTLP in protobuf's JSON mapping, except that trace and span ids are hexadecimal.
 
 https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding
 """
@@ -52,7 +52,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 def fill(message: _M, data: dict[str, Any]) -> _M:
     """Fill a message from a JSON object, which is modified; ignore unknown names.
 
-    U+FFFD replaces lone surrogates. An id that is not hexadecimal gets a length that no id has.
+    U+FFFD replaces lone surrogates. An id that is not hexadecimal becomes an invalid id, one byte.
 
     Raises:
         NotOtlp: the object does not match the message.

@@ -410,7 +410,7 @@ def identity_of(pairs: Iterable[KeyValue]) -> bytes:
     # The last value of a repeated key counts, as in `_attributes`.
     for _, pair in sorted({pair.key: pair for pair in pairs}.items()):
         encoded = pair.SerializeToString(deterministic=True)
-        # The length prefix separates attributes: other attributes never give the same bytes.
+        # Each attribute begins with its length, so different attributes give different bytes.
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()
 

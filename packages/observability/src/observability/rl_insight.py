@@ -1,7 +1,7 @@
 """Assignment of RL-Insight's spans to steps.
 
-RL-Insight 0.3.0 sends each span as a separate trace. `join_steps` joins the spans of a step in one
-trace. Each span has ``project`` and ``experiment_name``, the arguments of RL-Insight's `init`.
+RL-Insight 0.3.0 sends each span as a separate trace. `join_steps` joins the spans of a step into
+one trace. Each span has ``project`` and ``experiment_name``, the arguments of RL-Insight's `init`.
 RL-Insight adds the step only to spans of agent sessions, as ``global_steps``. A program may add
 ``global_steps`` or ``global_step`` to other spans.
 """
@@ -25,7 +25,7 @@ _MAX_DIGITS = 18
 
 
 def join_steps(spans: Iterable[ResourceSpans]) -> bool:
-    """Add run and step to RL-Insight's spans, and give those of a step one trace id.
+    """Add run and step to RL-Insight's spans, and give all spans of a step the same trace id.
 
     Spans of other programs do not change, nor do spans that already have ``rl.run_id``. The trace
     id also depends on the resource: programs with different resources never share a trace.

@@ -26,7 +26,10 @@ _MAX_REASON_LENGTH = 500
 
 
 class RunRecord:
-    """The run of a `record_run` block, recorded as finished at its end unless `stop` is called."""
+    """The run of a `record_run` block.
+
+    If the block ends without an error, the run is recorded as finished, or after `stop` as stopped.
+    """
 
     def __init__(self) -> None:
         self.end: EventName = "run_finished"

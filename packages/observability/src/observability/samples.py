@@ -46,8 +46,8 @@ def record_samples(
         columns: values by name of the fact, one value per sample: ``group`` (text), ``reward``,
             ``advantage``, ``length`` (response tokens), ``truncated``, ``first_version`` and
             ``last_version`` (of the weights that generated the sample), ``state`` (text), ``tags``
-            (name to text, number or boolean; at most 16 are stored). None is an unknown value, and
-            values of other types are recorded as None.
+            (name to text, number or boolean; at most 16 are stored). None is an unknown value. An
+            infinite or NaN value, or one of an unlisted type, is recorded as None.
         run_id: id of the run. None takes the id in the context, or in the process's resource.
         step: number of the step. None takes the number in the context.
 
@@ -96,7 +96,7 @@ def record_sample_text(
 
 
 def _json_value(value: object) -> object:
-    """Return the value for a record; None if it is not finite, or if JSON has no such type.
+    """Return a mapping, text, finite number or boolean for a record; None for any other value.
 
     Scalars of numpy and torch are converted.
     """

@@ -63,7 +63,8 @@ def record_step_metrics(
         metrics: values by name. Values that are not numbers are skipped. Characters that the name
             of a metric must not contain are replaced by ``_``.
         components: mean reward by component, for example by reward function.
-        names: documented names by name in ``metrics``. Other metrics keep their names.
+        names: documented name of a metric by its name in ``metrics``. Metrics that are absent here
+            keep their names.
         run_id: id of the run. None takes the id in the process's resource.
     """
     if not has_sdk(get_meter_provider()):

@@ -1,7 +1,8 @@
 """Adapter for SkyRL: one trace per training step, with SkyRL's timers as spans.
 
 SkyRL times stages of a step with `Timer` in its trainer's process. `trace_steps` records timers
-inside a step as spans, and what `Tracking` logs as metrics of the step. Workers are not traced.
+inside a step as spans. It records what `Tracking` logs as metrics of the step. Workers are not
+traced.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
 
-# By SkyRL's timer: span name of docs/telemetry.md, and bucket. Other timers keep their names, and
-# are idle: the trainer is blocked on its workers.
+# Span name (see docs/telemetry.md) and bucket of each of SkyRL's timers. A span of any other timer
+# has the timer's name and the bucket idle: the trainer is blocked on its workers.
 _SPANS: dict[str, tuple[str, Bucket]] = {
     "generate": ("rollout", "idle"),
     "postprocess_generator_output": ("postprocess_generator_output", "overhead"),
@@ -46,7 +47,7 @@ _METRIC_NAMES = {
 
 
 class _Steps:
-    """The steps of this process's trainer; `step` has the contexts of the open one."""
+    """The steps of this process's trainer; `step` holds the contexts of the open step."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id

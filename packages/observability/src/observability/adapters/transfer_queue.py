@@ -2,8 +2,8 @@
 
 ``opentelemetry-instrument python -m …`` calls it in each process that inherits the environment,
 such as Ray's workers. The program needs no changes. If the span of an operation is recorded, the
-keys of its samples are queried as well. A put with tags adds a tag with its span context. Listings
-and claims remove this tag.
+keys of its samples are queried too. A put with tags also stores its span context as a tag, which
+is removed from the results of listings and claims.
 """
 
 from __future__ import annotations

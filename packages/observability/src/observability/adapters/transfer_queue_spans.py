@@ -21,7 +21,7 @@ _observe = Observers([Tracing(), Lifecycle()]).observe
 
 
 def _wrap_batch_method(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of a method whose first argument is a batch or the name of a partition."""
+    """Return a decorator of methods whose first argument is a batch or the name of a partition."""
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -126,7 +126,7 @@ WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def _without_origins(meta: Any) -> Any:
-    # Also if the claim's span is not recorded: that of the put may have been.
+    # Tags are removed even if the claim's span is not recorded: the put's span may have been.
     _remove_origins(meta.custom_meta)
     return meta
 
@@ -155,7 +155,8 @@ async def _describe(client: Any, call: Operation, meta: Any) -> None:
     rows = [row for row, partition in partition_by_row if partition == call.partition_id]
     keys: Sequence[str | None] = [None] * len(rows)
     if rows:
-        # For example, the samples have no keys. An error would lose the program's put or claim.
+        # The query fails, for example, if samples have no keys. An error raised here would make the
+        # program lose its put or claim.
         with suppress(Exception):
             keys = await client.async_kv_retrieve_keys(rows, call.partition_id)
     call.sample_ids = [

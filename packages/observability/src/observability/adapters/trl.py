@@ -26,8 +26,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 _LOSS, _VLLM = "compute_loss", "vLLM.generate"
-# Span name of docs/telemetry.md, and bucket, by TRL's name of a block. Other blocks, such as reward
-# functions, keep their names.
+# Span name (see docs/telemetry.md) and bucket of each block that TRL profiles. Spans of other
+# blocks, such as reward functions, have the block's name.
 _SPANS: dict[str, tuple[str, Bucket]] = {
     "_prepare_inputs": ("rollout", "overhead"),
     "transformers.generate": ("generate", "productive"),
@@ -57,7 +57,7 @@ _REWARD_COMPONENT = re.compile(r"rewards/(.+)/mean")
 
 
 class _StepTracer(TrainerCallback):
-    """A callback that records the steps of a trainer; `step` has the contexts of the open one."""
+    """A callback that records a trainer's steps; `step` holds the contexts of the open step."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -101,7 +101,7 @@ class _StepTracer(TrainerCallback):
 
     @contextmanager
     def block(self, name: str) -> Iterator[None]:
-        """Record a profiled block as a span; TRL's name of it is ``class.method``."""
+        """Record a profiled block as a span; ``name`` is ``class.method``."""
         if STEP not in step_facts():  # an evaluation
             yield
             return

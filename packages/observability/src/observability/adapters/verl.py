@@ -2,8 +2,8 @@
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
 records each timer inside a step as a span. Workers are not traced: their work is idle time of the
-trainer. What the trainer logs with `Tracking` is recorded as metrics of the step. Its
-configuration, without ``ray_kwargs``, is recorded as the run's.
+trainer. What the trainer logs with `Tracking` is recorded as metrics of the step. The
+trainer's configuration, without ``ray_kwargs``, is recorded as the configuration of the run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
 
 _MOVES = ("switch_to_rollout", "switch_to_trainer", "sync_rollout_weights", "save_checkpoint")
-# Span name of docs/telemetry.md, and bucket, by verl's timer. Other timers keep their names and are
-# idle: the trainer is blocked on its workers.
+# Span name (see docs/telemetry.md) and bucket of each of verl's timers. A span of any other timer
+# has the timer's name and the bucket idle: the trainer is blocked on its workers.
 _SPANS: dict[str, tuple[str, Bucket]] = {
     "gen": ("rollout", "idle"),
     "old_log_prob": ("logprobs", "idle"),
@@ -117,7 +117,7 @@ class _Run:
         if self.run_id:
             return
         self.run_id = os.environ.get("RUN_ID") or str(experiment_name)
-        # `setup` raises if the program has called it: then that telemetry is used.
+        # `setup` raises if the program has set up telemetry, which is then used.
         with suppress(RuntimeError):
             self._telemetry = setup("grpo.driver", run_id=self.run_id)
         config = dict(config or {})
@@ -141,7 +141,7 @@ class _Run:
         """Return the number of the step that begins, from 0.
 
         Trainers store the number of the current step in `SkipManager.step`. It starts at 1 and
-        continues after a resume. For trainers that do not, the steps of this process are counted.
+        continues after a resume. If a trainer does not store it, count the steps of this process.
         """
         from verl.utils.skip.skip_manager import SkipManager
 

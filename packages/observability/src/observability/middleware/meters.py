@@ -1,7 +1,7 @@
 """OpenTelemetry metrics of a client's operations; docs/telemetry.md lists them.
 
 Metrics are labeled with the pattern of a partition's name: the name with ``#`` in place of numbers
-and hexadecimal ids. With names, a run with a partition per step would have time series per step.
+and hexadecimal ids. With names, a run with one partition per step would add time series each step.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ class _CountCallbacks:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # Time and result of the last query, by the state whose callback is still to report it.
+        # Time and result of the last query, by the state that has not been reported from it yet.
         self._unused: dict[str, tuple[float, _CountsByLabels]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:
@@ -365,7 +365,7 @@ class _CountCallbacks:
 
 
 def has_sdk(provider: MeterProvider) -> bool:
-    """Return whether a provider is one of an SDK: its class is not one of OpenTelemetry's API."""
+    """Return whether a provider belongs to an SDK, not to OpenTelemetry's API."""
     return not type(provider).__module__.startswith("opentelemetry.metrics")
 
 
@@ -422,7 +422,7 @@ def record_trained(
 
 
 def _scaled_down(counts: Mapping[int, int], max_sum: int) -> dict[int, int]:
-    """Scale counts down in proportion if their sum exceeds ``max_sum``; none becomes 0.
+    """Scale counts down in proportion if their sum exceeds ``max_sum``; keep each at least 1.
 
     The new sum is about ``max_sum``.
     """

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class ObservedClient(DataPlaneClient):
     """A client that forwards calls to ``inner`` and reports them to ``observers``.
 
-    Calls are forwarded with the extra keywords that ``inner`` accepts. Observers may replace the
-    tags of a put and add extra keywords.
+    Extra keywords of the caller are forwarded to ``inner``. Observers may replace the tags of a put
+    and add extra keywords.
 
     Args:
         inner: the wrapped client. Any object with the documented methods is accepted, see

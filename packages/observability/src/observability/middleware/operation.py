@@ -111,7 +111,7 @@ class Operation:
 
 
 def bool_or_false(value: object) -> bool:
-    """Return an argument as the bool that the client reads; False if the client rejects it."""
+    """Convert an argument to bool as the client does; return False if the client rejects it."""
     try:
         return checked_bool("", "", value)
     except DataPlaneError:
@@ -119,7 +119,7 @@ def bool_or_false(value: object) -> bool:
 
 
 def int_or_zero(value: object) -> int:
-    """Return an argument as the int that the client reads; 0 if the client rejects it."""
+    """Convert an argument to int as the client does; return 0 if the client rejects it."""
     try:
         return checked_int("", "", value)
     except DataPlaneError:

@@ -54,7 +54,7 @@ class Origin:
 
     @classmethod
     def parse(cls, text: str) -> Origin | None:
-        """Return the origin that ``str(origin)`` gave as text; None if the text is malformed."""
+        """Parse an origin from the text that ``str`` returns for it; None if it is malformed."""
         try:
             traceparent, time_ns, version = text.split(";")
             _, trace_id, span_id, flags = traceparent.split("-")

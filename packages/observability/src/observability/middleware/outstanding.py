@@ -105,7 +105,7 @@ class Outstanding:
         for put, count in divide(bytes_by_field, len(sample_ids)):
             ids = sample_ids[start : start + count]
             start += count
-            # Samples with the same previous bytes share the new ones. A pass per sample is slow.
+            # Samples with equal previous bytes share one new `SampleBytes`. One per sample is slow.
             previous = list(map(rows.get, ids))
             new_by_previous: dict[SampleBytes | None, SampleBytes] = {}
             for old, samples in Counter(previous).items():

@@ -24,7 +24,7 @@ class Forwarder:
     """A bounded queue of requests, and a thread that posts each request once.
 
     A request is dropped and counted if the queue is full, if `close` has begun, or if the collector
-    does not accept it. So are requests that are still queued at the end of `close`.
+    does not accept it. Requests still queued at the end of `close` are dropped and counted too.
 
     Args:
         base_url: URL of an OTLP/HTTP collector, for example ``http://127.0.0.1:4318``.

@@ -40,7 +40,7 @@ _DISCARD_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 _SIGNALS: dict[str, OtlpSignal] = {f"/v1/{signal}": signal for signal in get_args(OtlpSignal)}
-"""Signal of the requests, by URL path."""
+"""Signal of a request by its URL path."""
 
 _REJECTED = "a trace or span id is all zero or has a wrong length"
 """Reason in the response if spans were rejected."""

@@ -35,8 +35,8 @@ def setup(
     """Set up tracing, lifecycle events and metrics of this process, once.
 
     Separate threads export batches by OTLP over HTTP with protobuf. An omitted argument is taken
-    from the standard ``OTEL_*`` variables. If neither gives an endpoint for traces, logs or
-    metrics, these are not recorded. The variables ``OTEL_SDK_DISABLED=true`` and
+    from the standard ``OTEL_*`` variables. Of traces, logs and metrics, only those with
+    an endpoint are recorded. The variables ``OTEL_SDK_DISABLED=true`` and
     ``OTEL_{TRACES,LOGS,METRICS}_EXPORTER=none`` disable export despite arguments.
 
     Telemetry never makes the program fail or block. If the collector is down, is slow or rejects

@@ -1,8 +1,9 @@
 """Settings of `observability.setup`: from its arguments, else OTEL_* variables, else defaults.
 
 A typo in the environment of a job must not end the job. So a variable with an unusable value is
-logged and treated as unset, with three exceptions: an endpoint that is no URL is used, and fails;
-an unknown exporter turns the export off; a port that is no number turns Prometheus off.
+logged and treated as unset, with three exceptions. An endpoint that is no URL is used, and its
+exports fail. An unknown exporter turns the export off. A port that is no number turns Prometheus
+off.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def _otlp(signal: Signal, endpoint: str, interval_s: float | None, warning_log: 
 
 
 def _timeout_s(signal: Signal, warning_log: WarningLog) -> float:
-    """Return the timeout from the environment, or the default. Its unit there is the second."""
+    """Return the timeout in seconds from the environment, or the default."""
     for variable in (
         f"OTEL_EXPORTER_OTLP_{_NAMES_IN_VARIABLES[signal]}_TIMEOUT",
         "OTEL_EXPORTER_OTLP_TIMEOUT",

@@ -329,7 +329,7 @@ class Telemetry:
 
     def _observe_dropped(self, options: CallbackOptions) -> Iterable[Observation]:
         """Yield all counts, including zeros: without a first 0, Prometheus sees no increase."""
-        # A copy: Prometheus may scrape before the pipelines of metrics exist.
+        # Iterate over a copy: Prometheus may scrape before the pipelines of metrics are added.
         for name, pipeline in list(self._pipelines.items()):
             if name == "metrics":
                 continue  # a failed export loses nothing, since the next one has newer totals

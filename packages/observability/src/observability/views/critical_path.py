@@ -50,8 +50,8 @@ def critical_path(step: Step) -> list[Segment]:
     if step.root is None:
         return []
     segments: list[Segment] = []
-    # A stack of intervals, the latest on top. A final interval is a segment of the path. Any other
-    # one is still to be divided among its span and the children.
+    # A stack of intervals, the latest on top. A final interval is a segment of the path. Other
+    # intervals must still be divided among their span and its children.
     pending: list[tuple[Segment, bool]] = [
         (Segment(step.root, step.start_ns, step.end_ns), False),
     ]

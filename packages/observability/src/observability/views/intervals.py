@@ -50,5 +50,5 @@ def clip(intervals: Iterable[Interval], bounds: Interval) -> list[Interval]:
 
 
 def total_ns(intervals: Iterable[Interval]) -> int:
-    """Return the sum of the lengths of intervals; overlaps of the given ones count repeatedly."""
+    """Return the sum of the lengths of intervals; an overlap counts once per interval."""
     return sum(end - start for start, end in intervals)

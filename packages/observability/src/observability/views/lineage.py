@@ -97,8 +97,8 @@ class LineageEvent:
 def lineage_of(sample_id: str, records: Records) -> list[LineageEvent]:
     """Return the events of a sample in the order in which they happened.
 
-    A clear of an entire partition is one event of each sample in it. If a sample id occurs in
-    several partitions, the lineage has the events of all of them.
+    A clear of an entire partition is in the lineage of each sample that the partition had. If a
+    sample id occurs in several partitions, the lineage has the events of all of them.
 
     Differences of clocks are corrected in two steps. First, event times are corrected within the
     traces whose events name the sample, as in `Step`. If clocks still differ by more than the

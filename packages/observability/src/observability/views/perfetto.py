@@ -113,7 +113,7 @@ def _slice(span: Span, begin_ns: int, pid: int, tid: int) -> Entry:
 
 
 def _arrows(steps: Sequence[Step], slices: Mapping[SpanKey, Entry]) -> Iterator[Entry]:
-    """Yield two entries for each arrow, of its begin and of its end."""
+    """Yield two entries for each arrow: one for its start, one for its end."""
     arrow_id = 0
     for step in steps:
         for span in step.spans:
@@ -125,8 +125,8 @@ def _arrows(steps: Sequence[Step], slices: Mapping[SpanKey, Entry]) -> Iterator[
                 if origin not in slices:
                     continue
                 arrow_id += 1
-                # A viewer attaches an entry to the innermost slice at its time. That is the right
-                # one at the start of the slice, before any nested slice begins.
+                # A viewer attaches an entry to the innermost slice at its time. So the time is the
+                # start of the intended slice, before any nested slice begins.
                 for phase, end in (
                     ("s", slices[origin]),
                     ("f", slices[key_of(span)]),

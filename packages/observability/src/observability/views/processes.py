@@ -86,7 +86,7 @@ def bucket_seconds(step: Step) -> dict[str, float]:
 
 
 def summed_buckets(times: Iterable[ProcessTime]) -> dict[str, float]:
-    """Return the sum of `ProcessTime.seconds` over processes, per bucket; empty if none has any."""
+    """Return the seconds of all processes per bucket; empty if no process has a bucket."""
     seconds_of_processes = [time.seconds for time in times if time.seconds]
     if not seconds_of_processes:
         return {}
@@ -94,7 +94,7 @@ def summed_buckets(times: Iterable[ProcessTime]) -> dict[str, float]:
 
 
 def nanoseconds_in(bucket: str, step: Step, spans: Iterable[Span]) -> int:
-    """Return the process-nanoseconds of a step in a bucket, according to some of its spans."""
+    """Return the process-nanoseconds of a step in a bucket, counting only the given spans."""
     intervals_of = _bucket_intervals(step.tree, spans, (step.start_ns, step.end_ns))
     return sum(total_ns(intervals[bucket]) for intervals in intervals_of.values())
 

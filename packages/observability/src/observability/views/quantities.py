@@ -32,7 +32,7 @@ def duration(seconds: float | None) -> str:
 def ticks(seconds: float, maximum: int) -> list[tuple[float, str]]:
     """Return 0 and up to ``maximum`` further round times up to ``seconds``, each with a label.
 
-    All labels have the unit that fits ``seconds``. ``zoom.js`` of the admin service does the same.
+    The units of the labels depend on ``seconds``. ``zoom.js`` of the admin service does the same.
     """
     if not 0 < seconds < math.inf:
         return []

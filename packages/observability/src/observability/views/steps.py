@@ -289,7 +289,7 @@ def root_of(tree: Tree) -> Span | None:
 
 
 def stages_of(tree: Tree, root: Span | None) -> dict[str, Span]:
-    """Return the stage of each span of any trace that has one, by span id; see `Step.stage`."""
+    """Return the stages of any trace by span id; spans without a stage are missing."""
     stages: dict[str, Span] = {}
     for span, is_before in tree.walk():
         if is_before:

@@ -131,7 +131,7 @@ def lines_of(step: Step, path: Iterable[Segment]) -> tuple[list[WaterfallLine], 
     if len(rows) < count:
         notes.append(
             f"{count} spans in {len(rows)} lines: similar siblings share a line, "
-            "\N{MULTIPLICATION SIGN}n is their number, and the duration is their sum"
+            "\N{MULTIPLICATION SIGN}n is their number, and their durations are summed"
         )
     if len(rows) > _MAX_SHOWN:
         notes.append(f"the last {len(rows) - _MAX_SHOWN} lines are omitted")

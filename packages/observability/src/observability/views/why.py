@@ -112,7 +112,7 @@ class OpenWait:
         return f"task '{printable(self.task)}' in {self.label}" if self.task else self.label
 
     def _object(self) -> str:
-        """Return on what it is blocked."""
+        """Return what the process or task is blocked on."""
         field_names = join_printable(self.fields)
         samples = f"{self.requested} samples" if self.requested else "samples"
         if self.requested == 1:
@@ -125,12 +125,12 @@ class OpenWait:
         return f" on {samples}" + (f" with {field_names}" if field_names else "")
 
     def _counts(self) -> str:
-        """Return how many samples of the partition are in which state."""
+        """Return the number of the partition's samples in each state."""
         if not self.partition:
             return ""
         if not self.partition_exists:
             return ": the partition does not exist"
-        # Fields that the same samples lack share a part of the sentence.
+        # Fields with the same count and examples share a part of the sentence.
         names_by_lack: dict[MissingField, list[str]] = {}
         for name, lack in self.lacks.items():
             names_by_lack.setdefault(lack, []).append(name)
@@ -205,7 +205,7 @@ def why(
     for event in events:
         wait_id = attributes.text(event.attributes, "dataplane.wait")
         if event.name == "waiting":
-            # The process is in the key, since ids by other libraries may be unique only within it.
+            # The key has the process, since other libraries may repeat a wait's id in each process.
             key = (
                 (event.process, wait_id)
                 if wait_id
