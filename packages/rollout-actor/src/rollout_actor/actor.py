@@ -2,7 +2,7 @@
 
 Callers may rely on the order of operations in `SyncRolloutActor.rollout_to_tq`. Checks run before
 generation where possible, otherwise before the put. After the put, only the backend's final calls
-can fail. If one does, or if the result of the put is unknown, the samples are withdrawn.
+can fail. If such a call fails, or if the result of the put is unknown, the samples are withdrawn.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class SyncRolloutActor(RayClass):
         flatten, one put, ``finish_generation``, ``get_logger_metrics``.
 
         If an operation up to the put raises, ``finish_generation`` is still called, if requested.
-        If a later one raises, or the result of the put is unknown, new samples are withdrawn, even
-        leased ones; those of ``claim`` never are. Blocking claims then wait for the samples of a
-        retry. If cleaning up fails as well, the error gets a note. New samples can only remain if
-        the withdrawal fails.
+        If a later operation raises, or the result of the put is unknown, new samples are withdrawn,
+        even leased ones. Samples of ``claim`` are never withdrawn. Blocking claims then wait for
+        the samples of a retry. If ``finish_generation`` or the withdrawal fails too, the error gets
+        a note. New samples remain only if the withdrawal fails.
 
         Args:
             input_batch: n rows, with each prompt in ``group_size`` consecutive rows.
@@ -259,7 +259,8 @@ class SyncRolloutActor(RayClass):
             stored = stored_media(self._dp_client, partition)
             check_media(partition, media, stored, declared)
             kinds = {field.name: field.kind for field in partition.fields}
-        # The samples of earlier rollouts have all media of the partition, and no other media.
+        # Samples of earlier rollouts have exactly the media in ``stored``. Only before the first
+        # rollout may media of earlier batches be added.
         if partition is None or not count_rollouts(partition):
             for name, form in self._media.items():
                 if kinds.get(name) in (None, str(form.dtype)):

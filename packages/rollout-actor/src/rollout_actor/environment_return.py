@@ -39,13 +39,13 @@ def read_return(result: Any, task: str, rows: Sequence[int]) -> list[StepOutcome
     Args:
         result: the value that the environment returned.
         task: names the environment in errors.
-        rows: indices, in the rollout's batch, of the n rows of the step.
+        rows: indices of the step's n rows in the rollout's batch.
 
     Raises:
         InvalidRequestError: (a ValueError) ``result`` is not an `EnvironmentReturn`, a part of it
             is not one value per row, an observation has no text, a reward is not finite,
-            ``terminateds`` are not booleans, or a row's stop strings are not a list of str. It
-            names the task, and the row where there is one.
+            ``terminateds`` are not booleans, or a row's stop strings are not a list of str. The
+            error names the task and, if possible, the row.
     """
     source = f"environment of task {task!r}"
     parts = _as_return(result, source)

@@ -55,7 +55,7 @@ class EnvironmentReturn(NamedTuple):
         metadata: n values for ``extra_env_info`` of the next step. None, for a row or for all,
             keeps the row's present value.
         next_stop_strings: per row the stop strings of the next response; None for a row removes
-            them. None instead of the sequence keeps the present ones.
+            them. None instead of the sequence keeps the stop strings of all rows.
         rewards: float (n,), finite, or a mapping of at least one name to such a tensor. The
             components add up to the row's reward. Reward and components are summed over the turns;
             components are also recorded by name.
@@ -95,7 +95,7 @@ class RemoteStep(Protocol):
 
         Returns:
             A Ray ObjectRef or a `concurrent.futures.Future` of an `EnvironmentReturn`, or the
-            `EnvironmentReturn` itself. Deadlines need a reference or a future.
+            `EnvironmentReturn` itself. A deadline applies only to a reference or a future.
         """
 
 
@@ -137,8 +137,8 @@ class GenerationOutput(TypedDict):
             at a stop token or stop string is not truncated, even if it used the entire budget. True
             marks the row as truncated, but the environment decides whether the row ends. Without
             this column no row counts as truncated.
-        routed_experts: int (n, width, layers, experts per token), width at least that of the
-            longest row; the experts that computed each token. For router replay only.
+        routed_experts: int (n, width, layers, experts per token), width at least the length of
+            the longest row; the experts that computed each token. For router replay only.
         weight_versions: per row the contiguous spans over its response's tokens, in order; None if
             the backend does not know them. There is one span unless the weights changed during the
             response.

@@ -68,8 +68,8 @@ def media_forms(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> MediaFor
 
     Raises:
         InvalidRequestError: (a ValueError) media of one name differ in dtype or number of
-            dimensions, those of one row in more than their first dimension, or media have the name
-            of another column; names the row.
+            dimensions, items of one row differ in shape, or media have the name of another column.
+            The error names the row.
     """
     forms: MediaForms = {}
     for row, turns in enumerate(message_logs):

@@ -87,7 +87,7 @@ def run_multi_turn_rollout(
         - ``truncated``, bool (n,): whether a response reached its token budget;
         - each reward component by its name, float32 (n,), 0 for rows without it;
         - ``weight_versions``, if the backend reports them, objects (n,): lists of
-            `rollout_actor.WeightVersionSpan` over the row's tokens, None for rows without.
+            `rollout_actor.WeightVersionSpan` over the row's tokens, None for rows without versions.
 
     Raises:
         InvalidRequestError: (a ValueError) a task has no environment, columns do not fit each
@@ -220,7 +220,7 @@ def _final_batch(
 ) -> BatchedDataDict[Any]:
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {
-            # Versions of an earlier rollout, if the batch comes from one.
+            # The input may have weight versions of an earlier rollout.
             **{name: column for name, column in input_batch.items() if name != WEIGHT_VERSIONS},
             "message_log": [row.turns for row in rows],
             "extra_env_info": [row.env_info for row in rows],

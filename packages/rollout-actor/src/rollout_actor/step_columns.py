@@ -47,7 +47,10 @@ PAYLOAD_KINDS = {
     "turn_contents": OBJECT,
     "content": OBJECT,
 }
-"""Kinds of the columns that every rollout puts; the backend decides that of ``routed_experts``."""
+"""Kinds of the columns that every rollout puts.
+
+The backend decides the kind of ``routed_experts``.
+"""
 
 _ALWAYS_CARRIED = (
     "total_reward",
@@ -104,7 +107,7 @@ def _check_prompt_lengths(input_batch: Mapping[str, Any]) -> None:
 
 
 def check_carry_keys(carry_keys: Sequence[str] | None) -> None:
-    """Refuse carry keys that no rollout has; reward components are unknown before the rollout."""
+    """Refuse carry keys that no rollout returns; reward components are unknown until it ends."""
     known = (*_ALWAYS_CARRIED, WEIGHT_VERSIONS, *OPT_IN_CARRY_KEYS)
     unknown = [
         key for key in carry_keys or () if key not in known and not key.startswith(REWARD_PREFIX)
@@ -137,7 +140,7 @@ def check_columns(
         media: name of media to the kind of their column.
 
     Raises:
-        SchemaMismatchError: (a ValueError and a TypeError) it holds a column in another kind.
+        SchemaMismatchError: (a ValueError and a TypeError) it holds a column of another kind.
         InvalidRequestError: (a ValueError) a value is outside a column's declared vocabulary.
     """
     names = _input_columns_to_put(list(input_batch))
@@ -272,7 +275,7 @@ def _as_column(values: Any) -> torch.Tensor | np.ndarray:
 def _unknown_carry_keys(unknown: Sequence[str], available: Sequence[str]) -> MissingDataError:
     return MissingDataError(
         f"rollout_to_tq: carry_keys {listed(unknown)} do not exist; available are "
-        # All of them, because a shortened list could hide the intended one.
+        # List all keys, because a shortened list could hide the intended one.
         f"{', '.join(map(repr, available))}",
         fields=unknown,
     )

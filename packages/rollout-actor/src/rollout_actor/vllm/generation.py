@@ -147,8 +147,9 @@ class VllmGeneration:
 
         Raises:
             DeadlineExceededError: (a TimeoutError) responses are missing; names the servers.
-            UnavailableError: (a RuntimeError) every server is lost, with the reasons; or a server
-                repeatedly fails the same row although its health check succeeds.
+            UnavailableError: (a RuntimeError) every server is lost, and the error lists the
+                reasons; or a server repeatedly fails the same row although its health check
+                succeeds.
             ConfigError: (a ValueError) a server lacks an option; names it.
             InvalidRequestError: (a ValueError) a server refuses a request, or its answer lacks
                 log-probabilities.
@@ -213,7 +214,7 @@ class VllmGeneration:
         """Do nothing: the servers have separate devices."""
 
     def close(self) -> None:
-        """Close the connections and end the thread; the next call opens others.
+        """Close the connections and end the thread; the next call opens new ones.
 
         Running calls raise `ClosedError`.
         """

@@ -207,7 +207,7 @@ def checked_address(address: str) -> str:
     try:
         parts = urlsplit(address)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port, or an IPv6 host
+    except ValueError:  # the port or an IPv6 host is invalid
         valid = False
     if not valid or parts.username or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ConfigError(f"vLLM address {address!r}; expected http[s]://host[:port]")

@@ -25,10 +25,10 @@ from rollout_actor.vllm.token_api import (
 )
 
 MAX_FAILURES = 4
-"""Failed calls of one row on healthy servers after which the row fails."""
+"""Number of failed calls on healthy servers after which a row fails."""
 
 _FIRST_CHECKS_S = 2.0
-"""Maximum seconds for which the first rows wait until each server has passed or failed a check."""
+"""Maximum seconds that the first rows wait for the first checks of all servers."""
 
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
@@ -76,8 +76,9 @@ class ServerPool:
 
         Raises:
             DeadlineExceededError: (a TimeoutError) responses are missing; names the servers.
-            UnavailableError: (a RuntimeError) every server is lost, with the reasons; or a server
-                fails requests although its health check succeeds.
+            UnavailableError: (a RuntimeError) every server is lost, and the error lists the
+                reasons; or a server repeatedly fails the same row although its health check
+                succeeds.
             InvalidRequestError, ConfigError: (ValueErrors) a server refuses a request, or cannot
                 be used with these settings.
         """
@@ -115,7 +116,7 @@ class ServerPool:
         return sum(server.is_lost for server in self._servers)
 
     async def close(self) -> None:
-        """Close the connections, after all other tasks; the next request may use another loop."""
+        """Close the connections when no other task runs; the next request may use another loop."""
         for server in self._servers:
             server.readmit()  # its futures belong to this loop
         if self._client is not None:
@@ -184,7 +185,7 @@ class ServerPool:
         return server
 
     def _reserve(self, server: Server) -> None:
-        """Count a request on the server, whose health is checked while it has any."""
+        """Count a request on the server, and watch its health while it has requests."""
         server.requests += 1
         if server.watcher is None or server.watcher.done():
             server.watcher = self._start(server.watch(self._connections(), self._server_timeout_s))
@@ -251,7 +252,7 @@ class ServerPool:
     async def _check_logprobs(self, server: Server, token_ids: list[int]) -> None:
         """Check the log-probabilities of a server; its health is checked meanwhile.
 
-        The deadline is that of rows, because a busy or paused server answers as late here.
+        The deadline is that of rows, because a busy or paused server answers checks as late.
         """
         assert server.lost is not None
         self._reserve(server)
