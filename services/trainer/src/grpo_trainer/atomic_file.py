@@ -1,4 +1,4 @@
-"""Writes of a file after which readers see the old or the new content, never a part."""
+"""Writes of files that succeed completely or leave the old content."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Every failure that a user can cause or fix ends with one message on standard error and exit status
 1; a wrong option or configuration ends with status 2. Ray is shut down before the process exits,
-even after an interrupt or SIGTERM. After a first SIGTERM the current step finishes and is
-checkpointed, with exit status 0. A second one stops the run at once.
+even after an interrupt or SIGTERM. After a first SIGTERM, the current step finishes, a
+checkpoint is written, and the exit status is 0. A second SIGTERM stops the run at once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
     overrides = list(given.get("set_") or [])
     for name, key in (("dataset", "data.train"), ("output", "run.output"), ("seed", "run.seed")):
         if given.get(name) is not None:
-            # JSON is YAML, and quotes a path that YAML could read as something else.
+            # A JSON string is valid YAML. Without its quotes, a path may be read as another type.
             overrides.append(f"{key}={json.dumps(given[name], default=str)}")
     return overrides
 

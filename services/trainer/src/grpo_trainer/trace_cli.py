@@ -2,8 +2,8 @@
 
 Without a subcommand it runs traced steps and shows them. The telemetry is stored in a folder, so
 that ``show``, ``sample``, ``why`` and ``what-if`` also work afterwards, and from another terminal
-during the run. The first three are the commands of ``python -m observability``; by default all read
-the newest traced run.
+during the run. The first three are the commands of ``python -m observability``. By default, all
+four read the newest traced run.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def _run(
             train(config.model_copy(update={"tracing": traced}), display=display)
         except (TrainerError, DataPlaneError):
             display.close()
-            # The last step shows where it failed; without a step only the error is printed.
+            # The last step shows where the run failed; without a step only the error is printed.
             with suppress(views.CommandError):
                 steps = views.steps_in(receiver.snapshot())
                 views.print_steps(steps[-1:])

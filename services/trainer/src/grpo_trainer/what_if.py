@@ -2,8 +2,8 @@
 
 A discrete-event model replays a traced run. Generators start rollouts while the store has space for
 their samples. The trainer refits, trains on groups of samples as they become ready, and frees their
-space after the next refit. Durations are drawn from the recorded ones: in the model, processes do
-not share processors, and an engine with more requests is not slower.
+space after the next refit. Durations are drawn from the recorded ones. So the model
+ignores that added processes share processors, and that an engine is slower with more requests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Durations:
         train_s: duration of each step's training without waiting.
         groups_per_step: groups that a step trains on.
         groups_per_rollout: maximum number of groups of a rollout.
-        kept: fraction of the groups with unequal rewards, which are not filtered.
+        kept: fraction of the groups that are not filtered, because their rewards differ.
         fills_batch: whether each rollout has ``groups_per_rollout`` groups, and the surplus is
             dropped, as in a synchronous run.
     """
@@ -316,8 +316,8 @@ class _Run:
     def async_seconds(self, step: Span) -> tuple[float, float]:
         """Return the seconds that the policy waits in an asynchronous step, and those it works.
 
-        A rank's time in `optimizer_step` without claims still includes its waits for other ranks.
-        The rank with the least such time waited the least, so it shows how long the work takes.
+        A rank's time in `optimizer_step`, minus its claims, still includes waits for other ranks.
+        The rank with the least of this time waited the least, so its time is that of the work.
         """
         spans = self._spans[step.trace_id]
         claims: dict[str | None, float] = defaultdict(float)
@@ -349,8 +349,8 @@ class _Run:
         rollouts: dict[Process, list[tuple[int, int]]] = defaultdict(list)
         for span in self.rollouts:
             rollouts[span.process].append((span.start_ns, span.end_ns))
-        # A generator exists from its first to its last rollout: one that was lost and its
-        # replacement count once.
+        # A generator exists from its first to its last rollout. So a lost generator and its
+        # replacement do not overlap, and count once.
         lives = [
             (min(start for start, _ in each), max(end for _, end in each))
             for each in rollouts.values()

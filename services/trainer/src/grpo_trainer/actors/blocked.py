@@ -30,7 +30,7 @@ def report_while_blocked(
     Args:
         on: the actor and method called, "policy worker 1: train".
         awaited: the columns that the call writes; None if it writes none.
-        quiet_s: do not report a shorter wait, which is normal for the call.
+        quiet_s: seconds of blocking that are normal for the call; a shorter wait is not reported.
 
     Yields:
         A function that ends the wait before the end of the ``with`` block.

@@ -1,7 +1,7 @@
 """Calls from the driver to the run's actors, each with a deadline.
 
-The death of one actor ends a call to several, unless the caller collects the errors. All data
-between the driver and an actor passes through here, so a test can measure its size.
+The death of one actor ends a call to several actors, unless the caller collects the errors. All
+data between the driver and an actor passes through here, so a test can measure its size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ActorCalls:
     Args:
         timeout_s: deadline of a call, in seconds.
         observer: called with each value that is sent or received; for measurements.
-        quiet_s: do not report shorter waits, which are normal for these actors.
+        quiet_s: seconds of blocking that are normal for these actors; shorter waits are not
+            reported.
 
     Attributes:
         actors: the Ray handle of each actor; callers add to it.
@@ -182,7 +183,7 @@ class ActorCalls:
 
     def shutdown_telemetry(self, timeout_s: float) -> None:
         """Let every live actor export its telemetry; wait for at most ``timeout_s``."""
-        if not self.actors:  # Ray may not have started, and a call of it would start it
+        if not self.actors:  # Ray may not have started; a call would start it
             return
 
         def send() -> list[Any]:
@@ -222,7 +223,7 @@ class ActorCalls:
     def _check_alive(self, method: str) -> None:
         """Raise `WorkerError` naming a dead actor, if there is one.
 
-        When one dies, others fail because they call it, and their answers can come first.
+        If an actor dies, actors that call it fail too, and their answers can come first.
         """
 
         def send() -> dict[Any, str]:

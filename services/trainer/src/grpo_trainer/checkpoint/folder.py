@@ -4,9 +4,9 @@ A checkpoint is a folder. It is written under a temporary name and renamed when 
 file is written last and has a digest of every other file. An old checkpoint is renamed before it is
 removed. So a folder named ``step-...`` is always complete.
 
-Another process, perhaps on another machine, writes model and optimizer and returns the files it
-wrote. Before the driver sees those files, it neither renames the new checkpoint nor removes an old
-one.
+Another process, perhaps on another machine, writes model and optimizer and returns the names of
+their files. Until the driver sees these files, the driver neither renames the new checkpoint nor
+removes an old one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RunState(BaseModel):
         history: the metrics of every completed step.
         config: the run's configuration as plain data.
         pending_prompts: positions of prompts taken and not trained, in an asynchronous run.
-        data: `RunInputs.digests`; older releases stored none, or some that cannot be compared.
+        data: `RunInputs.digests`; empty, or not comparable, if an older release wrote them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -236,7 +236,7 @@ def _match(path: Path) -> re.Match[str] | None:
 
 
 def _partial(final: Path) -> Path:
-    """Return a new temporary name; an orphan that cannot be removed could hold a fixed name."""
+    """Return a new temporary name; an orphan that cannot be removed could occupy a fixed name."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
 
 

@@ -128,7 +128,7 @@ class LatencySection(Section):
     """Log-normal minimum duration of a response, to simulate a slower generator.
 
     Attributes:
-        median_s: median of the times, in seconds.
+        median_s: median of the durations, in seconds.
         sigma: standard deviation of their logarithms; 1 gives a long tail.
     """
 
@@ -237,12 +237,12 @@ class DynamicSamplingSection(Section):
     Attributes:
         enabled: drop and clear such groups.
         max_batches: maximum number of batches of prompts generated for a step. In an asynchronous
-            step, it instead limits the number of samples that are cleared to
+            step, the maximum number of cleared samples is instead
             ``(max_batches - 1) * (samples of a step + max_samples_ahead)``.
-        when_short: what to do if there are too few groups after that: "raise" ends the run,
-            "proceed" trains on the remaining groups. These make as many complete optimizer steps as
-            possible, or one smaller step if there are too few for one. No step is made if the ranks
-            cannot share complete groups equally. An asynchronous step is filled with groups of
+        when_short: what to do if these batches give too few groups: "raise" ends the run, "proceed"
+            trains on the remaining groups. These make as many complete optimizer steps as possible,
+            or one smaller step if they fill none. No step is made if the ranks cannot share
+            complete groups equally. An asynchronous step is filled with groups of
             equal rewards, which the loss excludes.
     """
 
@@ -304,9 +304,9 @@ class GRPOSection(Section):
         clip_high: the ratio is clipped above ``1 + clip_high``.
         kl_coefficient: weight of the KL term to the initial policy; 0 skips the reference stage.
         recompute_prev_logprobs: score the batch with the policy before training; else the
-            generator's log-probabilities are used. In an asynchronous run, the update is clipped
+            generator's log-probabilities are used. In an asynchronous run, true clips the update
             relative to the policy before the optimizer step, and weights each token by its
-            importance ratio (decoupled PPO, arXiv:2110.00641); else it is clipped relative to the
+            importance ratio (decoupled PPO, arXiv:2110.00641). False clips it relative to the
             policy that generated the samples, without weights.
         max_logprob_error: exclude samples whose mean absolute difference between the policy's and
             the generator's log-probabilities is larger or not finite; null excludes none. Needs
@@ -425,11 +425,12 @@ class RefitSection(Section):
 
     Attributes:
         control: address of a refit server, host:port, or null for a control plane in the driver.
-        control_access: access to that server; all null for one without TLS and token.
+        control_access: access to that server; all null for a server without TLS and token.
         host: address on which the driver's control plane and the policy workers listen; "node" for
             the address of each process's machine.
-        advertised_host: address that they advertise; "node" for that of each process's machine;
-            null for ``host``, or for "node" if ``host`` means all interfaces.
+        advertised_host: address that the control plane and the policy workers advertise; "node" for
+            the address of each process's machine; null for ``host``, or for "node" if ``host``
+            means all interfaces.
         transport: how the bytes move; "shm" is memory that both processes map, on one machine.
             "auto" uses "shm" if the generation worker and all policy workers share a machine, else
             NIXL if it is installed, else TCP.

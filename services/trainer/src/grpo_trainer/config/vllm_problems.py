@@ -77,7 +77,7 @@ def _host(address: str) -> str | None:
     try:
         parts = urlsplit(address)
         good = parts.scheme in ("http", "https") and parts.port != 0 and parts.username is None
-    except ValueError:  # the port
+    except ValueError:  # the port is invalid
         return None
     rest = parts.path.strip("/") or parts.query or parts.fragment
     return parts.hostname if good and not rest else None

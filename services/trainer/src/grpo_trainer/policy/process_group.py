@@ -45,7 +45,7 @@ def join_process_group(
 
 
 def leave_process_group() -> None:
-    """Leave the group, if this process is in one; other ranks' operations with it then fail."""
+    """Leave the process group, if any; operations of other ranks with this process then fail."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
 """`PolicyRanks`: the live ranks of the policy; a run can continue without one that died.
 
-All ranks hold the same weights and the same state of the optimizer. When one dies, the others leave
-their collective operations and form a smaller process group. Its rank 0 is the one with the most
-completed optimizer steps, which copies its state to the others. They divide the samples that no
-completed step has trained.
+All ranks hold the same weights and the same state of the optimizer. When a rank dies, the others
+leave their collective operations and form a smaller process group. Its rank 0 is the rank with the
+most completed optimizer steps, and copies its state to the others. All of them divide the samples
+that no completed step has trained.
 """
 
 from __future__ import annotations

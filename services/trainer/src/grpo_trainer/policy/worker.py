@@ -63,8 +63,9 @@ _LOSS_METRICS = ("loss", "kl", "clip_fraction", "approx_entropy")
 
 
 class PolicyWorker(RunActor):
-    """Class of a policy worker's Ray actor; ``policy`` and ``grpo`` are those sections as dicts.
+    """Class of a policy worker's Ray actor.
 
+    ``policy`` and ``grpo`` are the sections of these names in the configuration, as dicts.
     ``timeout_s`` is the deadline of the rendezvous, and of each collective operation.
     """
 

@@ -50,7 +50,7 @@ class RefitSource:
             self._open = stack.pop_all()
 
     def publish(self, version_id: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Publish the part of ``weights``, a state dict of all ranks, assigned to this rank.
+        """Publish this rank's part of ``weights``, the complete state dict, which all ranks hold.
 
         The driver must have created the version in the control plane.
 

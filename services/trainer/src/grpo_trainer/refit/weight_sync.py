@@ -176,7 +176,7 @@ class RefitWeightSync:
             self._publish(version_id, arguments)
             self._calls.each("install_weights", dict.fromkeys(self._targets, arguments))
             if (former := self._published) is not None:
-                # This frees the version's arenas for the next one. A control plane that restarted
+                # This frees the arenas of the former version. A control plane that restarted
                 # without its state has no such version.
                 with suppress(VersionNotFoundError):
                     self._request(lambda control: control.delete_version(former))

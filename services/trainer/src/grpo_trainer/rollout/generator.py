@@ -84,9 +84,10 @@ class GeneratorReport:
         rewards: reward of every generated sample.
         filtered: samples of groups whose rewards are all equal, which were cleared.
         masked: samples of such groups that were put to fill a step, excluded from the loss.
-        restored: samples that the journal had, from before a crash.
+        restored: samples that were finished before a crash and restored from the journal.
         lost: samples whose lease ended before they were put; another generator claims them.
-        continued_tokens: tokens that the journal had, of responses in progress before a crash.
+        continued_tokens: tokens drawn before a crash and restored from the journal, of responses
+            that the crash interrupted.
         idle_s: seconds without a prompt, summed over the concurrent rollouts.
         journal_s: seconds spent on the journal.
         error: why the generator stopped; None while it works.
@@ -408,7 +409,7 @@ class Generator(RolloutActor):
             {
                 "input_lengths": lengths[row],
                 "reward": rewards[row],
-                # All samples of a group have one tag, so that a filter selects all or none of them.
+                # All samples of a group have the same tag, so a filter selects all or none.
                 WEIGHT_VERSION: min(oldest[row // size * size : (row // size + 1) * size]),
                 IS_FILLER: bool(self._grpo.dynamic_sampling.enabled and not informative[row]),
             }

@@ -85,7 +85,7 @@ class JournalFile:
         header = json.dumps({_POSITION: position, _FACTS: facts})
         payload = save(columns, metadata={self._kind: header})
         head = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(payload), len(payload))
-        # A part of a record would hide those after it.
+        # An incomplete record would hide the records after it.
         append_completely(self._file, head + payload)
         return len(head) + len(payload)
 
@@ -128,7 +128,7 @@ def prune(
         open_files: names of the files to which processes append.
         untrained: positions of the prompts that the checkpoint lists as pending.
         position: number of prompts that the checkpoint's run has taken. Files of an earlier part
-            of the run, which crashed, may have prompts after it.
+            of the run, which crashed, may have later prompts.
     """
     wanted = set(untrained)
     for path in _files(folder):

@@ -14,7 +14,7 @@ class SimulatedLatency:
     """Log-normal minimum duration of a response; the processor is idle for the added time.
 
     Attributes:
-        median_s: median of the times, in seconds.
+        median_s: median of the durations, in seconds.
         sigma: standard deviation of their logarithms; 1 gives a long tail.
     """
 
@@ -22,7 +22,7 @@ class SimulatedLatency:
     sigma: float
 
     def longest_s(self, seed: int, rows: int) -> float:
-        """Return the time of the slowest of ``rows`` responses; equal seeds draw equal times."""
+        """Return the duration of the slowest of ``rows`` responses; it is equal for equal seeds."""
         draw = random.Random(seed).gauss  # noqa: S311  # not for secrets
         return self.median_s * math.exp(self.sigma * max(draw(0.0, 1.0) for _ in range(rows)))
 

@@ -147,7 +147,7 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self.position = position
-        # Shuffling takes as long as the data set is large, and `at` needs one or two epochs.
+        # A shuffle of a large data set is slow, and `at` uses the orders of one or two epochs.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def take(self, count: int) -> list[Prompt]:

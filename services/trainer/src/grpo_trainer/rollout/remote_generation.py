@@ -81,7 +81,7 @@ class RayGeneration:
 class StreamingGeneration(RayGeneration):
     """`RayGeneration` of concurrent rollouts, which share the worker's metrics and memory."""
 
-    _quiet_s = 30.0  # many rollouts generate all the time
+    _quiet_s = 30.0  # with many concurrent rollouts, long calls are normal
 
     @contextmanager
     def recorded(self, prompts: Mapping[int, Sequence[int]]) -> Iterator[JournalUse]:

@@ -94,8 +94,8 @@ def response_keys(
 def version_to_report(recorded: str, installed: str) -> str:
     """Return the version to report for a token that was drawn before a crash.
 
-    It is the recorded one, unless the crash lost those weights. Then it is the installed one,
-    because the run gives the number of the lost weights to new ones.
+    It is the recorded version, unless the crash lost its weights. Then it is the installed version,
+    because the run gives the number of the lost weights to new weights.
     """
     if recorded == installed or version_number(recorded) > version_number(installed):
         return installed

@@ -40,7 +40,7 @@ def record_generated(
     advantages: torch.Tensor,
     prompts: Sequence[Prompt],
 ) -> None:
-    """Record facts of the samples of each prompt, which are adjacent.
+    """Record facts of samples; the samples of each prompt are adjacent.
 
     If ``carry`` has no ``weight_versions``, the current step's weights generated all samples.
     """

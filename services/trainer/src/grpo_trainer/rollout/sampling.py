@@ -71,8 +71,8 @@ def sample_responses(
             budget, and the response may end with one of them. Those after its end are left out.
         generator: source of randomness; the model's device must be the generator's.
         before_token: called before each token with a function that returns the tokens of each row
-            so far, on the CPU. Returns whether it changed the model's weights. The keys and values
-            of the earlier tokens are then computed again.
+            so far, on the CPU. Returns whether it changed the model's weights. If so, the keys and
+            values of the earlier tokens are computed again.
 
     Returns:
         One response per row.

@@ -1,10 +1,10 @@
 """Search for stop strings in growing responses, at a constant cost per token.
 
-The cost grows only during a run of tokens that decode as U+FFFD, since a window cannot begin in it.
 Only a window of tokens at the end of the response is decoded. The window begins at the start of a
 character: a tokenizer that falls back to bytes decodes a run of bytes as U+FFFD if the first byte
-is inside a character. Some tokenizers drop a leading space, so the window has `_MARGIN` characters
-more than a stop string.
+is inside a character. So the window, and the cost per token, grow only during a run of tokens that
+decode as U+FFFD. Some tokenizers drop a leading space, so the window has `_MARGIN` characters more
+than a stop string.
 """
 
 from __future__ import annotations

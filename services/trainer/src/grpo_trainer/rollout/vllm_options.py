@@ -56,7 +56,7 @@ def check_vllm(config: TrainerConfig) -> None:
 def _program(section: VllmSection) -> str:
     """Return the first word of the command; a path becomes absolute.
 
-    Links are not resolved: a virtual environment's Python is one.
+    Links are not resolved: a virtual environment's Python is a link.
     """
     program = section.command[0]
     return str(Path(program).absolute()) if os.sep in program else program

@@ -19,7 +19,7 @@ from rollout_actor.vllm import VllmGeneration
 class VllmWorker(RunActor):
     """Class of a Ray actor with the methods of `grpo_trainer.rollout.worker.GenerationWorker`.
 
-    Its calls overlap, so that `close` does not wait for another one. ``servers`` has the arguments
+    Its calls overlap, so that `close` does not wait for another call. ``servers`` has the arguments
     of `VllmServers`, which are started if ``addresses`` is empty. ``generation`` has those of
     `rollout_actor.vllm.VllmGeneration`. In an ``asynchronous`` run a response may have tokens of
     several versions of the weights.
@@ -41,8 +41,8 @@ class VllmWorker(RunActor):
         self._generation: VllmGeneration | None = None
         self._fleet: RefitFleet | None = None
         self._version: str | None = None
-        # Versions of an asynchronous run: a response in progress has tokens of earlier ones and,
-        # during a refit, of the next one.
+        # Versions that tokens may have in an asynchronous run: all that were installed and, during
+        # a refit, the next one. None in a synchronous run, where only `_version` is right.
         self._installed: set[str] | None = set() if asynchronous else None
 
     def ready(self) -> None:
@@ -121,7 +121,7 @@ class VllmWorker(RunActor):
         """Do nothing: the servers hold the memory."""
 
     def close(self) -> None:
-        """Stop the servers that this worker started, and the calls that wait for them."""
+        """Stop the servers that this worker started; calls that wait for them fail."""
         self._servers.close()
 
     @property

@@ -157,8 +157,9 @@ class AsyncGRPOStep(GRPOStep):
     def _start(self) -> None:
         """Register the partition, put the first prompts, and start the generators."""
         grpo = self._config.grpo
-        # A blocking claim ends if no more samples will come. How many will come is unknown, since
-        # groups that are stale or have equal rewards are replaced; but a step puts fewer than this.
+        # A blocking claim stops waiting once all declared samples were put. Their exact number is
+        # unknown, since groups that are stale or have equal rewards are replaced. So declare more
+        # samples than the steps can put.
         factor = grpo.dynamic_sampling.max_batches + _MAX_STALE_FACTOR + 1
         self._client.register_partition(
             TRAIN,

@@ -83,7 +83,8 @@ class GeneratorFleet:
     def stop(self) -> None:
         """Let the generators finish their rollouts, and claim no further prompts.
 
-        One that dies, fails or does not answer is reported, not raised: the run needs none now.
+        If a generator dies, fails or does not answer, a notice says so. No error is raised, because
+        the run needs no generator any more.
         """
         if not self._is_started:
             return
@@ -226,7 +227,7 @@ class GeneratorFleet:
             self._calls.remove(name)
 
     def collect(self) -> None:
-        """Collect the generators' reports, and remove those that failed.
+        """Collect the generators' reports, and remove generators that failed.
 
         Raises:
             WorkerError: too few generators remain; says why the last one was lost.
@@ -258,7 +259,7 @@ class GeneratorFleet:
         self._notice(f"continuing without {names.rollout}: {error}")
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of generation since the last call; no means if none was generated."""
+        """Return the metrics of generation since the last call; no means without samples."""
         size = self._config.grpo.num_generations_per_prompt
         work, self._work = self._work, GeneratorReport()
         generated = {}

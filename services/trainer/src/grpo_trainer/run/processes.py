@@ -214,7 +214,7 @@ class RunActors:
             "resources": config.cluster.placement.rollout,
         }
         if self._is_async:
-            # Reports and validation are answered while it generates.
+            # A generator answers requests for reports and validation while it generates.
             actor = Generator.options(**options, max_concurrency=4)
             generation: RayGeneration = StreamingGeneration(worker, timeout_s=timeout_s)
         else:

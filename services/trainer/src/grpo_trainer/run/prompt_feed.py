@@ -62,7 +62,7 @@ class PromptFeed:
         while page := self._client.inspector.list_samples(TRAIN, start=start, limit=_PAGE):
             stored |= {position_of(sample.sample_id) for sample in page}
             start += len(page)
-        # Generators clear groups meanwhile, which makes a page skip others.
+        # If generators clear groups between two pages, the second page skips other groups.
         self._put = {each for each in self._put if each in stored or self._is_stored(each)}
         return sorted(stored | self._put | {*self._pending})
 

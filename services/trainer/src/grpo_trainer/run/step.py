@@ -137,7 +137,7 @@ class GRPOStep:
         self._tokenizer = tokenizer
 
     def run(self, step: int, report: StepReport) -> None:
-        """Run the step that follows ``step`` completed ones, and fill ``report``.
+        """Run the step after ``step`` completed steps, and fill ``report``.
 
         Raises:
             WorkerError: a worker died, failed or timed out.
@@ -177,7 +177,7 @@ class GRPOStep:
         return GeneratorActors(ROLLOUT, GENERATION)
 
     def _random_stream(self, step: int) -> str:
-        """Return the name of the step's random stream; benchmarks give all steps the same."""
+        """Return the name of the step's random stream; benchmarks use one stream for all steps."""
         return f"train {step}"
 
     def _run(self, step: int, report: StepReport) -> None:

@@ -27,7 +27,7 @@ WEIGHT_VERSION = "weight_version"
 """Tag with the number of the weights that drew the oldest token of a sample's group."""
 
 WEIGHT_VERSIONS = "weight_versions"
-"""Field of asynchronous runs that record texts: the spans of weight versions of a response."""
+"""Field with the spans of weight versions of a response, if the generation backend reports them."""
 
 IS_FILLER = "is_filler"
 """Tag of an asynchronous run: whether a sample only fills a step, excluded from the loss."""
