@@ -158,7 +158,7 @@ def _steps(context: Context, generator: Any) -> Generator[Any, Any, Any]:
 
 
 class _Awaitable:
-    """An awaitable that runs each step of another one in a context."""
+    """An awaitable that runs each step of another awaitable in a context."""
 
     def __init__(self, context: Context, awaitable: Awaitable[Any]) -> None:
         self._context = context

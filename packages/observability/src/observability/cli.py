@@ -242,7 +242,7 @@ def write_steps(
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of an error; that of an `OSError` has its path and reason only."""
+    """Return the message of an error; for an `OSError`, its path and reason only."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -157,7 +157,7 @@ class Span:
         outcome: the status code; "error" if it failed.
         message: the status message, which describes the error.
         has_start: whether its start was reported.
-        has_end: whether its end was reported; that of an open span is not.
+        has_end: whether its end was reported; False for an open span.
         events: events within the span, in the order reported.
         scope: name and version of its instrumentation scope; empty if not reported.
     """
@@ -433,7 +433,7 @@ def _pid(value: object) -> int:
 def process_and_run(resource: Resource) -> tuple[Process, Any]:
     """Return the process that a resource describes, and its run id or None.
 
-    The run id applies to those records of the resource that have none.
+    The run id applies to records of the resource that have no run id.
     """
     process = process_of(resource)
     return process, process.resource.get(_RUN_ID)

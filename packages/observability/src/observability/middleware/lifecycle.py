@@ -83,7 +83,7 @@ def emit(
         event: name of the event.
         partition_id: the partition; None for an event without one.
         sample_ids: ids of the samples.
-        samples: number of samples, if it differs from that of ``sample_ids``.
+        samples: number of samples, if it differs from the length of ``sample_ids``.
         context: trace context of the event; None is the current context.
         error: the exception of a failed operation, whose class is recorded.
         facts: further attributes, which get the prefix "dataplane.". None values are omitted.

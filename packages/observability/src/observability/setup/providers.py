@@ -123,8 +123,8 @@ def set_providers(
 ) -> None:
     """Set the providers of the proxies; a proxy without a provider does nothing.
 
-    A proxy is registered when it first gets a provider. If the program registered another global
-    provider before, that one remains, and a warning is logged.
+    A proxy is registered when it first gets a provider. If the program registered its own global
+    provider before, that provider remains, and a warning is logged.
 
     Args:
         tracers: provider of tracers.

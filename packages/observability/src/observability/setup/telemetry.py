@@ -245,7 +245,7 @@ class Telemetry:
                     step_settings = otlp.for_steps(arguments.export_interval_s)
                     step_delivery = Delivery("steps", step_settings, self._warning_log)
                     # With delta temporality, the SDK exports a gauge's point once and then discards
-                    # it with its attributes. Otherwise it would retain those of every step.
+                    # it with its attributes. Otherwise it would retain the points of every step.
                     delta: dict[type, AggregationTemporality] = {
                         _Gauge: AggregationTemporality.DELTA
                     }

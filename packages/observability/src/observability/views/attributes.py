@@ -48,5 +48,5 @@ def run_and_partition(attributes: Attributes) -> tuple[str, str]:
 
 
 def bucket(span: Span) -> str | None:
-    """Return ``rl.bucket`` of a span; None if it has none, because it only groups others."""
+    """Return ``rl.bucket`` of a span; None for a span without it, which only groups others."""
     return text(span.attributes, "rl.bucket") or None

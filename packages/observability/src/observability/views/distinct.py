@@ -32,10 +32,10 @@ def _reported_times(span: Span) -> int:
 
 
 def timed_events(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the events, and give a time to those without one.
+    """Yield the events, and give a time to events without one.
 
     An event without a time gets its time of receipt. If that is unknown, it gets the time of the
-    previous event with one; if there is none, of the next event with one.
+    previous event with a time, or else of the next event with a time.
 
     Of repeated events without a time, only the first is yielded. `distinct_events` would not remove
     the others, because their times of receipt differ.

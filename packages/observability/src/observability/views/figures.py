@@ -100,7 +100,7 @@ def waste(step: Step) -> Waste:
 def longest_segments(
     path: Iterable[Segment], count: int = 20
 ) -> tuple[list[Segment], list[Segment]]:
-    """Split a critical path into its ``count`` longest segments and the other ones.
+    """Split a critical path into its ``count`` longest segments and the rest.
 
     Consecutive segments of one span are merged first. Both lists are in time order.
     """

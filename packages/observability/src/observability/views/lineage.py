@@ -38,8 +38,8 @@ class SampleNotFound(LookupError):
 
     Attributes:
         sample_id: the requested id.
-        suggestions: up to five ids that begin with the same characters as the requested one, those
-            with the longest common prefix first.
+        suggestions: up to five ids that share a prefix with the requested id, the longest prefix
+            first.
     """
 
     def __init__(self, sample_id: str, suggestions: Iterable[str]) -> None:

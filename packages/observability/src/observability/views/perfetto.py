@@ -1,7 +1,8 @@
 """Steps as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing open.
 
 The format is Google's "Trace Event Format". Each process of the run is a process of the trace. Its
-spans are on one thread, as far as they are disjoint or nested. Others are on further threads.
+spans are on one thread, as far as they are disjoint or nested. Spans that overlap are on further
+threads.
 
 This module calls an event of the trace an entry, and the entry of a span a slice. Entries have the
 keys of the format: ``ph`` (phase) is the kind of the entry, ``ts`` is its time, and ``pid`` and

@@ -317,7 +317,7 @@ def _with_artificial_root(spans: list[Span]) -> list[Span]:
 
 
 def _step_number(spans: Iterable[Span]) -> int | None:
-    """Return the most frequent ``rl.step`` of spans; None if none has one."""
+    """Return the most frequent ``rl.step`` of spans; None if no span has it."""
     counts = Counter(
         number
         for span in spans
@@ -327,7 +327,7 @@ def _step_number(spans: Iterable[Span]) -> int | None:
 
 
 def _run_id(spans: Iterable[Span]) -> str:
-    """Return the most frequent ``rl.run_id`` of spans; empty if none has one."""
+    """Return the most frequent ``rl.run_id`` of spans; empty if no span has it."""
     counts = Counter(
         run_id for span in spans if (run_id := attributes.text(span.attributes, "rl.run_id"))
     )
@@ -341,7 +341,7 @@ def generation_version(*put_versions: int | None) -> int | None:
     have no version; later puts have the same or a newer version.
 
     Args:
-        put_versions: weight version of each put; None for a put without one.
+        put_versions: weight version of each put; None for a put without a version.
     """
     return min((version for version in put_versions if version is not None), default=None)
 

@@ -117,9 +117,9 @@ class Tree:
 
 
 def _with_times(spans: Sequence[Span]) -> Sequence[Span]:
-    """Return the spans, and give times to those without any.
+    """Return the spans, and give times to spans without any.
 
-    These get the start of their nearest ancestor with a time, or else the earliest start of all.
+    Such a span gets the start of its nearest ancestor with a time, or else the earliest start.
     """
     if all(span.start_ns for span in spans):
         return spans

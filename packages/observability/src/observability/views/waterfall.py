@@ -29,7 +29,7 @@ STYLES = {
     "idle": "bright_black",
     "": "default",
 }
-"""Style of rich by bucket. The empty bucket is that of spans without one."""
+"""Style of rich by bucket. The empty bucket stands for spans without a bucket."""
 
 _MARKS = {"productive": "█", "overhead": "▓", "wasted": "x", "idle": "░", "": "─"}
 """Character of bars by bucket."""

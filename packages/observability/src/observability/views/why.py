@@ -180,7 +180,7 @@ def why(
     *,
     silent_after_s: float = _SILENT_AFTER_S,
 ) -> list[OpenWait]:
-    """Return the open waits, longest first, those of silent processes last.
+    """Return the open waits, longest first; waits of silent processes last.
 
     Args:
         records: the records of the run so far.
