@@ -42,7 +42,7 @@ def flatten_rollout_message_log(
 
     Args:
         message_logs: per row the turns, each with ``role`` and ``token_ids`` (int64, 1-D);
-            generated ones with ``generation_logprobs`` (float, one per token).
+            generated turns also with ``generation_logprobs`` (float, one per token).
         prompt_lengths: int (n,), tokens of each prompt. The prompt consists of the leading turns
             that begin before this length, including assistant turns of a history.
         pad_token_id: pads ``input_ids`` and ``prompt_ids_for_adv`` on the right.

@@ -21,7 +21,7 @@ from column_io import BatchedDataDict
 
 MessageLog = list[dict[str, Any]]
 """The turns of one conversation. Each has ``role``, ``content`` and ``token_ids`` (int64, 1-D);
-generated ones also ``generation_logprobs`` (float32, one per token). Any other tensor is media of
+generated turns also ``generation_logprobs`` (float32, one per token). Any other tensor is media of
 the turn, such as ``pixel_values`` (items, ...)."""
 
 

@@ -1,4 +1,4 @@
-"""The columns of a finished rollout: those that are put, and those for the driver.
+"""The columns of a finished rollout: which are put, and which the driver gets.
 
 Bulk columns are put, and later stages read them by sample id. Small columns are "carried": the
 driver gets them as the result. Rewards are only carried, because the driver shapes them first.

@@ -37,7 +37,7 @@ class VllmGeneration:
     fails its first check or a later health check; its rows move to other servers. A lost server may
     have restarted with its initial weights. So it is tried again only after the next
     `clear_logger_metrics`, which `SyncRolloutActor` calls before each rollout. If every server is
-    lost, or one cannot be used with these arguments, the next call tries all lost servers again.
+    lost, or a server does not fit these arguments, the next call tries all lost servers again.
 
     Args:
         addresses: ``http[s]://host[:port]`` of each server. From vLLM 0.30 on they must be started
@@ -52,14 +52,15 @@ class VllmGeneration:
             ``top_p`` and ``top_k`` have their defaults, servers must be started with
             ``--logprobs-mode processed_logprobs``.
         seed: seed of all sampling; None leaves it to the servers, which is faster but not
-            reproducible. The seed of a request is derived from it, the stream (`begin`), the
+            reproducible. The seed of a request is derived from this seed, the stream (`begin`), the
             rollout, the prompt, and the number of equal prompts before it in the rollout. So it
             depends neither on the order of rows nor on the server.
         timeout_s: deadline of one `generate`, or of one row of `generate_async`, in seconds. It
             includes waits for capacity, retries, and pauses of a server. It is also the deadline
             of the generations that check a new server.
         server_timeout_s: a server is lost if ``/health`` does not answer within this time.
-        max_requests_per_server: maximum concurrent requests per server; others queue in the client.
+        max_requests_per_server: maximum concurrent requests per server; further ones queue in the
+            client.
         api_key: the servers' ``--api-key``.
 
     Raises:

@@ -252,7 +252,7 @@ class ServerPool:
     async def _check_logprobs(self, server: Server, token_ids: list[int]) -> None:
         """Check the log-probabilities of a server; its health is checked meanwhile.
 
-        The deadline is that of rows, because a busy or paused server answers checks as late.
+        The deadline is the same as for rows, because a busy or paused server delays both.
         """
         assert server.lost is not None
         self._reserve(server)
