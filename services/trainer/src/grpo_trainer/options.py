@@ -1,4 +1,4 @@
-"""Options of the commands: all invalid ones are reported together, before the command runs."""
+"""Options of the commands: all invalid options are reported together, before a command runs."""
 
 from __future__ import annotations
 

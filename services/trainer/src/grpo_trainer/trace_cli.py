@@ -341,7 +341,7 @@ def _live_partitions() -> list[PartitionSummary]:
 
 
 def _newest(folder: Path | None) -> Path:
-    """Return ``folder``, or that of the newest traced run."""
+    """Return ``folder``, or the folder of the newest traced run."""
     if folder is not None:
         return folder
     runs = [path for path in TRACES.glob("*") if path.is_dir()]

@@ -309,15 +309,15 @@ class _Run:
         return sum(span.seconds for span in self._phases(step, name))
 
     def sync_seconds(self, step: Span) -> tuple[float, float]:
-        """Return the seconds that the policy waits in a synchronous step, and those it works."""
+        """Return the seconds that the policy waits, and works, in a synchronous step."""
         wait_s = self.phase_s(step, "rollout")
         return wait_s, step.seconds - wait_s - self.phase_s(step, "refit")
 
     def async_seconds(self, step: Span) -> tuple[float, float]:
-        """Return the seconds that the policy waits in an asynchronous step, and those it works.
+        """Return the seconds that the policy waits, and works, in an asynchronous step.
 
         A rank's time in `optimizer_step`, minus its claims, still includes waits for other ranks.
-        The rank with the least of this time waited the least, so its time is that of the work.
+        The rank with the least of this time waited the least, so its time is closest to the work.
         """
         spans = self._spans[step.trace_id]
         claims: dict[str | None, float] = defaultdict(float)

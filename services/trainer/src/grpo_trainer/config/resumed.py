@@ -122,7 +122,7 @@ def _add_missing(
 
 
 def _clear_ignored(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Set keys to null that an older release ignored and this one refuses, and yield them."""
+    """Set to null, and yield, the keys that an older release ignored and this one refuses."""
     grpo = raw["grpo"]
     if grpo["max_logprob_error"] is not None and not grpo["recompute_prev_logprobs"]:
         yield "grpo.max_logprob_error", grpo["max_logprob_error"]

@@ -131,7 +131,7 @@ def _limited_difference(
 def token_logprobs(
     model: Any, input_ids: torch.Tensor, input_lengths: torch.Tensor, *, temperature: float
 ) -> torch.Tensor:
-    """Compute the log-probability of each token given those before it.
+    """Compute the log-probability of each token given the tokens before it.
 
     Args:
         model: causal LM.

@@ -208,9 +208,9 @@ class StreamingPolicyWorker(PolicyWorker):
     ) -> tuple[LossSums, LogprobGap, torch.Tensor]:
         """Return the sums of `grpo_loss`, the gap to the generator, and the log-probabilities.
 
-        With ``recompute_prev_logprobs`` the proximal policy is that of this optimizer step, so that
-        its log-probabilities cost no further pass. Without it, the update is clipped to the
-        policy that drew the tokens.
+        With ``recompute_prev_logprobs`` the proximal policy is the policy before this optimizer
+        step, so its log-probabilities need no further pass. Without it, the update is clipped to
+        the policy that drew the tokens.
         """
         logprobs = self._logprobs(self._model, micro)
         reference = None

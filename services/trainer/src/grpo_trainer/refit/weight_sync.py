@@ -62,7 +62,7 @@ class RefitWeightSync:
         self._published: str | None = None
         self._begun: str | None = None
         # Paths are relative to the driver's folder, not to a worker's. Links are not resolved here:
-        # those of a mounted secret change, and differ between machines.
+        # links of a mounted secret change, and differ between machines.
         access = config.control_access.model_copy(
             update={
                 key: path.absolute()

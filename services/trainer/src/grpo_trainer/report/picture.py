@@ -22,7 +22,7 @@ def save_reward_picture(history: Sequence[Mapping[str, Any]], path: Path, *, tit
     Args:
         history: metrics of the steps, with ``step``, ``reward`` and sometimes
             ``validation_reward``.
-        path: PNG to write. Its axis spans 0 to 1, and more if a reward is outside.
+        path: PNG to write. The reward axis spans 0 to 1, and more if a reward is outside.
         title: heading.
     """
     figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")

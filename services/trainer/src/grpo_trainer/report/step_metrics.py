@@ -8,9 +8,9 @@ from typing import Any  # Any: metrics of a step
 from observability import record_step_metrics
 
 REWARD_PREFIX = "reward/"
-"""Prefix of reward components among the metrics of a step, as in those of the rollout actor."""
+"""Prefix of reward components among the metrics of a step; the rollout actor uses the same."""
 
-# Names in docs/trainer.md, mapped to those of docs/telemetry.md.
+# Names in docs/trainer.md, mapped to names in docs/telemetry.md.
 _TRAINING = {
     "reward": "rl.reward.mean",
     "reward_std": "rl.reward.std",

@@ -147,7 +147,7 @@ def public_config(config: TrainerConfig) -> dict[str, Any]:
 
 
 def _numbers(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the numbers of a step's record; those of a mapping have its name as a prefix."""
+    """Return the numbers of a step's record; numbers in a mapping get its name as a prefix."""
     numbers: list[tuple[str, float]] = []
     for name, value in record.items():
         if isinstance(value, Mapping):

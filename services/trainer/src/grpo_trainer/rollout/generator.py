@@ -175,7 +175,7 @@ class Generator(RolloutActor):
     def stop_generating(self, timeout_s: float) -> None:
         """Claim no more prompts; wait up to ``timeout_s`` for the rollouts in progress.
 
-        The samples of unfinished ones stay leased until this process ends.
+        The samples of unfinished rollouts stay leased until this process ends.
         """
         self._stopping.set()
         deadline = time.monotonic() + timeout_s
@@ -249,7 +249,7 @@ class Generator(RolloutActor):
             self._hold(claim.subset(missing), self._generate_groups)
 
     def _hold(self, claim: KVBatchMeta, fill: Callable[[KVBatchMeta], list[str]]) -> None:
-        """Call ``fill``, which puts and acknowledges samples of a claim; clear those it returns."""
+        """Let ``fill`` put and acknowledge a claim's samples; clear the samples that it returns."""
         every_s = self._lease_s / 3
         try:
             with held_claim(self._dp_client, claim, renew_every_s=every_s, acknowledge=False):
@@ -300,7 +300,7 @@ class Generator(RolloutActor):
         return []
 
     def _generate_groups(self, claim: KVBatchMeta) -> list[str]:
-        """Generate a claim's samples and put their columns; return those of filtered groups."""
+        """Generate a claim's samples and put their columns; return the ids of filtered groups."""
         started = time.perf_counter()
         size = self._grpo.num_generations_per_prompt
         stored = self._dp_client.get_data(claim.subset(range(0, claim.size, size)))

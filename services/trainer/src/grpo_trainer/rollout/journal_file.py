@@ -3,7 +3,7 @@
 An incomplete or damaged record is ignored: each has a length and a checksum, and a crash can cut
 only the last one. Its payload is a safetensors file of columns, whose metadata holds facts as JSON;
 nothing is pickled. An appended record is in the operating system's cache: it survives the death of
-every process, not that of the machine.
+every process, but not a crash of the machine.
 
 ::
 
@@ -46,7 +46,7 @@ _POSITION, _FACTS = "position", "facts"
 class Place:
     """Place of a record, whose payload is at ``start`` of ``path``.
 
-    ``position`` is that of a prompt in the stream, ``facts`` are values that JSON can represent.
+    ``position`` is the position of a prompt in the stream; ``facts`` are JSON values.
     Both are as found in the file; only `read` verifies the checksum.
     """
 

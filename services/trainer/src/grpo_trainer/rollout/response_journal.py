@@ -1,6 +1,6 @@
 """`ResponseJournal`: the responses in progress of an asynchronous run, which a resume continues.
 
-While a generation worker draws tokens, it appends those since its last record, about once a second
+While a generation worker draws tokens, it appends the new ones to the journal about once a second
 and at the end of a call. After a crash, a worker that gets the same input for the same prompt
 returns the recorded tokens, and draws only the missing ones. In a conversation, the input of a
 later turn contains the earlier responses, which were returned unchanged, so it is the same too.
@@ -71,7 +71,7 @@ class PartialResponse(Drawn):
 def response_keys(
     data: Mapping[str, Any], rows: Sequence[torch.Tensor]
 ) -> list[ResponseKey | None]:
-    """Return the key of each row of a call; None for those without a position.
+    """Return the key of each row of a call; None for a row without a position.
 
     Args:
         data: the request, with `POSITIONS` and maybe ``stop_strings``.
@@ -141,7 +141,7 @@ class ResponseJournal:
     def append(
         self, position: int, attempt: int, rows: Sequence[tuple[_Row, Drawn]], versions: list[str]
     ) -> None:
-        """Append those tokens of a prompt's responses that the open file lacks.
+        """Append the tokens of a prompt's responses that the open file lacks.
 
         Args:
             position: the prompt's position.
@@ -189,7 +189,7 @@ class CallRecorder:
         installed: version of the installed weights.
 
     Attributes:
-        partial: recorded beginning of each row's response, None for those without.
+        partial: recorded beginning of each row's response; None if nothing was recorded.
         seconds: time spent on the journal.
     """
 

@@ -20,8 +20,8 @@ class VllmWorker(RunActor):
     """Class of a Ray actor with the methods of `grpo_trainer.rollout.worker.GenerationWorker`.
 
     Its calls overlap, so that `close` does not wait for another call. ``servers`` has the arguments
-    of `VllmServers`, which are started if ``addresses`` is empty. ``generation`` has those of
-    `rollout_actor.vllm.VllmGeneration`. In an ``asynchronous`` run a response may have tokens of
+    of `VllmServers`, which are started if ``addresses`` is empty. ``generation`` has the arguments
+    of `rollout_actor.vllm.VllmGeneration`. In an ``asynchronous`` run a response may have tokens of
     several versions of the weights.
     """
 

@@ -43,7 +43,7 @@ def call_seed(seed: int, stream: str, call: int) -> int:
 
 
 def version_spans(versions: Sequence[str]) -> list[WeightVersionSpan]:
-    """Return the spans of equal versions; ``versions`` has that of each token."""
+    """Return the spans of equal versions; ``versions`` has the version of each token."""
     spans: list[WeightVersionSpan] = []
     for index, version in enumerate(versions):
         if spans and spans[-1]["version"] == version:
@@ -200,7 +200,7 @@ class GenerationWorker(RunActor):
         return output
 
     def open_journal(self, folder: str) -> None:
-        """Record the responses of calls with `POSITIONS`, and continue those of a crashed run.
+        """Record the responses of calls with `POSITIONS`; continue responses of a crashed run.
 
         Only for an asynchronous run with partial rollouts: a continued response has tokens of
         several versions of the weights.

@@ -48,7 +48,7 @@ class Batch:
 
     - "advantages" and "sample_mask", float32 (n,), as they will be written;
     - "std", float64 (n,), the standard deviation of the group's rewards;
-    - "comparable", bool (n,), whether at least two of those rewards count.
+    - "comparable", bool (n,), whether at least two of the group's rewards count.
     """
 
     meta: KVBatchMeta

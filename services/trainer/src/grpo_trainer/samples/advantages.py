@@ -107,7 +107,7 @@ def _check_finite(values: torch.Tensor, of: torch.Tensor, kind: str) -> None:
 
 
 def mean_and_std(values: torch.Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation of ``values`` (n,); that of equal values is exactly 0.
+    """Return mean and standard deviation of ``values`` (n,), exactly 0 for equal values.
 
     Raises:
         ValueError: there are no values.

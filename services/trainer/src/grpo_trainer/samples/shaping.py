@@ -34,7 +34,7 @@ class ShapedRewards(NamedTuple):
 
 
 def shape_rewards(carry: Mapping[str, torch.Tensor], grpo: GRPOSection) -> ShapedRewards:
-    """Compute advantages and mask of samples; those of a group are adjacent.
+    """Compute advantages and mask of samples; samples of a group are adjacent.
 
     Args:
         carry: the columns `CARRY` of a rollout.
