@@ -52,7 +52,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 def fill(message: _M, data: dict[str, Any]) -> _M:
     """Fill a message from a JSON object, which is modified; ignore unknown names.
 
-    U+FFFD replaces lone surrogates. An id that is not hexadecimal becomes an invalid id, one byte.
+    U+FFFD replaces lone surrogates. An id that is not hexadecimal becomes an invalid one-byte id.
 
     Raises:
         NotOtlp: the object does not match the message.

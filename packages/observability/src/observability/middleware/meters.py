@@ -338,7 +338,7 @@ class _CountCallbacks:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        # Time and result of the last query, by the state that has not been reported from it yet.
+        # By state: time and result of the last query, until its callback has reported them.
         self._unused: dict[str, tuple[float, _CountsByLabels]] = {}
 
     def observe(self, state: str, options: CallbackOptions) -> Iterable[Observation]:

@@ -86,7 +86,7 @@ class Waits:
     def begin(self, report: Callable[[PendingCall], None]) -> PendingCall:
         """Begin a wait; ``report`` is called if the wait is still open after ``delay_s``.
 
-        ``report`` runs in another thread, so it must hold the trace context of its caller.
+        ``report`` runs in another thread, so the caller must bind the trace context to ``report``.
         ``report`` is called repeatedly until the wait ends, and possibly once just after its end.
         """
         due = time.monotonic() + self._delay_s

@@ -54,7 +54,7 @@ def assign_threads(
     # outermost first. A thread is free when its outermost span is finished.
     open_ends: list[list[int]] = []
     free: list[int] = []
-    busy: list[tuple[int, int]] = []  # of each other thread: end of its outermost span, index
+    busy: list[tuple[int, int]] = []  # heap of other threads: end of outermost span, index
     # By start, then longer ones first. The sort is stable, so parents precede equal children.
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         while busy and busy[0][0] <= span.start_ns:

@@ -97,7 +97,7 @@ class LineageEvent:
 def lineage_of(sample_id: str, records: Records) -> list[LineageEvent]:
     """Return the events of a sample in the order in which they happened.
 
-    A clear of an entire partition is in the lineage of each sample that the partition had. If a
+    A clear of an entire partition is in the lineage of each sample that the partition held. If a
     sample id occurs in several partitions, the lineage has the events of all of them.
 
     Differences of clocks are corrected in two steps. First, event times are corrected within the

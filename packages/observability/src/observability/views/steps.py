@@ -289,7 +289,7 @@ def root_of(tree: Tree) -> Span | None:
 
 
 def stages_of(tree: Tree, root: Span | None) -> dict[str, Span]:
-    """Return the stages of any trace by span id; spans without a stage are missing."""
+    """Return the stages of any trace by span id; see `Step.stage`."""
     stages: dict[str, Span] = {}
     for span, is_before in tree.walk():
         if is_before:
