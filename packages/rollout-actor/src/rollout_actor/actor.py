@@ -117,9 +117,9 @@ class SyncRolloutActor(RayClass):
 
         If an operation up to the put raises, ``finish_generation`` is still called, if requested.
         If a later operation raises, or the result of the put is unknown, new samples are withdrawn,
-        even leased ones. Samples of ``claim`` are never withdrawn. Blocking claims then wait for
-        the samples of a retry. If ``finish_generation`` or the withdrawal fails too, the error gets
-        a note. New samples remain only if the withdrawal fails.
+        even leased ones. Blocking claims then wait for the samples of a retry. Samples of ``claim``
+        are never withdrawn. If ``finish_generation`` or the withdrawal fails too, the error gets a
+        note. New samples remain only if the withdrawal fails.
 
         Args:
             input_batch: n rows, with each prompt in ``group_size`` consecutive rows.
