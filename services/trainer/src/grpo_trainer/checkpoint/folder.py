@@ -4,8 +4,8 @@ A checkpoint is a folder. It is written under a temporary name and renamed when 
 file is written last and has a digest of every other file. An old checkpoint is renamed before it is
 removed. So a folder named ``step-...`` is always complete.
 
-Another process, perhaps on another machine, writes model and optimizer and returns the names of
-their files. Until the driver sees these files, the driver neither renames the new checkpoint nor
+Another process, perhaps on another machine, writes model and optimizer and returns the names and
+sizes of their files. Until the driver sees these files, it neither renames the new checkpoint nor
 removes an old one.
 """
 

@@ -300,7 +300,7 @@ class Generator(RolloutActor):
         return []
 
     def _generate_groups(self, claim: KVBatchMeta) -> list[str]:
-        """Generate a claim's samples and put their columns; return the ids of filtered groups."""
+        """Generate a claim's samples and put their columns; return the ids of filtered samples."""
         started = time.perf_counter()
         size = self._grpo.num_generations_per_prompt
         stored = self._dp_client.get_data(claim.subset(range(0, claim.size, size)))
