@@ -117,6 +117,7 @@ def batch_with(column):
         (batch_without("loss_multiplier"), {}, "no 'loss_multiplier'"),
         (batch_of(["1+2="], length=[5]), {}, "length of row 0 is 5; expected 1 to 4"),
         (batch_of(["1+2="], length=[0]), {}, "length of row 0 is 0; expected 1 to 4"),
+        (batch_of([""], length=[3]), {}, "length of row 0 is 3; expected 0, the tokens of"),
         (batch_of(["1+2="], length=torch.tensor([4.0])), {}, r"length\[0\] is 4.0"),
         (batch_of(["1+2="], length=torch.tensor([[4]])), {}, "length is tensor"),
         (batch_of(["1+2="], loss_multiplier=[float("nan")]), {}, "loss_multiplier.*nan"),

@@ -67,6 +67,10 @@ def test_each_wait_is_one_sentence():
     lack = MissingField(8, ("a", "b", "c"))
     several = dataclasses.replace(wait, lacks={"x": lack, "y": MissingField(7), "z": lack})
     assert ": 8 of 128 lack x, z (a, b, …); 7 of 128 lack y; 384 not" in str(several)
+    # Without examples, these may be different samples.
+    counted = {"x": MissingField(7), "y": MissingField(7), "z": MissingField(128)}
+    several = dataclasses.replace(wait, lacks=counted | {"w": MissingField(128)})
+    assert ": 7 of 128 lack x; 7 of 128 lack y; 128 of 128 lack z, w; 384 not" in str(several)
     (wait,) = why(blocked_claim(advantages=512, claimed=512).records, ns(6))
     assert str(wait).endswith(
         ": 512 present and none lacks a field; 512 already claimed by it; 0 not put yet"

@@ -101,8 +101,8 @@ def _check_prompt_lengths(input_batch: Mapping[str, Any]) -> None:
         tokens = sum(torch.as_tensor(turn.get("token_ids", ())).numel() for turn in turns)
         if not min(tokens, 1) <= length <= tokens:
             raise InvalidRequestError(
-                f"rollout_to_tq: length of row {row} is {length}; expected 1 to {tokens}, the "
-                "tokens of its message_log"
+                f"rollout_to_tq: length of row {row} is {length}; expected "
+                f"{f'1 to {tokens}' if tokens else 0}, the tokens of its message_log"
             )
 
 

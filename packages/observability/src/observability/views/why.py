@@ -131,12 +131,14 @@ class OpenWait:
         if not self.partition_exists:
             return ": the partition does not exist"
         # Fields with the same count and examples share a part of the sentence.
-        names_by_lack: dict[MissingField, list[str]] = {}
+        # Without examples, equal counts may be of different samples, unless all samples count.
+        names_by_lack: dict[tuple[MissingField, str], list[str]] = {}
         for name, lack in self.lacks.items():
-            names_by_lack.setdefault(lack, []).append(name)
+            are_same = lack.examples or lack.count == self.present
+            names_by_lack.setdefault((lack, "" if are_same else name), []).append(name)
         parts = [
             f"{lack.count} of {self.present} lack {join_printable(names)}{_examples(lack)}"
-            for lack, names in names_by_lack.items()
+            for (lack, _), names in names_by_lack.items()
         ]
         if not parts:
             parts.append(
