@@ -252,11 +252,19 @@ class AsyncResult:
         entries = []
         for variant in self.load.variants:
             name = f"async.{self.load.name}_{variant.name}"
-            rate = Summary.of([pace.samples_per_s for pace in self.paces[variant.name]])
+            paces = self.paces[variant.name]
+            rate = Summary.of([pace.samples_per_s for pace in paces])
             entries.append(Entry.of(f"{name}.samples_per_s", rate, "samples/s"))
+            for what, values in (
+                ("policy_idle_pct", [100 * pace.trainer_idle for pace in paces]),
+                ("generators_idle_pct", [100 * pace.generators_idle for pace in paces]),
+            ):
+                entries.append(Entry.of(f"{name}.{what}", Summary.of(values), "%"))
             if variant != SYNC:
                 ratio = self.ratio(variant)
                 entries.append(Entry.of(f"{name}.ratio_vs_sync", ratio, "x", baseline="sync"))
+                staleness = Summary.of([pace.staleness for pace in paces])
+                entries.append(Entry.of(f"{name}.staleness", staleness, "versions"))
         return entries
 
     def rows(self) -> list[list[str]]:

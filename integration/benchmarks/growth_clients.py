@@ -159,6 +159,7 @@ class ClientsResult:
             entries += [
                 Entry.of(f"{name}.ops_per_s", rate, "1/s"),
                 Entry.of(f"{name}.ratio_vs_8", ratio, "x", baseline="8"),
+                Entry.ms(f"{name}.cycle_p50_ms", _cycle(rounds)),
                 Entry.p99_ms(f"{name}.cycle_p99_ms", _cycle(rounds)),
                 Entry.of(f"{name}.directory_cores", used, "cores"),
             ]

@@ -57,6 +57,28 @@ def _range(transport: str, suffix: str) -> Cell:
     return Cell(tuple(names), sep=" to ")
 
 
+def _asynchronous(name: str) -> list[Cell]:
+    run = f"async.{name}"
+    return [
+        Cell((f"{run}.samples_per_s",)),
+        Cell((f"{run}.ratio_vs_sync",), spread=True),
+        Cell((f"{run}.policy_idle_pct",), unit=" %"),
+        Cell((f"{run}.generators_idle_pct",), unit=" %"),
+        Cell((f"{run}.staleness",)),
+    ]
+
+
+def _traced(suffix: str) -> list[Cell]:
+    step = f"trace.step{suffix}"
+    return [
+        Cell((f"trace.spans_per_step{suffix}",)),
+        Cell((f"{step}_inside_ms",), spread=True, unit=" ms"),
+        Cell((f"{step}_inside_us_per_span",), unit=" us"),
+        Cell((f"{step}_background_ms",), unit=" ms"),
+        Cell((f"{step}_inside_pct",), unit=" %"),
+    ]
+
+
 TABLES: dict[str, dict[str, list[Cell]]] = {
     "put and get, ratios": {
         "usual adapter / here": _ratios("tq.put_get_{}.ratio_vs_usual"),
@@ -80,6 +102,22 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "1,000": _claims("1k"),
         "10,000": _claims("10k"),
         "100,000": _claims("100k"),
+    },
+    "clients": {
+        "put to clear, p50/p99 ms": [
+            Cell((f"growth.clients_{count}.cycle_p50_ms", f"growth.clients_{count}.cycle_p99_ms"))
+            for count in (1, 8, 64)
+        ],
+    },
+    "step of the demo": {"traced": _traced(""), "verbose": _traced("_verbose")},
+    "generation, variant": {
+        "slow, synchronous": _asynchronous("slow_sync"),
+        **{
+            f"slow, `max_staleness: {bound}`": _asynchronous(f"slow_staleness{bound}")
+            for bound in (0, 1, 2, 4)
+        },
+        "fast, synchronous": _asynchronous("fast_sync"),
+        "fast, `max_staleness: 1`": _asynchronous("fast_staleness1"),
     },
     "publish/fetch, ms": {
         "refit-mx, shared memory": _refits("shm"),

@@ -224,6 +224,10 @@ class TracingCost:
                 entries.append(
                     Entry.of(f"trace.step{suffix}_inside_{what}", longer, unit, factor=factor)
                 )
+            background_ms = self.background_s(mode) * 1e3
+            steps = len(self.inside[mode])
+            name = f"trace.step{suffix}_background_ms"
+            entries.append(Entry(name, background_ms, "ms", None, 0.0, steps))
         for mode in self.spans:
             suffix = "" if mode == "on" else f"_{mode}"
             for name, counted in (("spans", self.spans), ("events", self.events)):
