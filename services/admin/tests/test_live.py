@@ -321,7 +321,9 @@ def error_of(job_of, monkeypatch):
 
 def test_a_cluster_of_another_python_says_what_to_do(error_of):
     error = error_of("3.9.1")
-    assert "run the admin service with the Ray and the Python 3.x of the cluster at" in error
+    assert (
+        "run the admin service with the Ray version and the Python 3.x of the cluster at" in error
+    )
     assert "Python: 3.9.1" in error
     assert f"Python: {platform.python_version()}" in error
     assert "\n" not in error

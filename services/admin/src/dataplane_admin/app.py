@@ -58,7 +58,7 @@ def create_app(settings: Settings, *, inspector: StoreInspector | None = None) -
                 live.close()
             store.close()
 
-    # FastAPI's interactive documentation loads scripts from other hosts; `pages` has its own.
+    # FastAPI's interactive documentation loads scripts from other hosts; that of `pages` does not.
     app = FastAPI(
         title=NAME,
         version=version(NAME),

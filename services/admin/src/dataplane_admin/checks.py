@@ -69,7 +69,7 @@ def canonical_root_path(path: str) -> str:
 
 
 def check_link(url: str) -> None:
-    """Check the URL of a page that traces link to.
+    """Check a URL of Jaeger, Tempo or Grafana to which trace pages link.
 
     Raises ValueError if it is not http or https, or has a placeholder other than ``{trace_id}``.
     """

@@ -59,7 +59,8 @@ class Source:
         is_counter: whether it is a counter; pages show its growth.
         value_states: states whose numbers are added to the value; None for all.
         total_states: states whose numbers are added to the total; None for all.
-        accepted: accepted values by label. Other points are dropped: they repeat accepted ones.
+        accepted: accepted values by label, empty for a missing label. Points with other values are
+            dropped, since they repeat accepted points.
     """
 
     metric: str
@@ -75,8 +76,8 @@ class Source:
 _MIB = float(1 << 20)
 _CPU_BUSY = frozenset({"user", "system", "nice", "interrupt", "softirq", "steal", "kernel"})
 _MEMORY = frozenset({"used", "free", "cached", "buffered", "buffers"})
-# With priorities, SGLang reports each priority, and their total under an empty priority. All ranks
-# of a pipeline report the same requests.
+# With priority scheduling, SGLang reports each priority, and the total under an empty priority. All
+# ranks of a pipeline report the same requests.
 _SGLANG_TOTALS = {"priority": frozenset({""}), "pp_rank": frozenset({"", "0"})}
 
 SOURCES: Mapping[str, Source] = {

@@ -24,8 +24,8 @@ class Settings:
 
     Attributes:
         store_url: database of the telemetry: ``sqlite:///path`` or ``postgresql+psycopg://...``.
-        token: bearer token for every route except ``/healthz``, ``/readyz``, ``/login`` and
-            ``/static/``, of at least 16 characters; None disables authentication.
+        token: bearer token of at least 16 characters, required by every route except ``/healthz``,
+            ``/readyz``, ``/login`` and ``/static/``; None disables authentication.
         allowed_hosts: host names and addresses allowed in the Host header, without ports; requests
             with the token may use any.
         allowed_origins: origins, such as ``https://admin.example``, whose pages may send requests,
@@ -34,18 +34,19 @@ class Settings:
         allow_actions: whether manual changes to the data plane are allowed.
         retention: how long and how much telemetry is stored.
         limits: limits of one OTLP request.
-        ray_address: Ray cluster of the data plane; None shows stored telemetry only.
+        ray_address: Ray cluster of the data plane. Without it, and without an inspector of
+            `create_app`, only stored telemetry is shown.
         poll_s: seconds between polls of the data plane.
         query_timeout_s: deadline of one query to the data plane in seconds.
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
         silent_after_s: seconds without telemetry after which a process counts as silent. A process
             that neither sends metrics nor repeats its waits counts as silent only if another run
-            was seen ``silent_after_s`` later.
+            was seen ``silent_after_s`` after its own run.
         max_subscribers: maximum number of connections with live updates.
         failed_login_delay_s: delay in seconds of the answer to a wrong token.
         jaeger_url: base URL of Jaeger, to link traces.
-        tempo_url: URL of a trace in Tempo or Grafana, with ``{trace_id}`` in it; without that,
-            ``/api/traces/<id>`` is appended.
+        tempo_url: URL of a trace in Tempo or Grafana, with the placeholder ``{trace_id}``; without
+            the placeholder, ``/api/traces/<id>`` is appended.
         alerts: rules and webhooks of alerts.
         alerts_every_s: seconds between evaluations of the rules.
         keep_sample_text: whether text of samples, and attributes that quote it, are stored.

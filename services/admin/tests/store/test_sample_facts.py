@@ -253,7 +253,7 @@ def test_a_group_has_its_prompt_and_the_last_responses(job_of, otlp):
         (
             "Tokenization",
             True,
-            "100 % of the tokens from there on diverge, as if shifted; "
+            "100 % of the tokens from this token on diverge, as if shifted; "
             "to check, compare the token ids of generator and trainer",
             [0.0, 0.0, 2.0, 2.0, 2.0],
             {},
@@ -261,7 +261,7 @@ def test_a_group_has_its_prompt_and_the_last_responses(job_of, otlp):
         (
             "Tokenization",
             False,
-            "33 % of the tokens from there on diverge; "
+            "33 % of the tokens from this token on diverge; "
             "the text before, which the model did not generate, may be tokenized anew; "
             "to check, compare the token ids of generator and trainer",
             [0.0, 0.0, 2.0, 0.0, 0.0],

@@ -65,7 +65,7 @@ class Facts:
     """Facts that the rules compare, at one moment.
 
     Attributes:
-        uptime_s: seconds since the service started; before, it received no telemetry.
+        uptime_s: seconds since the service started; before its start, it received no telemetry.
         waits: blocked tasks of live processes and of the data plane.
         used_shares: used share of each store.
         knows_plane: False while the data plane has been unreachable for less than ten minutes;

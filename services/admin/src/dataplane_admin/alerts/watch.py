@@ -28,7 +28,7 @@ logger = structlog.get_logger("dataplane_admin")
 
 
 class Watch:
-    """Evaluation of the rules that runs until closed, and the senders of the webhooks."""
+    """Thread that evaluates the rules until closed, and the senders of the webhooks."""
 
     def __init__(
         self, store: Store, rules: AlertRules, facts: Callable[[], Facts], *, every_s: float
@@ -132,7 +132,7 @@ class Watch:
 
 
 def _changed(decision: Decision, now_ns: int) -> list[tuple[models.Alert, str]]:
-    """Return the alerts of a decision as they are to be stored, with the reason of their end."""
+    """Return the alerts to store, each with the reason of its end; empty while it is raised."""
     new = [(_alert(measure, 0, now_ns), "") for measure in decision.raised]
     kept = [(_alert(measure, alert.id, alert.raised_ns), "") for alert, measure in decision.kept]
     cleared = [

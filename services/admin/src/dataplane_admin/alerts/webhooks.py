@@ -30,7 +30,7 @@ from dataplane_admin.store.work import Work
 
 _ATTEMPT_S = 10.0
 _CLAIM_S = 30.0
-"""Seconds for which an attempt is claimed: its deadline, and time to store the result."""
+"""Seconds for which a notification is claimed: an attempt, and time to store its result."""
 _FIRST_RETRY_S = 1.0
 _MAX_RETRY_S = 300.0
 _POLL_S = 1.0

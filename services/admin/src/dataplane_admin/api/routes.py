@@ -248,7 +248,8 @@ def _history(service: AdminService) -> APIRouter:
     ) -> Response:
         """Return facts, conversation and tokens of a sample.
 
-        The first token whose log-probabilities differ by more than `threshold` nats is named.
+        The divergence is at the first token whose log-probabilities differ by more than `threshold`
+        nats.
         """
         return conditional_reply(
             request, lambda: service.sample_content(id, run=run, threshold=threshold)
@@ -325,7 +326,7 @@ def _history(service: AdminService) -> APIRouter:
         largest value.
 
         `axis=time` counts seconds since the first record of each run, `axis=samples` the samples
-        that it has trained on. `first` and `last` are places on the axis.
+        that the run has trained on. `first` and `last` are places on the axis.
         """
         return conditional_reply(
             request,

@@ -45,7 +45,9 @@ def traces(
     max_s: Annotated[float | None, typer.Option(min=0, help="Maximum duration in seconds.")] = None,
     error: Annotated[
         bool | None,
-        typer.Option("--error/--no-error", help="Only traces with failed spans, or only without."),
+        typer.Option(
+            "--error/--no-error", help="Only traces with failed spans, or only the others."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of traces.")] = 20,
     url: Url = DEFAULT_URL,

@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
 
 
 class _StandardError:
-    """Standard error that drops what its reader no longer accepts, so that no thread fails."""
+    """Standard error that ignores failed writes, so that a closed pipe fails no thread."""
 
     def write(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -41,9 +41,9 @@ class _StandardError:
 
 
 def log_to_standard_error() -> None:
-    """Log to standard error, without local variables, which hold requests.
+    """Log to standard error; tracebacks omit local variables, which may hold requests.
 
-    Standard output has the URL only.
+    Standard output is reserved for the URL of the service.
     """
     *processors, _ = structlog.get_config()["processors"]
     renderer = structlog.dev.ConsoleRenderer(

@@ -31,8 +31,8 @@ class RequestMemory:
             if self._reserved_bytes + nbytes > self._limits.waiting_bytes:
                 raise Refusal(
                     HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"{self._reserved_bytes} bytes of requests are being read; expected at most "
-                    f"{self._limits.waiting_bytes}; retry",
+                    f"requests in progress hold {self._reserved_bytes} of at most "
+                    f"{self._limits.waiting_bytes} bytes; retry",
                     retry_s=1.0,
                 )
             self._reserved_bytes += nbytes

@@ -94,10 +94,10 @@ class LoadPoints:
 
 
 def _subject(process: Process, kind: str, facts: Mapping[str, str]) -> tuple[str, str]:
-    """Return the name of the engine or node, and the device of it that a point is about."""
+    """Return the name of the engine or node of a point, and the device; empty without a device."""
     device = _first(facts, _DEVICES)[:_MAX_DEVICE]
     if kind == "node":
-        # An exporter of GPUs is scraped over the network: its label names the node.
+        # An exporter of GPUs is scraped over the network, so its label ``Hostname`` names the node.
         name = facts.get("Hostname") or process.host or process.full_label
         return name[:_MAX_NAME], device
     resource = process.resource

@@ -2,7 +2,7 @@
 
 A series belongs to one resource, one scope, one metric and one set of attributes. A number with the
 attribute ``rl.step`` is also a point of a curve; its series has the other attributes. Metrics of
-`load_metrics` become points of load, not series: there may be one per processor of each node.
+`load_metrics` become points of load, not series: each node might report a series per processor.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Redaction:
     def attributes(self, request: TracesData | LogsData | MetricsData) -> bool:
         """Replace the matches in all attributes of a request; return True if there were any.
 
-        Names and messages of spans count as attributes, and names of their events.
+        Names and status messages of spans, and names of their events, count as attributes.
         """
         if not self._patterns:
             return False

@@ -119,7 +119,7 @@ class _Receiver:
     def _decode(self, kind: OtlpSignal, body: bytes, encoding: str, media_type: str) -> Batch:
         inflated = inflate(body, encoding, self._limits)
         redaction = self._redaction
-        # Both return whether they changed the request.
+        # Either function returns whether it changed the request.
         reduce = remove_sample_text if redaction is None else redaction.attributes
         try:
             if kind == "traces":

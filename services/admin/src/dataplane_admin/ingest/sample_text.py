@@ -7,8 +7,8 @@ this order:
 1. Numbers and booleans are retained. Lists of numbers may be token ids, and count as text.
 2. A key in `_RETAINED_KEYS` or `_RETAINED_NAMESPACES` is retained: it names a model, a process, a
    place in code.
-3. Text under a key that speaks of content ("prompt", "spanInputs", "tool.parameters") is removed,
-   and so is all text in the namespaces of instrumentation of models, whatever its key.
+3. Text under a key with a word for content ("prompt", "spanInputs", "tool.parameters") is removed,
+   and so is all text in the namespaces of model instrumentation, whatever its key.
 4. Text longer than `MAX_TEXT` characters is removed, and so are JSON and data URIs of any length.
 
 The rule applies to all attributes: of resource, scope, span, event, link, log record, data point.
@@ -89,7 +89,10 @@ _TRACE_HEADERS = (
 
 
 def remove_sample_text(request: TracesData | LogsData | MetricsData) -> bool:
-    """Remove attributes that may quote samples, and count them as dropped; return True if any."""
+    """Remove text that may quote samples; return whether anything changed.
+
+    Removed attributes are counted as dropped.
+    """
     return _Removal().run(request)
 
 

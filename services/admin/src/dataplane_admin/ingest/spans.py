@@ -1,9 +1,9 @@
 """Decoding of export requests of spans into one chunk per trace.
 
 This is the service's hot path: 20,000 spans a second on one core leave 50 µs per span for
-everything. So a request with spans of one trace, all accepted, is stored as the received bytes. And
-values are checked only in spans that are longer than the maximum length of a value. `store.chunk`
-collects the facts for a trace's row.
+everything. So a request is stored as the received bytes if all its spans are of one trace, accepted
+and uncut. Lengths of values are checked only in spans that are longer than the maximum length of a
+value. `store.chunk` collects the facts for a trace's row.
 """
 
 from __future__ import annotations

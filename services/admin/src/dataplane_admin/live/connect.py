@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _PLANE = {"enabled": True, "impl": "transfer_queue"}
 _CONNECT_S = 3.0
 _MAX_REASON = 500
-_USE_SAME_VERSIONS = "run the admin service with the Ray and the Python 3.x of the cluster"
+_USE_SAME_VERSIONS = "run the admin service with the Ray version and the Python 3.x of the cluster"
 _SIGACTION_BYTES = 512
-"""Upper bound of the structure's size on any platform."""
+"""Upper bound of the size of libc's ``struct sigaction`` on any platform."""
 
 
 class Connector(Protocol):
@@ -54,7 +54,8 @@ class LocalConnector:
 class RayConnector:
     """Connector to the data plane of a Ray cluster, or to a TransferQueue of another program.
 
-    ``address`` is that of the cluster for `ray.init`; ``auto`` for the one on this machine.
+    ``address`` is the address of the cluster for `ray.init`; ``auto`` is the cluster on this
+    machine.
     """
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
@@ -65,7 +66,7 @@ class RayConnector:
         self.source = f"Ray at {address}"
 
     def connect(self) -> StoreInspector:
-        _enable_token()  # Ray reads it on import
+        _enable_token()  # Ray reads the mode on import
         try:
             import ray
 
@@ -86,8 +87,8 @@ class RayConnector:
                 self._client = client
                 return client.inspector
         finally:
-            # Leave Ray, because it ends its processes with the cluster. Queries do not need it:
-            # they go to the directory, or to a separate process.
+            # Leave Ray: it ends every connected process when the cluster ends. Queries do not need
+            # it: they go to the directory, or to a separate process.
             self._leave()
         queue = self._client = QueueInspector(self._address, timeout_s=self._timeout_s)
         return queue
@@ -144,9 +145,9 @@ def one_line(error: Exception) -> str:
 def _sigterm_restored() -> Iterator[None]:
     """Restore this process's SIGTERM action afterwards.
 
-    When Ray's libraries start, they replace it with one that exits with a stack trace; when they
-    stop, they replace it again. Python can set signals only in the main thread, and this may be
-    another thread: hence libc.
+    When Ray's libraries start, they replace it with an action that exits with a stack trace; when
+    they stop, they replace it again. Python can set signals only in the main thread, and this may
+    be another thread: hence libc.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
@@ -168,7 +169,7 @@ def _check_listener(address: str) -> None:
 def _enable_token() -> None:
     """Let Ray send this user's stored token, as it does by default for ``auto`` only.
 
-    Clusters require it by default since Ray 2.60; older ones ignore it.
+    Clusters require a token by default since Ray 2.60; older clusters ignore it.
     """
     names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     stored = Path.home() / ".ray" / "auth_token"

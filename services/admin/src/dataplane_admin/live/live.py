@@ -53,7 +53,7 @@ class QueryTimeout(Exception):
 
 
 class Live:
-    """Poller of a data plane that runs until closed.
+    """Poller of a data plane; it runs until closed.
 
     Args:
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
@@ -180,7 +180,8 @@ class Live:
         at_ns, read_s = time.time_ns(), time.monotonic()
         followed = partitions[:MAX_PARTITIONS]
         trends = self._trends.add(at_ns, followed)
-        # Only `QueueInspector` can read a data plane that does not answer its clients.
+        # Only `QueueInspector` has a `fault`: it can read a data plane that does not answer its
+        # clients.
         fault: str | None = getattr(inspector, "fault", None)
         wanted = [name for name, since in self._prioritized.items() if read_s - since < _PRIORITY_S]
         scans = self._scanner.scan(inspector, followed, wanted, self._ending.is_set)

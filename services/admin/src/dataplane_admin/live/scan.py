@@ -107,7 +107,7 @@ class Scan:
         return int(rows.sum())
 
     def _states_of(self, task: str) -> Bytes:
-        """Return the task's states, (rows,); of an unknown task, none of the states."""
+        """Return the task's states, (rows,); for an unknown task `_STATES`, which is no state."""
         if task not in self.tasks:
             return np.full(self.rows, _STATES, dtype=np.uint8)
         return np.asarray(self.states[:, self.tasks.index(task)])

@@ -18,10 +18,11 @@ class Snapshot:
     Attributes:
         revision: number that grows when something that is shown changes.
         attached: whether the newest poll succeeded.
-        error: one sentence on why the poll failed, or on why the data plane that it read no longer
-            answers its clients; else None.
-        fault_ns: time of the first poll that read such a data plane, in nanoseconds since 1970.
-        at_ns: time of the read, in nanoseconds since 1970; None before the first.
+        error: one sentence on why the poll failed, or on a fault: the data plane can be read, but
+            no longer answers its clients. Else None.
+        fault_ns: time of the first poll that reported the fault, in nanoseconds since 1970; None
+            without a fault.
+        at_ns: time of the read, in nanoseconds since 1970; None before the first read.
         read_s: the same time by `time.monotonic`.
         partitions: partitions in the data plane's order.
         totals: counters since the store was created.

@@ -35,8 +35,8 @@ class Stuck:
         lacks: field to unclaimed samples that lack it; empty for a claim.
         examples: ids of some of the samples.
         claim: the claim, None for unclaimed samples.
-        blocked_claim_fields: fields that a blocked claim of the task requires; None without
-            such a claim.
+        blocked_claim_fields: fields that a blocked claim of the task requires; None without a
+            blocked claim.
     """
 
     partition_id: str
@@ -59,7 +59,7 @@ def find_stuck(
     after_s: float,
     has_claimed: Callable[[str, str], bool],
 ) -> tuple[Stuck, ...]:
-    """Return the signs older than ``after_s``: those of blocked claims, then others; oldest first.
+    """Return signs older than ``after_s``: blocked claims first, then others, each oldest first.
 
     Unclaimed samples do not count for a task that reads by key and never claims. The polls show
     which tasks claim; ``has_claimed`` knows about earlier claims of a partition and task.

@@ -77,7 +77,7 @@ class _Point:
 class Trends:
     """The last `POLLS` polls of each present partition. Not thread-safe.
 
-    Polls less than ``interval_s`` seconds after the one before are skipped.
+    Polls less than ``interval_s`` seconds after the last stored poll are skipped.
     """
 
     def __init__(self, interval_s: float = 0.0) -> None:

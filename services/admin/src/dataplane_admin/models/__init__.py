@@ -2,7 +2,7 @@
 
 The store and the live data plane are read into these models directly. Times are integer nanoseconds
 since 1970, named ``*_ns``; durations are seconds, named ``*_s`` or ``seconds``. An unknown number
-is None; only ``requested``, ``ready`` and ``present`` of a `Wait` are then 0. Names and ids are
+is None; in ``requested``, ``ready`` and ``present`` of a `Wait` it is 0. Names and ids are
 untrusted: escape them to show them.
 """
 

@@ -102,7 +102,7 @@ class Wait(Model):
     task: Text
     """Name of the task; empty for a call or fault."""
     process: Text
-    """The blocked process, or the holder; empty if unknown."""
+    """The blocked process, or the holder of the claim; empty if unknown."""
     partition: Text
     """Id of the partition; empty if none."""
     run_id: Text
@@ -120,7 +120,7 @@ class Wait(Model):
     blocking: list[Text]
     """Ids of blocking samples."""
     claim: Text
-    """The claim, of kind ``claim``; else empty."""
+    """Name of the claim if the kind is ``claim``; else empty."""
 
 
 class Staleness(Model):
@@ -135,6 +135,6 @@ class Staleness(Model):
     counts: dict[int, int]
     """Number of samples by versions between generation and training."""
     mean: float | None
-    """Mean of the versions; None if none are known."""
+    """Mean number of versions; None if no version is known."""
     unknown: int
     """Trained samples with an unknown version."""

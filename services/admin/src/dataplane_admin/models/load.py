@@ -21,8 +21,8 @@ class LoadSeries(Model):
     times_s: list[float]
     """Times of the values, in seconds since the start of the period."""
     values: list[float | None]
-    """Values at these times. The value of a counter is a rate or share over an interval, its time
-    the middle of the interval. None where a counter restarted, or the source was silent."""
+    """Values at these times. The value of a counter is a rate or share over an interval; its time
+    is the middle of that interval. None where a counter restarted, or the source was silent."""
 
 
 class LoadSubject(Model):

@@ -241,12 +241,12 @@ class PartitionView(Model):
     """Duration of the read in seconds; 0 if every part is from one snapshot."""
     partition: Partition
     matrix: Matrix
-    """The matrix; above 10,000 samples, with a different ``at_ns``."""
+    """The matrix. Above 10,000 samples it is from the newest scan, whose time is its ``at_ns``."""
     samples: SamplePage
     claims: list[Claim]
-    """Leased claims, oldest first, max 1,000."""
+    """Leased claims, oldest first, at most 1,000."""
     generators: list[Generator]
     """Generators of the run that last registered the partition; those that take part come first."""
     problem: Text
-    """Reason that the data plane could not be read; empty if it was. Then samples and claims are
-    missing, and the rest is from the newest poll."""
+    """Reason that the data plane could not be read; empty if it was read. With a reason, samples
+    and claims are missing, and the rest is from the newest poll."""

@@ -42,7 +42,8 @@ class Series(Model):
     value: float | None
     """Total of a counter since it was first seen, or newest value of a gauge.
 
-    None for a histogram, and if nothing was recorded. Delta and cumulative points give the same."""
+    None for a histogram, and if nothing was recorded. The value is the same for delta and
+    cumulative points."""
     histogram: Values | None
     """``count`` and, if known, ``sum``, ``min``, ``max``, ``bounds`` and ``counts``; None for a
     single number."""

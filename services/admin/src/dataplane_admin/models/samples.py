@@ -15,7 +15,7 @@ class SampleFacts(Model):
     sample_id: Text
     run_id: Text
     group: Text
-    """Group of samples of one prompt."""
+    """Id of its group: the samples of one prompt."""
     step: int | None
     """Step that trains or trained on it."""
     reward: float | None

@@ -76,7 +76,7 @@ class Traces(Model):
 
 
 class SpanLink(Model):
-    """A span that another one links to."""
+    """A span to which another span links."""
 
     trace_id: Text
     span_id: Text
@@ -150,7 +150,7 @@ class ProcessTime(Model):
     elsewhere_s: float
     """Seconds of ``busy_elsewhere``; a lower bound if the trace has ``others_omitted``."""
     bubble_s: float | None
-    """Remaining seconds of the trace; None as ``busy_s``, and if the trace has
+    """Remaining seconds of the trace; None if ``busy_s`` is None, or if the trace has
     ``others_omitted``."""
     resource: Values
     """Resource attributes of the process."""
@@ -218,7 +218,8 @@ class SpanPath(Model):
     service: Text
     name: Text
     depth: int
-    """Depth in the tree; 0 at the root. The parent is the nearest row above with a smaller one."""
+    """Depth in the tree; 0 at the root. The parent is the nearest row above with a smaller
+    depth."""
     count: int
     errors: int
     total_s: float

@@ -1,4 +1,4 @@
-"""Metrics of vLLM and SGLang, from the Prometheus text that their servers answer with."""
+"""Metrics of vLLM and SGLang, read from the Prometheus text of their servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 def read_engine(url: str, timeout_s: float) -> list[Reading]:
     """Return the metrics of an engine that show its load.
 
-    Raises ScrapeError without an answer in time, and for one beyond the limits or without metrics.
+    Raises ScrapeError if the engine does not answer in time, or if its answer exceeds the limits or
+    has no metric of load.
     """
     readings = readings_of(_text(url, timeout_s))
     if not readings:

@@ -1,6 +1,6 @@
 """Export of readings as OTLP metrics, with the exporter of OpenTelemetry's SDK.
 
-The metrics are built here, not by instruments, whose names must not contain the colon of ``vllm:``.
+The metrics are built here: instruments of the SDK refuse names with a colon, such as ``vllm:...``.
 """
 
 from __future__ import annotations

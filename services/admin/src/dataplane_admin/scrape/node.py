@@ -41,7 +41,7 @@ class Node:
                 self._has_nvml = True
 
     def read(self) -> list[Reading]:
-        """Return its metrics."""
+        """Return the metrics of this node."""
         times = psutil.cpu_times()._asdict()
         memory = psutil.virtual_memory()
         # The kernel's cache is available: it is released on demand.

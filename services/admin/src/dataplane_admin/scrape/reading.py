@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reading:
-    """A number of one metric, under the name that `load_metrics.SOURCES` has."""
+    """A number of one metric; `load_metrics.source_of` accepts its ``name``."""
 
     name: str
     value: float

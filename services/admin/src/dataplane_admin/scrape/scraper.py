@@ -65,7 +65,7 @@ class _Target:
             self._thread.start()
 
     def finish(self, deadline: float) -> Sequence[Reading]:
-        """Return what was read before a time of `time.monotonic`; empty if the read failed."""
+        """Return what was read until a deadline of `time.monotonic`; empty if the read failed."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         outcome = "no answer in time" if self._thread.is_alive() else self._outcome
         if isinstance(outcome, str):

@@ -114,7 +114,8 @@ def _used_shares(store: Store, live: Live | None, max_bytes: int | None) -> dict
     free = store.free_bytes()
     if free is not None:
         used = store.totals().nbytes
-        # Retention keeps the database below `max_bytes`. If that fits, the disk does not fill.
+        # Retention keeps the database below `max_bytes`. If the disk can hold that, it does not
+        # fill.
         fits = max_bytes is not None and used + free >= max_bytes
         shares[TELEMETRY] = 0.0 if fits else used / max(1, used + free)
     return shares

@@ -17,7 +17,7 @@ _LARGEST = 2**63
 class Cursor:
     """Encoding of the places in one kind of list.
 
-    ``types`` are the types of the parts of a place; integers fit a database.
+    ``types`` are the types of the parts of a place. Integers must be from 0 to 2**63 - 1.
     """
 
     def __init__(self, kind: str, *types: type) -> None:

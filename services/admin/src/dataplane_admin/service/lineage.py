@@ -68,7 +68,7 @@ def by_tag(
 ) -> models.SampleHits:
     """Search live samples whose tag equals ``value``, as text or as a JSON number or boolean."""
     if live is None:
-        raise Refused("tags are searched in the live data plane only; not connected to one")
+        raise Refused("tags are searched in a live data plane only, and none is connected")
     values: list[object] = [value]
     try:
         parsed = json.loads(value)
@@ -82,7 +82,7 @@ def by_tag(
     until_s = live.deadline_s()
     for place, summary in enumerate(searched):
         for wanted in values:
-            # One more than is shown, so that a full list is recognized.
+            # Search for one more than is shown, to know whether there are more.
             remaining = limit + 1 - len(hits)
             try:
                 states = _find(live, summary.partition_id, tag, wanted, remaining, until_s)

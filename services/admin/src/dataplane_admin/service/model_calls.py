@@ -1,7 +1,7 @@
 """Calls of models within a trace, from the ``gen_ai.*`` attributes of spans.
 
-The attribute names are those of OpenTelemetry's semantic conventions, also of older versions, and
-vLLM's own: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/ and
+The attribute names are those of OpenTelemetry's semantic conventions, older versions included, and
+of vLLM: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/ and
 ``vllm/tracing/utils.py``.
 """
 

@@ -12,7 +12,8 @@ _STEPS = 10
 _LATE = 3
 """Multiple of the longest recent step after which a run is late.
 
-A run is late if no step finished, or a task was blocked, for longer than that and `_MIN_LATE_S`."""
+A run is late if no step finished, or a task was blocked, for longer than both that multiple and
+`_MIN_LATE_S`."""
 _MIN_LATE_S = 60.0
 
 
@@ -21,7 +22,7 @@ class Pace:
     """Pace of the last steps of a run.
 
     Attributes:
-        newest: the step that finished last, else the one that reported last; None without steps.
+        newest: the step that finished last, else the step that reported last; None without steps.
         late_after_s: seconds after which the run, or a blocked task of it, is late.
         since_s: seconds since the newest step finished; 0 without steps.
     """

@@ -182,8 +182,8 @@ def view(
 ) -> models.PartitionView:
     """Return a partition and its contents as of one moment, read from the data plane.
 
-    If the data plane is unreachable, return the newest snapshot without samples and claims, and
-    with a scan only if it is of the same revision. Raises NotFound, Unavailable.
+    If the data plane is unreachable, return the newest snapshot without samples and claims; its
+    scan is included only if the scan has the partition's revision. Raises NotFound, Unavailable.
     """
     snapshot = live.snapshot
     try:
@@ -198,7 +198,7 @@ def view(
         problem = str(error)
     else:
         problem = ""
-    # A large partition is scanned page by page between polls, so its matrix has another time.
+    # Only the poller scans a large partition, page by page, so its matrix has another time.
     scan = moment.scan
     if scan is None and moment.summary.present > PAGE:
         scan = snapshot.scans.get(partition_id)

@@ -160,7 +160,7 @@ def _middle(curve: models.Curve) -> float:
 def _steps_between(
     steps: Sequence[float], places: Sequence[float], first: float | None, last: float | None
 ) -> tuple[float | None, float | None]:
-    """Return the first and last step between two places, and one more at each end.
+    """Return the first and last step between two places, extended by one known step at each end.
 
     After a resume, places do not always grow with the steps.
     """

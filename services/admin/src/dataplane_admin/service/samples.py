@@ -112,7 +112,7 @@ def _tokenization(
     after = sum(other >= place for other, _ in differences)
     share = len(beyond) / after
     shifted = after > 1 and share > _MANY
-    evidence = f"{100 * share:.0f} % of the tokens from there on diverge"
+    evidence = f"{100 * share:.0f} % of the tokens from this token on diverge"
     if shifted:
         evidence += ", as if shifted"
     elif place and tokens[place - 1].mask == 0:

@@ -1,7 +1,7 @@
 """`AdminService`: queries and actions, composed of the store, the live data plane and the views.
 
 All methods are synchronous and thread-safe. They raise `ServiceError`, whose text is one sentence
-for the user. Sizes of pages and numbers of points are checked by the routes, ids and times here.
+for the user. Routes check sizes of pages and numbers of points; this class checks ids and times.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class AdminService:
         """Return the runs that match all filters, of the 1,000 with the newest records.
 
         Args:
-            q: part of id, tag or error, in any case.
+            q: part of id, tag or error; case is ignored.
         """
         known = self.store.runs(silent_after_s=self._settings.silent_after_s)
         return runs.choose(known, q, state, tag, sort, ascending=ascending, limit=limit)

@@ -1,4 +1,4 @@
-"""Traces with waterfall, critical path and bubbles, and the comparison of two."""
+"""Traces with waterfall, critical path and bubbles, and comparisons of two traces."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class Selection:
     Attributes:
         max_rows: maximum number of spans, besides those of ``span_id``.
         span_id: span to return, with its parent and children, however short it is.
-        prefer: selects spans that get up to two thirds of the rows, before longer spans.
+        prefer: selects spans to return before longer spans, in up to two thirds of the rows.
         max_events: maximum number of lifecycle events, the earliest.
-        details_of: the only span whose attributes, links, events and lifecycle events to return;
-            None for those of all spans.
+        details_of: the only span whose attributes, links, events and lifecycle events are returned;
+            None returns those of all spans.
     """
 
     max_rows: int = MAX_ROWS
@@ -372,7 +372,7 @@ def _places(step: Step) -> _Sums:
     stack: list[tuple[Span, _Place]] = [(span, ()) for span in reversed(step.tree.tops)]
     while stack:
         span, above = stack.pop()
-        # Truncate deep places: their length grows with the depth, and few spans share one.
+        # Truncate deep places: their length grows with the depth, and few spans share a deep place.
         place = (*above, span.name)[:_MAX_DEPTH]
         count, seconds = sums[place]
         sums[place] = count + 1, seconds + span.seconds

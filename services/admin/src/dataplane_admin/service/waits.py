@@ -31,7 +31,7 @@ def waits(
     snapshot = None if live is None or not live.snapshot.attached else live.snapshot
     records = store.wait_records(run_id=run, silent_after_s=silent_after_s)
     partitions = snapshot.partitions if snapshot else None
-    # `records.silent` has the silent processes: the store also knows when they sent metrics.
+    # `why` does not know when processes sent metrics; the store does, and sets `records.silent`.
     waits = why(records, now_ns, partitions, silent_after_s=math.inf)
     blocked = [_wait(wait, records.silent, now_ns) for wait in waits]
     known = {(wait.partition, wait.task) for wait in blocked if wait.silent_s is None}
@@ -111,7 +111,7 @@ def _fault(sentence: str, since_ns: int, now_ns: int) -> models.Wait:
 
 def _backlog(stuck: Stuck) -> str:
     lacks = "".join(
-        f"; {count} of them lack {printable(name)}" for name, count in stuck.lacks.items()
+        f"; {count} unclaimed samples lack {printable(name)}" for name, count in stuck.lacks.items()
     )
     required = ""
     if stuck.blocked_claim_fields is not None:

@@ -1,9 +1,9 @@
 """Connections of the service: their number and their deadlines.
 
 uvicorn limits neither the number of connections nor the time for a request to arrive. Here each
-wait for a peer has a deadline: for its request, for its body, and until it reads an answer. If
-there are too many connections, the peer with the most of them loses the one whose request has been
-awaited longest. So silent peers do not block others.
+wait for a peer has a deadline: for its request, for its body, and until it reads an answer. Beyond
+the maximum number of connections, the peer with the most of them loses the connection whose data
+has been awaited longest. So silent peers do not block others.
 """
 
 from __future__ import annotations

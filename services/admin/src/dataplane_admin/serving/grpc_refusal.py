@@ -59,7 +59,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """Return a header field without indexing and Huffman coding (RFC 7541, section 6.2.2)."""
+    """Return a header field without indexing or Huffman coding (RFC 7541, section 6.2.2)."""
     return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 

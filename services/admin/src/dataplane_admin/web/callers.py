@@ -65,7 +65,7 @@ class AccessMiddleware:
 
     Args:
         token: bearer token; None disables authentication.
-        sessions: open sessions. Exporters' routes accept the token only.
+        sessions: open sessions. The OTLP routes accept the token only.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class AccessMiddleware:
         self.root_path = root_path
         self.token = token
         self.sessions = sessions
-        # The CSRF value without sessions: other origins cannot read the pages that contain it.
+        # CSRF value of callers without a session; other origins cannot read the pages that contain
+        # it.
         self.csrf = secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -56,7 +56,7 @@ class FailedLogins:
     """Delayed answers to wrong tokens, limited in number per address. For one event loop.
 
     Requests with the right token in their header are never delayed or refused: behind a proxy all
-    clients have one address, and guesses by one must not block the telemetry of others.
+    clients have one address, and guesses by one client must not block the telemetry of the others.
     """
 
     def __init__(self, delay_s: float) -> None:
@@ -137,10 +137,10 @@ def login_router(token: str, sessions: Sessions, failed: FailedLogins, root_path
     async def login(request: Request) -> Response:
         form = await request.form(max_files=0, max_fields=10)
         given, target = form.get("token"), _local(form.get("next"))
-        for_people = "text/html" in request.headers.get("accept", "")
+        from_browser = "text/html" in request.headers.get("accept", "")
         retry_url = f"{root_path}{LOGIN_PATH}?next={quote(target)}&failed="
         if failed.has_too_many(request.scope):
-            if for_people:
+            if from_browser:
                 return RedirectResponse(f"{retry_url}often", 303)
             return ProblemResponse(
                 429,
@@ -151,7 +151,7 @@ def login_router(token: str, sessions: Sessions, failed: FailedLogins, root_path
             given.strip().encode("utf-8", "replace"), token.encode("ascii")
         ):
             await failed.hold(request.scope)
-            if for_people:
+            if from_browser:
                 return RedirectResponse(f"{retry_url}1", 303)
             return ProblemResponse(401, "token: wrong token; expected the service's token")
         answer = RedirectResponse(f"{root_path}{target}", 303)

@@ -27,11 +27,11 @@ _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?:
 
 
 class HostMiddleware:
-    """Middleware that refuses requests whose Host header is not allowed, whatever its port.
+    """Middleware that refuses requests whose Host header is not allowed; its port does not matter.
 
     Args:
         allowed_hosts: canonical names and addresses.
-        token: bearer token of requests that may use any host; None for none.
+        token: bearer token of requests that may use any host; None if the service has none.
     """
 
     def __init__(

@@ -46,10 +46,10 @@ class SecurityHeadersMiddleware:
 
 
 class RootPathMiddleware:
-    """Middleware that removes the root path from requests that have it. No route may be below it.
+    """Middleware that removes the root path from requests. No route may begin with it.
 
-    Inside, paths are relative: middleware and routes see ``/v1/traces``. Links, redirects and paths
-    of cookies have the root path. So proxies may remove the prefix
+    Further middleware and routes see paths without it, such as ``/v1/traces``. Links, redirects and
+    paths of cookies have the root path. So proxies may remove the prefix
     (``proxy_pass http://host:8080/;``) or pass it on.
     """
 
@@ -95,7 +95,7 @@ class HeadMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Middleware that reads bodies up to `MAX_BODY_BYTES`, whatever their headers say.
+    """Middleware that refuses bodies above `MAX_BODY_BYTES`, whatever their headers declare.
 
     Telemetry has separate limits, see `dataplane_admin.Limits`.
     """
