@@ -1,8 +1,8 @@
 """Storage of alerts and of notifications, shared by all services on one database.
 
 The service that holds the lease evaluates the rules, and stores alerts together with their
-notifications. Any service may send a notification: it first claims it, by moving the time of the
-next attempt.
+notifications. Any service may send a notification. It first claims the notification by moving the
+time of the next attempt.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ EVENT_BYTES = 250
 SAMPLE_BYTES = 110
 """Approximate bytes of a sample, without its events."""
 
-# The database looks up each stem with each head. In order, few have different stems.
+# The database looks up each stem of a group of ids with each head of the group. In sorted groups,
+# few stems differ.
 _PAIRS_AT_ONCE = 250
 
 
@@ -52,7 +53,7 @@ class _Place:
 _PlaceKey = tuple[str, str]
 _SampleKey = tuple[int, bytes]
 
-# What a row of a sample and a `SampleLife` have under the same names, in the latter's order.
+# Names that both a row of a sample and `SampleLife` have, in the order of `SampleLife`.
 _STATE = tuple(each.name for each in fields(SampleLife) if hasattr(SampleModel, each.name))
 _state_of = attrgetter(*_STATE)
 

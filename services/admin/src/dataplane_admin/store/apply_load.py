@@ -60,8 +60,8 @@ def apply_load(work: Work, points: Iterable[LoadPoint]) -> None:
         for second, point in seconds.items()
     ]
     sent = [second for seconds in by_series.values() for second in seconds]
-    in_store = (row.id for row in stored.values())
-    known = set(map(tuple, work.rows(_KNOWN, in_store, first=min(sent), last=max(sent))))
+    stored_ids = (row.id for row in stored.values())
+    known = set(map(tuple, work.rows(_KNOWN, stored_ids, first=min(sent), last=max(sent))))
     new = sum((series, second) not in known for series, second, *_ in placed)
     work.state.nbytes += POINT_BYTES * new
     work.put(LoadPointModel, placed)

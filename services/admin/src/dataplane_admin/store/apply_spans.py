@@ -1,7 +1,7 @@
 """Storage of chunks of spans; each span counts once, and the rows of traces are updated.
 
-Exporters retry requests, in the same or other portions. A stored chunk is recognized by its digest,
-a stored span by its id.
+Exporters may resend spans in the same requests, or divided into other requests. A stored chunk is
+recognized by its digest, a stored span by its id.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _states(work: Work, chunks: Iterable[Chunk], arrivals: Mapping[bytes, int]) 
 def _count(
     chunk: Chunk, arrival: int, states: dict[int, int], changed: dict[tuple[int, int], int]
 ) -> _Count:
-    """Return the spans that a chunk adds to the known ones; update ``states`` and ``changed``."""
+    """Count the spans that a chunk adds to the known spans; update ``states`` and ``changed``."""
     spans = errors = 0
     better = False
     for span, state in chunk.states.items():

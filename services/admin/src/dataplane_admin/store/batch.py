@@ -112,7 +112,7 @@ class SampleFacts:
         sample: id as bytes, see `texts.bytes_of_id`.
         time_ns: time of the record, nanoseconds since 1970. Later facts replace earlier ones.
         step: step that trains or trained on it.
-        group: its group of samples of one prompt.
+        group: id of its group: the samples of one prompt.
         reward: reward, unscaled.
         advantage: advantage.
         length: tokens of its response.

@@ -1,8 +1,8 @@
 """Compression of stored OTLP messages: raw deflate with a dictionary of their attribute names.
 
-Messages are small and repeat their names and resources, so without the dictionary they would hardly
-shrink. Stored data needs exactly this dictionary: a change of it is a migration, so new
-attributes are not added.
+Names and resources repeat across messages, but hardly within a message, which is small. So without
+the dictionary, messages would hardly shrink. Stored data needs exactly this dictionary: a change of
+it is a migration, so new attributes are not added.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _WINDOW, _MEMORY = -12, 5
 """A window of 4 kB and a small table: to set up larger ones takes longer than the compression."""
 _MAX_RATIO = 20
 """Maximum ratio of compression; that of telemetry is about four. Readers expand messages in memory:
-one crafted for a ratio of a thousand would be cheap to store and expensive to read."""
+a message crafted for a ratio of a thousand would be cheap to store and expensive to read."""
 
 
 def compress(message: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 SQLite runs in WAL mode with ``synchronous=NORMAL``: a commit hands its pages to the operating
 system, so it survives any end of the process, `kill -9` included. Pages are forced to the disk at
-checkpoints only: a power loss may cost the commits since the last one, but never the file's
+checkpoints only: a power loss may cost the commits since the last checkpoint, but never the file's
 integrity. With FULL, every commit would wait for the disk.
 """
 
@@ -106,7 +106,7 @@ class Database:
         tables: list[str] = []
         is_database = header.startswith(b"SQLite format 3\0")
         if is_database and application == 0:
-            # Empty, another program's, or stamped in the write-ahead log only.
+            # The file is empty, another program's, or stamped in the write-ahead log only.
             with closing(sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True)) as connection:
                 [application] = connection.execute("PRAGMA application_id").fetchone()
                 rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
@@ -149,7 +149,7 @@ class Database:
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
     def live_bytes(self, connection: Connection, counted: int) -> int:
-        """Return the bytes in use: SQLite's pages that are not free, or PostgreSQL's count.
+        """Return the bytes in use: SQLite's pages that are not free, or ``counted`` for PostgreSQL.
 
         PostgreSQL's tables do not shrink by deletions; their free space is reused.
         """
@@ -225,7 +225,7 @@ class Database:
         self.readers.dispose()
         if self.is_sqlite and self._is_own:
             # This fails if there are readers, a transaction of the writer has not ended, or the
-            # file is invalid; the next open repeats it.
+            # file is invalid. Then the log remains, and SQLite reads it at the next open.
             with suppress(sqlite3.Error, SQLAlchemyError):
                 self.empty_log()
         self.writer.dispose()
@@ -280,7 +280,7 @@ def _configure_sqlite(engine: Engine, begin: str, *, read_only: bool) -> None:
         raw.isolation_level = None
         cursor = raw.cursor()
         if not read_only:
-            # Only possible while the file is empty; later it would have to be rewritten.
+            # Only possible while the file is empty; later, the file would have to be rewritten.
             _when_free(cursor, "PRAGMA auto_vacuum=INCREMENTAL")
             _when_free(cursor, "PRAGMA journal_mode=WAL")
             cursor.execute(f"PRAGMA journal_size_limit={_WAL_BYTES}")

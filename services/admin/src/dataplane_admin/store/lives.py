@@ -149,7 +149,7 @@ class SampleLife:
             self.put_ns = time_ns
             self.weight_version = event.weight_version
         elif not continues:
-            # An earlier clear may be between the two puts; the row has only the last one.
+            # An earlier clear may be between the two puts; the row has only the last clear.
             self.needs_lookup = True
 
     def _clear(self, time_ns: int) -> None:
@@ -161,7 +161,7 @@ class SampleLife:
             self.live_ns = 0
 
     def clear_partition(self, cleared_ns: int) -> None:
-        """Apply a clear of the entire partition to a sample that was put again after a clear."""
+        """Apply new clears of the entire partition, the last at ``cleared_ns``, to a sample."""
         self.needs_lookup |= 0 < self.put_ns <= cleared_ns
 
 

@@ -1,8 +1,8 @@
 """Migrations of a database to the newest version of the tables.
 
-A new database gets the newest tables at once; migrations change those of an older version. Both run
-in one transaction under the writers' lock, so that two services can open a database at the same
-time.
+A new database gets the newest tables at once; migrations change the tables of an older version.
+Both run in one transaction under the writers' lock, so that two services can open a database at the
+same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def migrate(database: Database) -> None:
         }:
             raise StoreError(
                 f"{database.url.render_as_string()}: tables have version {current}; this service "
-                f"knows only version {known.get_current_head()}. Use the version of the service "
+                f"knows versions up to {known.get_current_head()}. Use the version of the service "
                 "that created them, or another database"
             )
         if current is None:

@@ -1,8 +1,8 @@
 """Encodings of an event's samples.
 
-`pack_keys` keeps the keys in reported order. `pack_blocks` serves to find the events of a sample:
-samples that were reported together have consecutive keys, so that a row for 64 keys replaces as
-many rows of single keys:
+`pack_keys` keeps the keys in reported order. `pack_blocks` serves to find the events of a sample.
+Samples that were reported together have consecutive keys, so one row for 64 keys replaces up to 64
+rows of single keys:
 
     keys 70, 71 and 130  ->  {1: 0b11000000, 2: 0b100}    block of 64 keys: bit by key
 """
@@ -30,9 +30,9 @@ _CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
 def pack_keys(keys: Sequence[int]) -> bytes:
     """Encode sample keys for `EventModel.keys`.
 
-    The first byte is the size of a difference in bytes, with the highest bit if the rest is
-    deflated; the rest are the first key in eight bytes and the differences of consecutive keys, all
-    little-endian.
+    The first byte is the size of a difference in bytes; its highest bit is set if the rest is
+    deflated. The rest is the first key in eight bytes, and then the differences of consecutive
+    keys, all little-endian.
     """
     if not keys:
         return b""

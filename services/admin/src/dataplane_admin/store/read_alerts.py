@@ -40,7 +40,7 @@ class UnfinishedRun:
     Attributes:
         seen_ns: time of its last record.
         start_ns: start, or last resume, by the sender's clock.
-        step_ns: time of its last finished step; 0 without any.
+        step_ns: time of its last finished step, or of a newer point of a curve; 0 without both.
         reports_end: whether it reported its start, and so reports its end.
         points: number of points and last step of its metrics, by name.
         last: values of its metrics at their last step, by name.

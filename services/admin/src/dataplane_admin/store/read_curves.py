@@ -86,8 +86,8 @@ def read_curves(
     A longer curve is divided into buckets of equally many steps.
 
     Args:
-        first_step: first step; None for the first of the curves.
-        last_step: last step; None for the last of the curves.
+        first_step: first step; None for the smallest first step of the curves.
+        last_step: last step; None for the largest last step of the curves.
         max_points: maximum number of buckets.
     """
     with reader.connect() as connection:

@@ -71,8 +71,8 @@ def read_sample_records(reader: Reader, sample_id: str, partition: str | None = 
             .limit(_MAX_EVENTS_OF_SAMPLE)
         )
         events = reader.events(connection, named, only=sample_id)
-        # A clear of the entire partition names no samples. Whether it is older than the sample
-        # follows from receive times, give or take the export delay, not from senders' clocks.
+        # A clear of the entire partition names no samples. Receive times, with a margin for the
+        # export delay, decide whether it is older than the sample; senders' clocks may differ.
         cleared = [row.id for row in rows if row.cleared_ns]
         if cleared and events:
             since_ns = min(event.received_ns for event in events) - MAX_DELAY_NS
@@ -97,7 +97,7 @@ def read_samples(
 ) -> tuple[list[SampleHit], SampleCursor | None]:
     """Return a page of samples by id prefix, and the cursor of the next page.
 
-    They are sorted by `texts.split_id`: by id, first those of up to 36 bytes.
+    They are sorted by `texts.split_id`: first ids of up to 36 bytes, then longer ids, each by id.
     """
     stem, head, tail = split_id(bytes_of_id(prefix))
     beyond = None if after is None else (*split_id(bytes_of_id(after[0])), after[1])
@@ -125,9 +125,10 @@ def read_samples(
 
 
 def _begins(column: Any, prefix: bytes) -> list[ColumnElement[bool]]:
-    """Return the conditions that a value begins with a prefix; any value does with the empty one.
+    """Return the conditions that a value begins with a prefix.
 
-    The latter has a condition as well, for which SQLite reads the index in order.
+    Every value begins with the empty prefix. It has a condition as well, because SQLite then reads
+    the index in order.
     """
     end = after_prefix(prefix)
     return [column >= prefix] + ([] if end is None else [column < end])
@@ -138,7 +139,7 @@ def _id_of(row: Any) -> str:
 
 
 def read_generator_events(reader: Reader, partition: str) -> list[Event]:
-    """Return when generators joined and left, since a run last registered a partition.
+    """Return the events of generators that joined or left since a run last registered a partition.
 
     The driver of a run records both, so their times are of one clock.
     """

@@ -110,7 +110,10 @@ def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
 def read_sample_text(
     reader: Reader, run_id: str | None, sample_id: str
 ) -> tuple[SampleFacts | None, dict[str, Any] | None]:
-    """Return facts and text of a sample; with ``run_id`` None, the newest of all runs and none."""
+    """Return facts and text of a sample.
+
+    If ``run_id`` is None, return the newest sample with this id, with or without a run.
+    """
     sample = bytes_of_id(sample_id)
     query = _FACTS.add_columns(SampleTextModel.blob).outerjoin(
         SampleTextModel, SampleTextModel.id == SampleFactModel.id

@@ -20,13 +20,13 @@ from dataplane_admin.store.texts import one_line, storable, texts_in
 from observability.records import Records, Span
 from observability.views.steps import ROOT
 
-# Columns that the model has, under the model's names.
+# Columns that `TraceFacts` has, under the names of its fields.
 _COLUMNS = (
     *(column for column in TraceModel.__table__.columns if column.name in TraceFacts.model_fields),
     TraceModel.updated_ns.label("received_ns"),
 )
 _ENDED = (TraceModel.step.is_not(None), TraceModel.has_root)
-# Newest traces of a run to search for steps.
+# Number of newest traces of a run that are searched for steps.
 _MAX_LATEST = 1000
 _AT_ONCE = 50
 _MAX_NEAR = 500
@@ -95,7 +95,7 @@ def read_traces(
 def read_steps(reader: Reader, run_id: str | None, limit: int = 10) -> list[TraceFacts]:
     """Return the newest step traces among the newest 1,000 traces of a run, or of all.
 
-    As in `read_run_steps`, a validation is no step where traces are named `ROOT`.
+    As in `read_run_steps`, other finished traces are no steps if the run has traces named `ROOT`.
     """
     traces = select(*_COLUMNS)
     if run_id is not None:

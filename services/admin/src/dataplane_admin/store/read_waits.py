@@ -1,8 +1,8 @@
 """Open waits, and the events that `observability.views.why` needs about their partitions.
 
 For a partition these are the newest declaration and the events of its present samples. The cost
-does not depend on the partition's age. It depends on the number of its samples, plus those put and
-cleared by id since the declaration, up to the declared number.
+does not depend on the partition's age. It depends on the number of present samples, plus the number
+of samples put and cleared by id since the declaration, up to the declared number.
 
 Receive times decide whether a process is silent, since clocks of hosts disagree.
 """
@@ -97,7 +97,7 @@ def read_wait_records(
 def _silent(
     connection: Connection, waits: Sequence[Any], after_ns: int
 ) -> dict[tuple[str, str], int]:
-    """Return when each silent process of a run with an open wait was last seen.
+    """Return when each silent process with an open wait was last seen, by process and run.
 
     A process that sends metrics, or repeats its waits, also does so while blocked. Other processes
     count as silent if another run was seen ``after_ns`` later.
@@ -275,7 +275,7 @@ def _is_withdrawal(record: bytes) -> bool:
 def _shaping_events(
     reader: Reader, connection: Connection, place_id: int, keys: Sequence[int], since_ns: int
 ) -> list[Event]:
-    """Return the events that determine the state of these samples, possibly with others."""
+    """Return the events that determine the state of these samples, possibly with other events."""
     since = (EventModel.time_ns >= since_ns, EventModel.name.in_(_SHAPING))
     few = (
         select(EventModel.id).where(EventModel.place_id == place_id, *since).limit(_FEW_EVENTS + 1)

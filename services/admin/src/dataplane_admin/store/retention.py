@@ -51,7 +51,7 @@ _CURVES_A_STEP = 1
 _LOAD_S_A_STEP = 600
 _PAGES_A_STEP = 512
 _RUNS_A_STEP = 16
-# A log below 1/64 of the limit is left to SQLite to truncate.
+# A write-ahead log below 1/64 of the limit is left to SQLite to truncate.
 _LOG_SHARE = 64
 
 
@@ -90,7 +90,7 @@ class Sweeper:
 
     def step(self) -> bool:
         """Delete some records beyond the limits; return whether there may be more."""
-        # If a reader prevents truncating the log, the log's size must not cause deletions.
+        # If a reader prevents truncating the write-ahead log, its size must not cause deletions.
         log_bytes = self._log_bytes()
         with self._database.writer.begin() as connection:
             self._database.lock(connection)
@@ -104,7 +104,7 @@ class Sweeper:
         return self._database.shrink(_PAGES_A_STEP) or gone
 
     def _log_bytes(self) -> int:
-        """Truncate the log if log and file together exceed the limit; return its bytes."""
+        """Return the bytes of the write-ahead log; truncate it if log and file exceed the limit."""
         maximum, log_bytes = self._retention.max_bytes, self._database.log_bytes()
         if maximum is None or self._database.file_bytes() + log_bytes <= maximum:
             return log_bytes
@@ -182,7 +182,7 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
 
 
 def _old(work: Work, model: Any, limit: int, before_ns: int) -> list[int]:
-    """Return the ids of up to ``limit`` first records, without those received later."""
+    """Return the ids of those of the first ``limit`` records that were received before a time."""
     query = select(model.id, model.received_ns).order_by(model.id).limit(limit)
     return [row.id for row in work.connection.execute(query) if row.received_ns < before_ns]
 

@@ -68,10 +68,11 @@ class LoadRows:
 
 @dataclass
 class WaitRecords(Records):
-    """Open waits, and the events that determine their partitions.
+    """Open waits, and the events that determine the state of their partitions.
 
-    The last event is the newest one reported, without name and ids: it shows the active run.
-    ``silent`` has process identity and run of each silent process, and when it was last seen.
+    The last event is a copy of the newest event without name and ids; it shows which run is active.
+    ``silent`` maps identity and run of each silent process to the time when it was last seen, in
+    nanoseconds since 1970.
     """
 
     silent: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class ClaimRow:
         partition: stored name of the partition.
         task: stored name of the task.
         claimed: whether any of the events was a claim.
-        fields: fields that the newest event needs; None if unknown.
+        fields: fields that the newest claim or wait requires; None if unknown.
     """
 
     partition: str

@@ -125,8 +125,8 @@ class Store:
         Raises:
             QueueFull: the queue is full; retry later.
             StoreUnavailable: the database failed, or did not commit within ``timeout_s`` seconds;
-                then the batch may still be written later.
-            WriteRefused: the database rejects it permanently.
+                after this timeout, the batch may still be written.
+            WriteRefused: the database rejects the batch permanently.
         """
         waiting = self._writer.submit(batch)
         try:

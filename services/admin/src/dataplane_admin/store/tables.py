@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column
 
-# SQLite keeps a table in the order of its key only if that is declared INTEGER.
+# SQLite keeps a table in the order of its key only if the key is declared INTEGER.
 Key = BigInteger().with_variant(Integer(), "sqlite")
 
 
@@ -89,8 +89,8 @@ class TraceModel(Base):
 
     ``start_ns`` and ``end_ns`` are 0 if no span reported a time. ``arrival`` grows in order of
     arrival, independent of senders' clocks. ``process_digests`` has eight bytes of each process,
-    ``service_names`` at most 16 names, see `texts.lines_of`; ``nbytes`` the bytes of
-    its chunks.
+    ``service_names`` at most 16 names, see `texts.lines_of`; ``nbytes`` the approximate bytes of
+    its chunks and rows.
     """
 
     __tablename__ = "traces"
@@ -210,7 +210,7 @@ class EventModel(Base):
 
 
 class SampleStemModel(Base):
-    """The first bytes of long sample ids, which those of a group share; empty for short ids."""
+    """The first bytes of long sample ids, often shared by a group's ids; empty for short ids."""
 
     __tablename__ = "sample_stems"
     __table_args__ = (Index(None, "stem", unique=True),)
@@ -225,13 +225,14 @@ class SampleModel(Base):
     See `texts.split_id`. ``put_ns`` is the first put of its newest life, cleared or not (see
     `lives`), and ``weight_version`` the version of the weights that generated it. ``gone_ns`` is
     its latest clear by id; ``live_ns`` is its latest put, 0 if that clear came later. Unset times
-    are 0. The first and last event are stored as differences, which are mostly 0 and take no space.
+    are 0. ``before_ns`` and ``after_ns`` store the first and last event as differences, which are
+    mostly 0 and take no space.
     """
 
     __tablename__ = "samples"
     __table_args__ = (
         Index(None, "stem_id", "head"),
-        # Queries need `IS_LIVE`.
+        # Databases use this index only for queries with `IS_LIVE`.
         Index(
             None,
             "place_id",
@@ -287,7 +288,7 @@ class LogModel(Base):
 class SampleGroupModel(Base):
     """A group of samples of a run; samples without a group belong to the empty one.
 
-    A group has many samples, whose rows would repeat the names of run and group.
+    Without this table, the row of each sample would repeat the names of run and group.
     """
 
     __tablename__ = "sample_groups"
@@ -427,7 +428,7 @@ class CurvePointModel(Base):
 class CurveBlockModel(Base):
     """Aggregate of the points of `BLOCK` steps, from which a long curve is read.
 
-    ``points`` is the number of finite values; without any, the others are None.
+    ``points`` is the number of finite values; if it is 0, ``mean``, ``low`` and ``high`` are None.
     """
 
     __tablename__ = "curve_blocks"
@@ -501,8 +502,8 @@ class AlertModel(Base):
 class NotificationModel(Base):
     """A notification that a webhook has not received; deleted once delivered or dropped.
 
-    ``next_ns`` is the time of the next attempt. Before an attempt a service moves it beyond the
-    attempt's deadline, so that no other service sends it at the same time.
+    ``next_ns`` is the time of the next attempt. Before an attempt, a service moves ``next_ns``
+    beyond the attempt's deadline, so that no other service sends the notification at the same time.
     """
 
     __tablename__ = "notifications"

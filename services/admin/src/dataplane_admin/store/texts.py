@@ -70,8 +70,8 @@ def id_of_bytes(encoded: bytes) -> str:
 def split_id(sample: bytes) -> tuple[bytes, bytes, bytes]:
     """Return stem, head and tail of a sample id.
 
-    A long id has a stem of the length of a UUID, with which many ids of a group begin. The head is
-    indexed with the stem: PostgreSQL's index allows 2.7 kB.
+    A long id has a stem of the length of a UUID, with which many ids of a group begin. Stem and
+    head are indexed together, so the head is bounded: PostgreSQL's index allows 2.7 kB.
     """
     size = _STEM_BYTES if len(sample) > _STEM_BYTES else 0
     return sample[:size], sample[size : size + _HEAD_BYTES], sample[size + _HEAD_BYTES :]
