@@ -47,14 +47,14 @@ class Address:
     def is_loopback(self) -> bool:
         """True if only this machine can reach the address."""
         address = ipaddress.ip_address(self.host)
-        # Not for ::ffff:127.0.0.1, which counts as loopback only since Python 3.13.
+        # Only Python 3.13 and later count ::ffff:127.0.0.1 as loopback; here it never counts.
         return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
     def check_access(self, *, has_tls: bool, has_token: bool) -> None:
         """Check that only this machine can reach the address, or that TLS and a token protect it.
 
         Raises:
-            ValueError: other machines can reach it, and one of the two is missing.
+            ValueError: other machines can reach it, and TLS or the token is missing.
         """
         if not (self.is_loopback or (has_tls and has_token)):
             raise ValueError(

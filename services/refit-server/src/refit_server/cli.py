@@ -59,7 +59,8 @@ def _options(
 
 class _ServeCommand(OptionsCommand):
     def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
-        # gRPC reads it at import. Without it, gRPC logs a line for each failed TLS handshake.
+        # gRPC reads GRPC_VERBOSITY at import. Without NONE, it logs a line for each failed TLS
+        # handshake.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
         from refit_mx import RefitConfigError
@@ -118,7 +119,7 @@ def serve(
         typer.Option(
             path_type=Path,
             help="SQLite file for versions, workers, shards and leases, created if missing. "
-            "Without it a restart loses them.",
+            "Without a file, a restart loses them.",
         ),
     ] = None,
     retention: Annotated[
@@ -200,7 +201,7 @@ class _CheckCommand(OptionsCommand):
         from refit_server.address import split_address
 
         try:
-            split_address(values["address"])  # gRPC would connect to another port
+            split_address(values["address"])  # without a port, gRPC would connect to port 443
         except ValueError as error:
             yield f"--address: {error}"
         authority = values["tls_ca"]

@@ -39,7 +39,7 @@ class OptionsCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def problems(self, values: Mapping[str, Any]) -> Iterable[str]:
-        """Yield further problems of ``values``: the options with a valid type and range."""
+        """Yield further problems; ``values`` has the options whose type and range are valid."""
         return ()
 
 

@@ -85,7 +85,8 @@ async def serve(
     address.check_access(has_tls=tls is not None, has_token=token is not None)
     credentials = tls.credentials() if tls is not None else None
     try:
-        # Checked here, since gRPC logs the reason of a failure, and its error lacks it.
+        # Checked here: gRPC logs the reason of a failure, but its error does not contain the
+        # reason.
         address.check_free()
     except OSError as error:
         raise BindError(f"cannot listen on {address}: {error.strerror}") from None

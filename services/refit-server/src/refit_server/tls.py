@@ -20,8 +20,8 @@ class TlsFiles:
         """Return credentials for a gRPC server.
 
         Raises:
-            ValueError: a file cannot be read, or the key does not match. gRPC would accept them and
-                then fail every handshake.
+            ValueError: a file cannot be read, or the key does not match. gRPC would accept such
+                files and then fail every handshake.
         """
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
@@ -36,4 +36,4 @@ class TlsFiles:
 
 def _no_passphrase() -> str:
     # Otherwise OpenSSL would ask at the terminal.
-    raise ValueError("the TLS key is protected by a passphrase; expected one without")
+    raise ValueError("the TLS key is protected by a passphrase; expected a key without one")
