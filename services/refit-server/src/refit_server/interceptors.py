@@ -78,7 +78,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ha
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Interceptor that refuses calls without the token before decoding; health calls need none."""
+    """Interceptor that refuses calls without the token before decoding, except health calls."""
 
     def __init__(self, token: str, log: PeerLog) -> None:
         self._token = token

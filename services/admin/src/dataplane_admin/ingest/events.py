@@ -70,9 +70,9 @@ def batch_of_logs(
 
     Args:
         request: the decoded request; it is changed.
-        now_ns: the time of events that report none, in nanoseconds since 1970.
+        now_ns: the time of events that report no time, in nanoseconds since 1970.
         redaction: applied to turns and tokens of samples and to bodies of other records; None
-            removes them.
+            removes their text.
     """
     samples: list[SampleFacts | SampleText] = []
     sample_records = 0

@@ -1,7 +1,7 @@
 """Decoding of data points from export requests of metrics.
 
 A series belongs to one resource, one scope, one metric and one set of attributes. A number with the
-attribute ``rl.step`` is also a point of a curve; its series has the other attributes. Metrics of
+attribute ``rl.step`` is also a point of a curve; its series omits run and step. Metrics of
 `load_metrics` become points of load, not series: each node might report a series per processor.
 """
 

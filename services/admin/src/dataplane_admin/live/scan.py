@@ -186,7 +186,7 @@ def scan_partition(
         start += rows
         if rows == 0 or start >= page.total:
             break
-    # Later pages may have new fields: one may be written for the first time meanwhile.
+    # Later pages may have new fields: a field may be written for the first time during the scan.
     fields = tuple(dict.fromkeys(name for page in pages for name in page.fields))
     tasks = tuple(dict.fromkeys(name for page in pages for name in page.tasks))
     return Scan(

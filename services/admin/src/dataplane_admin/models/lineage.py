@@ -50,7 +50,7 @@ class Hop(Model):
     task: Text
     """Task that claimed, acknowledged, released or trained; else empty."""
     stage: Text
-    """The step's stage during which it happened; empty if unknown."""
+    """Stage of the step during which the event happened; empty if unknown."""
     fields: list[Text]
     nbytes: float | None
     """Bytes of the batch divided by its samples; None if unknown."""

@@ -20,7 +20,7 @@ class Claim(Model):
     age_s: float
     """Seconds since the claim."""
     expires_in_s: float | None
-    """Seconds until the lease expires, below 0 if it has; None if it never does."""
+    """Seconds until the lease expires, below 0 if it has expired; None if it never expires."""
 
 
 class Generator(Model):
@@ -99,7 +99,7 @@ class Partition(Model):
     declared: int
     """Samples declared at registration."""
     put: int
-    """Samples put since then."""
+    """Samples put since registration."""
     present: int
     """Samples present now."""
     not_put: int

@@ -17,12 +17,12 @@ class LiveStatus(Model):
     source: Text
     """The data plane inspected, such as ``Ray at 10.0.0.1:6379``; empty if none."""
     error: Text | None
-    """One sentence on why the newest attempt failed; with ``attached``, on why the data plane no
+    """One sentence on why the newest attempt failed or, if ``attached``, on why the data plane no
     longer answers its clients. Else None."""
     at_ns: int | None
     """Time of the snapshot that is shown; None without one."""
     age_s: float | None
-    """Seconds since then."""
+    """Age of that snapshot in seconds; None without a snapshot."""
     revision: int
     """Number that grows when something that is shown changes."""
 

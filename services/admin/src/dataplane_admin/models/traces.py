@@ -110,7 +110,8 @@ class SpanRow(Model):
     seconds: float | None
     """Duration; None if start or end was not reported."""
     bucket: Text | None
-    """``productive``, ``overhead``, ``idle``, ``wasted``; None if it only groups others."""
+    """``productive``, ``overhead``, ``idle``, ``wasted``; None for a span that only groups other
+    spans."""
     outcome: Literal["unset", "ok", "error"]
     message: Text
     """Message of the failure."""

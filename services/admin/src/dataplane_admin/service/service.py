@@ -107,7 +107,7 @@ class AdminService:
         )
 
     def partitions(self) -> models.Partitions:
-        """Return all partitions and storage units of the newest snapshot; empty without one."""
+        """Return partitions and storage units of the newest snapshot; empty without a snapshot."""
         self._needs.refresh()
         snapshot = self._newest()
         return models.Partitions(

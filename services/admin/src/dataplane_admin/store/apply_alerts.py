@@ -102,7 +102,7 @@ def finish_notification(work: Work, notification_id: int) -> bool:
 
 
 def retry_notification(work: Work, notification_id: int, error: str, next_ns: int) -> bool:
-    """Store the error of an attempt and the time of the next one; return True."""
+    """Store the error of an attempt and the time of the next attempt; return True."""
     row = {"id": notification_id, "error": storable(error), "next_ns": next_ns}
     work.change(NotificationModel, "id", [row])
     return True

@@ -18,7 +18,7 @@ MAX_LOGS = 1_000
 """Maximum number of stored log records of a trace."""
 
 MAX_LOGS_BYTES = 1 << 20
-"""Bytes of stored log records of a trace from which further ones are dropped."""
+"""Bytes of stored log records of a trace at which further records are dropped."""
 
 LOG_BYTES = 120
 """Approximate bytes of a log record without its content."""

@@ -144,7 +144,7 @@ def _reported(batches: Sequence[Batch]) -> Iterator[SampleFacts | SampleText]:
 def _merged(
     work: Work, digest: int, facts: Sequence[SampleFacts], before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the row of a sample: stored facts, then the new ones in the order of their times.
+    """Return the row of a sample: stored facts, then the new facts in the order of their times.
 
     The state has a separate time, since another process may report it.
     """

@@ -155,8 +155,8 @@ class SeriesPoint:
 
     Attributes:
         digest: digest of the series: of its resource, scope, metric and attributes.
-        point_digest: eight bytes that only equal points share; empty without a time, since the
-            next point with the same value would look like a resent one.
+        point_digest: eight bytes that only equal points share; empty without a time, since the next
+            point with the same value would look like a resent point.
         process: label of the process.
         process_id: 16 bytes that only equal resources share.
         scope: name of the instrumentation scope, empty if unknown.

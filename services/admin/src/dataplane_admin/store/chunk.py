@@ -43,8 +43,8 @@ def span_key(span_id: bytes) -> int:
 def span_state(times: int, failed: bool) -> int:
     """Return the state of a span: how many of start and end are known, and whether it failed.
 
-    Of two copies of a span, the one with more times counts. Bits, highest first: two for the number
-    of times, one for failed.
+    Of two copies of a span, the copy with more times counts. Bits, highest first: two for the
+    number of times, one for failed.
     """
     return times << 1 | failed
 
@@ -55,7 +55,7 @@ class Chunk:
 
     Attributes:
         trace_id: 16 bytes.
-        digest: digest that only equal chunks share; a retry has the same.
+        digest: digest that only equal chunks share, such as the chunks of a retried request.
         blob: compressed OTLP TracesData with the spans; empty if there are none.
         spans: number of spans; a repeated span counts each time.
         states: `span_key` of each span to its `span_state`.
@@ -91,7 +91,7 @@ class Chunk:
 
     def add(self, span: Span, run_id: str) -> None:
         """Add a span; ``run_id`` is the one of its resource."""
-        # A time of 0 is not set; use the other one.
+        # A time of 0 is unset; then use the other time.
         start, end = span.start_time_unix_nano, span.end_time_unix_nano
         start_ns = start or end
         is_root = end > 0 and span.parent_span_id in _NO_PARENT

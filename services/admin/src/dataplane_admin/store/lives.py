@@ -40,7 +40,7 @@ class Life:
 def read_lives(
     connection: Connection, place_id: int, wanted: Mapping[int, tuple[int, int]], *, until_ns: int
 ) -> dict[int, list[Life]]:
-    """Return the lives of samples, from the newest back to the one at a given time.
+    """Return the lives of samples, from the newest back to the life at a given time.
 
     Args:
         place_id: the samples' partition, a `PlaceModel`.

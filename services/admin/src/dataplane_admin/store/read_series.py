@@ -22,7 +22,7 @@ _SIGNALS = ("spans", "events", "steps")
 
 
 def read_series(reader: Reader, name: str | None = None) -> list[Series]:
-    """Return the newest value of every metric series, or of those of one name."""
+    """Return the newest value of every metric series, or of the series of one name."""
     rows = _series(reader, name)
     alike: dict[str, set[bytes]] = {}
     for row in rows:

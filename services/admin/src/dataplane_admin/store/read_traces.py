@@ -93,7 +93,7 @@ def read_traces(
 
 
 def read_steps(reader: Reader, run_id: str | None, limit: int = 10) -> list[TraceFacts]:
-    """Return the newest step traces among the newest 1,000 traces of a run, or of all.
+    """Return the newest step traces among the newest 1,000 traces of a run, or of all runs.
 
     As in `read_run_steps`, other finished traces are no steps if the run has traces named `ROOT`.
     """

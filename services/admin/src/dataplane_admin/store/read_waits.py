@@ -176,8 +176,8 @@ def _declaration(
 ) -> list[Event]:
     """Return the newest declaration of a partition.
 
-    Samples that were put and are gone are subtracted from the declared number, so that the number
-    of samples not put yet is right without their events.
+    Samples that were put and cleared are subtracted from the declared number. So the number of
+    samples not put yet is right without the events of cleared samples.
     """
     newest = (
         select(*EVENT_COLUMNS, EventModel.time_ns)

@@ -390,8 +390,8 @@ class SeriesModel(Base):
 class CurveModel(Base):
     """A metric of a run over its steps, for one set of attributes, which are JSON.
 
-    ``digest`` is that of run, name and attributes; ``points`` the number of `CurvePointModel`.
-    ``last_value`` is the value at ``last_step``, None if it is not finite.
+    ``digest`` is that of run, name and attributes; ``points`` the number of its rows of
+    `CurvePointModel`. ``last_value`` is the value at ``last_step``, None if it is not finite.
     """
 
     __tablename__ = "curves"

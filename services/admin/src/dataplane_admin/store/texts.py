@@ -86,7 +86,7 @@ def after_prefix(prefix: bytes) -> bytes | None:
 def shortened(sample: bytes, group: str) -> bytes:
     """Return a sample id as it is stored with its group.
 
-    Many trainers begin the ids of samples with that of their group, which is left out:
+    Many trainers begin the ids of samples with the id of their group, which is left out:
 
         id b"7f3a_g2" of group "7f3a"  ->  b"\\1_g2"
         id b"s-20"    of group "7f3a"  ->  b"\\0s-20"
