@@ -94,7 +94,7 @@ class AsyncDataPlaneClient:
         self._puts = ThreadPoolExecutor(threads, "dataplane-put")
         self._reads = ThreadPoolExecutor(threads, "dataplane-read")
         self._calls = ThreadPoolExecutor(threads, "dataplane-call")
-        # An executor starts a thread only when none is idle: as many as there are blocked claims.
+        # An executor starts a thread only when none is idle: one for each claim blocked at once.
         self._claims = ThreadPoolExecutor(claim_threads, "dataplane-claim")
         self._claim_threads = claim_threads
         self._claim_slots = asyncio.Semaphore(claim_threads)

@@ -1,7 +1,7 @@
 """Bases of clients that check their arguments by `dataplane_core.boundary`.
 
-A subclass implements the methods that end in ``_checked``; their arguments are plain values that
-need no further check.
+A subclass implements the methods that end in ``_checked``. Their arguments are plain values that
+need no further check, except the values of the fields of a put.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class CheckedClient(DataPlaneClient):
 
     @abstractmethod
     def _put_checked(self, put: PutRequest, fields: TensorDict | None) -> Sequence[str]:
-        """Put the samples; return the names of the fields. The values are not checked yet."""
+        """Check the values of ``fields``, put the samples, and return the names of the fields."""
 
     def get_samples(
         self,

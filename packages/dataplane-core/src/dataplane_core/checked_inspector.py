@@ -36,7 +36,7 @@ class CheckedInspector(ABC):
 
     @abstractmethod
     def _query(self, method: str, *arguments: Any) -> Any:
-        """Return the store's answer to a method; its arguments are checked, and positional.
+        """Return the store's answer to a call of ``method`` with these checked arguments.
 
         ``list_samples`` and ``find_samples`` are queried in steps. The answer of ``find_samples``
         is a pair: the matches, and the position of the next step, which is None at the end.

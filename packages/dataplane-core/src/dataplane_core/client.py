@@ -93,16 +93,16 @@ class DataPlaneClient(OptionalMethods, ABC):
         """Claim up to ``batch_size`` samples that have all ``required_fields``.
 
         A task claims each sample once; the sample stays readable until it is cleared. A blocking
-        call waits for ``batch_size`` ready samples. It returns a smaller remainder, possibly empty,
-        once all declared samples (``num_samples``) were put and all unclaimed ones are ready. A
-        call that does not block returns the samples that are ready.
+        call waits for ``batch_size`` ready samples. It returns fewer, possibly none, once all
+        declared samples (``num_samples``) were put and all unclaimed samples are ready. A call that
+        does not block returns the samples that are ready.
 
         With leases, a sample that the task holds is neither ready nor acknowledged. If no sample
         is ready and a leased one meets ``where``, a blocking claim waits. It wakes when the leased
-        sample is acknowledged or released, or its lease expires. Without ``where`` an empty result
-        means that every declared sample is acknowledged or cleared. So a loop that claims until it
-        gets nothing, and acknowledges each batch, processes every sample even if a consumer
-        crashes, provided that ``timeout_s`` exceeds ``claim_lease_s``.
+        sample is acknowledged or released, or its lease expires. If a blocking claim without
+        ``where`` returns nothing, every declared sample is acknowledged or cleared. So a loop that
+        claims until it gets nothing, and acknowledges each batch, processes every sample even if a
+        consumer crashes, provided that ``timeout_s`` exceeds ``claim_lease_s``.
 
         In a partition with ``grpo_group_size``, the samples of one prompt form a group. They have
         the same tag ``group``; without that tag, their ids are equal up to the last
@@ -128,15 +128,15 @@ class DataPlaneClient(OptionalMethods, ABC):
                 leases, a claim with another ``dp_world``, fields, filter or seed takes assigned
                 samples when it finds nothing else.
             where: conditions that a sample's tags must all meet.
-            seed: claim in an order that depends on the seed and the ids alone; None is the
+            seed: claim in an order that depends on the seed and the ids alone; None means the
                 configured ``claim_order``, or else the order of first puts.
             wait_for_leased: False returns no ids when only leased samples remain, instead of
                 waiting for them. Use it in a consumer that prefetches while it holds claims. For
                 clients with ``capabilities.leases``.
             sample_ids: claim these samples, in this order, instead of the first ready ones;
                 ``batch_size`` is their number. A blocking claim waits until all of them have the
-                fields and no other claim of the task holds one. They need not be complete groups.
-                Excludes ``dp_world``, ``where`` and ``seed``. For clients with
+                fields and no other claim of the task holds any of them. They need not be complete
+                groups. Excludes ``dp_world``, ``where`` and ``seed``. For clients with
                 ``capabilities.named_claims``.
 
         Returns:
@@ -196,9 +196,9 @@ class DataPlaneClient(OptionalMethods, ABC):
                 acknowledged one of them.
             origin: name of this put, a W3C traceparent for example. The store keeps it with the
                 values, for clients with ``capabilities.origins``.
-            acknowledge: also `acknowledge`, in the same step, those of ``sample_ids`` that
-                ``claim`` holds. Without it, the samples of a caller that dies after the put can be
-                claimed again.
+            acknowledge: also acknowledge the ``sample_ids`` that ``claim`` holds, in one atomic
+                step with the put. Without it, the samples of a caller that dies after the put can
+                be claimed again.
 
         Returns:
             A meta of the ids, with ``fields`` = the names written (None if none) and the tags.
@@ -238,14 +238,13 @@ class DataPlaneClient(OptionalMethods, ABC):
             ``sample_ids[i]``. Rows of one shape form a dense tensor, rows of different lengths a
             jagged tensor, Python values a NonTensorStack. Rows that differ in shape, and were put
             as a nested tensor of strided layout, form a strided nested tensor. Each tensor keeps
-            its field's form
-            (`dataplane_core.tensors.rows.form_of`), for `get_columns` and
-            ``column_io.materialize``. Without ids it is empty.
+            its field's form (`dataplane_core.tensors.rows.form_of`), for `get_columns` and
+            ``column_io.materialize``. Without ids the TensorDict is empty.
 
         Raises:
             PartitionNotFoundError: the partition is not registered.
             MissingDataError: (KeyError, ValueError) an id is unknown or cleared, or a row lacks a
-                field; a read never returns a part.
+                field; a read never returns a partial result.
         """
 
     @abstractmethod

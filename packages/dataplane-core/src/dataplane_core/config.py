@@ -50,7 +50,7 @@ class DataPlaneConfig(TypedDict):
     """Configuration of a data-plane client: which client to build, and its sizes.
 
     The client that bootstraps an external store must set every key up to ``local_buffer_size``;
-    none has a default. Its values hold for all clients of the store, except those of keys that each
+    none has a default. The store keeps these values for all its clients, except the keys that each
     client sets for itself. A client that attaches may omit the keys of the store; if it sets
     another value, it is refused.
 
@@ -79,7 +79,7 @@ class DataPlaneConfig(TypedDict):
             ``auto`` (the default), which is ``shm`` on the unit's own node and ``tcp`` elsewhere.
         claim_order: ``module:function`` that maps a sample's id and tags to a number. Claims
             without a seed take the smallest numbers first, and equal ones in the order of first
-            puts. Without this key, all samples are in the order of first puts.
+            puts. Without this key, claims take samples in the order of first puts.
         sampler: ``module:Class`` of a TransferQueue sampler, which serves TransferQueue's own
             clients. Without it TransferQueue's controller serves rows in order.
         transfer_queue_mirror: whether rows, tags and consumption are mirrored to TransferQueue's

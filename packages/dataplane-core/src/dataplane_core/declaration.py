@@ -107,8 +107,8 @@ class PartitionDeclaration:
             holders: process to the number of samples that it holds under leases of the task.
             first_expiry_s: seconds until the first of these leases and assignments expires.
             claimer: the claiming process, as ``holders`` names it.
-            assigned: number of samples assigned to data-parallel ranks; for a claim of
-                ``sample_ids``, those among them.
+            assigned: number of samples assigned to data-parallel ranks; a claim of ``sample_ids``
+                counts only its own samples.
             large_group: name and size of a group too large for the claim.
             absent: number of named samples that the partition lacks, for a claim of
                 ``sample_ids``; else None.
@@ -260,7 +260,7 @@ def missing_data(
 
 
 def tagged_lengths(tags: Sequence[Mapping[str, Any]]) -> list[int] | None:
-    """Return ``input_lengths`` of each tag, 0 where it is absent; None if no tag has it."""
+    """Return the tag ``input_lengths`` of each sample, or 0; None if no sample has this tag."""
     if not any(LENGTH_TAG in tag for tag in tags):
         return None
     return [int(tag.get(LENGTH_TAG, 0)) for tag in tags]

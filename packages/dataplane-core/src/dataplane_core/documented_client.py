@@ -2,8 +2,9 @@
 
 The documented methods are ``register_partition``, ``claim_meta``, ``get_data``,
 ``check_consumption_status``, ``put_samples``, ``get_samples``, ``clear_samples`` and ``close``.
-Other methods that the client has are used as they are; `DataPlaneClient` provides the rest. The
-inspector is the client's ``inspector``, else the client itself if it has all methods of one.
+If the client has other methods of `DataPlaneClient`, they are used too; the base class provides the
+rest. The inspector is the client's ``inspector``, else the client itself if it has all methods of a
+`StoreInspector`.
 """
 
 from __future__ import annotations

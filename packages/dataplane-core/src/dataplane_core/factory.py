@@ -1,8 +1,8 @@
 """Builds clients by name; adapters and middleware register through entry points.
 
 A distribution adds an ``impl`` by an entry point in the group ``dataplane_core.clients``, called as
-``factory(cfg, bootstrap=...)``. It adds a middleware by one in ``dataplane_core.middleware``,
-called as ``wrap(client, observability_cfg)``.
+``factory(cfg, bootstrap=...)``. It adds a middleware by an entry point in the group
+``dataplane_core.middleware``, called as ``wrap(client, observability_cfg)``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build_data_plane_client(
                 )
             for wrapper in wrappers:
                 client = wrapper.load()(client, observability)
-    except BaseException:  # also a middleware's: the caller gets no client that it could close
+    except BaseException:  # whatever failed, the caller gets no client that it could close
         client.close()
         raise
     return cast("DataPlaneClient", client)

@@ -1,7 +1,8 @@
 """`StoreInspector`: inspection of a store, and changes by an operator.
 
-A client with ``capabilities.inspection`` has one, its ``inspector``. An inspection changes nothing.
-In a partition of 100,000 samples it blocks the store for less than 10 ms at a time.
+A client with ``capabilities.inspection`` has it as the attribute ``inspector``. An inspection
+changes nothing. In a partition of 100,000 samples it blocks the store for less than 10 ms at a
+time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class DataPlaneInspector(Protocol):
     """Methods that read a store's contents, claims and states.
 
-    Each may raise `UnavailableError`, and `UnsupportedError` if the store does not know the answer.
-    Methods with a ``partition_id`` may raise `PartitionNotFoundError`.
+    Each method may raise `UnavailableError`, or `UnsupportedError` if the store does not know the
+    answer. Methods with a ``partition_id`` may raise `PartitionNotFoundError`.
     """
 
     def list_partitions(self) -> list[PartitionSummary]:
@@ -59,8 +60,8 @@ class DataPlaneInspector(Protocol):
     ) -> list[SampleState]:
         """Return up to ``limit`` samples from position ``start`` on, in the order of first puts.
 
-        A large page is read in steps. Other calls run in between; samples that they clear can make
-        the page skip others.
+        A large page is read in steps. Other calls run in between; if they clear samples, the page
+        may skip other samples.
 
         Raises:
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or a number is negative.
@@ -72,7 +73,7 @@ class DataPlaneInspector(Protocol):
     def find_samples(
         self, partition_id: str, *, tag: str, value: object, limit: int = 100
     ) -> list[SampleState]:
-        """Return the first ``limit`` samples whose ``tag`` equals ``value``, in the order of puts.
+        """Return up to ``limit`` samples whose ``tag`` equals ``value``, in order of first puts.
 
         A large partition is searched in steps. Other calls run in between; samples that they put
         or clear may be missed.
@@ -92,7 +93,7 @@ class DataPlaneInspector(Protocol):
         """
 
     def scan_states(self, partition_id: str, *, start: int = 0, limit: int = 10_000) -> StatePage:
-        """Return the fields and task states of many samples, one byte each.
+        """Return which fields many samples have, and their states for each task, as bytes.
 
         Raises:
             InvalidRequestError: (a ValueError) ``limit`` is above 10,000, or a number is negative.

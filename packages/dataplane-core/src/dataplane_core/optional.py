@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SampleStore(Protocol):
-    """The methods of a client that the optional ones call."""
+    """The methods of a client that the optional methods call."""
 
     @property
     def put_samples(self) -> Callable[..., KVBatchMeta]: ...

@@ -1,8 +1,7 @@
 """Spans of a step, and their context, which is passed between processes.
 
 This module uses OpenTelemetry's API alone, so it costs almost nothing unless a process sets up an
-SDK.
-Run, step and weight version are passed as baggage, together with the trace context.
+SDK. Run, step and weight version are passed as baggage, together with the trace context.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def inject() -> dict[str, str]:
 
 
 def extract(carrier: Mapping[str, str] | None) -> Context:
-    """Return the context that `inject` put into ``carrier``; if empty, the current context."""
+    """Return the context that `inject` put into ``carrier``; the current one without a carrier."""
     if not carrier:
         return context.get_current()
     return _trace_context.extract(carrier, _carried(carrier.get(_BAGGAGE, "")))
@@ -192,5 +191,5 @@ def tracer() -> trace.Tracer:
     return _tracer[1]
 
 
-# Cached with its provider: creating one takes as long as the rest of a span.
+# Cached with its provider: creating a tracer takes as long as the rest of a span.
 _tracer: tuple[trace.TracerProvider | None, trace.Tracer] = None, trace.NoOpTracer()

@@ -83,7 +83,7 @@ def write_folder(folder: Path) -> Iterator[FolderWriter]:
                 shutil.rmtree(partial, ignore_errors=True)
                 _recover_old(folder, old)
                 raise
-    except DataPlaneError:  # those of a deadline are OSErrors too
+    except DataPlaneError:  # raised unchanged, although DeadlineExceededError is an OSError too
         raise
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
@@ -156,7 +156,7 @@ def open_folder(folder: Path) -> VerifiedFolder:
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Lock ``partial``, and create it if it is missing; the lock ends with this process."""
+    """Create ``partial`` if it is missing, and lock it until the block or this process ends."""
     partial.mkdir(exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

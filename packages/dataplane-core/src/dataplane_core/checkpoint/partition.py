@@ -149,10 +149,10 @@ def restore_partition(
     consumers afterwards: a claim during the restore makes it fail.
 
     Args:
-        client: a client with ``capabilities.named_claims``, unless no task has acknowledged
-            samples; its store may be of another kind or size.
+        client: a client with an ``inspector``, and with ``capabilities.named_claims`` if a task had
+            acknowledged samples; its store may be of another kind or size.
         folder: the folder that `save_partition` wrote.
-        partition_id: name to restore under; None is the saved name.
+        partition_id: name to restore under; None means the saved name.
 
     Returns:
         The number of samples.
@@ -161,7 +161,8 @@ def restore_partition(
         CheckpointError: a file is missing, changed, unexpected or malformed; the error names it.
         InvalidRequestError: (a ValueError) the partition is registered already, or a consumer
             claimed during the restore.
-        UnsupportedError: the client cannot restore which samples were acknowledged.
+        UnsupportedError: the client cannot be inspected, or cannot restore which samples were
+            acknowledged.
         DataPlaneError: a put failed, for example because the store is full. After any error,
             nothing of the partition remains in the store.
     """
@@ -212,7 +213,7 @@ def _restore(
 def _acknowledge(
     client: DataPlaneClient, partition_id: str, task: str, sample_ids: list[str]
 ) -> None:
-    """Claim and acknowledge ``sample_ids``; a task may have acknowledged part of a group."""
+    """Claim and acknowledge ``sample_ids``, by id because they may be parts of groups."""
     if not client.capabilities.named_claims:
         raise UnsupportedError(
             f"restore_partition({partition_id!r}): task {task!r} has acknowledged samples, and the "

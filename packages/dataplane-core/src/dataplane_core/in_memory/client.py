@@ -55,13 +55,14 @@ class InMemoryDataPlaneClient(LedgerClient):
     Args:
         cfg: uses ``storage_capacity`` (samples; default unlimited), ``ack_timeout_ms`` (how long a
             put waits for free capacity; default 60 s), ``claim_lease_s`` and ``claim_order``; it
-            ignores the other keys. None is an unlimited store without leases.
+            ignores the other keys. None means an unlimited store without leases.
         bootstrap: True creates a store, which closes with this client; False attaches to the
             newest store of this process.
 
     Raises:
         ConfigError: (a ValueError) the configuration is invalid; or, with ``bootstrap=False``,
-            there is no open store, or it has another ``storage_capacity`` or ``claim_order``.
+            there is no open store, or ``cfg`` contradicts its ``storage_capacity`` or
+            ``claim_order``.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class InMemoryDataPlaneClient(LedgerClient):
     def _admit(
         self, put: PutRequest, kinds: dict[str, str], forms: dict[str, Form], deadline: float
     ) -> PutTicket:
-        """Wait until the store has capacity for the new samples."""
+        """Wait until the store has capacity for the new samples; return the put's ticket."""
         self._check_open()
         partition = self._store.ledger.partition(put.partition_id)
         while True:

@@ -2,7 +2,7 @@
 
 One rank's claim draws a batch for all `Ranks` that share it and assigns their parts to the others::
 
-    rank 0 claims 4 of world 2:   drawn  [s0 s1 s2 s3 s4 s5 s6 s7]
+    rank 0 of 2 claims 4 samples: drawn  [s0 s1 s2 s3 s4 s5 s6 s7]
                                   claimed by rank 0 [s0 s3 s4 s7], assigned to rank 1 [s1 s2 s5 s6]
 
 Assigned samples become open to all again:
@@ -48,7 +48,7 @@ class Assignments:
     """Assignments of one task, by `Ranks` and rank, in the order of the draws.
 
     Attributes:
-        by_ranks: ranks that share batches to the set of assignments of each rank.
+        by_ranks: `Ranks` to one ordered set of assignments per rank.
         timed: assignments with a deadline.
         missed: present samples that were once assigned to a rank that did not claim them in time.
     """
@@ -85,7 +85,7 @@ class Assignments:
         return rows
 
     def first(self, ranks: Ranks, rank: int) -> Assignment | None:
-        """Return the oldest assignment of a rank."""
+        """Return the oldest assignment of a rank; None if it has none."""
         sets = self.by_ranks.get(ranks)
         return next(iter(sets[rank]), None) if sets else None
 

@@ -26,7 +26,7 @@ class SharedCells:
     """Cells of a put, shared by its samples. A store shares the cells of all puts, or of none.
 
     Attributes:
-        fields: the fields that it writes.
+        fields: the fields that the put writes.
         samples: for each sample of the put the mapping of field to ``(column, layer)``, and the
             sample's place. The mappings are never changed.
     """
@@ -43,8 +43,8 @@ class Overlay:
     """
 
     def __init__(self) -> None:
-        # Keyed by the id() of both mappings. The value keeps them alive, so that no new one gets
-        # the same id().
+        # Keyed by the id() of both mappings. The value keeps them alive, so that no new mapping
+        # gets the same id().
         self._merged: dict[tuple[int, int], tuple[Any, Any, dict[str, Any], list[int]]] = {}
 
     def merge(

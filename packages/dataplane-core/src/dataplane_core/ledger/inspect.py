@@ -182,7 +182,7 @@ class SampleState:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePage:
-    """Fields and states of samples, one byte each, in the order of first puts.
+    """Fields and states of samples in the order of first puts, one byte per field or state.
 
     Attributes:
         total: number of samples of the partition.
@@ -330,7 +330,7 @@ def check_page(operation: str, start: object, limit: object) -> tuple[int, int]:
     """Return ``start`` and ``limit`` as plain ints.
 
     Raises:
-        InvalidRequestError: (a ValueError) one is not an int, or out of bounds.
+        InvalidRequestError: (a ValueError) a number is not an int, or is out of bounds.
     """
     return checked_int(operation, "start", start), checked_int(
         operation, "limit", limit, maximum=MAX_PAGE_ROWS

@@ -15,7 +15,7 @@ class Lease(Holding):
     """A claim that is not fully acknowledged yet.
 
     Attributes:
-        token: secret that acknowledges or releases it, known to the claimer alone.
+        token: secret that is needed to acknowledge, renew or release it.
         name: public name, which does not reveal the token.
         task: the claiming task.
         owner: the claiming process, as the claim named it.
@@ -71,10 +71,10 @@ class Leases(dict[str, Lease]):
         return rows
 
     def check_token(self, token: str | None, sample_ids: Iterable[str], rows: Rows) -> None:
-        """Raise `LeaseLostError` if a put under a claim may not write all of the samples.
+        """Raise `LeaseLostError` if a put under a claim may not write one of the samples.
 
-        It may write samples that the claim holds or has acknowledged. It may write other samples
-        unless the claim lost them, or another claim of the task holds or has acknowledged them.
+        The put may write samples that the claim holds or has acknowledged. It may write any other
+        sample, unless the claim lost it, or another claim of the task holds or has acknowledged it.
         """
         if token is None:
             return

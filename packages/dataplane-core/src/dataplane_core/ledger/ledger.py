@@ -95,8 +95,8 @@ class Ledger:
         self.partitions: dict[str, Partition] = {}
         self._discard = discard
         self._sequence = itertools.count()
-        # Shared by all partitions, so that these numbers do not restart when a partition is
-        # registered again.
+        # Shared by all partitions, so that revisions and fencing numbers do not restart when a
+        # partition is registered again.
         self._revisions = itertools.count(1)
         self._fence = itertools.count(1)
 
@@ -126,7 +126,7 @@ class Ledger:
         return partition
 
     def check_registered(self, partition: Partition) -> None:
-        """Raise `PartitionNotFoundError` if ``partition`` was cleared, also if registered again.
+        """Raise `PartitionNotFoundError` if ``partition`` was cleared, or cleared and replaced.
 
         A put that had to wait passes the partition with which it began.
         """
@@ -247,7 +247,7 @@ class Ledger:
             self._discard(replaced)
 
     def acknowledge_put(self, ticket: PutTicket) -> tuple[str, list[str]]:
-        """Acknowledge the samples of a put just committed that its claim still holds.
+        """Acknowledge those samples of a committed put that its claim still holds.
 
         Returns:
             The claim's task, and the acknowledged samples.

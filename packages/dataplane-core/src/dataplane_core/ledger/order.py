@@ -16,8 +16,8 @@ ClaimOrder: TypeAlias = Callable[[str, Mapping[str, Any]], float]
 
 Equal numbers are claimed in the order of first puts. A group has its samples' smallest number.
 
-It is called each time a ready sample enters a claim queue, so it can run several times per sample.
-A claim with new terms builds a queue, and a change of tags rebuilds the queues.
+The function is called each time a ready sample enters a claim queue. That can be several times per
+sample: a claim with new terms builds a queue, and a change of tags rebuilds the queues.
 """
 
 

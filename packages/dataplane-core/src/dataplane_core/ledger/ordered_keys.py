@@ -26,7 +26,8 @@ class OrderedKeys(Generic[K]):
         bounds            (3, 5)                     (5, 2)     (8, 4)
 
     One bisection of the bounds and one of a run find an entry. A bound remains when its entry is
-    removed, here (3, 5). An empty run is removed; one that is too large is split in the middle.
+    removed, here (3, 5). An empty run is removed, and a run that is too large is split in the
+    middle.
 
     If position and key are integers, an entry is the integer ``position << 64 | key``, which
     compares three times as fast as a tuple.

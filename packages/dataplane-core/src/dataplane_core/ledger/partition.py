@@ -95,7 +95,7 @@ class Partition:
     def redeclare(self, declaration: PartitionDeclaration) -> None:
         """Replace the declaration; keep the rows, and the states of tasks declared again.
 
-        Samples assigned to ranks become open to all.
+        Samples assigned to ranks become claimable by all.
         """
         for task in self.tasks.values():
             self.reopen_assignments(task, task.assignments)
@@ -138,7 +138,7 @@ class Partition:
 
         Args:
             written: the rows that the put wrote.
-            present: those of them that existed before.
+            present: the written rows that existed before the put.
             tags: one mapping per written row that replaces its tags; None keeps them.
         """
         old_tags = {row: row.tags for row in present} if self._order is not None else {}
@@ -159,8 +159,9 @@ class Partition:
     def prepare(self, request: ClaimRequest) -> bool:
         """Do a bounded part of the work that a claim with new terms needs; return True when done.
 
-        The first claim with given terms has to see every open sample. A server that must not block
-        calls this until it returns True, and then `claim` with no other call in between.
+        Terms are fields, filter and seed; the first claim with given terms has to see every open
+        sample. A server that must not block calls this until it returns True, and then `claim` with
+        no other call in between.
         """
         task = self.task(request.task_name)
         if request.sample_ids is not None:
@@ -203,7 +204,7 @@ class Partition:
     def _take_named(
         self, task: Task, request: ClaimRequest, sample_ids: Sequence[str]
     ) -> list[Row] | None:
-        """Take the named rows that are ready; return None if the claim has to wait for others."""
+        """Take the named rows that are ready; return None if the claim must wait for the rest."""
         present = [row for each in sample_ids if (row := self.rows.get(each)) is not None]
         done = [row.sample_id for row in present if task.code(row) == ACKNOWLEDGED]
         if done:

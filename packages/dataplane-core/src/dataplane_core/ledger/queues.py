@@ -93,7 +93,7 @@ class SampleQueue:
                     self._ready.put(row.sequence, self.positions.of(row))
 
     def discard(self, rows: Sequence[Row]) -> None:
-        """Remove samples that are no longer open; others are ignored."""
+        """Remove samples that are no longer open; ignore those not in the queue."""
         sequences = [row.sequence for row in rows]
         self.terms.awaited.discard(sequences)
         self._ready.discard(sequences)
@@ -104,7 +104,7 @@ class SampleQueue:
         return len(self._ready)
 
     def oversized_group(self, unit: int) -> tuple[str, int] | None:
-        """Return name and size of the largest complete group of more than ``unit`` samples."""
+        """Return name and size of the largest complete group above ``unit`` samples, or None."""
         return None
 
     def take(self, limit: int, *, unit: int, partial: bool) -> list[int]:
@@ -142,7 +142,7 @@ class _GroupList:
     """List of groups that can be taken.
 
     Attributes:
-        names: names of the groups, by position and sequence of their first sample.
+        names: names of the groups, ordered by position and sequence of their first sample.
         sizes: number of samples to the number of groups of that size.
     """
 

@@ -59,7 +59,7 @@ class Samples:
             now: time of the put.
 
         Returns:
-            The rows, those of them that were present before, and cells that can be discarded.
+            The written rows, those of them that existed before, and cells that can be discarded.
         """
         names, by_sample = _by_sample(cells)
         replaced: list[Any] = []
@@ -168,7 +168,7 @@ def _by_sample(
 
 
 def note_origin(rows: Iterable[Row], fields: Sequence[str], origin: str | None) -> None:
-    """Record that the put ``origin`` wrote ``fields`` of ``rows``; None is a put without a name."""
+    """Record that the put ``origin`` wrote ``fields`` of ``rows``; None if it has no name."""
     if not fields:
         return
     own = {} if origin is None else dict.fromkeys(fields, origin)
@@ -185,7 +185,7 @@ def note_origin(rows: Iterable[Row], fields: Sequence[str], origin: str | None) 
 
 
 def count_origins(rows: Iterable[Row], fields: Sequence[str]) -> dict[str, int]:
-    """Return the number of rows in which each origin wrote one of ``fields``, largest first."""
+    """Return origin to the number of rows in which it wrote one of ``fields``, largest first."""
     mappings = [row.origins for row in rows]
     # Rows share mappings: each distinct one is read once.
     distinct = dict(zip(map(id, mappings), mappings, strict=True))

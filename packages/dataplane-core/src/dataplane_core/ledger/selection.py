@@ -1,4 +1,4 @@
-"""Requests of claims, and the split of a drawn batch over data-parallel ranks."""
+"""Claim requests, and the split of a drawn batch over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class ClaimRequest:
         blocking: wait for a full batch or, once nothing more can come, take the remainder; False
             takes the samples that are ready.
         where: conditions that a sample's tags must all meet.
-        seed: claim in an order that depends on this and the ids alone; None is the ledger's order:
-            the configured one, or that of first puts.
+        seed: claim in an order that depends on the seed and the ids alone; None means the ledger's
+            order: the configured order, or else the order of first puts.
         dp_rank: the caller's data-parallel rank.
         dp_world: number of ranks that share each drawn batch of ``dp_world * batch_size`` samples.
         lease_s: length of the claim's lease in seconds; None is a claim without a lease.

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 CHUNK_BITS = 7
-"""A chunk has 2**7 = 128 sequences, so that work on one takes well below a millisecond."""
+"""A chunk has 2**7 = 128 sequences, so that work on a chunk takes well below a millisecond."""
 _BITS = tuple(1 << bit for bit in range(1 << CHUNK_BITS))
 
 

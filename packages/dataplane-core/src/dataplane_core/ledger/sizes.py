@@ -25,7 +25,7 @@ class FieldBytes:
         self._held: dict[str, int] = {}
 
     def add(self, nbytes: Mapping[str, int]) -> None:
-        """Add the bytes that a put wrote, by field; the bytes of other fields are unknown."""
+        """Add the bytes that a put wrote, by field; a field that is never added is unknown."""
         if self.is_measured:
             for name, count in nbytes.items():
                 self._held[name] = self._held.get(name, 0) + count

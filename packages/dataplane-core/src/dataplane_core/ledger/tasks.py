@@ -23,7 +23,7 @@ _IDLE = 0.25
 _MAX_QUEUES = 32
 """Maximum queues of a task; a claim that needs another drops the least recently used one.
 
-Most are dropped earlier, see `Task.enqueue`.
+Most queues are dropped earlier, see `Task.enqueue`.
 """
 
 QueueKey: TypeAlias = tuple[frozenset[str], frozenset[TagFilter], int | None]
@@ -122,8 +122,8 @@ class Task(NamedTask):
         after = _CODES[type(to)]
         moved = 0
         claimed: dict[int, int] = {}
-        # Samples of one claim share their states. Keyed by the id() of the old states; the value
-        # keeps these alive, so that no new ones get the same id().
+        # Samples of one claim share a mapping of states, so each mapping is replaced once. Keyed by
+        # the id() of the old mapping; the value keeps it alive, so that no new one gets its id().
         replacements: dict[int, tuple[Mapping[NamedTask, State], Mapping[NamedTask, State]]] = {}
         for row in rows:
             states = row.states
@@ -197,8 +197,8 @@ class Task(NamedTask):
     def extend(self, queue: Queue) -> bool:
         """Add the next chunk of rows that a queue has not seen; return whether it is complete.
 
-        An incomplete queue gets changes like any other. A row that arrives twice has no effect the
-        second time.
+        Puts and claims change an incomplete queue like any other. So a row may be added twice; the
+        second time has no effect.
         """
         if queue.terms.unseen is not None:
             chunk = next(queue.terms.unseen, None)
@@ -227,7 +227,7 @@ class Task(NamedTask):
         self.queues.clear()
 
     def enqueue(self, rows: Sequence[Row]) -> None:
-        """Drop idle queues, then add open rows, new or changed, to the others.
+        """Drop idle queues, then add open rows, new or changed, to the remaining queues.
 
         A filter that changes with every step, for example on the weight version, leaves an unused
         queue behind each time. To rebuild a queue, the open samples are scanned once. To keep it,

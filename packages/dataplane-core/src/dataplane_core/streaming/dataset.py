@@ -26,7 +26,7 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
         partition_id: partition to claim from.
         task_name: the consumer task.
         required_fields: fields that a sample must have.
-        select_fields: fields to fetch; None is ``required_fields``.
+        select_fields: fields to fetch; None means ``required_fields``.
         batch_size: maximum samples of a batch; the last batches may be smaller.
         dp_rank: data-parallel rank. This argument and the next three are as in
             `DataPlaneClient.claim_meta`.
@@ -72,8 +72,8 @@ class StreamingDataset(IterableDataset[tuple[TensorDict, KVBatchMeta]]):
             wait_for_leased: as `DataPlaneClient.claim_meta`; False where batches are prefetched.
 
         Raises:
-            ClaimTimeoutError: (TimeoutError) no batch was complete in time, or samples stayed
-                leased until then.
+            ClaimTimeoutError: (TimeoutError) until the deadline no batch was complete, or samples
+                stayed leased.
             DataPlaneError: as `claim_meta` and `get_data`; the claim is released.
         """
         # An adapter without leases need not know the keyword.

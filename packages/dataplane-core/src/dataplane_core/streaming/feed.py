@@ -167,5 +167,5 @@ def with_timeout(
 
 
 def max_wait_s(dataset: StreamingDataset, batch_timeout_s: float) -> float:
-    """Return how long a worker may take for an item: its claim's timeout plus the batch's."""
+    """Return how long a worker may take for an item, up to the limit of torch's queue."""
     return min(dataset.timeout_s + batch_timeout_s, _MAX_WAIT_S)

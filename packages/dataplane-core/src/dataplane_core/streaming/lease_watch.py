@@ -33,13 +33,13 @@ class LeaseWatch:
         self._live: set[str] = set()
 
     def all_live(self) -> bool:
-        """Return whether each holder and assigned rank was active since this was first called.
+        """Return whether each holder and assigned rank was active since the first call of this.
 
         A claim is live if it was renewed since this watch first saw it. A rank's claim is also live
         if it was made after the first call: a rank that works through its assignments may not have
         renewed its newest claim yet. An assignment is live if its rank claimed or renewed
-        after the first call. False if there are neither claims nor assignments. Those beyond what
-        the inspector lists at once are not watched.
+        after the first call. False if there are neither claims nor assignments. Claims and
+        assignments beyond the inspector's limit for one list are not watched.
         """
         now = time.monotonic()  # before the query, so that `now - age` is never too late
         claims = self._inspector.list_claims(self._partition_id)

@@ -47,31 +47,31 @@ class StreamingDataLoader:
 
     Iteration ends when the task has nothing left to claim, no other consumer holds a lease, and
     nothing is assigned to another data-parallel rank. The loader waits for samples of dead
-    consumers and delivers them. With ``"commit"`` it does not wait for live ranks: they commit
+    consumers and delivers them. With ``"commit"`` it does not wait for live consumers: they commit
     their samples themselves, possibly after their loops. Each wait ends after ``timeout_s``, which
     must exceed both the lease and the time for which others hold a batch.
 
     With leases (``claim_lease_s`` in the client's config), held and prefetched batches are renewed
-    in the background, and released when the loop stops early. ``acknowledge_on`` says
-    when a batch is acknowledged:
+    in the background, and released when the loop stops early. ``acknowledge_on`` says when a batch
+    is acknowledged:
 
     - ``"next"``: when the loop requests the next batch, or at `ack`. If the process dies, an
       unacknowledged batch is delivered again, an acknowledged one never. A loop that returns to an
       older checkpoint does not get the batches acknowledged since then.
     - ``"commit"``: at `commit` alone; requesting the next batch, or `ack`, marks a batch as done.
-      `state_dict` lists the samples done. Save it together with the model, then call `commit`.
-      After a crash, restart from that state. Samples not done in it are delivered again once their
-      leases expire. Samples done in it never are, even if `commit` was not reached. So
+      `state_dict` lists the done samples. Save it together with the model, then call `commit`.
+      After a crash, restart from that state. Samples that it does not list are delivered again once
+      their leases expire. Samples that it lists never are, even if `commit` was not reached. So
       training that resumes from the newest saved state uses every sample exactly once. If the
       lease of a done sample is lost, the loader claims it again and holds it until its `commit`,
       but does not deliver it twice.
 
-    The current batch is not done before `ack`; call it before `state_dict` to include the batch.
+    The current batch is not done before `ack`. To include it in `state_dict`, call `ack` first.
     Without leases a claim is final: a crash loses what was claimed and not trained on.
 
     A batch that lost its lease before its turn, in a suspended process for example, is claimed
     again instead of delivered. Samples that were withdrawn or cleared by force are left out; the
-    others of their claim keep their lease.
+    remaining samples of their claim keep the lease.
 
     With several ranks and ``"commit"``, a rank may die after others have left their loops. Once
     every live rank has committed, iterate again, until an iteration delivers nothing. On a resume,
@@ -94,7 +94,7 @@ class StreamingDataLoader:
 
     Raises:
         DeadlineExceededError: (TimeoutError) while iterating: no worker delivered a batch within
-            the dataset's ``timeout_s`` and ``batch_timeout_s`` together.
+            the dataset's ``timeout_s`` plus ``batch_timeout_s``.
         InvalidRequestError: (a ValueError) an argument is invalid; or, while iterating: the result
             of ``collate`` in a worker cannot be pickled.
         LeaseLostError: while iterating: the delivered batch lost its lease before the next was
@@ -185,7 +185,7 @@ class StreamingDataLoader:
                 listener = threading.Thread(target=self._listen, args=(reports,), daemon=True)
                 listener.start()
                 stack.callback(listener.join, 5.0)
-                # In a thread: a worker that was killed in its own put holds the queue's lock.
+                # In a thread, because it may block: a worker killed in its put keeps the lock.
                 end = threading.Thread(target=reports.put, args=(None,), daemon=True)
                 stack.callback(end.start)
                 feed = Feed(self.dataset, self._collate, reports.put, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
-from typing import Any  # Any: torch does not type what only nested tensors have
+from typing import Any  # Any: torch does not type the attributes of nested tensors
 
 import numpy as np
 import torch
@@ -196,7 +196,7 @@ def width_of(name: str, form: Form | None, width: int) -> int | None:
 
 
 def check_width(name: str, form: Form | None, row: Sequence[int], width: int) -> None:
-    """Refuse to pad a field that may hold one value per sample: zeros would corrupt it.
+    """Refuse to pad a field that may hold one value per sample: padding would corrupt it.
 
     Args:
         name: the field.
@@ -223,7 +223,7 @@ def columns_of_fields(
     """Return the result of a read as padded columns.
 
     Args:
-        fields: leaves are tensors, with the form of `form_of`, and per-row Python values.
+        fields: leaves are tensors, whose form `form_of` returns, and per-row Python values.
         pad_values: field to its pad value; 0 if absent.
         width: minimum size of dim 1, to which tensors that are per token (see `is_per_token`) are
             right-padded.

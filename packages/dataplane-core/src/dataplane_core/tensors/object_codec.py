@@ -4,8 +4,8 @@ The format is msgpack with extension types: numpy arrays, tensors, nested tensor
 size, and the types of `dataplane_core.tensors.object_types`. All clients use it, so that all accept
 and return the same values. Public to authors of adapters.
 
-A caller can allow pickle as a fallback, to encode and to decode. To decode a pickle is to run code
-of whoever wrote it.
+A caller can allow pickle as a fallback, to encode and to decode. Decoding a pickle runs code of
+whoever wrote it.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
 
 
 def decode_object(data: bytes, *, allow_pickle: bool = False) -> Any:
-    """Decode a value of `encode_object`.
+    """Decode a value that `encode_object` encoded.
 
     Args:
         data: the encoded value.
@@ -197,7 +197,7 @@ def decode_object(data: bytes, *, allow_pickle: bool = False) -> Any:
 
 
 def decode_struct(data: bytes, struct: type[_T]) -> _T:
-    """Decode a msgspec struct of `encode_object`; raise ValueError if ``data`` is not one."""
+    """Decode an encoded msgspec struct; raise ValueError if ``data`` is not a ``struct``."""
     decoder = _struct_decoders.get(struct)
     if decoder is None:
         # msgspec crashes if two threads use a type for the first time at once.

@@ -1,8 +1,8 @@
 """Types of Python values that object columns store beyond msgpack's own, without pickle.
 
 Each type has a name and two functions. The name is stored with the value, and a process that reads
-it needs the same registration. Types of Pillow, pydantic and transformers are registered here, but
-their libraries are imported only when such a value is read.
+it needs the same registration. Types of Pillow, pydantic and transformers are registered here. This
+module imports Pillow and transformers only to decode such a value, and never imports pydantic.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _wrap(value: Any) -> Any:
     """Return a value with the types of its containers, which msgpack alone would lose."""
     kind = type(value).__name__
     if type(value) is not _CONTAINERS.get(kind):
-        if isinstance(value, str):  # Pillow's text of PNG with a language
+        if isinstance(value, str):  # Pillow's subclass for a PNG text with its language
             return str(value)
         # Pillow's rational number compares equal to the float.
         rational = isinstance(value, numbers.Rational) and not isinstance(value, int)
@@ -127,7 +127,8 @@ def _encode_image(image: Any) -> list[Any]:
 
 def _decode_image(stored: list[Any]) -> Any:
     mode, (width, height), pixels, colors, info, form = stored
-    if width * height > 8 * len(pixels):  # before the allocation; mode "1" has 8 pixels per byte
+    # Checked before Pillow allocates the image; mode "1" has 8 pixels per byte.
+    if width * height > 8 * len(pixels):
         raise ValueError(f"{len(pixels)} bytes are too few for {width} x {height} pixels")
     image = importlib.import_module("PIL.Image").frombytes(mode, (width, height), pixels)
     if colors is not None:
@@ -155,7 +156,7 @@ def _encode_model(model: Any) -> list[Any]:
 def _decode_model(stored: list[Any]) -> Any:
     path, text, fields_set = stored
     module, _, names = path.partition(":")
-    # Nothing is imported by a stored name: that could run any module's code.
+    # Do not import the stored module: that could run any module's code.
     model: Any = sys.modules.get(module)
     for name in names.split("."):
         model = getattr(model, "__dict__", {}).get(name)

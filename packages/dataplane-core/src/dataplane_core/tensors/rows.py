@@ -66,9 +66,10 @@ def form_of(leaf: object) -> Form | None:
 
 
 def is_form_known(leaf: torch.Tensor) -> bool:
-    """Return whether `set_form` set the form of ``leaf``; form None then means it was put dense.
+    """Return whether `set_form` set the form of ``leaf``.
 
-    The rows of such a field may still differ in shape between puts.
+    If so, the form None means that the field was put dense. Its rows may still differ in shape
+    between puts.
     """
     return hasattr(leaf, _FORM)
 
@@ -282,7 +283,7 @@ def jagged_from_rows(rows: Sequence[torch.Tensor], *, like: torch.Tensor) -> tor
 def leaves_of_rows(
     column: Column,
 ) -> list[tuple[list[int], torch.Tensor | NonTensorStack]]:
-    """Return leaves, each with its row indices; a put of each restores ``column`` and its form.
+    """Return leaves with their row indices; a put of each leaf restores ``column`` and its form.
 
     There is one leaf, unless the field has no form and its rows differ in shape. Then a put of all
     rows together would give the field a form.

@@ -15,7 +15,7 @@ A subclass provides two fixtures and inherits every test::
             ...  # a second client of the same store, preferably in another process
 
 `LeaseContract`, `NamedClaimContract`, `BackpressureContract`, `OriginContract`,
-`InspectionContract` and `ClaimOrderContract` are for clients with those capabilities.
+`InspectionContract` and `ClaimOrderContract` each test a capability that a client may lack.
 `MinimalClient` is for tests of layers that use clients. Needs the extra
 ``dataplane-core[testing]``.
 """

@@ -248,7 +248,7 @@ class ClaimContract(StoreFixtures):
     def test_blocked_claim_ends_when_another_takes_its_samples(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
-        """A claim without a lease must wake others itself, because no acknowledgment follows."""
+        """A claim without a lease must wake blocked claims, because no acknowledgment follows."""
         for _ in range(3):  # in case the other claim was first
             client.register_partition(partition, ["x", "y"], 2, ["train"])
             put(client, partition, ["a", "b"])

@@ -68,7 +68,7 @@ def _deep(levels: int) -> Any:
 
 _NO_DICT: Any = None
 COMPLEX = torch.tensor([1 + 2j, 3 - 1j])
-# Factories of values, called anew for each use: iterators are consumed, others could be changed.
+# Factories of values. Each use makes a new value: a call may consume an iterator or change a list.
 VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "lone surrogate": lambda: LONE_SURROGATE,

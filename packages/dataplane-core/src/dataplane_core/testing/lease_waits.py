@@ -46,7 +46,7 @@ def filled(
 ) -> DataPlaneClient:
     """Return ``client`` after it registered the partition 'train' and put ``ids`` into it.
 
-    ``declared`` is the declared number of samples; None is the number of ``ids``.
+    ``declared`` is the declared number of samples; None means the number of ``ids``.
     """
     count = len(ids) if declared is None else declared
     client.register_partition("train", ["x"], count, list(tasks), group_size)
