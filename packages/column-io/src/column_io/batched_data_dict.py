@@ -1,7 +1,7 @@
 """`BatchedDataDict`: the columns of a batch, and the row operations that training needs.
 
-Three attributes hold the plan of micro-batches. It refers to rows by index, so every operation that
-moves rows returns a batch without it; only `get_batch` keeps the part for its rows.
+Three attributes hold the plan of micro-batches. The plan refers to rows by index, so operations
+that pick or move rows drop the plan; only `get_batch` keeps the part for its rows.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
             if missing:
                 raise MissingDataError(
                     f"from_batches: batch {index} of {len(batches)} lacks columns "
-                    f"{listed(missing)}; drop them from the others or add them",
+                    f"{listed(missing)}; drop them from the other batches, or add them to this one",
                     fields=missing,
                 )
         pad_values = pad_value_dict or {}
@@ -188,7 +188,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
         return checked_indices("select_indices", indices, size)
 
     def reorder_data(self, reorded_indices: Sequence[int]) -> None:
-        """Move row i to index ``reorded_indices[i]``, in place, and drop a plan of micro-batches.
+        """Move row i to index ``reorded_indices[i]``, in place, and drop the micro-batch plan.
 
         Called on the concatenated shards, with the order that `shard_by_batch_size` returned, it
         restores the order of the batch that was sharded.
@@ -266,7 +266,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[_ColumnsT]):
 
         Args:
             shards: number of ranks.
-            batch_size: rows in a global batch; None is one global batch with all rows.
+            batch_size: rows in a global batch; None means one global batch with all rows.
             allow_uneven_shards: the last ranks may get fewer rows; cannot be combined with
                 ``batch_size`` or micro-batches.
             dynamic_batching_args: group rows of similar length into micro-batches of one width.

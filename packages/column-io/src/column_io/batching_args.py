@@ -28,7 +28,7 @@ class SequencePackingArgs(TypedDict):
         input_lengths_key: column of the lengths; default "input_lengths". Plans made from a meta
             use the meta's lengths.
         order: order in which micro-batches are assigned to ranks and run: "packer" (the default)
-            keeps the packer's order; "largest_first" sorts them.
+            keeps the packer's order; "largest_first" runs those with the most tokens first.
     """
 
     max_tokens_per_microbatch: int

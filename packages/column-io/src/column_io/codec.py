@@ -213,7 +213,7 @@ def response_from_nested(
     if not values.is_nested:
         raise InvalidRequestError(
             f"response_from_nested: dense tensor of shape {tuple(values.shape)}; expected a "
-            "nested one, make it with to_nested_by_length"
+            "nested tensor; make it with to_nested_by_length"
         )
     if isinstance(response_lengths, torch.Tensor) and response_lengths.is_nested:
         responses = [row.shape[0] for row in response_lengths.unbind()]
@@ -253,7 +253,7 @@ def materialize(
             every tensor as it is.
         pad_value_dict: column to its pad value; 0 if absent.
         pad_to_seqlen: with layout "padded", the minimum width in tokens to which per-token tensors
-            of two or more dims are right-padded along dim 1; 0 is the longest row. The per-token
+            of two or more dims are right-padded along dim 1; 0 means the longest row. The per-token
             tensors are `TOKEN_ALIGNED_FIELDS`, jagged leaves, and fields that were put jagged
             (`dataplane_core.tensors.rows.form_of`). Wider tensors are not cut.
 

@@ -113,7 +113,7 @@ def join_columns(name: str, parts: Sequence[Any], pad_value: float, *, shaped: b
 
 def _join_arrays(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     dtypes = {part.dtype for part in parts}
-    # The dtype of text contains its length.
+    # The dtype of text contains its length, so only the kind of text dtypes must agree.
     if len({dtype.kind if dtype.kind in "US" else dtype for dtype in dtypes}) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
         raise InvalidRequestError(f"from_batches: column {name!r} has several dtypes: {names}")

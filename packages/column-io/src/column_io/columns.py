@@ -110,7 +110,7 @@ def write_columns(
     *,
     claim: KVBatchMeta | None = None,
 ) -> None:
-    """Write columns for the rows of ``meta``, in one put; none if ``fields`` is empty.
+    """Write columns for the rows of ``meta`` in one put; write nothing if ``fields`` is empty.
 
     Args:
         dp_client: the client to write to, as for `read_columns`.
@@ -120,7 +120,8 @@ def write_columns(
             column (`TOKEN_ALIGNED_FIELDS`) must be at least as wide as the longest row, or nested
             with the rows' lengths; ``advantages`` and ``sample_mask`` may hold one value per
             sample, (n,).
-        claim: the leased claim under which they were computed, as in `DataPlaneClient.put_samples`.
+        claim: the leased claim under which the columns were computed, as in
+            `DataPlaneClient.put_samples`.
 
     Raises:
         InvalidRequestError: (a ValueError) rows or lengths do not fit the ids, or a token-aligned

@@ -110,8 +110,8 @@ def reconstruct_message_log(
     Raises:
         MissingDataError: (a KeyError and a ValueError) a column is missing.
         InvalidRequestError: (a ValueError) a row's roles, contents, lengths, ids and
-            log-probabilities do not fit together, columns differ in their number of rows, or both
-            forms are mixed.
+            log-probabilities do not fit together, columns differ in their number of rows, or a
+            mapping and separate columns are both given.
     """
     given = {
         INPUT_IDS: columns if input_ids is None else input_ids,

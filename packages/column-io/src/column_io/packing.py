@@ -51,7 +51,7 @@ def pack_largest_first_modified(sizes: Sequence[int], capacity: int) -> list[lis
 
     1. Each sequence above half the capacity opens a bin.
     2. Forward over the bins: add the longest sequence above a third of the capacity that fits.
-    3. Backward over the bins that got none: add two sequences above a sixth.
+    3. Backward over the bins that still have one sequence: add two above a sixth, if they fit.
     4. Forward: add whatever fits, longest first.
     5. Pack the remaining sequences first-fit decreasing.
 

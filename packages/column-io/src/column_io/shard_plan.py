@@ -68,7 +68,7 @@ def plan_even_shards(
     Args:
         count: number of rows of the batch.
         shards: number of ranks.
-        batch_size: rows in a chunk (a global batch); None is one chunk.
+        batch_size: rows in a chunk (a global batch); None means one chunk.
         allow_uneven: the last ranks may get fewer rows, or none.
 
     Raises:
@@ -103,7 +103,7 @@ def plan_sequence_packing(
     *,
     batch_size: int | None = None,
 ) -> list[RankPlan]:
-    """Pack each chunk into micro-batches, and assign those to the ranks round-robin.
+    """Pack each chunk into micro-batches, and assign the micro-batches to the ranks round-robin.
 
     ``lengths`` has the tokens of each row; the other arguments are as in `plan_even_shards`.
     """

@@ -40,20 +40,21 @@ def shard_meta_for_dp(
         meta: the batch; ``sequence_lengths`` are the tokens of each row.
         dp_world: number of data-parallel ranks.
         batch_size: rows in a global batch (one optimizer step), each distributed separately; None
-            is one global batch with all rows.
+            means one global batch with all rows.
         sequence_packing_args: pack rows into micro-batches of bounded tokens.
         dynamic_batching_args: group rows of similar length into micro-batches of one width.
 
     Returns:
         One meta per rank, and the inverse order.
 
-        Each row of ``meta`` is in exactly one of them, with its length. Partition, task, fields
-        and ``extra_info`` are retained, tags are dropped. With micro-batches, ``extra_info`` also
-        has the keys of their plan.
+        Each row of ``meta`` is in exactly one of the metas, with its length. Partition, task,
+        fields and ``extra_info`` are retained, tags are dropped. With micro-batches, ``extra_info``
+        also has the keys of their plan.
 
         - ``micro_batch_indices``: per global batch a list of [start, stop) relative to its first
             row;
-        - ``micro_batch_lengths``: tokens of each packed micro-batch, width of each dynamic one;
+        - ``micro_batch_lengths``: the tokens (packing) or the width (dynamic batching) of each
+            micro-batch;
         - ``elem_counts_per_gb``, with packing: rows per global batch;
         - ``micro_batch_ids_digest``: digest of the ordered ids. The plan refers to rows by index,
             so `read_columns` ignores it if rows were picked or moved since.
