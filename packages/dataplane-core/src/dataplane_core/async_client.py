@@ -214,7 +214,7 @@ class AsyncDataPlaneClient:
                 self._inner.release(meta)
                 return
             except DataPlaneError as error:
-                reason = f"{error}; they can be claimed again when the lease expires"
+                reason = f"{error}; the samples can be claimed again when the lease expires"
         logger.warning(
             "claimed_samples_lost",
             partition_id=meta.partition_id,

@@ -41,7 +41,7 @@ class MinimalClient:
     keyword TypeError.
 
     Args:
-        store: the in-memory client that does the work; None creates one.
+        store: the in-memory client that does the work; None creates a new client.
     """
 
     def __init__(self, store: InMemoryDataPlaneClient | None = None) -> None:
