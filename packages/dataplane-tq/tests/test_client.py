@@ -73,7 +73,7 @@ for bootstrap in (True, False):
         ({"packed_transport": "pigeon"}, "packed_transport"),
         ({"unit_resources": {"CPU": 1.0}}, "unit_resources.CPU: .* expected a custom resource"),
         ({"unit_resources": {"nodes": 0.0}}, "unit_resources.nodes: found 0.0; .* more than 0"),
-        ({"unit_resources": {"nodes": 2.0}}, "need .* of it, but the nodes of this Ray have 0"),
+        ({"unit_resources": {"nodes": 2.0}}, "need .* of it, but this Ray cluster has 0"),
         ({"sampler": "nowhere:Sampler"}, "nowhere:Sampler"),
         ({"sampler": "collections:OrderedDict"}, "not a subclass"),
         ({"sampler": f"{__name__}:SamplerOfGroups"}, "without arguments .*missing 1 required"),

@@ -1,9 +1,9 @@
 """Starts and joins a Ray cluster that listens on loopback only.
 
 Each part of Ray listens on all interfaces unless the node's address is a loopback address, and Ray
-replaces a given loopback address by the machine's own. A switch prevents that. Ray reads it from
-``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` on import; this module sets it later, only while it starts or
-joins a cluster.
+replaces a given loopback address by the machine's own. A switch of Ray prevents the replacement.
+Ray reads the switch from ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` on import; this module sets it
+later, only while it starts or joins a cluster.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def start_local_ray(**options: Any) -> None:
         options: options of `ray.init`, except ``address``.
 
     Raises:
-        UnavailableError: Ray did not start, or this version of it does not stay on loopback; what
-            was started is stopped again.
+        UnavailableError: Ray did not start, or this version of Ray does not stay on loopback; the
+            processes that were started are stopped again.
         TypeError, ValueError: an option is wrong.
     """
     was_running = ray.is_initialized()
@@ -68,9 +68,10 @@ def start_local_ray(**options: Any) -> None:
 
 
 def join_ray(address: str, **options: Any) -> None:
-    """Connect this process to a running Ray cluster, also to one that listens on loopback only.
+    """Connect this process to a running Ray cluster, even if it listens on loopback only.
 
-    Without the check here, Ray would wait minutes for an answer, and might exit the process.
+    This function checks first that Ray answers: `ray.init` would wait minutes for an answer, and
+    might exit the process.
 
     Args:
         address: address of the cluster, as for `ray.init`; "auto" for the one on this machine.
@@ -87,14 +88,14 @@ def join_ray(address: str, **options: Any) -> None:
             ray.init(address=address, **options)
     except (TypeError, ValueError, UnavailableError):
         raise
-    except Exception as error:  # noqa: BLE001  # Ray raises that class itself
+    except Exception as error:  # noqa: BLE001  # Ray raises plain Exceptions
         raise UnavailableError(f"Ray at {address!r} cannot be joined: {_reason(error)}") from None
 
 
 def _stop_parts(error: BaseException) -> str:
     """Stop the processes that a failed start left; return what is known about them.
 
-    Until Ray has started, only the frames of the error refer to its record of these processes.
+    Until Ray has started, only frames in the error's traceback refer to Ray's record of them.
     """
     text = ""
     for frame, _ in walk_tb(error.__traceback__):
@@ -119,7 +120,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Raise `UnavailableError` unless a process at the address answers HTTP/2, or disconnects."""
+    """Raise `UnavailableError` if no process accepts a connection, or if it then stays silent."""
     if "://" in address:
         return  # Ray Client, which has its own time-out
     resolved = services.canonicalize_bootstrap_address(address)

@@ -1,6 +1,6 @@
-"""Limits of TCP connections: their number, and when the kernel closes one whose peer is silent.
+"""Limits of TCP connections: their number, and the silence after which the kernel closes one.
 
-A process stopped by SIGSTOP keeps its connections, because its kernel continues to answer. But the
+A process stopped by SIGSTOP keeps its connections, because its kernel continues to answer. But that
 kernel accepts no more bytes once its receive buffer is full; to the sender the machine then seems
 gone.
 """

@@ -147,7 +147,7 @@ class TransferQueueStore(Store):
                 rows: Iterable[Any] = leaf.unbind()
             else:
                 kinds[name], rows = OBJECT, leaf
-            # TransferQueue does not change bytes; it would change some other types.
+            # TransferQueue returns bytes unchanged, but changes values of some other types.
             values = (encode_object(f"field {name!r}", row) for row in rows)
             if self._rows_as_bytes:
                 values = (_with_checksum(value) for value in values)
@@ -188,7 +188,7 @@ class TransferQueueStore(Store):
 
 
 class PackedStore(Store):
-    """Store of the packed backend: this process accesses the storage units' memory itself.
+    """Store of the packed backend: this process accesses the storage units itself.
 
     Args:
         connection: `StorageBackend.connection` of ``packed``.

@@ -1,6 +1,6 @@
 """Starts, finds and stops a TransferQueue on a Ray cluster.
 
-The actors are TransferQueue's own controller, those of a storage backend, and the partition
+The actors are TransferQueue's own controller, the actors of a storage backend, and the partition
 directory. ``transfer_queue.init`` is not used: it allows one client per process and reserves one
 CPU per actor, and its ``close`` kills the controller from any process. The controller has its
 usual name, so TransferQueue's own tools find it.
@@ -105,8 +105,8 @@ def bootstrap(cfg: DataPlaneConfig) -> Topology:
     """Start TransferQueue according to ``cfg``.
 
     Raises:
-        ConfigError: (a ValueError) the backend is unknown or lacks a requirement, or this Ray
-            cluster already has a TransferQueue.
+        ConfigError: (a ValueError) the backend is unknown, or one of its packages is not installed;
+            a key is missing or wrong; or this Ray cluster already runs a TransferQueue.
         UnavailableError: Ray is not initialized, or the actors do not start in time.
     """
     _require_ray()
@@ -224,7 +224,7 @@ def _call_ray(timeout_s: float, call: Callable[[], T]) -> T:
 def has_foreign_queue(timeout_s: float) -> bool:
     """Return whether this Ray cluster runs a TransferQueue that another program started.
 
-    While this package starts its own, the answer is True too; `QueueInspector` refuses that queue.
+    The answer is also True while this package starts a TransferQueue; `QueueInspector` refuses it.
 
     Raises:
         UnavailableError: Ray is not initialized, or does not answer within ``timeout_s``.

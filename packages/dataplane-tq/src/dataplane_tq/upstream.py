@@ -2,7 +2,7 @@
 
 TransferQueue imports Yuanrong's libraries wherever they are installed. These contain their own gRPC
 and protobuf, which crash a process that has loaded another library's copies, such as NIXL's. So
-here they are imported only when a client of the backend ``yuanrong`` first uses them.
+this module delays the import until a client of the backend ``yuanrong`` first uses the libraries.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class _Partition:
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """A claim that waits inside the controller."""
+    """A claim that is blocked inside the controller."""
 
     partition: str
     task: str
@@ -122,10 +122,10 @@ class _ControllerRead(msgspec.Struct, frozen=True):
 class QueueInspector:
     """Inspector of the TransferQueue of a Ray cluster, whichever program started it.
 
-    It reads through Ray, in another thread than the one in which TransferQueue's controller answers
-    its clients, and changes nothing. Reads of all partitions run in the controller's process for at
-    most a twentieth of the time; in between, answers are as old as the last such read. Ages count
-    from the read in which a sample was first seen.
+    It changes nothing. It reads through Ray, in the main thread of the controller's process; the
+    controller answers its clients in another thread. Reads of all partitions take at most a
+    twentieth of the time; in between, answers are as old as the last such read. Ages count from the
+    read in which a sample was first seen.
 
     TransferQueue does not know leases, owners or required fields: a task's samples are unclaimed or
     acknowledged. Samples without a key are named by their index, such as "#17".
@@ -136,7 +136,7 @@ class QueueInspector:
 
     Attributes:
         fault: one sentence on why the controller no longer answers the job, as of the newest read;
-            None if it answers. Its state can still be read.
+            None if it answers. Either way, the controller's state can be read.
 
     Raises:
         UnavailableError: no cluster answers, or it runs no TransferQueue, or one older than 0.1.8.
@@ -326,7 +326,7 @@ class QueueInspector:
             for place, row, (hashed, key, tags) in zip(
                 places, rows, read or [], strict=read is not None
             )
-            if hashed == partition.keys[place]  # else another sample has got the index since
+            if hashed == partition.keys[place]  # not so if another sample got the index since
         ]
 
     def _refresh(self, timeout_s: float | None = None) -> None:
@@ -383,7 +383,7 @@ _SAMPLES = msgspec.msgpack.Decoder(
 
 
 def _pair() -> tuple[Connection, socket.socket]:
-    """Return both ends of a connection; a read or write of the first blocks at most `_STALL_S`."""
+    """Return both ends of a connection; calls on the first end block up to `_STALL_S` seconds."""
     own, other = socket.socketpair()
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         own.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_S, 0))

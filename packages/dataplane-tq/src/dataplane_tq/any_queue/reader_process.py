@@ -61,7 +61,7 @@ class QueueReader:
         return self._results([self._controller.__ray_call__.remote(function, *arguments)])[0]
 
     def list_storage(self) -> list[StorageSummary]:
-        """Return the storage units; an empty list unless they are SimpleStorage's or packed."""
+        """Return the storage units; an empty list if the backend is not SimpleStorage or packed."""
         if self._units is None and self._packed is None:
             self._find_units()
         if self._packed is not None:

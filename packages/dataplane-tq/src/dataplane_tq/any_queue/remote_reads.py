@@ -52,11 +52,11 @@ def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
     ``keys`` (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields)
     and ``consumed`` (samples x tasks).
     """
-    # By text, so that the arrays have a column for each name, even if two names have one text.
+    # Keyed by text, so that names and columns agree: names with the same text share one column.
     metadata = _by_text(status.field_metadata)
     columns = _by_text(status.field_name_mapping)
-    # A clear resets flags, then removes indexes, and much later keys. Read in the same order, so
-    # that no sample in the middle of a clear looks unclaimed.
+    # A clear resets flags, then removes indexes, and much later keys. Flags are read before
+    # indexes, so that a sample seldom looks unclaimed in the middle of a clear.
     consumption = {
         task: column.numpy().copy() for task, column in _by_text(status.consumption_status).items()
     }

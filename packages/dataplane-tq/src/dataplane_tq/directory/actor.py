@@ -46,10 +46,10 @@ class DirectoryActor:
         """Store the connection data for clients, and start watching the packed backend's units.
 
         Args:
-            connection: a list with one Ray reference to the connection data, or with none. It is
-                never resolved here, because its types would import TransferQueue.
+            connection: a list with one Ray reference to the connection data, or an empty list. The
+                reference is never resolved here: the types of the data would import TransferQueue.
             units: units to watch. Other actors connect to the directory: see `bind_actor`.
-            token: secret that opens the units.
+            token: secret to send to the units.
         """
         self._connection = connection
         self._directory.watch(units, token)

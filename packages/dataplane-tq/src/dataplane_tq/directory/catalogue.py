@@ -27,7 +27,7 @@ _SMALL_ROW = 256
 class Catalogue:
     """Free and used bytes of several units, and the live rows of each block.
 
-    The owner of a row is the sample that has it.
+    The owner of a row is the sample whose value the row holds.
 
     Args:
         units: one or more units with distinct names.
@@ -60,9 +60,9 @@ class Catalogue:
     ) -> list[Block] | None:
         """Allocate memory for the fields of one put.
 
-        The put gets one extent if any unit has it free. Units of ``preferred_node`` come first,
-        then those with the most free bytes. Otherwise each field is placed separately, and a field
-        that fits into no unit is split into runs of rows.
+        The put gets one extent if a unit has a free one that is large enough. Units of
+        ``preferred_node`` come first, then those with the most free bytes. Otherwise each field is
+        placed separately, and a field that fits into no unit is split into runs of rows.
 
         Args:
             layouts: layouts of the put's fields.

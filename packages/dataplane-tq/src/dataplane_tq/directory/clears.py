@@ -22,7 +22,7 @@ class Clearing(Operation):
     The client drops those rows. A request without sample ids clears the partition.
 
     Raises:
-        DataPlaneError: the samples cannot be cleared, and none of them is.
+        DataPlaneError: the samples cannot be cleared; none of them was cleared.
     """
 
     state = State.CLEARING

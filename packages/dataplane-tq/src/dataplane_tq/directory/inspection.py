@@ -1,7 +1,7 @@
 """Handlers of the directory for inspectors: queries, and changes by an operator.
 
 The directory's only thread runs each handler, and serves no other request until the handler returns
-or awaits. So no handler may run longer between two awaits than the one for a page of samples.
+or awaits. So no handler may run longer between two awaits than the handler of `ListSamples`.
 """
 
 from __future__ import annotations

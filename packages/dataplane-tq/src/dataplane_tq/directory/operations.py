@@ -1,7 +1,7 @@
 """Operations of a connection: one class per state, each of which can undo its operation.
 
-A connection has one operation at a time. Closing the connection undoes it, so a process that fails
-or dies half-way leaves nothing behind.
+A connection has one operation at a time. Closing the connection undoes the operation, so a process
+that fails or dies half-way leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class PutAnswer(msgspec.Struct, frozen=True):
 
     Attributes:
         enums: field to its allowed values, for fields with a vocabulary.
-        blocks: one or more blocks per layout.
+        blocks: one or more blocks per layout; none for a field without rows.
         orphans: samples that an earlier put or clear left in TransferQueue; drop them first.
     """
 
@@ -90,7 +90,7 @@ class CommitPut(Request, frozen=True):
     Attributes:
         tags: one dict per sample; None leaves their tags as they are.
         will_report: True if the client will report the rows to TransferQueue and then send
-            `Reported`. Until then no client drops them there.
+            `Reported`. Until then no client drops the rows in TransferQueue.
         origin: name of the put.
         acknowledge: also acknowledge the samples that the put's lease holds.
     """
@@ -291,7 +291,7 @@ class ClearAnswer(msgspec.Struct, frozen=True):
 
 
 class NextOrphans(Request, frozen=True):
-    """Request the next page of orphans; those of the previous page are dropped in TransferQueue.
+    """Request the next page of orphans, after the previous page was dropped in TransferQueue.
 
     Answer: `ClearAnswer`, with ``dropped`` 0.
     """

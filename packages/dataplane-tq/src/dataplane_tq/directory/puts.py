@@ -223,7 +223,7 @@ def _disown(catalogue: Catalogue, partition: Partition, ticket: PutTicket) -> No
     if not overwritten:
         return
     for sample_id in ticket.sample_ids:
-        row = partition.rows.get(sample_id)  # another put may have added it since this one began
+        row = partition.rows.get(sample_id)  # also if another put added it after this put began
         if row is not None:
             for name in overwritten:
                 if name in row.cells:

@@ -32,7 +32,7 @@ _ACCEPTED_AT_ONCE = 16
 class Directory:
     """Server of one store, with one thread.
 
-    `start` starts the thread. Call other methods only in it, unless they say otherwise.
+    `start` starts the thread. Call the other methods only in it, unless they say otherwise.
 
     Args:
         host: address to listen on. The other arguments are those of `StoreState`.
@@ -58,7 +58,7 @@ class Directory:
         self._max_connections = max_connections()
 
     def start(self) -> Address:
-        """Start to serve, until the process ends; return the address.
+        """Start serving until the process ends; return the address.
 
         Raises:
             UnavailableError: it cannot listen on the host.

@@ -79,9 +79,9 @@ _making_decoders = threading.Lock()
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Address of the directory, and the secret that opens it.
+    """Address of the directory, and the secret token that a connection must send first.
 
-    Clients get both through Ray; the secret is never logged.
+    Clients get both through Ray; the token is never logged.
     """
 
     host: str
@@ -203,7 +203,7 @@ class Session:
         Args:
             request: a request of `dataplane_tq.directory.protocol`.
             answer: type of the answer.
-            timeout_s: deadline of the answer, in seconds; None is the link's default.
+            timeout_s: deadline of the answer, in seconds; None means the link's default.
 
         Raises:
             DataPlaneError: the error that the server raised.

@@ -178,15 +178,15 @@ async def _cancel_others() -> None:
 def first_dead(actors: Mapping[str, Any]) -> str | None:
     """Return a sentence about the first actor that Ray knows to be dead; None if there is none.
 
-    The caller holds the handles, so Ray imports the actors' classes into its process.
+    This process holds the handles, so Ray imports the actors' classes into it.
     """
     if not ray.is_initialized():
-        return "Ray was shut down in this process"  # a remote call would start a new one
+        return "Ray was shut down in this process"  # a remote call would start a new cluster
     probes = {}
     for name, actor in actors.items():
         try:
             probes[name] = actor.__ray_ready__.remote()
-        except Exception as error:  # noqa: BLE001  # an earlier Ray's handle raises any type
+        except Exception as error:  # noqa: BLE001  # a handle of an earlier cluster raises any type
             return f"{name} is gone: {_first_line(error)}"
     ready, _ = ray.wait(list(probes.values()), num_returns=len(probes), timeout=_PROBE_S)
     for name, probe in probes.items():

@@ -1,9 +1,9 @@
 """`Reporter`: reports one client's operations to TransferQueue's controller.
 
 The directory decides what is readable and claimable, so a put need not wait until the controller
-has registered its rows. A client's puts are reported in their order. A bounded number may be
-unreported, so a slow controller slows puts down. If a report fails, the client's next put raises
-the error. Claims are reported in batches: a report after each claim would slow down the next one.
+has registered its rows. A client's puts are reported in their order. The number of unreported puts
+is bounded, so a slow controller slows puts down. If a report fails, the client's next put raises
+the error. Claims are reported in batches: a report after each claim would slow down the next claim.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Reporter:
         self._flushing.set()
 
     def flush(self) -> None:
-        """End all reports, before the engine is closed: wait briefly for them, log failed ones."""
+        """End all reports before the engine is closed: wait briefly, then log those that failed."""
         timeout_s = min(self._engine.timeout_s, _FLUSH_S)
         with self._lock:
             waiting = [

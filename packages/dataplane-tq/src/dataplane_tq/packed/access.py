@@ -34,7 +34,7 @@ class UnitAccess:
 
     Args:
         units: name to address.
-        token: secret that opens the units.
+        token: secret to send to the units.
         transport: see `UnitClient`.
         timeout_s: deadline of each exchange with a unit, in seconds.
         allow_pickle: whether `read` decodes pickles.

@@ -1,7 +1,7 @@
 """Large transfers over several parallel connections.
 
-One connection is bounded by one core on each side, which copies between socket and memory. Two are
-almost twice as fast if both sides have a second core.
+One connection is bounded by one core on each side, which copies between socket and memory. Two
+connections are almost twice as fast if both sides have a second core.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def is_large(nbytes: int) -> bool:
 def run_all(actions: Iterable[Callable[[], None]]) -> None:
     """Run all actions in order, `CONNECTIONS` at a time, and wait until they finish.
 
-    No action is running when this has returned or raised. This holds even if the caller is
-    interrupted while it waits: the directory may place another put where an action still writes.
+    No action is running when this has returned or raised, even if the caller was interrupted while
+    it waited. Otherwise the directory might place another put where an action still writes.
 
     Raises:
         BaseException: the error of the first action that failed, or an interrupt; later actions are
@@ -72,7 +72,7 @@ def run_all(actions: Iterable[Callable[[], None]]) -> None:
         work()
     except BaseException as error:  # noqa: BLE001  # an interrupt; raised below
         errors.append(error)
-    # Not by `join`: once it is interrupted, Python 3.11 takes a running thread for an ended one.
+    # `join` is not used: after an interrupt, Python 3.11 treats a running thread as ended.
     while True:
         try:
             with changed:

@@ -156,7 +156,7 @@ class UnitServer:
         command, count, budget_ms, nbytes = wire.FRAME.unpack(header)
         if command not in (wire.WRITE, wire.READ) or not 0 < count <= wire.MAX_RANGES:
             return False
-        # After the deadline the client's ranges may belong to others, so nothing is written then.
+        # After the deadline the ranges may belong to another put, so nothing is written then.
         deadline = time.monotonic() + min(budget_ms / 1000, _MAX_BUDGET_S)
         ranges = np.frombuffer(wire.receive(sock, 16 * count, deadline), wire.RANGES)
         offsets, sizes = ranges[::2], ranges[1::2]
@@ -171,7 +171,7 @@ class UnitServer:
         views = [memory[offset : offset + size] for offset, size in pairs]
         if command == wire.WRITE:
             # If this process was stopped, the client may be long gone, and its ranges may belong to
-            # others: so the bytes of a client that disconnected are not written.
+            # another put. So the bytes of a client that disconnected are not written.
             wire.receive_into(sock, views, deadline, unread=False)
             wire.send(sock, [memoryview(wire.ACCEPTED)], deadline)
         else:

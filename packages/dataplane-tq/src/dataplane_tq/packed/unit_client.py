@@ -66,7 +66,7 @@ class UnitClient:
 
     Args:
         address: address of the unit.
-        token: secret that opens the unit.
+        token: secret to send to the unit.
         transport: ``shm`` works on the unit's node only, ``tcp`` anywhere; ``auto`` is ``shm`` if
             the unit's Unix socket exists on this node, else ``tcp``.
     """

@@ -160,7 +160,7 @@ def require_resources(cfg: DataPlaneConfig) -> None:
         if available.get(name, 0.0) < amount * cfg["num_storage_units"]:
             raise ConfigError(
                 f"{what}{cfg['num_storage_units']} units need {amount * cfg['num_storage_units']:g}"
-                f" of it, but the nodes of this Ray have {available.get(name, 0.0):g}"
+                f" of it, but this Ray cluster has {available.get(name, 0.0):g}"
             )
 
 

@@ -111,7 +111,7 @@ class DaemonActor:
     def _watch(self, name: str) -> None:
         self._reader.join()
         if not self._stopping.is_set():
-            shutil.rmtree(self.folder, ignore_errors=True)  # a killed supervisor leaves it
+            shutil.rmtree(self.folder, ignore_errors=True)  # a killed supervisor did not remove it
             sys.stderr.write(f"{name} ended; its last output:\n{self._tail()}\n")
             sys.stderr.flush()
             os._exit(1)
@@ -123,7 +123,7 @@ class DaemonActor:
 def end_daemon(actor: Any) -> None:
     """Have a `DaemonActor` stop its daemon, and wait for at most 20 s.
 
-    If its Ray cluster was shut down, actor and daemon are gone; a call would start another one.
+    If its Ray cluster was shut down, actor and daemon are gone; a call would start a new cluster.
     """
     if ray.is_initialized():
         with suppress(RayError, ValueError):  # a handle of an earlier cluster

@@ -13,10 +13,9 @@ import. Pass a configuration such as::
         allow_pickle: false  # the default
 
 ``packed_transport``, ``unit_resources`` and ``ack_timeout_ms`` are optional, as in
-`dataplane_core.DataPlaneConfig`; other keys are refused.
-With ``allow_pickle`` the store takes any Python value that pickle takes, and whoever can put values
-can run code in every process that gets them. The actors live until the process that started them
-calls ``transfer_queue.close`` or exits.
+`dataplane_core.DataPlaneConfig`; other keys are refused. With ``allow_pickle`` the store takes any
+Python value that pickle takes, and whoever can put values can run code in every process that gets
+them. The actors live until the process that started them calls ``transfer_queue.close`` or exits.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _KEYS = (
 class _WithoutCloseWarning(logging.Filter):
     """Filter of TransferQueue's warning that it cannot close this backend.
 
-    TransferQueue drops its handles of the actors at that moment, which ends them.
+    At that moment TransferQueue drops its handles of the actors, so Ray ends the actors anyway.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -4,8 +4,8 @@ It serves two kinds of clients. `TQDataPlaneClient` moves its values itself and 
 only to register rows. TransferQueue's own clients put and get through this manager, if the queue
 was started by `dataplane_tq.storage.packed_bootstrap`: then the config has the key `RAW`.
 
-`dataplane_tq.storage.packed_rows` has the rows themselves, and says what a cell is. A put reports
-its cells to the controller.
+`dataplane_tq.storage.packed_rows` stores the rows, and explains what a cell is. A put reports its
+cells to the controller.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PackedStorageManager(StorageManager):
     Args:
         controller_info: TransferQueue's description of the controller's sockets.
         config: for TransferQueue's own clients it has a `RawConnection` at `RAW`.
-        zmq_context: the client's context; None creates one.
+        zmq_context: the client's context; None creates a new context.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class PackedStorageManager(StorageManager):
             rows = _by_row(cells)
             located = dict(zip(indexes, rows, strict=True))
             await self.notify_data_update(partition_id, indexes, schema, located)
-            # Of two puts to one row, the one reported last may not be the one written last.
+            # Of two puts to one row, the put written last may be reported first. So report again
+            # until the reported cells are the current ones.
             try:
                 current = await asyncio.to_thread(raw.cells, partition_id, indexes, list(cells))
             except (MissingDataError, PartitionNotFoundError):

@@ -59,8 +59,8 @@ class RowsConnection(msgspec.Struct, frozen=True):
 class RawStore:
     """Access to the rows of TransferQueue's own clients. Its methods block.
 
-    Each partition of TransferQueue is also one of the directory; its first put registers it there.
-    A row's sample id is its global index.
+    Each partition of TransferQueue is also a partition of the directory; its first put registers it
+    there. A row's sample id is its global index.
     """
 
     def __init__(self, connection: RowsConnection) -> None:
@@ -172,8 +172,8 @@ class RawStore:
     def clear(self, partition_id: str, indexes: Sequence[int], meta: Cells) -> None:
         """Free rows, and ignore those that are gone.
 
-        A row never loses a field. So a row that lacks a field of the meta is another sample's, and
-        is ignored too.
+        A row never loses a field. So if a row lacks a field of the meta, another sample has reused
+        the index; that row is ignored too.
 
         Raises:
             MissingDataError: the meta is stale.
