@@ -23,7 +23,7 @@ class Capabilities:
         origins: `DataPlaneClient.read_origins` returns the puts that wrote a field.
         inspection: the client's ``inspector`` reads the store, and changes it for an operator.
         withdrawal: a blocking claim waits for replacements of withdrawn samples.
-        named_claims: a claim of given ``sample_ids`` takes no others.
+        named_claims: a claim of given ``sample_ids`` takes no other samples.
         claim_order: samples are claimed in the order that ``claim_order`` configures.
     """
 

@@ -146,10 +146,11 @@ class DataPlaneClient(OptionalMethods, ABC):
 
         Raises:
             PartitionNotFoundError: (KeyError, ValueError) the partition is not registered.
-            UnknownTaskError: (KeyError) the task is not declared; the error names those that are.
+            UnknownTaskError: (KeyError) the task is not declared; the error names the declared
+                tasks.
             InvalidRequestError: (a ValueError) ``batch_size`` is below 1, not a multiple of the
                 group size, or smaller than every remaining group; or ``dp_rank`` does not fit
-                ``dp_world``; or ``sample_ids`` names a sample twice, or one that the task has
+                ``dp_world``; or ``sample_ids`` names a sample twice, or a sample that the task has
                 acknowledged.
             ClaimTimeoutError: (TimeoutError) the deadline passed; nothing is claimed. It reports
                 how many samples are ready and missing, which fields are missing, which processes

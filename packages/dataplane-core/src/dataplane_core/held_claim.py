@@ -57,7 +57,7 @@ def held_claim(
     thread.start()
     try:
         yield
-    except BaseException:  # whatever ends the block, others can claim the samples at once
+    except BaseException:  # whatever ends the block, other consumers can claim at once
         ended.set()
         with contextlib.suppress(Exception):  # the block's error must reach the caller
             client.release(claim)

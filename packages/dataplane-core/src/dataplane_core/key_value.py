@@ -242,7 +242,7 @@ class KeyValueClient(CheckedClient):
             elif encoded is not None:
                 record = decode_struct(encoded, _Partition)
                 for sample_id in ids or ():
-                    _forget(store, record, partition_id, sample_id)
+                    _drop_sample(store, record, partition_id, sample_id)
                 _save(store, record, "partition", partition_id)
         return encoded is not None
 
@@ -287,7 +287,7 @@ def _unclaimed(
     return sorted(unclaimed, key=lambda each: each[1].number)
 
 
-def _forget(
+def _drop_sample(
     store: KeyValueTransaction, record: _Partition, partition_id: str, sample_id: str
 ) -> None:
     sample = _sample(store, partition_id, sample_id)

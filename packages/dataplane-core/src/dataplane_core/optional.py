@@ -1,8 +1,8 @@
 """`OptionalMethods`: client methods beyond the published contract, with their defaults.
 
 Authors of adapters override the methods that their store supports and set the flags of
-`Capabilities`. By default the column methods use ``put_samples`` and ``get_samples``; most others
-raise `UnsupportedError`.
+`Capabilities`. By default the column methods use ``put_samples`` and ``get_samples``; most other
+methods raise `UnsupportedError`.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def step_context(
 
 
 def step_facts(source: Context | None = None) -> dict[str, str | int]:
-    """Return run, step and weight version of a context as attributes; None is the current one."""
+    """Return run, step and weight version of ``source``, or of the current context, as a dict."""
     facts: dict[str, str | int] = {}
     carried = baggage.get_all(source)
     for name in (RUN_ID, STEP, WEIGHT_VERSION):

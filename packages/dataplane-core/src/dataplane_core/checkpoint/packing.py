@@ -25,7 +25,7 @@ _NATIVE = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 )
-"""Dtypes that safetensors supports; others are stored as bytes."""
+"""Dtypes that safetensors supports; other dtypes are stored as bytes."""
 
 
 class StoredColumn(msgspec.Struct, frozen=True):

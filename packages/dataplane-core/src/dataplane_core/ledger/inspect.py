@@ -207,7 +207,7 @@ class StorageSummary:
 
     Attributes:
         name: name of the unit.
-        node: node on which it is.
+        node: node on which it runs.
         capacity: bytes that it can hold; None if they are not limited.
         used: bytes that it holds, or the memory of its process if its values' sizes are unknown.
         free: bytes that a put can still use; None if they are not limited.

@@ -72,9 +72,9 @@ class Ledger:
     """The bookkeeping of one store.
 
     Args:
-        capacity: maximum samples of all partitions together; None is no limit.
+        capacity: maximum samples of all partitions together; None means no limit.
         discard: called with the cells that are no longer referenced.
-        order: order of claims without a seed; None is the order of first puts.
+        order: order of claims without a seed; None means the order of first puts.
         measure: returns the bytes of cells of one field; None if the store does not know them.
 
     Attributes:

@@ -47,7 +47,7 @@ class Positions:
 
     Args:
         seed: seed of the claims; it takes precedence over ``order``.
-        order: the configured order; None is the order of first puts.
+        order: the configured order; None means the order of first puts.
 
     Attributes:
         by_sequence: whether the order is that of first puts.

@@ -354,7 +354,7 @@ class Partition:
         return Claimed(rows, token)
 
     def acknowledge(self, token: str, sample_ids: Sequence[str], task: str | None = None) -> str:
-        """Acknowledge samples of a lease; the others stay leased. Return the task's name.
+        """Acknowledge samples of a lease; its other samples stay leased. Return the task's name.
 
         Raises:
             InvalidRequestError, LeaseLostError: as `Leases.holding`.
@@ -367,7 +367,7 @@ class Partition:
         return lease.task.name
 
     def release(self, token: str, sample_ids: Sequence[str], task: str | None = None) -> None:
-        """Make samples of a lease claimable again; the others stay leased.
+        """Make samples of a lease claimable again; its other samples stay leased.
 
         Raises:
             InvalidRequestError, LeaseLostError: as `Leases.holding`.

@@ -206,14 +206,14 @@ class GroupQueue:
             else:
                 group.mismatched.add(row.sequence)
             changed[group] = None
-        self._list(changed)
+        self._update_lists(changed)
 
     def discard(self, rows: Sequence[Row]) -> None:
         self.terms.awaited.discard(row.sequence for row in rows)
         changed: dict[_Group, None] = {}
         for row in rows:
             self._remove(row, changed)
-        self._list(changed)
+        self._update_lists(changed)
 
     def _remove(self, row: Row, changed: dict[_Group, None]) -> None:
         group = self._group_of.pop(row.sequence)
@@ -223,7 +223,7 @@ class GroupQueue:
             group.mismatched.discard(row.sequence)
             changed[group] = None
 
-    def _list(self, changed: Iterable[_Group]) -> None:
+    def _update_lists(self, changed: Iterable[_Group]) -> None:
         """Move changed groups to the list to which they belong now, if any."""
         for group in changed:
             if group.member_of is not None:

@@ -127,7 +127,7 @@ class ClaimRequest:
             order: the configured order, or else the order of first puts.
         dp_rank: the caller's data-parallel rank.
         dp_world: number of ranks that share each drawn batch of ``dp_world * batch_size`` samples.
-        lease_s: length of the claim's lease in seconds; None is a claim without a lease.
+        lease_s: length of the claim's lease in seconds; None means a claim without a lease.
         owner: "host:pid" of the claiming process, for inspectors.
         wait_for_leased: with ``blocking`` and nothing ready, wait for leased samples.
         sample_ids: claim these samples and no others; None claims the first ready ones.

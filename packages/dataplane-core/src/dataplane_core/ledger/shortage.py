@@ -16,8 +16,8 @@ class Shortage:
 
     Attributes:
         present: number of samples that meet the conditions.
-        ready: number of those that have all fields.
-        lacking: field to the number of those that lack it.
+        ready: number of these samples that have all fields.
+        lacking: field to the number of these samples that lack it.
     """
 
     def __init__(self, partition: Partition, request: ClaimRequest) -> None:

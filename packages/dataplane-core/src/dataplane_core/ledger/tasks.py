@@ -61,7 +61,7 @@ class Task(NamedTask):
     Args:
         name: name of the task.
         retired: list to which dropped queues are added, to be freed step by step.
-        order: order of claims without a seed; None is the order of first puts.
+        order: order of claims without a seed; None means the order of first puts.
         group_size: samples per group, or None.
 
     Attributes:

@@ -107,7 +107,7 @@ class HeldClaims:
                     self._held[token] = left
 
     def release(self, kept: Container[str]) -> None:
-        """Release all samples except those of ``kept``."""
+        """Release all samples except ``kept``."""
         with self._lock:
             held = list(self._held.values())
         for meta in held:
@@ -141,8 +141,8 @@ def release(client: DataPlaneClient, meta: KVBatchMeta) -> None:
 def _apply_to_held(operation: Callable[[KVBatchMeta], None], meta: KVBatchMeta) -> LeaseOutcome:
     """Apply an all-or-nothing operation to the samples that the claim still holds.
 
-    A sample that was withdrawn or cleared by force does not end the lease of the others. If the
-    store does not report which samples are lost, all of them count as lost.
+    If a sample was withdrawn or cleared by force, the claim keeps its other samples. If the store
+    does not report which samples are lost, all of them count as lost.
     """
     left: KVBatchMeta | None = meta
     lost: LeaseLostError | PartitionNotFoundError | None = None

@@ -49,7 +49,7 @@ class StreamingDataLoader:
     nothing is assigned to another data-parallel rank. The loader waits for samples of dead
     consumers and delivers them. With ``"commit"`` it does not wait for live consumers: they commit
     their samples themselves, possibly after their loops. Each wait ends after ``timeout_s``, which
-    must exceed both the lease and the time for which others hold a batch.
+    must exceed both the lease and the time for which other consumers hold a batch.
 
     With leases (``claim_lease_s`` in the client's config), held and prefetched batches are renewed
     in the background, and released when the loop stops early. ``acknowledge_on`` says when a batch
@@ -261,7 +261,7 @@ class StreamingDataLoader:
         return fresh.pin_memory() if self._pin_memory and torch.cuda.is_available() else fresh
 
     def _handle_reclaimed(self, meta: KVBatchMeta) -> None:
-        """Acknowledge samples that are done in a saved state; hold the others until `commit`."""
+        """Acknowledge samples that are done in a saved state; hold the rest until `commit`."""
         if LEASE not in meta.extra_info:
             return
         saved = [index for index, each in enumerate(meta.sample_ids) if self._done[each]]
@@ -275,8 +275,8 @@ class StreamingDataLoader:
         """Mark a delivered batch as done; with ``"next"`` acknowledge it too.
 
         Raises:
-            LeaseLostError: the lease expired, or some of the samples were released. They are
-                delivered again unless they were cleared. The others are marked as done.
+            LeaseLostError: the lease expired, or some of the samples were released. The lost
+                samples are delivered again unless they were cleared; the rest is marked as done.
         """
         done = indices_of(meta, self._done)
         rest = meta.drop(done) if done else meta
@@ -336,7 +336,7 @@ class StreamingDataLoader:
         return (
             f"commit(partition={self.dataset.partition_id!r}, task={self.dataset.task_name!r}): "
             f"the leases of {len(lost)} of {committed} samples expired or were ended before, and "
-            f"others may hold them: {listed(lost)}"
+            f"other consumers may hold the samples: {listed(lost)}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,7 +405,7 @@ class StreamingDataLoader:
             self._held.renew_all()
 
     def _count_awaited(self, watch: LeaseWatch | None) -> int:
-        """Return the number of samples that others hold; 0 if all holders are live."""
+        """Return how many samples other consumers hold; 0 if ``watch`` saw all of them live."""
         self._held.renew_all()  # drops leases that were lost, so that they count as held by others
         others = self._count_held_by_others()
         return 0 if watch is not None and watch.all_live() else others
@@ -421,10 +421,10 @@ class StreamingDataLoader:
         return max(0, counts.leased - self._held.samples)
 
     def _wait_for_others(self, others: int) -> LeaseWatch | None:
-        """Wait until others hold fewer samples, or, with "commit", all holders prove to be live.
+        """Wait until other consumers hold fewer samples or, with "commit", all prove to be live.
 
         Returns:
-            The watch that saw all holders live; None if others hold fewer samples.
+            The watch that saw all holders live; None if other consumers hold fewer samples.
 
         Raises:
             ClaimTimeoutError: (TimeoutError) neither happened in time.
