@@ -268,7 +268,7 @@ def _without_checksum(field: str, data: Any) -> bytes:
     """Check and remove the checksum of `_with_checksum`.
 
     Raises:
-        UnavailableError: the bytes are not those that were stored.
+        UnavailableError: the bytes differ from the stored ones.
     """
     if not isinstance(data, bytes) or zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
         raise UnavailableError(

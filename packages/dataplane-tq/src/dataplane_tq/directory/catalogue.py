@@ -60,8 +60,8 @@ class Catalogue:
     ) -> list[Block] | None:
         """Allocate memory for the fields of one put.
 
-        The put gets one extent if a unit has a free one that is large enough. Units of
-        ``preferred_node`` come first, then those with the most free bytes. Otherwise each field is
+        The put gets one extent if a unit has a free extent of that size. Units of
+        ``preferred_node`` come first, then units with the most free bytes. Otherwise each field is
         placed separately, and a field that fits into no unit is split into runs of rows.
 
         Args:

@@ -33,7 +33,7 @@ class StoreState:
     Args:
         capacity: maximum number of samples over all partitions.
         units: the packed backend's units; empty for other backends.
-        order: order of claims without a seed; None is the order of first puts.
+        order: order of claims without a seed; None means the order of first puts.
         loop: the directory's event loop.
         mirrored: whether rows are reported to TransferQueue.
 

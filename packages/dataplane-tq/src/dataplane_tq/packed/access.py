@@ -95,7 +95,7 @@ class UnitAccess:
         )
 
     def read_rows(self, block: Block, rows: Indices | None) -> bytes:
-        """Return the bytes of rows of a block; None is all rows. Raise as `read`."""
+        """Return the bytes of rows of a block; None means all rows. Raise as `read`."""
         spans = [span for span in _layout_and_ranges(block, rows)[1] if span[0] < span[1]]
         return self._unit(block.unit).read(spans, self._timeout_s).tobytes() if spans else b""
 

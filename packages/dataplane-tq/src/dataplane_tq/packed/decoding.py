@@ -150,7 +150,7 @@ def _places(pieces: Sequence[Piece]) -> list[slice | Indices]:
                     f"field {piece.layout.name!r}: {len(piece.positions)} positions for "
                     f"{piece.count} rows"
                 )
-            place = _run(piece.positions) or piece.positions
+            place = _as_slice(piece.positions) or piece.positions
         places.append(place)
         at += piece.count
     if any(piece.positions is not None for piece in pieces):
@@ -167,7 +167,7 @@ def _places(pieces: Sequence[Piece]) -> list[slice | Indices]:
     return places
 
 
-def _run(rows: Indices) -> slice | None:
+def _as_slice(rows: Indices) -> slice | None:
     """Return ``rows`` as a slice if they are consecutive; else None."""
     first = int(rows[0])
     if int(rows[-1]) - first + 1 != len(rows) or (rows[1:] - rows[:-1] != 1).any():
@@ -226,7 +226,7 @@ def _decode_uniform(pieces: Sequence[Piece], places: Sequence[slice | Indices]) 
     shape = (total, *_shape(layout, dtype, 0, size))
     if size == 0:
         return torch.empty(shape, dtype=dtype)  # rows without elements: nothing to copy
-    if _is_answer(pieces, places):
+    if _can_become_answer(pieces, places):
         return tensor_on(pieces[0].flat, dtype, shape)
     data = pages.empty(total * size)
     # Copy in the widest integers that divide a row: more bytes at a time.
@@ -242,7 +242,7 @@ def _decode_uniform(pieces: Sequence[Piece], places: Sequence[slice | Indices]) 
             continue
         # Raises an IndexError if a row is out of range.
         piece.layout.row_ranges(piece.rows[[piece.rows.argmin(), piece.rows.argmax()]])
-        run = _run(piece.rows)
+        run = _as_slice(piece.rows)
         if run is not None:
             into[place] = flat[run]
         elif isinstance(place, slice):
@@ -258,7 +258,7 @@ def _decode_ragged(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -
     spans, sizes = _spans(pieces, places)
     ends = np.cumsum(sizes)
     begins = ends - sizes
-    complete = _is_answer(pieces, places)
+    complete = _can_become_answer(pieces, places)
     data = pieces[0].flat if complete else pages.empty(int(ends[-1]))
     for piece, place, (starts, stops) in zip(pieces, places, spans, strict=True):
         if complete:
@@ -280,7 +280,7 @@ def _decode_ragged(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -
     )
 
 
-def _is_answer(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> bool:
+def _can_become_answer(pieces: Sequence[Piece], places: Sequence[slice | Indices]) -> bool:
     """Return True if the only piece can become the answer without a copy."""
     [first, *others] = pieces
     return not others and first.owned and first.rows is None and isinstance(places[0], slice)
