@@ -155,7 +155,7 @@ class Reporter:
         except Exception as error:  # noqa: BLE001  # TransferQueue's client raises many types
             # The claims stay valid; only their report is dropped.
             logger.warning(
-                "transfer_queue_report_failed", claims=len(sample_ids), error=repr(error)
+                "transfer_queue_report_failed", samples=len(sample_ids), error=repr(error)
             )
 
     async def _set_flushing(self) -> None:
