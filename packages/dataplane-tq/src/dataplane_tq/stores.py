@@ -215,7 +215,7 @@ class PackedStore(Store):
         lengths: Sequence[int] | None,
         ragged: Collection[str],
     ) -> Encoded:
-        forms: dict[str, Form] = dict.fromkeys(ragged, "ragged")
+        forms: dict[str, Form] = {name: "ragged" for name in ragged if name in columns}
         for name, column in columns.items():
             form = form_of(column)
             if form is not None:

@@ -116,6 +116,14 @@ class ColumnContract(StoreFixtures):
         with pytest.raises(MissingDataError):
             client.get_samples(["a"], partition, ["x"])
 
+    def test_ragged_name_without_a_column_changes_no_field(
+        self, client: DataPlaneClient, partition: str
+    ) -> None:
+        client.put_columns(["a"], partition, {"y": torch.ones(1, 2)}, ragged=["x"])
+        client.put_columns(["a"], partition, {"x": torch.ones(1, 3)})
+        [column] = client.get_columns(["a"], partition, ["x"], width=6).values()
+        assert column.shape == (1, 3)
+
     @pytest.mark.parametrize("shape", [(), (1,), (2,), (3, 2)], ids=str)
     def test_a_field_that_is_not_per_token_keeps_its_shape(
         self,
