@@ -139,17 +139,45 @@ def test_program_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.M
     exec(compile(program(name), f"{name}.md", "exec"), {"__name__": "__main__"})
 
 
-def test_schema_of_the_data_plane_checks_the_demo(
+DEMO = yaml.safe_load(DEMO_CONFIG.read_text())
+DOCUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "data-plane": (
+        DEMO["data_plane"],
+        {"surprise": 1, "impl": 1, "storage_capacity": 0},
+    ),
+    "packed-storage": (
+        {"num_storage_units": 2, "global_segment_size": 1 << 30, "unit_resources": {"big": 1}},
+        {"surprise": 1, "global_segment_size": "1 GB", "allow_pickle": "always"},
+    ),
+    "refit-publisher": (
+        {"rpc_timeout_s": 5, "copy_threads": None},
+        {"surprise": 1, "copy_threads": "all", "stale_on_sigterm": 2},
+    ),
+    "refit-receiver": ({"lease_ttl_s": 20.0}, {"surprise": 1, "scratch_copies": 1.5}),
+    "refit-limits": ({"retention": 0}, {"surprise": 1, "retention": "all"}),
+    "rollout-actor": (
+        {**DEMO, "env": {"step_timeout_s": 60}},
+        {"policy": {}, "grpo": {"max_rollout_turns": "4"}, "env": {"step_timeout_s": "60"}},
+    ),
+}
+"""Correct documents, and values that make them wrong, by schema of the configuration page."""
+
+
+def test_schemas_of_the_configuration_page_check_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(program("configuration"), "configuration.md", "exec"), {})
-    schema = Draft202012Validator(json.loads(Path("data-plane.schema.json").read_text()))
-    schema.check_schema(schema.schema)
-    data_plane = yaml.safe_load(DEMO_CONFIG.read_text())["data_plane"]
-    schema.validate(data_plane)
-    for wrong in ({"surprise": 1}, {"impl": 1}, {"storage_capacity": 0}):
-        assert not schema.is_valid({**data_plane, **wrong})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}.schema.json" for name in DOCUMENTS
+    }
+    for name, (document, wrong) in DOCUMENTS.items():
+        schema = Draft202012Validator(json.loads(Path(f"{name}.schema.json").read_text()))
+        schema.check_schema(schema.schema)
+        assert all("description" in key for key in schema.schema["properties"].values()), name
+        schema.validate(document)
+        for key, value in wrong.items():
+            assert not schema.is_valid({**document, key: value}), (name, key)
 
 
 @pytest.mark.parametrize("name", ON_RAY)

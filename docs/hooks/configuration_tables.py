@@ -16,8 +16,8 @@ import typer
 import yaml
 from pydantic import BaseModel
 
+from dataplane_core.json_schema import attribute_descriptions
 from grpo_trainer import DEMO_CONFIG, TrainerConfig
-from grpo_trainer.config.json_schema import attribute_descriptions
 
 NAMES: dict[Any, str] = {
     str: "text",

@@ -5,7 +5,9 @@ from pydantic import BaseModel
 from rollout_doubles import DP_CFG, Adder, Arithmetic, CharTokenizer, Local, batch_of, config
 
 from dataplane_core import ConfigError
+from dataplane_core.json_schema import json_schema
 from rollout_actor import SyncRolloutActor
+from rollout_actor.settings import MasterConfig, RolloutSettings
 
 
 def configured(master):
@@ -69,3 +71,27 @@ def test_a_wrong_key_is_named_by_its_path(store, sections, message):
 def test_a_configuration_that_is_no_mapping_is_refused(store):
     with pytest.raises(ConfigError, match="found list; expected a mapping"):
         configured([])
+
+
+def keys_of(section, path=()):
+    """Return the path of every key of a schema's section, through optional sections."""
+    for name, key in section.get("properties", {}).items():
+        [inner] = [each for each in key.get("anyOf", [key]) if each.get("type") != "null"]
+        yield *path, name
+        yield from keys_of(
+            SCHEMA["$defs"].get(inner.get("$ref", "").rpartition("/")[2], {}), (*path, name)
+        )
+
+
+SCHEMA = json_schema(MasterConfig)
+
+
+@pytest.mark.parametrize("path", [*keys_of(SCHEMA)], ids=".".join)
+def test_every_key_of_the_schema_is_read(path):
+    master = config()
+    section = master
+    for name in path[:-1]:
+        section = section.setdefault(name, {})
+    section[path[-1]] = "wrong"
+    with pytest.raises(ConfigError, match=rf"{'.'.join(path)}: found 'wrong'"):
+        RolloutSettings.from_master_config(master)

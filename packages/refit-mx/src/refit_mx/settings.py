@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from refit_mx.errors import RefitConfigError
 
@@ -32,6 +33,8 @@ class PublisherSettings:
         stale_on_sigterm: whether SIGTERM marks the publisher STALE, after which it can publish no
             version. Use False in a process that handles SIGTERM and continues.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
 
     rpc_timeout_s: float = 10.0
     control_retry_s: float = CONTROL_RETRY_S
@@ -68,6 +71,8 @@ class ReceiverSettings:
         min_overlapped_verify_bytes: a fetch of at least this size is verified while bytes still
             arrive.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
 
     lease_ttl_s: float = 15.0
     heartbeat_ttl_s: float = 15.0

@@ -1,10 +1,14 @@
-"""`RolloutSettings`: a rollout's part of the trainer's configuration."""
+"""`RolloutSettings`: a rollout's part of the trainer's configuration.
+
+`MasterConfig` and the sections in it only describe the keys, for a JSON schema. The rest of the
+configuration belongs to others, so further keys are allowed in all of them but `MediaForm`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any  # Any: a configuration from YAML
+from typing import Any, ClassVar  # Any: a configuration from YAML
 
 import torch
 
@@ -14,6 +18,106 @@ from rollout_actor.media import NAMES_OF_OTHERS, NOT_MEDIA, MediaForms
 
 DEFAULT_STEP_TIMEOUT_S = 300.0
 """Default of ``env.step_timeout_s``: how long an environment's step may take, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSection:
+    """Section ``policy.generation``.
+
+    Attributes:
+        max_new_tokens: maximum tokens of a response.
+        async_engine: generate row by row through ``generate_async``. It may also be in the
+            backend's section here, such as ``vllm_cfg``.
+    """
+
+    max_new_tokens: int | None = None
+    async_engine: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterReplaySection:
+    """Section ``policy.router_replay``.
+
+    Attributes:
+        enabled: put ``routed_experts``.
+    """
+
+    enabled: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaForm:
+    """Form of a media tensor that is declared before its first row.
+
+    Attributes:
+        dtype: dtype of torch, such as float32.
+        dims: number of dimensions of a row's tensor.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    dtype: str
+    dims: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySection:
+    """Section ``policy``.
+
+    Attributes:
+        max_total_sequence_length: maximum tokens of a conversation.
+        make_sequence_length_divisible_by: alignment of the sequence width, in tokens.
+        generation: how responses are generated.
+        router_replay: routed experts of mixture-of-experts models.
+        media: name of media to the form of a row's tensor.
+    """
+
+    max_total_sequence_length: int
+    make_sequence_length_divisible_by: int
+    generation: GenerationSection | None = None
+    router_replay: RouterReplaySection | None = None
+    media: dict[str, MediaForm] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSection:
+    """Section ``grpo``.
+
+    Attributes:
+        max_rollout_turns: maximum responses per row.
+        deduplicate_multimodal_data: rows of a group share equal media in memory.
+    """
+
+    max_rollout_turns: int
+    deduplicate_multimodal_data: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSection:
+    """Section ``env``.
+
+    Attributes:
+        step_timeout_s: how long an environment's step may take, in seconds.
+        should_use_nemo_gym: true is refused.
+    """
+
+    step_timeout_s: float | None = DEFAULT_STEP_TIMEOUT_S
+    should_use_nemo_gym: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterConfig:
+    """Keys of the trainer's configuration that a rollout reads.
+
+    Attributes:
+        policy: lengths, generation and media.
+        grpo: turns and groups.
+        env: environments.
+    """
+
+    policy: PolicySection
+    grpo: GrpoSection
+    env: EnvSection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,17 +12,16 @@ import. Pass a configuration such as::
         storage_capacity: 1000000  # rows in all partitions; this is the default
         allow_pickle: false  # the default
 
-``packed_transport``, ``unit_resources`` and ``ack_timeout_ms`` are optional, as in
-`dataplane_core.DataPlaneConfig`; other keys are refused. With ``allow_pickle`` the store takes any
-Python value that pickle takes, and whoever can put values can run code in every process that gets
-them. The actors live until the process that started them calls ``transfer_queue.close`` or exits.
+`PackedStorageSettings` has all keys. The actors live until the process that started them calls
+``transfer_queue.close`` or exits.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any  # Any: Ray handles and OmegaConf nodes have no static types
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar  # Any: Ray handles and OmegaConf nodes have no static types
 
 import ray
 from omegaconf import OmegaConf, open_dict
@@ -36,12 +35,34 @@ from dataplane_tq.storage.packed_manager import BACKEND, RAW, RawConnection
 from dataplane_tq.upstream import StorageBootstrapProvider
 
 _DIRECTORY = "DataPlanePackedDirectory"
-_DEFAULT_TIMEOUT_MS = 30_000
-_DEFAULT_CAPACITY = 1_000_000
-_KEYS = (
-    *("num_storage_units", "global_segment_size", "storage_capacity"),
-    *("packed_transport", "unit_resources", "ack_timeout_ms"),
-)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedStorageSettings:
+    """Section ``PackedStorage`` of TransferQueue's configuration.
+
+    Attributes:
+        num_storage_units: number of units, spread over the nodes; one per node is enough.
+        global_segment_size: bytes of each unit.
+        storage_capacity: maximum samples in all partitions.
+        ack_timeout_ms: deadline of one store operation, in milliseconds.
+        unit_resources: custom Ray resource to the amount that each unit reserves, so that units run
+            on the nodes that have it. Without it units are spread over all nodes.
+        packed_transport: how clients reach the units: ``shm``, ``tcp``, or ``auto``, which is
+            ``shm`` on the unit's own node and ``tcp`` elsewhere.
+        allow_pickle: take any Python value that pickle takes. Whoever can put values can then run
+            code in every process that gets them.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
+
+    num_storage_units: int
+    global_segment_size: int
+    storage_capacity: int = 1_000_000
+    ack_timeout_ms: int = 30_000
+    unit_resources: dict[str, float] = field(default_factory=dict)
+    packed_transport: str = "auto"
+    allow_pickle: bool = False
 
 
 class _WithoutCloseWarning(logging.Filter):
@@ -72,21 +93,22 @@ def start(conf: Any) -> dict[str, Any]:
         UnavailableError: the actors did not start in time; all were stopped.
     """
     section = OmegaConf.to_container(conf.backend.get(BACKEND) or OmegaConf.create({}))
-    allow_pickle = section.pop("allow_pickle", False)
-    if not isinstance(allow_pickle, bool):
-        raise ConfigError(f"{BACKEND}.allow_pickle: found {allow_pickle!r}; expected true or false")
-    unknown = sorted(map(str, section.keys() - {*_KEYS}))
+    keys = [each.name for each in fields(PackedStorageSettings)]
+    unknown = sorted(map(str, section.keys() - {*keys}))
     if unknown:
         raise ConfigError(
-            f"{BACKEND}: found the keys {listed(unknown)}; expected keys of {', '.join(_KEYS)} and "
-            "allow_pickle"
+            f"{BACKEND}: found the keys {listed(unknown)}; expected keys of {', '.join(keys)}"
         )
+    allow_pickle = section.pop("allow_pickle", PackedStorageSettings.allow_pickle)
+    if not isinstance(allow_pickle, bool):
+        raise ConfigError(f"{BACKEND}.allow_pickle: found {allow_pickle!r}; expected true or false")
     cfg = validate_config(
         {
             "enabled": True,
             "impl": "transfer_queue",
             "backend": "packed",
-            "storage_capacity": _DEFAULT_CAPACITY,
+            "storage_capacity": PackedStorageSettings.storage_capacity,
+            "ack_timeout_ms": PackedStorageSettings.ack_timeout_ms,
             **section,
         }
     )
@@ -118,7 +140,7 @@ def start(conf: Any) -> dict[str, Any]:
             storage.connection["units"],
             storage.connection["token"],
             storage.connection["transport"],
-            cfg.get("ack_timeout_ms", _DEFAULT_TIMEOUT_MS) / 1000,
+            cfg["ack_timeout_ms"] / 1000,
             allow_pickle,
         )
     return dict(storage.actors)

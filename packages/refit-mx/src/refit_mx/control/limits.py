@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from refit_mx.errors import RefitConfigError
 
@@ -28,6 +29,8 @@ class Limits:
     Raises:
         RefitConfigError: a negative retention, or another limit that is not positive.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
 
     retention: int = 2
     forget_after_s: float = 3600.0
