@@ -7,7 +7,7 @@ from typing import Annotated, Any  # Any: FastAPI's description of responses
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from pydantic import BeforeValidator, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from dataplane_admin import models
 from dataplane_admin.api.actions import actions_router
@@ -36,6 +36,8 @@ TraceId = Annotated[
         description="32 hexadecimal digits; case, dashes and spaces are ignored",
     ),
 ]
+# Generated clients name a type inside a union by its title.
+RunStateFilter = Annotated[models.RunState, Field(title="State")] | None
 Limit = Annotated[int, Query(ge=1, le=limits.MAX_PAGE)]
 Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR, description="`next` of a page")]
 Runs = Annotated[
@@ -281,7 +283,7 @@ def _history(service: AdminService) -> APIRouter:
     def list_runs(
         request: Request,
         q: OptionalText = None,
-        state: models.RunState | None = None,
+        state: RunStateFilter = None,
         tag: OptionalText = None,
         sort: models.RunSort = "seen",
         ascending: bool = False,

@@ -67,7 +67,7 @@ def router(store: Store, limits: Limits, *, redaction: Redaction | None = None) 
             name=f"export_{kind}",
             summary=_SUMMARY[kind],
             response_class=Response,
-            openapi_extra=_body_in_openapi(),
+            openapi_extra=_BODY_IN_OPENAPI,
             responses=_ANSWERS,
         )
 
@@ -163,16 +163,14 @@ def _parse(body: bytes, message: Message, media_type: str) -> bool:
     return parse(message, body)
 
 
-def _body_in_openapi() -> dict[str, object]:
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {
-                PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
-                JSON: {"schema": {"type": "object"}},
-            },
-        }
+# Without protobuf's content type, which generators of clients refuse.
+_BODY_IN_OPENAPI = {
+    "requestBody": {
+        "description": f"A request of OTLP as JSON. Exporters may also send protobuf ({PROTOBUF}).",
+        "required": True,
+        "content": {JSON: {"schema": {"type": "object"}}},
     }
+}
 
 
 _STATUS = {"description": "google.rpc.Status: code and message"}

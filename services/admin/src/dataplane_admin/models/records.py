@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from dataplane_admin.models.base import Model, Text, Values
 
 
@@ -44,7 +48,7 @@ class Series(Model):
 
     None for a histogram, and if nothing was recorded. The value is the same for delta and
     cumulative points."""
-    histogram: Values | None
+    histogram: Annotated[Values, Field(title="Histogram")] | None
     """``count`` and, if known, ``sum``, ``min``, ``max``, ``bounds`` and ``counts``; None for a
     single number."""
     time_ns: int | None
