@@ -1,4 +1,7 @@
-"""Reading of the trainer's configuration; `test_actor.py` tests the effect of each key."""
+"""Reading of the trainer's configuration; `test_actor.py` tests the effect of each key.
+
+Imports internals: the settings' classes and their JSON schema.
+"""
 
 import pytest
 from pydantic import BaseModel

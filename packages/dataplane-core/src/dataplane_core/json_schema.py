@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any  # Any: JSON
+from typing import Any  # Any: JSON, and pydantic's own schemas
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import core_schema
 
 
 def json_schema(settings: Any) -> dict[str, Any]:
@@ -40,13 +39,13 @@ def attribute_descriptions(documented: type) -> dict[str, str]:
 class _DescribedSchema(GenerateJsonSchema):
     """Generator that splits the docstring of each class into the descriptions of its keys."""
 
-    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
+    def typed_dict_schema(self, schema: Any) -> JsonSchemaValue:
         return _describe(super().typed_dict_schema(schema), schema.get("cls"))
 
-    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+    def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
         return _describe(super().dataclass_schema(schema), schema["cls"])
 
-    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+    def model_schema(self, schema: Any) -> JsonSchemaValue:
         return _describe(super().model_schema(schema), schema["cls"])
 
 

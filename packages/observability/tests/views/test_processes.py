@@ -19,8 +19,7 @@ from made_up_runs import (
 )
 from rich.console import Console
 
-from observability.views import bucket_seconds, process_times, step_view
-from observability.views.html import page_of
+from observability.views import bucket_seconds, page_of, process_times, step_view
 
 BUCKETS = ("productive", "overhead", "wasted", "idle")
 """Buckets in the order in which overlapping spans of a process count."""
