@@ -381,9 +381,7 @@ def test_a_step_in_which_no_rollout_ended_has_no_means(configure_async):
     assert not {"generated_reward", "tokens_per_s"} & metrics.keys()
 
 
-@pytest.mark.parametrize("carry", [{"weight_versions": [[], None]}, {}])
-def test_a_backend_without_weight_versions_is_named(carry):
-    expected = "'b'" if carry else "'a'"
-    with pytest.raises(WorkerError, match=f"sample {expected}: .* reported no weight_versions"):
-        required_versions(carry, ["a", "b"])
+def test_a_sample_without_weight_versions_is_named():
+    with pytest.raises(WorkerError, match=r"sample 'b': .* reported no weight_versions"):
+        required_versions({"weight_versions": [[], None]}, ["a", "b"])
     assert required_versions({"weight_versions": [[]]}, ["a"]) == [[]]

@@ -6,11 +6,15 @@ imports internals for this reason.
 
 from __future__ import annotations
 
+import http.server
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -19,6 +23,7 @@ from integration.waiting import wait_until
 from grpo_trainer.errors import WorkerError
 from grpo_trainer.rollout import vllm_guard, vllm_servers
 from grpo_trainer.rollout.vllm_servers import VllmServers, devices_of
+from grpo_trainer.rollout.vllm_worker import VllmWorker
 
 pytestmark = pytest.mark.slow
 
@@ -191,3 +196,45 @@ def test_servers_share_the_workers_gpus(devices, parts):
     name = "CUDA_VISIBLE_DEVICES"
     variables = [devices_of(number, 2, {name: devices}).get(name) for number in range(2)]
     assert variables == parts
+
+
+class OldVllm(http.server.BaseHTTPRequestHandler):
+    """A server that answers like vLLM, without ``weight_versions``, as before 0.32."""
+
+    def do_GET(self):
+        self.answer({"data": [{"max_model_len": 16}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        token = {"token_id": 1, "logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}
+        assert body["sampling_params"]["max_tokens"] == 1
+        choice = {"token_ids": [1], "logprobs": {"content": [token]}, "finish_reason": "length"}
+        self.answer({"choices": [choice]})
+
+    def answer(self, content):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+
+@pytest.fixture
+def old_vllm():
+    """Start an `OldVllm`; return its address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OldVllm) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_asynchronous_run_requires_weight_versions(old_vllm, tmp_path, asynchronous):
+    servers = {"command": [], "count": 0, "environment": {}, "token_env": None}
+    worker = VllmWorker(
+        [old_vllm],
+        servers={**servers, "folder": str(tmp_path), "start_timeout_s": TIMEOUT_S},
+        generation={"pad_token_id": 0, "max_total_sequence_length": 16, "max_new_tokens": 4},
+        asynchronous=asynchronous,
+    )
+    message = rf"'vllm': {old_vllm} reports no weight_versions.*vLLM 0\.32 or later"
+    with pytest.raises(WorkerError, match=message) if asynchronous else nullcontext():
+        worker.ready()

@@ -440,7 +440,7 @@ def required_versions(
     Raises:
         WorkerError: a row has none.
     """
-    versions = list(carry.get(WEIGHT_VERSIONS, [None] * len(sample_ids)))
+    versions = list(carry[WEIGHT_VERSIONS])
     if None in versions:
         raise WorkerError(
             f"sample {sample_ids[versions.index(None)]!r}: the generation backend reported no "

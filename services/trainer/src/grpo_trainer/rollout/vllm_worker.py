@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any  # Any: batches
 
+import torch
+
 from column_io import BatchedDataDict
 from grpo_trainer.actors.address import bind_to_node_interface
 from grpo_trainer.actors.telemetry import RunActor, TelemetrySettings
@@ -46,11 +48,33 @@ class VllmWorker(RunActor):
         self._installed: set[str] | None = set() if asynchronous else None
 
     def ready(self) -> None:
-        """Start the servers, if any, and return once all serve."""
+        """Start the servers, if any, and return once all serve.
+
+        Raises:
+            WorkerError: a server does not start, or lacks what an asynchronous run needs.
+        """
         bind_to_node_interface()
         if not self._addresses:
             self._addresses = self._servers.start()
+        if self._installed is not None:
+            self._require_weight_versions()
         self._generation = VllmGeneration(self._addresses, **self._arguments)
+
+    def _require_weight_versions(self) -> None:
+        prompt = BatchedDataDict({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+        prompt["input_lengths"] = torch.ones(1, dtype=torch.int64)
+        for address in self._addresses:
+            probe = VllmGeneration([address], **{**self._arguments, "max_new_tokens": 1})
+            try:
+                reported = "weight_versions" in probe.generate(prompt, greedy=True)
+            finally:
+                probe.close()
+            if not reported:
+                raise WorkerError(
+                    f"policy.generation.backend 'vllm': {address} reports no weight_versions, from "
+                    "which grpo.mode async computes staleness; use vLLM 0.32 or later, or "
+                    "grpo.mode sync"
+                )
 
     def begin(self, stream: str) -> None:
         """Start a random stream; its name determines what the following calls draw."""
