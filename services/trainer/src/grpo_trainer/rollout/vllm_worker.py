@@ -61,8 +61,10 @@ class VllmWorker(RunActor):
         self._generation = VllmGeneration(self._addresses, **self._arguments)
 
     def _require_weight_versions(self) -> None:
-        prompt = BatchedDataDict({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-        prompt["input_lengths"] = torch.ones(1, dtype=torch.int64)
+        prompt: BatchedDataDict[Any] = BatchedDataDict(
+            input_ids=torch.zeros(1, 1, dtype=torch.int64),
+            input_lengths=torch.ones(1, dtype=torch.int64),
+        )
         for address in self._addresses:
             probe = VllmGeneration([address], **{**self._arguments, "max_new_tokens": 1})
             try:
