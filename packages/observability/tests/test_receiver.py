@@ -1,6 +1,7 @@
 """The OTLP receiver accepts, refuses and forwards requests over real sockets.
 
 The tests lower its limits of half a minute and 256 connections in the receiver's internal modules.
+Imports internals: a test delays the write of a request.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from otlp_requests import PROTOBUF, WAIT_S, logs, metrics, post, traces
 from structlog.testing import capture_logs
 
 from observability.receiver import Receiver, read_folder
+from observability.receiver.frames import FrameWriter
 
 HEAD = b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-protobuf\r\n"
 
@@ -396,3 +398,33 @@ def test_only_the_span_without_valid_ids_is_rejected(trace_id: bytes, span_id: b
         assert (status, partial_success.rejected_spans) == (200, 1)
         assert "all zero" in partial_success.error_message
         assert len(receiver.snapshot().spans) == 2
+
+
+def test_a_repetition_is_answered_after_the_first_copy_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_write = threading.Event(), threading.Event()
+    append = FrameWriter.append
+
+    def append_later(self: FrameWriter, body: bytes) -> None:
+        began.set()
+        may_write.wait(WAIT_S)
+        append(self, body)
+
+    monkeypatch.setattr(FrameWriter, "append", append_later)
+    body = traces("step")
+    with Receiver(tmp_path) as receiver:
+        first, repeated = (
+            threading.Thread(target=post, args=(receiver, "/v1/traces", body)) for _ in range(2)
+        )
+        first.start()
+        assert began.wait(WAIT_S)
+        repeated.start()
+        repeated.join(0.3)
+        assert repeated.is_alive()
+        may_write.set()
+        for thread in (first, repeated):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        assert len(receiver.snapshot().spans) == 1
+    assert len(read_folder(tmp_path).spans) == 1

@@ -182,46 +182,44 @@ class Receiver:
         records = decode(signal, body)
         received_ns = time.time_ns()
         records.events = [replace(event, received_ns=received_ns) for event in records.events]
-        if body and self._is_repeated(signal, body):
-            return records.rejected_spans
-        if body:
-            self._save(signal, body)
-            if self._forwarder is not None:
-                self._forwarder.enqueue(signal, body)
-        with self._records_added:
-            self._received += 1
-            self._records.add(records)
-            self._records_added.notify_all()
+        # An exporter repeats a request if it gets no response in time. The lock delays the response
+        # to the repetition until the first copy is written.
+        with self._writers_lock:
+            if body and self._is_repeated(signal, body):
+                return records.rejected_spans
+            if body:
+                self._save(signal, body)
+                if self._forwarder is not None:
+                    self._forwarder.enqueue(signal, body)
+            with self._records_added:
+                self._received += 1
+                self._records.add(records)
+                self._records_added.notify_all()
         return records.rejected_spans
 
     def _is_repeated(self, signal: OtlpSignal, body: bytes) -> bool:
-        """Return whether a request was received before; remember it if not.
-
-        An exporter repeats a request if it gets no response.
-        """
+        """Return whether a request was received before; remember it if not."""
         digest = signal, hashlib.blake2b(body, digest_size=16).digest()
-        with self._records_added:
-            if digest in self._digests:
-                return True
-            self._digests.add(digest)
+        if digest in self._digests:
+            return True
+        self._digests.add(digest)
         return False
 
     def _save(self, signal: OtlpSignal, body: bytes) -> None:
-        with self._writers_lock:
-            writer = self._writers.get(signal)
-            if writer is None:
-                return
-            try:
-                writer.append(body)
-            except OSError as error:
-                self._unsaved += 1
-                if self._unsaved == 1:
-                    logger.warning(
-                        "recording_failed",
-                        path=str(writer.path),
-                        reason=str(error),
-                        consequence="requests that are not written are missing from the recording",
-                    )
+        writer = self._writers.get(signal)
+        if writer is None:
+            return
+        try:
+            writer.append(body)
+        except OSError as error:
+            self._unsaved += 1
+            if self._unsaved == 1:
+                logger.warning(
+                    "recording_failed",
+                    path=str(writer.path),
+                    reason=str(error),
+                    consequence="requests that are not written are missing from the recording",
+                )
 
     def _close_files(self) -> None:
         with self._writers_lock:
