@@ -49,8 +49,8 @@ def record_run(
     """Record the start and the end of a run; without an SDK in this process, do nothing.
 
     Use it inside the ``with`` block of `setup`, which exports the end of the run. If the block
-    raises an error, the run has failed: the error's class and the first line of its message are
-    recorded. After a `KeyboardInterrupt` or `SystemExit` the run is stopped.
+    of `record_run` raises an error, the run has failed: the error's class and the first line of its
+    message are recorded. After a `KeyboardInterrupt` or `SystemExit` the run is stopped.
 
     Args:
         config: the run's configuration, possibly nested. It must not contain secrets.

@@ -46,8 +46,9 @@ def record_samples(
         columns: values by name of the fact, one value per sample: ``group`` (text), ``reward``,
             ``advantage``, ``length`` (response tokens), ``truncated``, ``first_version`` and
             ``last_version`` (of the weights that generated the sample), ``state`` (text), ``tags``
-            (name to text, number or boolean; at most 16 are stored). None is an unknown value. An
-            infinite or NaN value, or one of an unlisted type, is recorded as None.
+            (name to text, number or boolean; the admin service stores at most 16). None is an
+            unknown value. An infinite or NaN value, or one of an unlisted type, is recorded as
+            None.
         run_id: id of the run. None takes the id in the context, or in the process's resource.
         step: number of the step. None takes the number in the context.
 

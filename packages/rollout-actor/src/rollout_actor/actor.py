@@ -147,11 +147,11 @@ class SyncRolloutActor(RayClass):
                 ``extra_info`` has ``rollout_metrics``, and ``pad_to_multiple`` if it is above 1; no
                 tags.
             - The driver's columns by name: ``total_reward`` and ``loss_multiplier`` float32 (n,),
-                ``truncated`` bool (n,), ``length`` int (n,), ``input_lengths`` and
-                ``response_token_lengths`` int64 (n,) (of the first assistant turn that has tokens,
-                even if it belongs to the prompt), ``prompt_ids_for_adv`` int64 (n, longest
-                prompt) right-padded, reward components that start with "reward/" float32 (n,);
-                ``weight_versions``, if the backend reports them, objects (n,); on request
+                ``truncated`` bool (n,), ``length`` int (n,), ``input_lengths`` int64 (n,),
+                ``response_token_lengths`` int64 (n,) (tokens of the first assistant turn that has
+                any, even if that turn belongs to the prompt), ``prompt_ids_for_adv`` int64 (n,
+                longest prompt) right-padded, reward components that start with "reward/" float32
+                (n,); ``weight_versions``, if the backend reports them, objects (n,); on request
                 ``turn_roles`` and ``turn_contents``, object arrays (n,) of lists, and
                 ``generated_tokens`` int64 (n,), over all turns.
             - The rollout's metrics; see `rollout_actor.metrics.rollout_metrics`.

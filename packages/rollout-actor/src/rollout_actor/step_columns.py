@@ -95,7 +95,7 @@ def check_input(input_batch: Mapping[str, Any], *, group_size: int) -> int:
 
 
 def _check_prompt_lengths(input_batch: Mapping[str, Any]) -> None:
-    """Refuse lengths with which a prompt would get tokens of its responses, or no tokens."""
+    """Refuse a length of 0, and one above the number of tokens of the message log."""
     lengths = checked_ints("rollout_to_tq", "length", input_batch["length"])
     for row, (turns, length) in enumerate(zip(input_batch["message_log"], lengths, strict=True)):
         tokens = sum(torch.as_tensor(turn.get("token_ids", ())).numel() for turn in turns)

@@ -2,8 +2,9 @@
 
 Every failure that a user can cause or fix ends with one message on standard error and exit status
 1; a wrong option or configuration ends with status 2. Ray is shut down before the process exits,
-even after an interrupt or SIGTERM. After a first SIGTERM, the current step finishes, a
-checkpoint is written, and the exit status is 0. A second SIGTERM stops the run at once.
+even after an interrupt or SIGTERM. After a first SIGTERM, the current step finishes, a checkpoint
+is written unless checkpoints are disabled, and the exit status is 0. A SIGTERM before the first
+step, or a second one, stops the run at once with status 143.
 """
 
 from __future__ import annotations

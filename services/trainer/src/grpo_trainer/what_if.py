@@ -90,8 +90,7 @@ class Recording:
     """Recorded run.
 
     Attributes:
-        setting: setting derived from its telemetry: the maxima of generators at a time, of
-            concurrent rollouts and of stored groups.
+        setting: setting derived from its telemetry; see `_Run.setting`.
         durations: durations of its steps.
         shares: measured shares of the steps after the first.
         rescoring_s: mean duration of the pass that scores the batch with the policy, which an
@@ -345,7 +344,10 @@ class _Run:
         }
 
     def setting(self, groups_per_step: int) -> Setting:
-        """Return the maxima of generators at a time, concurrent rollouts and stored groups."""
+        """Return the maximum numbers of live generators and of rollouts of one, and the staleness.
+
+        The staleness follows from the maximum number of stored groups.
+        """
         rollouts: dict[Process, list[tuple[int, int]]] = defaultdict(list)
         for span in self.rollouts:
             rollouts[span.process].append((span.start_ns, span.end_ns))

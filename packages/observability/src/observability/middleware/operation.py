@@ -29,10 +29,12 @@ Op = Literal[
 class Operation:
     """One call to a client; its outcome is filled in when it ends.
 
+    In ``partition_id``, ``fields``, ``tasks`` and ``sample_ids``, the name of its type replaces a
+    value that is not a string. Ids in a list are stored unchecked.
+
     Attributes:
         op: name of the operation.
-        partition_id: the partition; empty for close. Here and below, a value that is not a string
-            is replaced by the name of its type, except in a list of ``sample_ids``.
+        partition_id: the partition; empty for close.
         n_keys: number of samples; the claimed ones for a claim, the declared ones for register.
         n_bytes: bytes of tensors put or read.
         sample_ids: ids of the samples; the claimed ones for a claim. None is all samples of the

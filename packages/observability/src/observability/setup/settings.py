@@ -2,8 +2,8 @@
 
 A typo in the environment of a job must not end the job. So a variable with an unusable value is
 logged and treated as unset, with three exceptions. An endpoint that is no URL is used, and its
-exports fail. An unknown exporter turns the export off. A port that is no number turns Prometheus
-off.
+exports fail. If all exporters of a signal are unknown, the signal is not exported, unless `setup`
+got an endpoint. A port that is no number turns Prometheus off.
 """
 
 from __future__ import annotations

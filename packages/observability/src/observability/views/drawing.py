@@ -283,7 +283,7 @@ def kind_of(span: DrawnSpan) -> str:
 def _rows(spans: Iterable[DrawnSpan]) -> dict[str, int]:
     """Return the row of each span of a lane.
 
-    A span is in the first row below its parent's in which it overlaps no other span.
+    Of the rows below its parent's row, a span gets the first in which it overlaps no other.
 
     Args:
         spans: spans by start; of those that start together, the longer first.

@@ -170,7 +170,7 @@ def _without_other_clears(events: Iterable[Event]) -> Iterator[Event]:
         elif event.name == "cleared":
             holding.discard(key)
         elif event.name == "put" or key not in seen:
-            # A put adds the sample. The first event of a partition shows that the sample is there,
+            # A put adds the sample. The sample's first event in a partition shows that it is there,
             # though its put was not received. A later event does not: it may come after a clear.
             holding.add(key)
         seen.add(key)

@@ -36,7 +36,8 @@ class ProcessTime:
         busy_seconds: total of ``busy`` in seconds; None if ``seconds`` is empty.
         busy_elsewhere: further intervals of the step in which the process was busy in other traces.
         elsewhere_seconds: total of ``busy_elsewhere`` in seconds.
-        bubble_seconds: seconds of the step in neither; None if ``seconds`` is empty.
+        bubble_seconds: seconds of the step that are in neither ``busy`` nor ``busy_elsewhere``;
+            None if ``seconds`` is empty.
         step_seconds: duration of the step.
     """
 

@@ -190,8 +190,8 @@ def why(
             running program it is the present, for a finished one the time of its last event.
         live: the current partitions of the store. For the run that reported last, their counts
             replace those derived from events; examples still come from events. The number of ready
-            samples is exact unless samples lack several fields. Then it is the number derived from
-            events, limited to the range that the live counts allow.
+            samples is exact if at most one of the required fields is missing. Otherwise it is the
+            number derived from events, limited to the range that the live counts allow.
         silent_after_s: seconds without a repeated report after which a process counts as silent.
             Infinity if the caller determines silence in another way.
 

@@ -1,6 +1,7 @@
 """`EventLoopThread`: one event loop in a thread, for all requests of a backend.
 
-Callers share its connections and request counts, whether or not they run an event loop.
+So all callers share the backend's connections and request counts, whether or not they run an event
+loop.
 """
 
 from __future__ import annotations

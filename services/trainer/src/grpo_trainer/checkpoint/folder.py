@@ -5,8 +5,8 @@ file is written last and has a digest of every other file. An old checkpoint is 
 removed. So a folder named ``step-...`` is always complete.
 
 Another process, perhaps on another machine, writes model and optimizer and returns the names and
-sizes of their files. Until the driver sees these files, it neither renames the new checkpoint nor
-removes an old one.
+sizes of their files. If the driver does not see these files, the save fails and removes no old
+checkpoint.
 """
 
 from __future__ import annotations

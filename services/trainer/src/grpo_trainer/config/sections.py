@@ -240,9 +240,9 @@ class DynamicSamplingSection(Section):
             step, the maximum number of cleared samples is instead
             ``(max_batches - 1) * (samples of a step + max_samples_ahead)``.
         when_short: what to do if these batches give too few groups: "raise" ends the run, "proceed"
-            trains on the remaining groups. These make as many complete optimizer steps as possible,
-            or one smaller step if they fill none. No step is made if the ranks cannot share
-            complete groups equally. An asynchronous step is filled with groups of
+            trains on the remaining groups, in as many complete optimizer steps as possible. If they
+            fill no step, the ranks make one smaller step of complete groups, equally many each, or
+            none if that is impossible. An asynchronous step is filled with groups of
             equal rewards, which the loss excludes.
     """
 

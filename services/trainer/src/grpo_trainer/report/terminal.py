@@ -159,7 +159,7 @@ def print_summary(console: Console, history: Sequence[Mapping[str, Any]], *, pic
     result.add_row("first five steps", _reward(summary.first_reward))
     result.add_row("last five steps", _reward(summary.last_reward), style="bold")
     if summary.validation_reward is not None:
-        result.add_row("held-out prompts, at the end", _reward(summary.validation_reward))
+        result.add_row("held-out prompts, last validation", _reward(summary.validation_reward))
     times = Table(title="time", title_justify="left", title_style="bold")
     times.add_column("phase")
     times.add_column("ms per step", justify="right")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 GENERATION = "generation worker"
 
 POSITIONS = "positions"
-"""Key of a call whose responses are recorded: position of each row's prompt, None if unknown."""
+"""Key in the data of a call whose responses are recorded. Its value is the position of each row's
+prompt, None if unknown."""
 
 JOURNAL = "journal"
 """Key of the output of a call with `POSITIONS`: its `JournalUse` as a dict."""

@@ -23,8 +23,8 @@ _LARGEST = ("max_turns_per_sample", "max_gen_tokens_per_sample")
 
 
 RolloutBatch = tuple[int, Mapping[str, Any], Mapping[str, Any] | None]
-"""A batch: its number of samples, its metrics from `rollout_actor.metrics.rollout_metrics`, and
-those from `GenerationWorker.metrics`; None for none."""
+"""A batch: its number of samples, its metrics from `rollout_actor.metrics.rollout_metrics`, and the
+``tokens`` and ``seconds`` of its generation, None if unknown."""
 
 
 def total_metrics(batches: Sequence[RolloutBatch]) -> dict[str, float]:

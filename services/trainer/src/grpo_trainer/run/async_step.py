@@ -3,8 +3,9 @@
 The driver puts prompts, generators claim and fill them, and policy ranks claim complete groups as
 they become ready. The number of samples in the store bounds how far generators run ahead. With the
 default ``max_samples_ahead``, a sample is at most ``max_staleness`` versions old if prompts are
-trained in their order. The samples of a step are therefore cleared after the step, not while it
-lasts. Slow responses can still make a group older; such a group is not claimed.
+trained in their order. The samples of a step are cleared only after the step: an earlier clear
+would let generators run further ahead. Slow responses can still make a group older; such a group is
+not claimed.
 """
 
 from __future__ import annotations

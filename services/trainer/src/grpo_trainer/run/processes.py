@@ -174,7 +174,8 @@ class RunActors:
     def _start_rollouts(self, model: str, tokenizer: Any) -> None:
         config = self._config
         rendered = chat_turn(tokenizer, config.policy.model)
-        # A string says why follow-ups cannot be rendered; `read_inputs` has refused data with any.
+        # A string says why follow-ups cannot be rendered. Then the data has none: `read_inputs`
+        # refuses data with follow-ups.
         turn = None if isinstance(rendered, str) else rendered
         environment = (
             ray.remote(VerifierEnvironment)
@@ -343,7 +344,7 @@ def _without_log_lines(plane: DataPlaneConfig) -> DataPlaneConfig:
 
 
 def _start_ray(cluster: ClusterSection) -> bool:
-    """Connect to the cluster or start one; return whether this run must shut it down."""
+    """Connect to the cluster or start one; return whether this run must call `ray.shutdown`."""
     if ray.is_initialized():
         return False
     common: dict[str, Any] = {
