@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from refit_mx.errors import RefitConfigError
@@ -43,7 +43,7 @@ class Limits:
     max_ttl_s: float = 86_400.0
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in (each.name for each in fields(self)):
             value = getattr(self, name)
             if value < 0 or (value == 0 and name != "retention"):
                 expected = "0 or more" if name == "retention" else "more than 0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
 from refit_mx.errors import RefitConfigError
@@ -72,7 +72,7 @@ class MxInitInfo:
         Raises:
             ValueError: a name is unknown, or a value is wrong.
         """
-        known = ReceiverSettings.__dataclass_fields__
+        known = [each.name for each in fields(ReceiverSettings)]
         for name, value in self.receiver_settings.items():
             if name not in known:
                 raise RefitConfigError(
