@@ -38,7 +38,11 @@ def run(command: list[str], folder: Path, receiver: Receiver) -> None:
 
 
 def test_torchrun_steps_have_a_lane_per_rank(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(blocks("trace-torchrun", "python"))
+    forward = "        loss = model(batch).square().mean()\n"
+    program = blocks("trace-torchrun", "python")
+    assert forward in program
+    slow = f"        __import__('time').sleep(0.3 * rank)\n{forward}"
+    (tmp_path / "train.py").write_text(program.replace(forward, slow))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with Receiver() as receiver:
         run([*launcher, "--nproc-per-node", "2", "train.py"], tmp_path, receiver)
@@ -48,6 +52,12 @@ def test_torchrun_steps_have_a_lane_per_rank(tmp_path: Path) -> None:
         assert step.incomplete == []
         assert {span.process.instance for span in step.spans} == {"0", "1"}
         assert stages(step) == ["rank", "rank"]
+        barriers = {
+            span.process.instance: span.seconds for span in step.spans if span.name == "barrier"
+        }
+        # The slow rank has the shortest one. DDP's second forward rebuilds its buckets: it waits too.
+        assert barriers["1"] < 0.2
+        assert (barriers["0"] > 0.2) == (step.number != 1)
 
 
 TRL = """
