@@ -55,7 +55,7 @@ def test_torchrun_steps_have_a_lane_per_rank(tmp_path: Path) -> None:
         barriers = {
             span.process.instance: span.seconds for span in step.spans if span.name == "barrier"
         }
-        # The slow rank has the shortest one. DDP's second forward rebuilds its buckets: it waits too.
+        # The slow rank has the shortest one. DDP's second forward rebuilds its buckets, and waits.
         assert barriers["1"] < 0.2
         assert (barriers["0"] > 0.2) == (step.number != 1)
 
