@@ -93,7 +93,7 @@ def test_suspended_server_fails_the_probe_in_time(start, probe):
             )
             for address in ("127.0.0.1:99999", "localhost", "")
         ),
-        (("--tls-name", "x"), "--tls-name: found no --tls-ca; expected both"),
+        (("--tls-name", "x"), "--tls-name: --tls-ca is missing; expected both"),
         (("--tls-ca", "/no/file"), "--tls-ca: /no/file: No such file or directory"),
     ],
 )

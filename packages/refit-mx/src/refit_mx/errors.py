@@ -126,7 +126,7 @@ class FencedError(RefitError):
 
 
 class FleetError(RefitError):
-    """Servers that a fleet could not bring to a version; none was resumed with another version.
+    """A failed refit or resume of a fleet; paused servers never resume with different versions.
 
     Attributes:
         failed: reason of each failure, by server address.

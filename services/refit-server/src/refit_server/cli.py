@@ -158,7 +158,12 @@ def serve(
         str, typer.Option(help="IP address for metrics, which need no token.")
     ] = "127.0.0.1",
     grace_s: Annotated[
-        float, typer.Option(min=0, max=_MAX_S, help="Seconds that a stop may take after SIGTERM.")
+        float,
+        typer.Option(
+            min=0,
+            max=_MAX_S,
+            help="Seconds that calls in progress have after SIGTERM; then the state is closed.",
+        ),
     ] = 10.0,
 ) -> None:
     """Run the control plane until SIGTERM or SIGINT.
@@ -211,7 +216,7 @@ class _CheckCommand(OptionsCommand):
             except OSError as error:
                 yield f"--tls-ca: {authority}: {error.strerror}"
         elif values["tls_name"] is not None:
-            yield "--tls-name: found no --tls-ca; expected both"
+            yield "--tls-name: --tls-ca is missing; expected both"
 
 
 @app.command(cls=_CheckCommand, epilog=_VARIABLES)

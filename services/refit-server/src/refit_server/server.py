@@ -72,7 +72,7 @@ async def serve(
         restart_grace_s: minimum time for which live records stay live after a restart or a pause;
             see `ControlPlane`.
         metrics: numeric host and port of the metrics, 0 for a free port; None for no metrics.
-        grace_s: time limit of the stop.
+        grace_s: time limit of calls in progress; then the metrics and the store are closed.
         on_ready: callback with the bound address, called once when the server answers calls.
         on_metrics: callback with the metrics' URL, called once before ``on_ready``.
 

@@ -36,8 +36,8 @@ class CutlassFp8(QuantizingPass):
     Args:
         scales: ``per_tensor``: shape ``[1]``, or ``[matrices]`` for a stack. ``per_channel``: one
             per row of the checkpoint's matrix, shape ``[rows, 1]`` or ``[matrices, rows, 1]``.
-        weight_layout: memory layout of the operand B, which is ``[columns, rows]`` of the
-            checkpoint's matrix. ``column_major``, for cutlass: its bytes are those of the
+        weight_layout: memory layout of the kernel's operand B, the transpose ``[columns, rows]`` of
+            the checkpoint's matrix. ``column_major``, for cutlass: its bytes are those of the
             checkpoint's ``[rows, columns]``, and the output has that shape. ``row_major``: the
             bytes are transposed, and the output has shape ``[columns, rows]``.
         selection: function that selects the tensors to quantize.

@@ -39,7 +39,7 @@ _STACKED = re.compile(r"(^|\.)experts\.(\w+\.)*(\w+_)?weight$")
 
 
 def linear_weights(spec: TensorSpec) -> bool:
-    """Select matrices with a name ending in ``weight``, and experts stacked on a first axis.
+    """Select matrices with a name ending in ``.weight``, and weights of experts, also if stacked.
 
     Embeddings, norms, routers, ``lm_head`` and biases are not selected. Dtypes are not considered:
     a pass refuses a selected tensor with a dtype outside `RAW_DTYPES`.

@@ -66,7 +66,7 @@ class ControlAccess:
         )
 
     def connect(self, address: str, *, rpc_timeout_s: float = 10.0) -> ControlClient:
-        """Return a client of the control plane at HOST:PORT. Reads the files now.
+        """Read the certificates and token, and return a client of the control plane at HOST:PORT.
 
         Raises:
             RefitConfigError: the token or the certificates cannot be read, or the token would be

@@ -44,7 +44,7 @@ _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
 _STALE_TTL_S = 1
 _MIN_CALL_S = 0.05
-"""Shortest time limit of a call; no server answers faster."""
+"""Minimum time limit of a call, so that a healthy server can answer just before a deadline."""
 _RENEW_S = 2.0
 """Time limit of one lease renewal, short so that a failed one is soon repeated."""
 _RELEASE_S = 1.0
@@ -325,9 +325,9 @@ class ControlClient(Closeable):
         )
 
     def within(self, deadline: Deadline, doing: str = "") -> ControlClient:
-        """Return this client with calls limited to the time before a deadline.
+        """Return a copy of this client with calls limited to the time before a deadline.
 
-        Closing either closes both.
+        They share the connection: closing either closes both.
 
         Raises:
             RefitTimeoutError: the deadline has passed.

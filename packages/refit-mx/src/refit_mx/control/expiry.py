@@ -56,7 +56,8 @@ class Expiry:
         """Extend live records by the length of a server pause: no worker could renew meanwhile.
 
         Each record then lasts at least ``grace_s``, as after a restart, since a client may have to
-        reconnect. It gets this only once: repeated pauses must not keep a dead worker alive.
+        reconnect. A record that was not renewed since the last pause does not get this minimum
+        again: repeated pauses must not keep a dead worker alive.
         """
         self.expire_until(since_ms)
         ledger = self._ledger

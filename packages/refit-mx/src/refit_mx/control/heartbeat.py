@@ -32,7 +32,8 @@ _STALE_TIMEOUT_S = 2.0
 class Heartbeat(Closeable):
     """Registration of a worker, renewed every third of its time to live until closed.
 
-    The client is cloned for a separate connection. The worker's id is new for every process.
+    The client is cloned for a separate connection. The caller must choose a ``worker_id`` that no
+    earlier process used: the id of a STALE worker cannot be registered again.
 
     With ``on_sigterm``, SIGTERM marks the worker STALE before the previous handler runs. Python
     sets handlers only in the main thread: if the process creates no heartbeat there, the worker

@@ -1,7 +1,8 @@
 """Storage of the control plane's records: in memory only, or in a SQLite file.
 
-A call returns only after its changes are stored, so its result survives a SIGKILL of the server.
-One thread writes; changes that arrive while it commits go into the next transaction together.
+A call of the control plane returns only after its changes are stored, so its result survives a
+SIGKILL of the server. One thread writes; changes that arrive while it commits go into the next
+transaction together.
 """
 
 from __future__ import annotations

@@ -92,9 +92,11 @@ class MxUpdateInfo:
     Attributes:
         version_id: id of the version to receive.
         timeout_s: time limit; None for that of `MxInitInfo`.
-        background: begin to fetch and return at once, while generation continues. The same call
-            without ``background`` waits until the fetch is complete.
-        abort: drop the fetch and keep the weights; allowed only without the other fields.
+        background: begin to fetch and return; generation continues meanwhile. The first call, and a
+            call after a failed fetch, derives the layout before it returns. The same call without
+            ``background`` waits until the fetch is complete.
+        abort: drop the fetch and keep the weights; allowed only without ``version_id`` and
+            ``background``.
 
     Raises:
         ValueError: a value is wrong.

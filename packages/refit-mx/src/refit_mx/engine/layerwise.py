@@ -94,8 +94,8 @@ class LayerwiseReload:
         """Check that tensors, by parameter name, can be installed, before anything is changed.
 
         Raises:
-            LayoutError: a layer cannot be processed again; or a parameter gets no tensor, or a
-                tensor of another shape or of a dtype that it cannot hold.
+            LayoutError: the model or a layer cannot be processed again, a tensor has no parameter,
+                a parameter gets no tensor, or a tensor's shape or dtype does not fit its parameter.
         """
         with self._load_form() as parameters:
             sources = self._sources(outputs)

@@ -23,7 +23,8 @@ class ServerCallError(Exception):
     """A failed call to one server, which becomes part of a `FleetError`.
 
     Attributes:
-        status: HTTP status; None without a complete answer, so that the effect is unknown.
+        status: HTTP status; None if what the server holds is unknown: no complete answer, only
+            answers to earlier queries, a redirect, or a wrong pause state.
         disconnected: whether the server closed the connection instead of answering.
     """
 

@@ -28,8 +28,8 @@ class ReadTable:
     - from ``src + j * src2 + i * src1`` of the source's arena
     - to ``dst + j * dst2 + i * dst1`` of the scratch buffer.
 
-    So a part of a tensor with up to two axes before its contiguous ones is one row. If n1 or n2 is
-    1, its strides are 0. Within one scratch buffer, no two rows write the same byte.
+    So a box of a tensor is one row if at most two of its axes precede the contiguous ones. If n1 or
+    n2 is 1, its strides are 0. Within one scratch buffer, no two rows write the same byte.
 
     Columns 2 and 3 of a float32 tensor of shape (3, 4), at byte 256 of the arena, are one row that
     copies to byte 0 of the scratch buffer::

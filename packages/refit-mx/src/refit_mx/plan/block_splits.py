@@ -2,7 +2,7 @@
 
 shard     |0 . . . . . |P . . . . . |2P . . . . |   P = max_read_bytes, counted from its start
 long read        |--------------------------|
-split            |-----|------------|-------|       each block of the shard is in one read
+split            |-----|------------|-------|       no cut is inside a block of the shard
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from refit_mx.plan.shards import ShardTable
 def split_at_blocks(shards: ShardTable, plan: Plan, max_read_bytes: int) -> Plan:
     """Return the plan with long contiguous reads cut at block boundaries of their shards.
 
-    So no block of a shard, the unit of digests, spans two reads.
+    The cuts divide no block of a shard: a block is the unit of digests.
 
     ``max_read_bytes`` is the size limit of a contiguous read, a multiple of `BLOCK_BYTES`.
 

@@ -59,10 +59,10 @@ class SourceSet:
 
 @dataclass(frozen=True)
 class SourceFilter:
-    """Requirements on the registry of a source; without either, any source is accepted.
+    """Compile target and metadata that a source's registry must have.
 
     The targets are the accepted compile targets; None for any. The metadata has values that the
-    source's metadata must have; it may have more.
+    source's metadata must have; it may have more. If neither is given, any source matches.
 
     Raises:
         RefitConfigError: ``targets`` is empty.

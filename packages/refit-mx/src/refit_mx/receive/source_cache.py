@@ -3,7 +3,7 @@
 While the sources and their layout stay the same, later versions cost a fraction of the first:
 
     retained                    by                    saves
-    connection to a publisher   endpoint              a gRPC call: one frame instead
+    connection to a publisher   endpoint              a gRPC call (one frame replaces it)
     structure of a manifest     its digest            megabytes of names and boxes per source
     plan and its row checks     structure, targets    planning
 
