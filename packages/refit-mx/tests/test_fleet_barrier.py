@@ -99,6 +99,56 @@ def test_missing_rank_is_named_at_the_deadline():
     assert time.monotonic() - began < 30
 
 
+def test_failed_rank_is_named_although_another_is_missing():
+    ranks = Ranks(3)
+    driver, broken = ranks.barrier(1), ranks.barrier(2)
+    driver.begin()
+    broken.begin()
+    broken.fail(Point.RECEIVED, "its disk is full")
+    with pytest.raises(FleetError, match="rank 2: its disk is full"):
+        driver.meet(Point.RECEIVED, Deadline(0.5, "test"))
+
+
+class FaultyStore:
+    """A store with replaced calls."""
+
+    def __init__(self, store, **calls):
+        self._store = store
+        vars(self).update(calls)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def test_failure_reported_just_after_a_timeout_is_raised():
+    ranks = Ranks(2)
+    other = ranks.barrier(1)
+    other.begin()
+
+    def wait(keys, timeout):
+        other.fail(Point.RECEIVED, "its disk is full")
+        raise RuntimeError("wait timeout")
+
+    barrier = PhaseBarrier(FaultyStore(ranks.store(), wait=wait), rank=0, world_size=2)
+    barrier.begin()
+    with pytest.raises(FleetError, match="rank 1: its disk is full"):
+        barrier.meet(Point.RECEIVED, Deadline(TIMEOUT_S, "test"))
+
+
+def test_failed_rank_is_named_although_the_store_is_lost_later():
+    def check(keys):
+        raise RuntimeError("connection reset")
+
+    ranks = Ranks(3)
+    broken = ranks.barrier(0)
+    broken.begin()
+    broken.fail(Point.RECEIVED, "its disk is full")
+    barrier = PhaseBarrier(FaultyStore(ranks.store(), check=check), rank=2, world_size=3)
+    barrier.begin()
+    with pytest.raises(FleetError, match="rank 0: its disk is full"):
+        barrier.meet(Point.RECEIVED, Deadline(0.5, "test"))
+
+
 def test_failure_reaches_ranks_at_a_later_point(pool):
     ranks = Ranks(2)
     driver, follower = ranks.barrier(0), ranks.barrier(1)

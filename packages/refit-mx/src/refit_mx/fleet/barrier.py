@@ -8,7 +8,7 @@ must not install what came from it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
@@ -27,7 +27,7 @@ _FAILED = "failed: "
 _MAX_TEXT = 500
 _REPORT_S = 3.0
 _LIST_MISSING_S = 1.0
-"""Extra time after a deadline, for asking the store which ranks are missing."""
+"""Extra time after a deadline, for asking the store which ranks are missing or have failed."""
 
 
 class Point(Enum):
@@ -128,37 +128,46 @@ class PhaseBarrier:
     def _meet(self, number: int, point: Point, deadline: Deadline) -> None:
         self._write(number, [point], _OK)
         failed: dict[str, str] = {}
-        for rank in self._others():
-            key = self._key(number, point, rank)
-            try:
-                self._store.wait([key], timedelta(seconds=max(0.001, deadline.left_s)))
-            except RuntimeError:
-                # A timeout or a lost connection; `check` finds the missing ranks.
-                break
-            value = self._store.get(key).decode(errors="replace")
-            if value != _OK:
-                failed[f"rank {rank}"] = value.removeprefix(_FAILED)
+        missing: list[int] = []
+        try:
+            for rank, report in self._reports(number, point, deadline):
+                if report is None:
+                    missing.append(rank)
+                elif report != _OK:
+                    failed[f"rank {rank}"] = report.removeprefix(_FAILED)
+        except RuntimeError:  # the store is lost; a failure of a rank matters more
+            if not failed:
+                raise
         if failed:
             raise FleetError(
                 f"refit: at the point {point.value!r}, "
                 + "; ".join(f"{rank}: {reason}" for rank, reason in failed.items()),
                 failed,
             )
-        missing = self._missing(number, point)
         if missing:
             raise deadline.error(
                 f"waiting at the point {point.value!r} for ranks {', '.join(map(str, missing))}"
             )
 
-    def _others(self) -> Iterable[int]:
-        return (rank for rank in range(self._world_size) if rank != self._rank)
-
-    def _missing(self, number: int, point: Point) -> list[int]:
-        return [
-            rank
-            for rank in self._others()
-            if not self._store.check([self._key(number, point, rank)])
-        ]
+    def _reports(
+        self, number: int, point: Point, deadline: Deadline
+    ) -> Iterator[tuple[int, str | None]]:
+        """Yield each other rank and its report; None if it has none by the deadline."""
+        timed_out = False
+        for rank in range(self._world_size):
+            if rank == self._rank:
+                continue
+            key = self._key(number, point, rank)
+            if not timed_out:
+                try:
+                    self._store.wait([key], timedelta(seconds=max(0.001, deadline.left_s)))
+                except RuntimeError:  # also a lost connection, for which `check` raises
+                    timed_out = True
+            # The remaining ranks may have reported failures: read these without waiting.
+            if timed_out and not self._store.check([key]):
+                yield rank, None
+            else:
+                yield rank, self._store.get(key).decode(errors="replace")
 
     def _key(self, number: int, point: Point, rank: int) -> str:
         return f"{self._name}/{number}/{point.value}/{rank}"
