@@ -70,3 +70,46 @@ def test_missing_rank_is_an_error_on_all_ranks(tmp_path, fault):
             assert float(seconds) < LIMIT_S + 10, err
             assert "not all 3 ranks of this vLLM server answer" in error
     assert ("Ranks 1 failed" in written[0][0]) == ("after" not in fault)
+
+
+FINISH = """
+import sys, types
+import torch
+from refit_mx import RefitError
+from refit_mx.engine.infos import MxInitInfo, MxUpdateInfo
+
+layerwise = types.ModuleType("refit_mx.engine.layerwise")
+layerwise.LayerwiseReload = lambda model, config: None
+sys.modules[layerwise.__name__] = layerwise
+from refit_mx.engine import weight_transfer
+
+def gather(text, timeout_s):
+    if text:  # `init` succeeds
+        raise RefitError("a rank is gone")
+    return [text]
+
+weight_transfer.gather_from_ranks = gather
+config = types.SimpleNamespace(model="m")
+for errors in ("status", "raise"):
+    transfer = weight_transfer.MxWeightTransfer(
+        torch.nn.Module(), config, rank=0, device=torch.device("cpu")
+    )
+    transfer.init(MxInitInfo(control_address="127.0.0.1:1", errors=errors))
+    transfer.begin(MxUpdateInfo("v1", timeout_s=0.1))
+    assert transfer.status()["fetch"] is not None
+    raised = False
+    try:
+        transfer.finish()
+    except RefitError:
+        raised = True
+    assert raised == (errors == "raise")
+    status = transfer.status()
+    assert (status["error"], status["fetch"]) == ("RefitError: a rank is gone", None), status
+"""
+
+
+def test_missing_rank_ends_the_fetch_and_is_the_error_of_a_finish():
+    finished = subprocess.run(
+        [sys.executable, "-c", FINISH], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr

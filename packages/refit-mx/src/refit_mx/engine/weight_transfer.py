@@ -213,11 +213,18 @@ class MxWeightTransfer:
             PhaseError: a rank has not received its version, or the ranks have received different
                 versions. No live weight has changed.
             FencedError: the install failed on a rank. No rank serves until an update succeeds.
+            RefitError: a rank did not answer, so this rank installed nothing.
         """
         fetch = self._fetch
         state = "no fetch" if fetch is None else str(fetch)  # read once: the fetch may complete
-        states = gather_from_ranks(state, _RANKS_S)
         try:
+            try:
+                states = gather_from_ranks(state, _RANKS_S)
+            except RefitError as error:
+                self._error = _text(error)
+                if self._status_only:
+                    return
+                raise
             if len(set(states)) > 1 or (fetch is not None and state != fetch.success_text):
                 with self._raise_on_all_ranks("finish_weight_update"):
                     each = "; ".join(dict.fromkeys(states))
