@@ -304,6 +304,7 @@ def test_refit_async_runs_in_a_loop_and_excludes_another(scripted):
         "http://127.0.0.1#x",
         "http://127.0.0.1:port",
         "http://127.0.0.1:99999",
+        "http://[::1",
     ],
 )
 def test_addresses_with_more_than_a_host_and_a_port_are_refused(address):

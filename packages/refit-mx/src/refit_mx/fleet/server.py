@@ -34,22 +34,22 @@ def checked_address(address: str) -> str:
 
     Any other address, such as one with a path, a query or a user, is a `RefitConfigError`.
     """
-    parts = urlsplit(address)
+    refusal = RefitConfigError(f"fleet: address {address!r}; expected http[s]://host[:port]")
     try:
-        port = parts.port
+        parts = urlsplit(address)
+        _ = parts.port  # raises, too
     except ValueError:
-        port = -1
+        raise refusal from None
     if (
         parts.scheme not in ("http", "https")
         or not parts.hostname
-        or port == -1
         or parts.username is not None
         or parts.password is not None
         or parts.path not in ("", "/")
         or parts.query
         or parts.fragment
     ):
-        raise RefitConfigError(f"fleet: address {address!r}; expected http[s]://host[:port]")
+        raise refusal
     return f"{parts.scheme}://{parts.netloc}"
 
 
