@@ -126,6 +126,18 @@ def test_unreadable_record_is_refused(path):
         stored(path)
 
 
+@pytest.mark.parametrize(("column", "type_"), [("kind", "BLOB"), ("key", "BLOB"), ("body", "TEXT")])
+def test_record_with_a_changed_sql_type_is_refused(path, column, type_):
+    with contextlib.closing(SqliteStore(path)) as store:
+        keep(store, Worker("w", WorkerRole.TRAINER, "m", 1000, 2_000))
+    with contextlib.closing(sqlite3.connect(path)) as changed, changed:
+        if type_ == "TEXT":
+            changed.execute(f"UPDATE records SET {column} = x'61'")
+        changed.execute(f"UPDATE records SET {column} = CAST({column} AS {type_})")
+    with pytest.raises(RefitConfigError, match="is damaged: a record of kind"):
+        stored(path)
+
+
 def many_records():
     """Return enough records for several pages of the file."""
     return [

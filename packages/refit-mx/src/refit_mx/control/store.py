@@ -124,8 +124,9 @@ class SqliteStore:
             raise self._damaged(str(verdict).replace("\n", " "))
         records: list[Record] = []
         for kind, key, body, digest in rows:
-            # SQLite has no checksums, and a modified record may still decode.
-            if digest != _digest(kind, key, body):
+            # SQLite has no checksums, and a modified record may still decode. It checks no types.
+            typed = isinstance(kind, str) and isinstance(key, str) and isinstance(body, bytes)
+            if not typed or digest != _digest(kind, key, body):
                 raise self._damaged(f"a record of kind {kind!r} differs from what was written")
             try:
                 records.append(_decoders[kind].decode(body))
