@@ -116,9 +116,9 @@ def test_parts_must_cover_each_element_exactly_once(
             TargetTensor("t", "bool", (rows, columns), parts)
 
 
-def qkv(**changes: int) -> TargetTensor:
+def qkv(*, kv_rows: int = 8, **changes: int) -> TargetTensor:
     heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 4, "tp_size": 4, "tp_rank": 3}
-    q, k = TensorSpec("q", "bfloat16", (32, 5)), TensorSpec("k", "bfloat16", (8, 5))
+    q, k = TensorSpec("q", "bfloat16", (32, 5)), TensorSpec("k", "bfloat16", (kv_rows, 5))
     return fused_qkv_target("qkv", q, k, k, **(heads | changes))
 
 
@@ -130,6 +130,7 @@ def qkv(**changes: int) -> TargetTensor:
         ({"num_kv_heads": 4}, "'k' has shape"),
         ({"tp_size": 3, "tp_rank": 0}, "over 3 ranks"),
         ({"tp_size": 16}, "over 16 ranks"),
+        ({"num_kv_heads": 0, "kv_rows": 0}, "8 heads and 0 key and value heads"),
         ({"tp_rank": 4}, "rank 4 of 4"),
         ({"tp_rank": -1}, "rank -1 of 4"),
     ],

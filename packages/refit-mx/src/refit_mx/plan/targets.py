@@ -109,13 +109,15 @@ def fused_qkv_target(
                 f"target {name!r}: {spec.name!r} has shape {spec.shape}; "
                 f"expected {heads} heads of {head_dim} rows, {heads * head_dim} in all"
             )
-    if num_heads % tp_size or (
-        num_kv_heads % tp_size and (not num_kv_heads or tp_size % num_kv_heads)
+    if (
+        num_heads % tp_size
+        or num_kv_heads < 1
+        or (num_kv_heads % tp_size and tp_size % num_kv_heads)
     ):
         raise LayoutError(
             f"target {name!r}: {num_heads} heads and {num_kv_heads} key and value heads over "
             f"{tp_size} ranks; expected a number of ranks that divides the heads, and that divides "
-            "the key and value heads or is a multiple of them"
+            "the key and value heads, at least one, or is a multiple of them"
         )
     q_rows = num_heads // tp_size * head_dim
     if num_kv_heads >= tp_size:
