@@ -227,6 +227,14 @@ def test_put_can_be_retried_under_a_partly_acknowledged_claim():
         put(ledger, ["a", "b"], ["y"], token=held.token)
 
 
+def test_new_sample_of_overlapping_puts_is_counted_once():
+    ledger = new_ledger(num_samples=9)
+    tickets = [ledger.begin_put("p", ["a", last], {}) for last in "bc"]
+    for ticket in tickets:
+        ledger.commit_put(ticket, {}, None)
+    assert (ledger.totals["puts"], ledger.totals["samples_put"]) == (2, 3)
+
+
 def test_put_never_enters_a_partition_registered_later():
     ledger = new_ledger(num_samples=2, capacity=2)
     stale = ledger.begin_put("p", ["a", "b"], {"x": "torch.int64"})

@@ -242,7 +242,7 @@ class Ledger:
         )
         partition.accept(written, present, tags)
         self.totals["puts"] += 1
-        self.totals["samples_put"] += len(ticket.reserved)
+        self.totals["samples_put"] += len(written) - len(present)
         if replaced:
             self._discard(replaced)
 
