@@ -118,6 +118,14 @@ def test_stale_meta_clears_no_other_samples_values(client, partition_id, stale):
     assert sorted(row.tolist() for row in rows) == [[8, 8], [9, 9]]
 
 
+def test_repeated_clear_is_ignored(client, partition_id):
+    meta = client.put(column([[1], [2]]), partition_id=partition_id)
+    for _ in range(2):
+        client.clear_samples(meta.select_samples([0, 1]))
+    client.put(column([[3], [4]]), partition_id=partition_id)
+    assert values(client, partition_id) == [[3], [4]]
+
+
 def test_meta_of_cleared_rows_is_refused(client, partition_id):
     meta = client.put(column([[1], [2]]), partition_id=partition_id)
     client.clear_partition(partition_id)

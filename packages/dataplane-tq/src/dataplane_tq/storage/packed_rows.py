@@ -192,6 +192,8 @@ class RawStore:
                     others = set(error.sample_ids)
                     kept = [i for i, sample_id in enumerate(sample_ids) if sample_id not in others]
                     sample_ids = [sample_ids[i] for i in kept]
+                    if not sample_ids:
+                        return
                     meta = {field: cells[kept] for field, cells in meta.items()}
                     self._find(session, partition_id, sample_ids, list(meta), meta)
                 session.send(p.Unpin())
