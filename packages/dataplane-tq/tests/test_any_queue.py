@@ -275,12 +275,21 @@ def test_new_sample_at_a_reused_index_is_young(queue):
     job.run("put(['b'], 'reused', x=torch.zeros(1))")
     # The inspector knows the index as that of `a` until its next read.
     assert [each.sample_id for each in inspector.list_samples("reused")] in ([], ["b"])
-    until(
-        lambda: (
-            inspector.list_partitions()
-            and [each.age_s < old for each in inspector.list_samples("reused")] == [True]
-        )
-    )
+    until(lambda: [each.age_s < old for each in inspector.list_samples("reused")] == [True])
+
+
+def test_repeated_query_shows_changes(queue):
+    job, inspector = queue
+    job.run("put(['a'], 'polled', x=torch.zeros(1))")
+    job.run("claim(['x'], 1, 'score', 'polled')")
+    summary_of(inspector, "polled", lambda summary: summary.tasks)
+    job.run("put(['b'], 'polled', x=torch.zeros(1))")
+    until(lambda: inspector.count_samples("polled", "score", ["x"]).ready == 1)
+    job.run("put(['c'], 'polled', x=torch.zeros(1))")
+    until(lambda: inspector.scan_states("polled").total == 3)
+    job.run("tq.get_client().clear_partition('polled')")
+    with pytest.raises(PartitionNotFoundError, match="'polled'"):
+        until(lambda: inspector.count_samples("polled", "score", []) is None)
 
 
 def test_samples_without_keys_are_named_by_index(queue):

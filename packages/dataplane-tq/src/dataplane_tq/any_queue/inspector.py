@@ -124,8 +124,8 @@ class QueueInspector:
 
     It changes nothing. It reads through Ray, in the main thread of the controller's process; the
     controller answers its clients in another thread. Reads of all partitions take at most a
-    twentieth of the time; in between, answers are as old as the last such read. Ages count from the
-    read in which a sample was first seen.
+    twentieth of the time; in between, answers are as old as the last such read. So are pages after
+    the first, with ``start`` above 0. Ages count from the read in which a sample was first seen.
 
     TransferQueue does not know leases, owners or required fields: a task's samples are unclaimed or
     acknowledged. Samples without a key are named by their index, such as "#17".
@@ -224,7 +224,7 @@ class QueueInspector:
         (partition_id,) = check_inspection("list_samples", partition_id)
         start, limit = check_page("list_samples", start, limit)
         with self._lock:
-            partition = self._partition("list_samples", partition_id)
+            partition = self._partition("list_samples", partition_id, start)
             places = range(start, min(start + limit, len(partition.rows)))
             return self._states(partition_id, partition, places)
 
@@ -268,7 +268,7 @@ class QueueInspector:
         (partition_id,) = check_inspection("scan_states", partition_id)
         start, limit = check_page("scan_states", start, limit)
         with self._lock:
-            partition = self._partition("scan_states", partition_id)
+            partition = self._partition("scan_states", partition_id, start)
         page = slice(start, start + limit)
         return StatePage(
             total=len(partition.rows),
@@ -293,8 +293,9 @@ class QueueInspector:
         """Refuse: this inspector changes nothing."""
         _refuse("clear_samples")
 
-    def _partition(self, operation: str, partition_id: str) -> _Partition:
-        if partition_id not in self._partitions:
+    def _partition(self, operation: str, partition_id: str, start: int = 0) -> _Partition:
+        # The pages of one list come from one read, unless another query reads in between.
+        if start == 0 or partition_id not in self._partitions:
             self._refresh()
         try:
             return self._partitions[partition_id]
