@@ -53,6 +53,15 @@ class Worker:
         return "end"
 
     @traced
+    async def talk_async(self):
+        received = ""
+        while received is not None:
+            try:
+                received = yield received
+            except ValueError as error:
+                received = str(error)
+
+    @traced
     async def items(self, n):
         for number in range(n):
             yield number, current_trace_id()
@@ -126,6 +135,12 @@ def test_a_generator_receives_what_its_consumer_sends():
     with pytest.raises(StopIteration) as stop:
         next(talk)
     assert stop.value.value == "end"
+
+    async def converse():
+        talk = worker.talk_async()
+        return [await anext(talk), await talk.asend("a"), await talk.athrow(ValueError("b"))]
+
+    assert asyncio.run(converse()) == ["", "a", "b"]
 
 
 def test_a_call_without_a_carrier_begins_a_trace():

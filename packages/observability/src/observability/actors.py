@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, copy_context
 from typing import (
     Any,
@@ -59,14 +59,8 @@ def traced(
 
         wrapper: Any
         if inspect.isasyncgenfunction(function):
-
-            async def iterate(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
-                with _server_span(span_name, bucket, carrier):
-                    async with aclosing(function(*args, **kwargs)) as yielded:
-                        async for item in yielded:
-                            yield item
-
-            wrapper = _in_own_context_async(iterate)
+            server_span = functools.partial(_server_span, span_name, bucket)
+            wrapper = _in_own_context_async(function, server_span)
 
         elif inspect.iscoroutinefunction(function):
 
@@ -122,20 +116,44 @@ def _in_own_context(function: Callable[..., Generator[Any, Any, Any]]) -> Callab
     return generated
 
 
-def _in_own_context_async(function: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
-    async def items(*args: Any, **kwargs: Any) -> Any:
+def _in_own_context_async(
+    function: Callable[..., AsyncGenerator[Any, Any]],
+    server_span: Callable[[Any], AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    async def items(*args: Any, carrier: Any = None, **kwargs: Any) -> Any:
         context, yielded = copy_context(), function(*args, **kwargs)
-        try:
-            while True:
-                try:
-                    item = await _Awaitable(context, anext(yielded))
-                except StopAsyncIteration:
-                    return
-                yield item
-        finally:
-            await _Awaitable(context, yielded.aclose())
+        step: Awaitable[Any] = yielded.asend(None)
+        with _entered_in(context, server_span(carrier)):
+            try:
+                while True:
+                    try:
+                        item = await _Awaitable(context, step)
+                    except StopAsyncIteration:
+                        return
+                    try:
+                        sent = yield item
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - passed on to the generator
+                        step = yielded.athrow(error)
+                    else:
+                        step = yielded.asend(sent)
+            finally:
+                await _Awaitable(context, yielded.aclose())
 
     return items
+
+
+@contextmanager
+def _entered_in(context: Context, manager: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter and exit a manager in a context: a variable can be reset only where it was set."""
+    context.run(manager.__enter__)
+    try:
+        yield
+    except BaseException as error:
+        context.run(manager.__exit__, type(error), error, error.__traceback__)
+        raise
+    context.run(manager.__exit__, None, None, None)
 
 
 def _steps(context: Context, generator: Any) -> Generator[Any, Any, Any]:
