@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from tensordict import TensorDict
 from waiting import until
 
-from dataplane_admin.store import Store, StoreUnavailable
+from dataplane_admin.store import Store, StoreUnavailable, WriteUnfinished
 from dataplane_core import InMemoryDataPlaneClient
 
 TOKEN = "3f2b8c0d9e7a6b5c"
@@ -123,14 +123,17 @@ def test_an_unrecorded_outcome_is_still_answered(client, plane, monkeypatch, sam
         assert "are leased" in answer.json()["detail"]
 
 
-def test_the_audit_log_has_the_reason_why_a_run_was_not_tagged(client, monkeypatch):
-    def unreadable(self, *_arguments, **_options):
-        raise StoreUnavailable("cannot read the database")
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(StoreUnavailable, "failed"), (WriteUnfinished, "unknown")]
+)
+def test_the_audit_log_has_the_reason_why_tagging_failed(client, monkeypatch, error, outcome):
+    def fail(self, *_arguments, **_options):
+        raise error("the reason")
 
-    monkeypatch.setattr(Store, "run", unreadable)
-    change = {"run": "r", "tags": []}
-    assert client.post("/api/v1/actions/tag-run", json=change).status_code == 503
-    assert audit(client)[0]["outcome"] == "failed: cannot read the database"
+    monkeypatch.setattr(Store, "run", lambda *_: "a run")
+    monkeypatch.setattr(Store, "tag_run", fail)
+    assert tag(client, "r").status_code == 503
+    assert audit(client)[0]["outcome"] == f"{outcome}: the reason"
 
 
 def test_a_cleared_partition_is_no_longer_listed(client, plane):

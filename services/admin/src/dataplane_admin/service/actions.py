@@ -22,7 +22,7 @@ from dataplane_admin.service.errors import (
     Unavailable,
 )
 from dataplane_admin.service.partitions import ask, partition_of
-from dataplane_admin.store import Store, StoreError
+from dataplane_admin.store import Store, StoreError, WriteUnfinished
 from dataplane_core import DataPlaneActions
 from observability.views import printable
 
@@ -193,7 +193,7 @@ class Actions:
             outcome = f"failed: {error}"
             raise
         except StoreError as error:
-            outcome = f"failed: {error}"
+            outcome = f"{'unknown' if isinstance(error, WriteUnfinished) else 'failed'}: {error}"
             raise Unavailable(f"the store failed: {error}") from None
         finally:
             problem = _record_outcome(record, outcome)

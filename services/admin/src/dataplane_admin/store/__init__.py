@@ -2,7 +2,13 @@
 
 from dataplane_admin.store.batch import Batch, LifecycleEvent, LoadPoint, SeriesPoint, WriteResult
 from dataplane_admin.store.chunk import Chunk
-from dataplane_admin.store.errors import QueueFull, StoreError, StoreUnavailable, WriteRefused
+from dataplane_admin.store.errors import (
+    QueueFull,
+    StoreError,
+    StoreUnavailable,
+    WriteRefused,
+    WriteUnfinished,
+)
 from dataplane_admin.store.read_samples import SampleFilter
 from dataplane_admin.store.retention import Retention
 from dataplane_admin.store.rows import (
@@ -35,4 +41,5 @@ __all__ = [
     "WaitRecords",
     "WriteRefused",
     "WriteResult",
+    "WriteUnfinished",
 ]

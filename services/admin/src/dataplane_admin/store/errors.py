@@ -19,5 +19,9 @@ class StoreUnavailable(StoreError):
     """An operation that the database did not finish now; it can be retried."""
 
 
+class WriteUnfinished(StoreUnavailable):
+    """A write that the database did not finish in time, and may still finish."""
+
+
 class WriteRefused(StoreError):
     """A write that the database rejects, now and later."""

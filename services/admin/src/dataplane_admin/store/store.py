@@ -28,7 +28,7 @@ from dataplane_admin.store import (
 )
 from dataplane_admin.store.batch import Batch, WriteResult
 from dataplane_admin.store.engine import Database
-from dataplane_admin.store.errors import StoreUnavailable
+from dataplane_admin.store.errors import StoreUnavailable, WriteUnfinished
 from dataplane_admin.store.migrate import migrate
 from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.retention import Retention, Sweeper
@@ -124,16 +124,18 @@ class Store:
 
         Raises:
             QueueFull: the queue is full; retry later.
-            StoreUnavailable: the database failed, or did not commit within ``timeout_s`` seconds;
-                after this timeout, the batch may still be written.
+            StoreUnavailable: the database failed, or did not begin within ``timeout_s`` seconds.
+            WriteUnfinished: it began but did not commit; the batch may still be written.
             WriteRefused: the database rejects the batch permanently.
         """
         waiting = self._writer.submit(batch)
         try:
             return waiting.result(timeout_s)
         except FutureTimeout as error:
-            waiting.cancel()
-            raise StoreUnavailable(f"not written within {timeout_s} s") from error
+            message = f"not written within {timeout_s} s"
+            if waiting.cancel():
+                raise StoreUnavailable(message) from error
+            raise WriteUnfinished(f"{message}, but may still be written") from error
 
     @property
     def revision(self) -> int:
