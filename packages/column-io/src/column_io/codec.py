@@ -1,8 +1,8 @@
 """Conversions between padded columns and the jagged form in which they are stored.
 
 In jagged form a row takes memory for its tokens only. Names decide which columns are per token
-(`TOKEN_ALIGNED_FIELDS`), because the shape (rows, width) does not distinguish a mask over tokens
-from an image feature.
+(`TOKEN_ALIGNED_FIELDS`); in a read, columns that were put jagged are too. The shape (rows, width)
+does not distinguish a mask over tokens from an image feature.
 """
 
 from __future__ import annotations

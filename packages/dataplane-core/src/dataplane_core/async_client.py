@@ -1,8 +1,8 @@
 """`AsyncDataPlaneClient`: the asyncio interface of any client.
 
 Every call runs in a thread, because bulk copies would block the event loop. A claim waits for puts,
-and a put waits for clears. Each kind has a separate pool, so that a blocked call never occupies the
-thread of the call that it waits for.
+and a put waits for clears. Each kind of call has a separate pool, so that a blocked call never
+occupies the thread of the call that it waits for.
 """
 
 from __future__ import annotations

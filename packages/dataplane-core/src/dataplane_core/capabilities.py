@@ -53,7 +53,7 @@ class TaskCounts:
     Attributes:
         put: samples present at the latest registration, plus those put since, minus withdrawn
             ones.
-        ready: could be claimed now.
+        ready: unclaimed, with all required fields, even if their group is incomplete.
         not_ready: unclaimed, and lacking a required field.
         leased: claimed and not yet acknowledged, or assigned to a data-parallel rank.
         acknowledged: acknowledged, or claimed without a lease, and still present.

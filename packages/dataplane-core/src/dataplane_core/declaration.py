@@ -98,8 +98,8 @@ class PartitionDeclaration:
 
         Args:
             task_name: the claiming task.
-            ready: number of samples that could be claimed.
-            present: number of unclaimed samples, ready or not.
+            ready: number of unclaimed samples that match the claim and have all required fields.
+            present: number of unclaimed samples that match the claim, ready or not.
             not_put: number of declared samples that were never put.
             lacking: required field to the number of present samples without it.
             batch_size: number of samples that the claim requested.

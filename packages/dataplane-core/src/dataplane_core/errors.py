@@ -96,7 +96,8 @@ class ClaimTimeoutError(DeadlineExceededError):
     """A blocking claim's deadline passed; nothing was claimed.
 
     Attributes:
-        ready: number of samples that could have been claimed.
+        ready: number of unclaimed samples that match the claim and have all required fields, even
+            if the claim could not take their group.
         missing: number of samples that the claim still needed.
         missing_fields: required field to the number of present samples without it.
         leased: number of samples that claims of the task hold under leases.

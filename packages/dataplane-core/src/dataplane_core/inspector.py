@@ -111,9 +111,9 @@ class DataPlaneActions(Protocol):
     def reset_consumption(self, partition_id: str, task_name: str, sample_ids: list[str]) -> int:
         """Make samples that a task has acknowledged claimable by it again.
 
-        Samples assigned to a data-parallel rank become claimable too. Samples that the task has not
-        acknowledged, and unknown ids, are ignored. In a partition with groups, reset complete
-        groups: claims skip a partly reset group, as they skip an incomplete one.
+        Samples assigned to a data-parallel rank become claimable too. Unclaimed samples and unknown
+        ids are ignored. In a partition with groups, reset complete groups: claims skip a partly
+        reset group, as they skip an incomplete one.
 
         Returns:
             The number of samples made claimable.

@@ -83,9 +83,9 @@ class KeyValueClient(CheckedClient):
 
     Values are stored as bytes without pickle (`tensors.object_codec`). Each key is a JSON array in
     ASCII, so that names of partitions, samples and fields cannot collide. Claims have no leases:
-    the samples of a consumer that crashes are lost for its task. Puts refuse ``claim`` and
-    ``origin``, reads ``origins``, and claims ``dp_world``, ``where``, ``seed`` and ``sample_ids``;
-    ``force`` has no effect.
+    the samples of a consumer that crashes are lost for its task. A put refuses ``claim`` and
+    ``origin``. A read refuses ``origins``. A claim refuses ``dp_world``, ``where``, ``seed`` and
+    ``sample_ids``. ``force`` has no effect.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(

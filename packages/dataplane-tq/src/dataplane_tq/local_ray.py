@@ -95,7 +95,8 @@ def join_ray(address: str, **options: Any) -> None:
 def _stop_parts(error: BaseException) -> str:
     """Stop the processes that a failed start left; return what is known about them.
 
-    Until Ray has started, only frames in the error's traceback refer to Ray's record of them.
+    Ray's `Node` lists these processes. Until Ray has started, only a frame in the error's traceback
+    refers to it.
     """
     text = ""
     for frame, _ in walk_tb(error.__traceback__):

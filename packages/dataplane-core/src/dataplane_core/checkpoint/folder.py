@@ -96,7 +96,7 @@ class VerifiedFolder:
     Attributes:
         folder: path of the checkpoint.
         files: file name to digest, in the order written.
-        metadata: content of the manifest.
+        metadata: what the writer passed to `FolderWriter.finish`.
     """
 
     folder: Path

@@ -163,8 +163,8 @@ def restore_partition(
             claimed during the restore.
         UnsupportedError: the client cannot be inspected, or cannot restore which samples were
             acknowledged.
-        DataPlaneError: a put failed, for example because the store is full. After any error,
-            nothing of the partition remains in the store.
+        DataPlaneError: a put failed, for example because the store is full. After an error,
+            nothing that was restored remains in the store.
     """
     checkpoint = open_folder(Path(folder))
     saved = _declaration(checkpoint)

@@ -1,9 +1,9 @@
 """`SharedCells`: cells that the samples of a put share, so that a sample costs few bytes.
 
 A store of columns finds a cell by its column and the sample's number in that column. Such a pair
-for each sample and field would take more memory than all else in the ledger. Columns in which each
-sample has the same number form a layer. So samples share one mapping of field to column and layer,
-and each sample has only its place: its number in each layer::
+for each sample and field would take more memory than all else in the ledger. Columns that number
+their samples alike, such as those of one put, form a layer. So samples share one mapping of field
+to column and layer, and each sample has only its place: its number in each layer::
 
     put 1: a, b of 3 samples      cells {a: (A, 0), b: (B, 0)}                places (0,) (1,) (2,)
     put 2: b, c of the last two   cells {a: (A, 0), b: (B2, 1), c: (C, 1)}    places (1, 0) (2, 1)

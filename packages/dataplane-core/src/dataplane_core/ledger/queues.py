@@ -5,8 +5,8 @@ cleared. A queue scans the partition only when it is built, so the cost of later
 grow with the samples consumed before. Conditions on tags are evaluated when a sample enters, not at
 every claim.
 
-Queues hold sequence numbers, not rows, so that a queue that is no longer used keeps no sample alive
-until it is freed.
+Queues hold sequence numbers, not rows. So a dropped queue that is not freed yet keeps no sample
+alive.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class LeaseWatch:
         self._live: set[str] = set()
 
     def all_live(self) -> bool:
-        """Return whether each holder and assigned rank was active since the first call of this.
+        """Return whether each holder and assigned rank was active since the first call.
 
         A claim is live if it was renewed since this watch first saw it. A rank's claim is also live
         if it was made after the first call: a rank that works through its assignments may not have

@@ -60,7 +60,7 @@ class Catalogue:
     ) -> list[Block] | None:
         """Allocate memory for the fields of one put.
 
-        The put gets one extent if a unit has a free extent of that size. Units of
+        The put gets one extent if a unit has a free extent of its size. Units of
         ``preferred_node`` come first, then units with the most free bytes. Otherwise each field is
         placed separately, and a field that fits into no unit is split into runs of rows.
 

@@ -153,7 +153,7 @@ class Connection:
         return self._operation
 
     async def _check_present(self) -> None:
-        """Raise `ConnectionError` if the client has disconnected, even while this was stopped."""
+        """Raise `ConnectionError` if the client left, even while this process was stopped."""
         await asyncio.sleep(0)  # let the event loop read what the client sent or closed
         if self._reader.at_eof() or self._reader.exception() is not None:
             raise ConnectionError("the client disconnected")
@@ -225,10 +225,9 @@ class Connection:
             self._store.expire()
             partition = self._ledger.partition(request.partition_id)
             if not partition.prepare(wanted):
-                # A seeded queue has millions of entries in a few lists. A full garbage collection
-                # visits every entry, but Python counts only the lists when it schedules full
-                # collections. So only the young generations are collected here, and `Directory`
-                # makes full collections rare.
+                # A full garbage collection would visit the millions of entries of a seeded queue.
+                # Python starts one too early, because it counts the few lists, not their entries.
+                # So collect the young generations only; `Directory` makes full collections rare.
                 gc.collect(1)
                 continue  # serve other connections between the steps of a long search
             revision = partition.revision

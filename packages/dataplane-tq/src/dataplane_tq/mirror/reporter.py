@@ -57,7 +57,8 @@ class Reporter:
 
         Raises:
             UnavailableError: an actor is dead, or the report of an earlier put failed.
-            DeadlineExceededError: the controller does not answer, or did not for an earlier put.
+            DeadlineExceededError: the controller does not answer, or did not answer an earlier
+                report.
         """
         while True:
             with self._lock:

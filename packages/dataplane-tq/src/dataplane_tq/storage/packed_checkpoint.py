@@ -179,9 +179,10 @@ def _live_blocks(link: Link, partition_id: str) -> list[_Live]:
 
 
 def _block_groups(live: list[_Live]) -> Iterator[tuple[list[str], list[_Live]]]:
-    """Yield samples and all of their blocks, so that one request pins many blocks.
+    """Yield samples and blocks of their values, so that one request pins many blocks.
 
-    A group joins puts of the same fields, so all of its samples have blocks of the same fields.
+    A group joins puts of the same fields, so all of its samples have blocks of the same fields. A
+    sample that several puts wrote may be in several groups.
     """
     puts: dict[tuple[str, ...], list[_Live]] = {}
     for each in live:
