@@ -128,7 +128,7 @@ def test_operations_are_summarized_by_their_docstrings(app_of):
     document = app_of(token=TOKEN, allow_actions=True).openapi()
     blocked = document["paths"]["/api/v1/why"]["get"]
     assert blocked["summary"].startswith("List blocked tasks, longest first;")
-    assert blocked["description"].startswith("`run` filters")
+    assert blocked["description"].startswith("With `run`, only tasks")
     for path in document["paths"].values():
         for operation in path.values():
             assert not operation["summary"].endswith(".")

@@ -64,7 +64,9 @@ def canonical_root_path(path: str) -> str:
     stripped = path.strip("/")
     canonical = f"/{stripped}" if stripped else ""
     if _ROOT_PATH.fullmatch(canonical) is None:
-        raise ValueError(f"found {path!r}; expected a path such as /rl, of letters, digits, -._~")
+        raise ValueError(
+            f"root path {path!r}; expected a path such as /rl, of letters, digits, -._~"
+        )
     return canonical
 
 

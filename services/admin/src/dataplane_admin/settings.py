@@ -40,8 +40,8 @@ class Settings:
         query_timeout_s: deadline of one query to the data plane in seconds.
         stuck_after_s: age in seconds from which unclaimed samples and claims count as stuck.
         silent_after_s: seconds without telemetry after which a process counts as silent. A process
-            that neither sends metrics nor repeats its waits counts as silent only if another run
-            was seen ``silent_after_s`` after its own run.
+            that sends no metrics and does not repeat its waits may just be blocked. It counts as
+            silent once another run was seen ``silent_after_s`` later than its own run.
         max_subscribers: maximum number of connections with live updates.
         failed_login_delay_s: delay in seconds of the answer to a wrong token.
         jaeger_url: base URL of Jaeger, to link traces.

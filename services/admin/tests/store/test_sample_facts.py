@@ -262,7 +262,8 @@ def test_a_group_has_its_prompt_and_the_last_responses(job_of, otlp):
             "Tokenization",
             False,
             "33 % of the tokens from this token on diverge; "
-            "the text before, which the model did not generate, may be tokenized anew; "
+            "the trainer may tokenize the text before it differently, which the model did not "
+            "generate; "
             "to check, compare the token ids of generator and trainer",
             [0.0, 0.0, 2.0, 0.0, 0.0],
             {"mask": [1, 0, 1, 1, 1]},

@@ -119,9 +119,9 @@ def test_reads_do_not_wait_and_a_full_queue_refuses(url, store, batches, monkeyp
 def test_a_slow_write_times_out(url, store, batches):
     engine, connection = hold(url)
     try:
-        with pytest.raises(WriteUnfinished, match=r"not written within 1\.0 s, but may still"):
+        with pytest.raises(WriteUnfinished, match=r"did not write within 1 s, but may still"):
             store.write(batches.spans(), timeout_s=1.0)
-        with pytest.raises(StoreUnavailable, match=r"not written within 0\.2 s$"):
+        with pytest.raises(StoreUnavailable, match=r"did not write within 0\.2 s$"):
             store.write(batches.spans(), timeout_s=0.2)  # still queued behind the first
     finally:
         connection.rollback()

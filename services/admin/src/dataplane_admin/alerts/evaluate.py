@@ -174,7 +174,7 @@ def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
 def _blocked(rule: Rule, facts: Facts) -> Iterator[Measure]:
     limits = {run.run_id: run.late_after_s for run in facts.runs}
     longest: dict[str, models.Wait] = {}
-    # Name a fault as the cause, even if a task has been idle for longer than the fault was seen.
+    # Name a fault as the cause, even if a task was blocked before the fault was first reported.
     causes = {wait.run_id: wait.sentence for wait in facts.waits if wait.kind == "fault"}
     for wait in facts.waits:
         before = longest.get(wait.run_id)

@@ -173,7 +173,7 @@ def _history(service: AdminService) -> APIRouter:
         cursor: Cursor = None,
         limit: Limit = 50,
     ) -> Response:
-        """Search samples by a prefix of their id, or by a live tag.
+        """Search samples by a prefix of their id, or by a tag in the live data plane.
 
         `q` is the prefix.
         """
@@ -261,7 +261,8 @@ def _history(service: AdminService) -> APIRouter:
     def list_blocked_tasks(request: Request, run: OptionalId = None) -> Response:
         """List blocked tasks, longest first; those of silent processes last.
 
-        `run` filters by the run of the process; idle tasks of the data plane belong to no run.
+        With `run`, only tasks that processes of this run reported are listed. Idle tasks of the
+        data plane belong to no run and are omitted.
         """
         return conditional_reply(request, lambda: service.why(run=run), ages=True)
 

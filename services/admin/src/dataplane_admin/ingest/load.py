@@ -47,7 +47,8 @@ class LoadPoints:
         """Add a data point.
 
         Returns:
-            None if it shows no load; else the reason of its rejection, empty if it is not rejected.
+            None if the point shows no load. Else the reason for its rejection; empty if it was
+            added or skipped.
         """
         source = source_of(metric.name)
         kind = metric.WhichOneof("data")

@@ -149,7 +149,9 @@ class _Receiver:
         except QueueFull as error:
             raise Refusal(HTTPStatus.TOO_MANY_REQUESTS, str(error), error.retry_s) from error
         except (StoreUnavailable, TimeoutError) as error:
-            message = str(error) or f"not written within {_COMMIT_S:g} s"
+            message = (
+                str(error) or f"the store did not write the records within {_COMMIT_S:g} s; retry"
+            )
             raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message, retry_s=2.0) from error
         except WriteRefused as error:
             raise Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error

@@ -5,8 +5,8 @@ quote them, and it changes faster than any list of names. So a rule decides, by 
 this order:
 
 1. Numbers and booleans are retained. Lists of numbers may be token ids, and count as text.
-2. A key in `_RETAINED_KEYS` or `_RETAINED_NAMESPACES` is retained: it names a model, a process, a
-   place in code.
+2. Text under a key longer than `MAX_TEXT` characters is removed. Any other key in `_RETAINED_KEYS`
+   or `_RETAINED_NAMESPACES` is retained: it names a model, a process, a place in code.
 3. Text under a key with a word for content ("prompt", "spanInputs", "tool.parameters") is removed,
    and so is all text in the namespaces of model instrumentation, whatever its key.
 4. Text longer than `MAX_TEXT` characters is removed, and so are JSON and data URIs of any length.

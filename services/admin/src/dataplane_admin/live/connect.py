@@ -87,8 +87,8 @@ class RayConnector:
                 self._client = client
                 return client.inspector
         finally:
-            # Leave Ray: it ends every connected process when the cluster ends. Queries do not need
-            # it: they go to the directory, or to a separate process.
+            # Leave Ray, because Ray kills every connected process when the cluster ends. Queries
+            # do not need Ray: they go to the data plane's directory, or to a separate process.
             self._leave()
         queue = self._client = QueueInspector(self._address, timeout_s=self._timeout_s)
         return queue

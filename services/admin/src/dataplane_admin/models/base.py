@@ -42,6 +42,6 @@ class Model(BaseModel):
 
     @classmethod
     def of(cls, source: object, **values: Any) -> Self:
-        """Return a model with these values, and all others from attributes of the same name."""
+        """Return a model with ``values``, and with attributes of ``source`` as its other fields."""
         read = {name: getattr(source, name) for name in cls.model_fields if name not in values}
         return cls(**read, **values)

@@ -24,7 +24,7 @@ class Run(Model):
     """``silent``: it reported no end, and nothing else for a while. ``stopped``: it ended on
     request before its last step."""
     first_ns: int
-    """Time of its first record. ``last_ns`` likewise."""
+    """Time of its first record; ``last_ns`` is the time of its last record."""
     last_ns: int
     seen_ns: int
     """Time at which the service last received a record of it."""
@@ -99,7 +99,7 @@ class Curve(CurveFacts):
     values: list[float | None]
     """Mean of the bucket's finite values; None without any."""
     low: list[float | None]
-    """Smallest value; empty if ``width`` is 1. ``high`` likewise."""
+    """Smallest value of each bucket; ``high`` has the largest. Both are empty if ``width`` is 1."""
     high: list[float | None]
 
 

@@ -119,7 +119,11 @@ def _confirm_clear(service: AdminService, params: Params, partition: str) -> Con
         ids=ids,
         numbers=numbers,
         fields=_ids_field(ids),
-        option=("force", "Also clear leased samples; otherwise refused while any is leased"),
+        option=(
+            "force",
+            "Also clear leased samples. Without this, nothing is cleared while a task leases any "
+            "of them",
+        ),
     )
 
 
@@ -165,7 +169,7 @@ def _confirm_end(service: AdminService, params: Params, partition: str) -> Confi
         back=to("/partition", id=partition),
         numbers=numbers,
         fields=[("claim", name)],
-        option=("running", "Even if its lease has not expired; otherwise refused until it expires"),
+        option=("running", "End the claim even if its lease has not expired"),
     )
 
 

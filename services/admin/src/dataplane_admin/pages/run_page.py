@@ -124,7 +124,7 @@ def numbers(steps: models.StepRange) -> str:
 
 
 def _rewards(service: AdminService, steps: models.RunSteps) -> list[float]:
-    """Return the mean rewards of the first and of the last range, of those that have any."""
+    """Return the mean rewards of the first and the last range; omit a range without rewards."""
     means = []
     for part in (steps.ranges[0], steps.ranges[-1]):
         curves = service.store.curves(

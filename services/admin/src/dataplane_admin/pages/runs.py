@@ -39,7 +39,7 @@ class ComparedRuns:
     Attributes:
         axes: name and URL of each axis.
         without: URLs of the comparison, each without one of the runs.
-        without_axis: runs that do not report this quantity.
+        without_axis: runs that do not report the quantity of the axis.
         without_config: runs that report no configuration.
     """
 

@@ -17,7 +17,7 @@ from dataplane_admin.store.read_runs import REWARD
 
 MAX_CLEARED = 100
 _FORGET_S = 86_400.0
-"""Seconds after its last record at which a run counts as ended."""
+"""Seconds without a record after which a run counts as ended."""
 _GONE_S = 600.0
 """Seconds after which the units of an unreachable data plane count as gone."""
 _MAX_REWARDS = 2_000

@@ -33,7 +33,7 @@ class Pace:
 
     @property
     def is_moving(self) -> bool:
-        """True if a step finished recently."""
+        """True if a step finished recently, or if the run has no step yet."""
         return self.since_s <= self.late_after_s
 
 

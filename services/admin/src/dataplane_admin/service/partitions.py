@@ -182,8 +182,9 @@ def view(
 ) -> models.PartitionView:
     """Return a partition and its contents as of one moment, read from the data plane.
 
-    If the data plane is unreachable, return the newest snapshot without samples and claims; its
-    scan is included only if the scan has the partition's revision. Raises NotFound, Unavailable.
+    If the data plane is unreachable, return the newest snapshot without samples and claims. Up to
+    `PAGE` samples, its scan is included only if the scan has the partition's revision. Raises
+    NotFound, Unavailable.
     """
     snapshot = live.snapshot
     try:

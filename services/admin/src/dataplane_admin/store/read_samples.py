@@ -99,7 +99,10 @@ def read_sample_facts(
 
 
 def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
-    """Return the samples of a group, at most 1,000, in the order of their ids."""
+    """Return the samples of a group, at most 1,000, in the order of their ids as stored.
+
+    See `texts.shortened`.
+    """
     query = _FACTS.where(
         SampleGroupModel.run_id == storable(run_id), SampleGroupModel.group_id == storable(group)
     )

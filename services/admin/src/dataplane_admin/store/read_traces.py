@@ -155,7 +155,8 @@ def read_trace_records(
 def read_concurrent_spans(reader: Reader, trace_id: str) -> tuple[list[Span], bool]:
     """Return the spans of the traces that overlap with a trace, and whether some are omitted.
 
-    Only traces of the same run count, and only those whose arrival is near the trace's.
+    Only traces of the same run that share a process with the trace count, and only those whose
+    arrival is near the trace's.
     """
     wanted = trace_bytes(trace_id)
     columns = (

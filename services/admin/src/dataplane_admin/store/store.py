@@ -58,7 +58,7 @@ class Store:
     """Store of spans, lifecycle events, metrics and the audit log; see `Store.open`.
 
     Thread-safe. Reads have separate connections and do not wait for writes. Every method raises
-    `StoreUnavailable` if the database fails.
+    `StoreUnavailable` if the database fails; `free_bytes` raises OSError.
     """
 
     def __init__(self, database: Database, retention: Retention) -> None:
@@ -132,10 +132,10 @@ class Store:
         try:
             return waiting.result(timeout_s)
         except FutureTimeout as error:
-            message = f"not written within {timeout_s} s"
+            message = f"the store did not write within {timeout_s:g} s"
             if waiting.cancel():
                 raise StoreUnavailable(message) from error
-            raise WriteUnfinished(f"{message}, but may still be written") from error
+            raise WriteUnfinished(f"{message}, but may still do so") from error
 
     @property
     def revision(self) -> int:

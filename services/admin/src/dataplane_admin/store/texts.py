@@ -36,7 +36,7 @@ def one_line(text: str) -> str:
 
 
 def lines_of(texts: Iterable[str], limit: int) -> str:
-    """Return distinct texts in order, each as `one_line` between two line breaks.
+    """Return the distinct texts, sorted, each as `one_line` between two line breaks.
 
     A query finds a text by searching for it with its line breaks. Texts beyond ``limit`` are left
     out; without any the result is empty.

@@ -169,9 +169,8 @@ async def require_csrf(connection: HTTPConnection) -> None:
         return
     if "origin" not in request.headers:
         raise Forbidden(
-            "Origin header: found none; a browser sends the address of this service. Any other "
-            "client needs a service with --token-file, and the header 'Authorization: Bearer "
-            "<token>'"
+            "Origin header: found none; browsers always send it. From any other client, send the "
+            "header 'Authorization: Bearer <token>'; the service needs --token-file"
         )
     given = request.headers.get(CSRF_HEADER)
     if given is None and request.headers.get("content-type", "").partition(";")[0].strip() == _FORM:
@@ -181,7 +180,7 @@ async def require_csrf(connection: HTTPConnection) -> None:
         given.encode("utf-8", "replace"), caller.csrf.encode("ascii")
     ):
         raise Forbidden(
-            f"csrf: {'missing' if given is None else 'wrong value'}; expected the value of the "
-            f"page in the header {CSRF_HEADER} or the form field {CSRF_FIELD}, or the header "
-            "'Authorization: Bearer <token>'"
+            f"csrf: {'missing' if given is None else 'wrong value'}; reload the page and send its "
+            f"CSRF value in the header {CSRF_HEADER} or the form field {CSRF_FIELD}; or send the "
+            "header 'Authorization: Bearer <token>'"
         )

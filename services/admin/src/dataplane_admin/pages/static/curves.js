@@ -251,7 +251,8 @@ function remember(changes) {
   follow();
 }
 
-// Gives links the parameters of the URL that their data-follows names. An update may have older ones.
+// Copies the URL's parameters that a link's data-follows names to the link. A live update may have rendered
+// the link with older values.
 function follow() {
   const state = new URLSearchParams(location.search);
   for (const link of document.querySelectorAll("[data-follows]")) {
@@ -316,8 +317,8 @@ function elapsed(seconds) {
   return `${Math.floor(total / unit)} ${large}${rest ? ` ${rest} ${small}` : ""}`;
 }
 
-// Returns the label of a tick. Its digits distinguish it from the next tick, which is `distance` away,
-// such as 2.5.
+// Returns the label of a tick, such as 2.5, with enough digits to distinguish it from the next tick, which
+// is `distance` away.
 function short(value, distance) {
   const size = Math.abs(value);
   if (size >= 1e12 || (size && size < 1e-3)) {
