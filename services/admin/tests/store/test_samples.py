@@ -43,6 +43,17 @@ def test_samples_are_found_by_id_prefix(job, otlp):
     assert job.get("samples", q="a", limit=1)["samples"][0]["weight_version"] == 3
 
 
+def test_a_page_of_samples_is_filled_from_its_partition(job, otlp):
+    for ids in ([f"s{place:02}" for place in range(60)], [f"s{place:060}" for place in range(60)]):
+        job.send(otlp.log("put", ids), otlp.log("put", ids[-2:], partition="other"))
+        hits = job.get("samples", q=ids[0][:-2], partition="other", limit=1)
+        assert [(hit["sample_id"], hit["partition"]) for hit in hits["samples"]] == [
+            (ids[-2], "other")
+        ]
+        hits = job.get("samples", q=ids[0][:-2], partition="other", cursor=hits["next"])
+        assert ([hit["sample_id"] for hit in hits["samples"]], hits["next"]) == ([ids[-1]], None)
+
+
 any_id = st.text(st.characters(), min_size=1, max_size=30) | st.text(
     st.characters(categories=["Cs", "Cc", "Co"]), min_size=1, max_size=6
 )

@@ -52,11 +52,10 @@ def search(
 ) -> models.SampleHits:
     """Search stored events by id prefix ``q``, and live samples by the complete id."""
     after = SAMPLES.read(cursor)
-    page, following = store.find_samples(q, limit, after)
-    hits = [hit for hit in page if partition is None or hit.partition == partition]
+    hits, following = store.find_samples(q, limit, after, partition)
     notes: list[str] = []
     shown = models.encodable_text(q)
-    if after is None and q and not any(hit.sample_id == shown for hit in page):
+    if after is None and q and not any(hit.sample_id == shown for hit in hits):
         sample = _live_sample(live, q, partition, notes)
         if sample is not None:
             hits.insert(0, _live_hit(sample.sample_id, sample.partition))

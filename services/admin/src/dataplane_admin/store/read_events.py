@@ -93,18 +93,24 @@ def read_sample_records(reader: Reader, sample_id: str, partition: str | None = 
 
 
 def read_samples(
-    reader: Reader, prefix: str, limit: int = 50, after: SampleCursor | None = None
+    reader: Reader,
+    prefix: str,
+    limit: int = 50,
+    after: SampleCursor | None = None,
+    partition: str | None = None,
 ) -> tuple[list[SampleHit], SampleCursor | None]:
     """Return a page of samples by id prefix, and the cursor of the next page.
 
     They are sorted by `texts.split_id`: first ids of up to 36 bytes, then longer ids, each by id.
+    With ``partition``, only its samples are returned.
     """
+    hits = _HITS if partition is None else _HITS.where(PlaceModel.partition == storable(partition))
     stem, head, tail = split_id(bytes_of_id(prefix))
     beyond = None if after is None else (*split_id(bytes_of_id(after[0])), after[1])
     queries = []
     if beyond is None or beyond[0] <= stem:
         of_stem = select(SampleStemModel.id).where(SampleStemModel.stem == stem)
-        query = _HITS.where(SampleModel.stem_id == of_stem.scalar_subquery())
+        query = hits.where(SampleModel.stem_id == of_stem.scalar_subquery())
         if tail:
             query = query.where(SampleModel.head == head, *_begins(SampleModel.tail, tail))
         else:
@@ -113,15 +119,15 @@ def read_samples(
             query = query.where(SampleModel.head >= beyond[1], tuple_(*_PLACE[1:]) > beyond[1:])
         queries.append(query.order_by(*_PLACE[1:]))
     if not stem:
-        query = _HITS.where(SampleStemModel.stem > b"", *_begins(SampleStemModel.stem, head))
+        query = hits.where(SampleStemModel.stem > b"", *_begins(SampleStemModel.stem, head))
         if beyond is not None and beyond[0]:
             query = query.where(SampleStemModel.stem >= beyond[0], tuple_(*_PLACE) > beyond)
         queries.append(query.order_by(*_PLACE))
     rows: list[Any] = []
     for query in queries:
         rows += reader.rows(query.limit(limit + 1 - len(rows)))
-    hits = [SampleHit.of(row, sample_id=_id_of(row), live=False) for row in rows[:limit]]
-    return hits, (_id_of(rows[limit - 1]), rows[limit - 1].key) if len(rows) > limit else None
+    page = [SampleHit.of(row, sample_id=_id_of(row), live=False) for row in rows[:limit]]
+    return page, (_id_of(rows[limit - 1]), rows[limit - 1].key) if len(rows) > limit else None
 
 
 def _begins(column: Any, prefix: bytes) -> list[ColumnElement[bool]]:
