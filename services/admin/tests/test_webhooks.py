@@ -18,6 +18,7 @@ from waiting import TIMEOUT_S, until
 
 from dataplane_admin.alerts import webhooks
 from dataplane_admin.cli.shared import log_to_standard_error
+from dataplane_admin.store import apply_alerts
 
 RULE = rule("staleness", 4)
 
@@ -159,6 +160,18 @@ def test_a_notification_is_dropped_after_an_hour(alerted, otlp, receiver, later)
     later(4_000)
     until(lambda: status(job)["dropped"] == 1)
     assert (status(job)["pending"], status(job)["delivered"]) == (0, 0)
+
+
+def test_notifications_beyond_the_maximum_are_counted(alerted, otlp, receiver, monkeypatch):
+    monkeypatch.setattr(apply_alerts, "MAX_NOTIFICATIONS", 1)
+    receiver.statuses = [500] * 100
+    job = alerted(chat=receiver.url)
+    send(job, otlp, 9.0, 0)
+    until(lambda: status(job)["pending"] == 1)
+    send(job, otlp, 9.0, 0, run="other")
+    until(lambda: status(job)["dropped"] == 1)
+    metrics = job.client.get("/metrics").text
+    assert 'dataplane_admin_webhook_dropped_total{webhook="chat"} 1.0' in metrics
 
 
 def test_a_restart_neither_repeats_nor_loses_notifications(alerted, otlp, receiver):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
@@ -104,7 +105,7 @@ class Watch:
         self.evaluated_ns = facts.now_ns
 
     def _save(self, decision: Decision, alerts: Sequence[tuple[models.Alert, str]]) -> None:
-        dropped: list[int] = []
+        dropped = [Counter[str]()]
 
         def change(work: Work) -> bool:
             if not is_holder(work, self._holder):
@@ -113,8 +114,13 @@ class Watch:
             return bool(decision.raised or decision.cleared)
 
         self._store.write(Batch(changes=(change,)))
-        if any(dropped):
-            logger.warning("notifications_dropped", count=dropped[-1])
+        self._count_dropped(dropped[-1])
+
+    def _count_dropped(self, dropped: Counter[str]) -> None:
+        if dropped:
+            logger.warning("notifications_dropped", count=dropped.total())
+        for sender in self.senders:
+            sender.sent.dropped += dropped[sender.webhook.name]
 
     def _notifications(self, alert: models.Alert, reason: str) -> Sequence[tuple[str, str, str]]:
         """Return webhook, message id and body of each notification about an alert."""

@@ -7,6 +7,7 @@ time of the next attempt.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,8 +57,8 @@ def apply_alerts(
     work: Work,
     alerts: Sequence[tuple[Alert, str]],
     notify: Callable[[Alert, str], Sequence[tuple[str, str, str]]],
-) -> int:
-    """Store alerts and their notifications; return the number of dropped notifications.
+) -> Counter[str]:
+    """Store alerts and their notifications; return how many of each webhook exceed the maximum.
 
     Args:
         work: the transaction of the holder.
@@ -149,7 +150,7 @@ def _drop_cleared(work: Work) -> None:
         work.connection.execute(delete(AlertModel).where(AlertModel.cleared_ns <= before_ns))
 
 
-def _queue(work: Work, notifications: Sequence[tuple[str, str, str]]) -> int:
+def _queue(work: Work, notifications: Sequence[tuple[str, str, str]]) -> Counter[str]:
     stored = work.connection.execute(select(func.count()).select_from(NotificationModel)).scalar()
     free = max(0, MAX_NOTIFICATIONS - int(stored or 0))
     work.add(
@@ -168,4 +169,4 @@ def _queue(work: Work, notifications: Sequence[tuple[str, str, str]]) -> int:
             for webhook, message, body in notifications[:free]
         ],
     )
-    return len(notifications[free:])
+    return Counter(webhook for webhook, _, _ in notifications[free:])
