@@ -174,6 +174,22 @@ def test_notifications_beyond_the_maximum_are_counted(alerted, otlp, receiver, m
     assert 'dataplane_admin_webhook_dropped_total{webhook="chat"} 1.0' in metrics
 
 
+def test_notifications_of_a_removed_webhook_expire(alerted, otlp, receiver, later, monkeypatch):
+    monkeypatch.setattr(apply_alerts, "MAX_NOTIFICATIONS", 1)
+    receiver.statuses = [500] * 100
+    first = alerted(removed=receiver.url)
+    first.send(otlp.run("started"))
+    send(first, otlp, 9.0, 0)
+    until(lambda: status(first, "removed")["failed"] == 1)
+    first.__exit__(None, None, None)
+    receiver.statuses = []
+    second = alerted(chat=receiver.url)
+    later(4_000)
+    evaluate(second)
+    send(second, otlp, 1.0, 1)
+    until(lambda: status(second)["delivered"] == 1)
+
+
 def test_a_restart_neither_repeats_nor_loses_notifications(alerted, otlp, receiver):
     first = alerted(chat=receiver.url)
     send(first, otlp, 9.0, 0)

@@ -19,7 +19,12 @@ from dataplane_admin.alerts.evaluate import Decision, Facts, Key, Measure, decid
 from dataplane_admin.alerts.rules import AlertRules
 from dataplane_admin.alerts.webhooks import Sender
 from dataplane_admin.store import Batch, Store, StoreError
-from dataplane_admin.store.apply_alerts import apply_alerts, hold_lease, is_holder
+from dataplane_admin.store.apply_alerts import (
+    apply_alerts,
+    drop_expired,
+    hold_lease,
+    is_holder,
+)
 from dataplane_admin.store.work import Work
 
 _MIN_LEASE_S = 30.0
@@ -82,13 +87,16 @@ class Watch:
             logger.warning("alert_lease_not_released")
 
     def _hold(self, seconds: float) -> bool:
-        held = []
+        """Drop expired notifications, and acquire or renew the lease; return whether it is held."""
+        held, dropped = [], []
 
         def hold(work: Work) -> bool:
             held.append(hold_lease(work, self._holder, work.now_ns + int(seconds * 1e9)))
-            return False
+            dropped.append(drop_expired(work))
+            return bool(dropped[-1])
 
         self._store.write(Batch(changes=(hold,)))
+        self._count_dropped(dropped[-1])
         return held[-1]
 
     def _evaluate(self) -> None:

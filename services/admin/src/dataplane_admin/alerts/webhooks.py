@@ -22,7 +22,6 @@ from dataplane_admin.store import Batch, Store, StoreError
 from dataplane_admin.store.apply_alerts import (
     Notification,
     claim_notification,
-    drop_expired,
     finish_notification,
     retry_notification,
 )
@@ -91,18 +90,15 @@ class Sender:
         if pending is None or pending[2] > time.time_ns():
             return False
         claimed: list[Notification] = []
-        dropped: list[int] = []
 
         def claim(work: Work) -> bool:
             claimed.clear()
-            dropped.append(drop_expired(work, self.webhook.name))
             until_ns = work.now_ns + int(_CLAIM_S * 1e9)
             notification = claim_notification(work, self.webhook.name, until_ns)
             claimed.extend([] if notification is None else [notification])
-            return bool(dropped[-1])
+            return False
 
         self._store.write(Batch(changes=(claim,)))
-        self.sent.dropped += dropped[-1]
         return bool(claimed) and self._attempt(claimed[0])
 
     def _attempt(self, notification: Notification) -> bool:

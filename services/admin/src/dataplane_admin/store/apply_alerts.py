@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select
 
 from dataplane_admin.models import Alert, AuditEntry
 from dataplane_admin.store.apply import apply_audit
@@ -85,7 +85,7 @@ def claim_notification(work: Work, webhook: str, until_ns: int) -> Notification 
     """
     row = work.connection.execute(
         select(NotificationModel.__table__)
-        .where(NotificationModel.webhook == webhook)
+        .where(NotificationModel.webhook == webhook, ~_is_expired(work))
         .order_by(NotificationModel.id)
         .limit(1)
     ).first()
@@ -109,13 +109,19 @@ def retry_notification(work: Work, notification_id: int, error: str, next_ns: in
     return True
 
 
-def drop_expired(work: Work, webhook: str) -> int:
-    """Delete the notifications of a webhook that are too old; return how many."""
-    chosen = delete(NotificationModel).where(
-        NotificationModel.webhook == webhook,
-        NotificationModel.created_ns < work.now_ns - int(MAX_AGE_S * 1e9),
-    )
-    return int(work.connection.execute(chosen).rowcount)
+def drop_expired(work: Work) -> Counter[str]:
+    """Delete notifications that are too old; return how many of each webhook.
+
+    They may belong to a webhook that no service has any more.
+    """
+    expired = _is_expired(work)
+    webhooks = work.connection.scalars(select(NotificationModel.webhook).where(expired)).all()
+    work.connection.execute(delete(NotificationModel).where(expired))
+    return Counter(webhooks)
+
+
+def _is_expired(work: Work) -> ColumnElement[bool]:
+    return NotificationModel.created_ns < work.now_ns - int(MAX_AGE_S * 1e9)
 
 
 def _audit(work: Work, alert: Alert, reason: str) -> None:
