@@ -106,6 +106,7 @@ def test_paths_come_parents_first_and_merge_equal_names(job, trace):
         {"service": "db", "spans": 4, "errors": 0},
         {"service": "app", "spans": 3, "errors": 0},
     ]
+    assert answer["services_omitted"] == 0
 
 
 def test_many_and_deep_paths_are_omitted_and_counted(job, trace):
@@ -120,6 +121,16 @@ def test_many_and_deep_paths_are_omitted_and_counted(job, trace):
     assert max(row["depth"] for row in answer["paths"]) == 47
     assert "name 1499" in {row["name"] for row in answer["paths"]}
     assert (len(answer["names"]), answer["names_omitted"]) == (500, 1_502 - 500)
+
+
+def test_all_services_of_a_trace_are_counted(job, trace):
+    for number in range(150):
+        trace.span("work", 0, 10, service=f"service {number}")
+    answer = sent(job, trace)
+    assert (len(answer["services"]), answer["services_omitted"]) == (100, 50)
+    page = job.client.get("/trace", params={"id": trace.id.hex()}).text
+    assert "<dt>Services</dt><dd>150</dd>" in page
+    assert "and 138 more" in page
 
 
 def test_model_calls_are_summed_by_operation_and_model(job, trace):

@@ -324,6 +324,7 @@ class Trace(TraceFacts):
     """True if the limit of stored log records is reached, so that later ones are missing."""
     services: list[ServiceSpans]
     """Services by number of spans, at most 100."""
+    services_omitted: int
     names: list[SpanGroup]
     """Statistics by name, largest total first, at most 500."""
     names_omitted: int

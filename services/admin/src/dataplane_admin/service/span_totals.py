@@ -141,11 +141,12 @@ def _largest(top: _Path) -> set[int]:
     return included
 
 
-def services_of(step: Step) -> list[models.ServiceSpans]:
-    """Return the services of a trace, those with the most spans first."""
+def services_of(step: Step) -> tuple[list[models.ServiceSpans], int]:
+    """Return the services of a trace, those with the most spans first, and how many are omitted."""
     spans = Counter(span.process.service for span in step.spans)
     failed = Counter(span.process.service for span in step.spans if span.outcome == "error")
-    return [
+    rows = [
         models.ServiceSpans(service=service, spans=number, errors=failed[service])
         for service, number in spans.most_common(MAX_SERVICES)
     ]
+    return rows, len(spans) - len(rows)

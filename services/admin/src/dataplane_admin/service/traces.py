@@ -102,6 +102,7 @@ def trace(
     self_ns = self_times_ns(step)
     names, names_omitted = name_statistics(step, self_ns)
     paths, paths_omitted = path_statistics(step, self_ns)
+    services, services_omitted = services_of(step)
     times_of_processes = process_times(step)
     return models.Trace(
         **dict(_on_one_clock(facts, step)),
@@ -133,7 +134,8 @@ def trace(
         events_omitted=more_events,
         logs=trace_logs(step, logs),
         logs_full=logs_full,
-        services=services_of(step),
+        services=services,
+        services_omitted=services_omitted,
         names=names,
         names_omitted=names_omitted,
         paths=paths,
