@@ -187,7 +187,7 @@ def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
 class Plane(InMemoryDataPlaneClient):
     """A data plane with one storage unit of 100 bytes."""
 
-    used, reachable = 10, True
+    used, reachable, name = 10, True, "unit"
 
     @property
     def inspector(self):
@@ -199,7 +199,7 @@ class Plane(InMemoryDataPlaneClient):
         if not self.reachable:
             raise UnavailableError("unit: no answer")
         free = 100 - self.used
-        return [StorageSummary(name="unit", node="n", capacity=100, used=self.used, free=free)]
+        return [StorageSummary(name=self.name, node="n", capacity=100, used=self.used, free=free)]
 
 
 def test_a_full_storage_unit_is_raised_and_cleared(alerted):
@@ -207,7 +207,7 @@ def test_a_full_storage_unit_is_raised_and_cleared(alerted):
         job = alerted(rule("store_full", 0.9), inspector=plane.inspector, poll_s=0.05)
         plane.used = 95
         [alert] = until(lambda: job.get("alerts")["raised"])
-        assert (alert["subject"], alert["value"]) == ("unit", 0.95)
+        assert (alert["subject"], alert["value"]) == ("storage unit unit", 0.95)
         assert alert["sentence"] == "storage unit unit is 95 % full"
         plane.reachable = False
         until(lambda: not job.get("status")["live"]["attached"])
@@ -215,6 +215,14 @@ def test_a_full_storage_unit_is_raised_and_cleared(alerted):
         assert raised(job), "an unreachable data plane does not clear its alerts"
         plane.used, plane.reachable = 50, True
         until(lambda: cleared(job) == [("store-full", "")])
+
+
+def test_a_storage_unit_may_have_any_name(alerted):
+    with Plane({"enabled": True, "impl": "in_memory"}) as plane:
+        plane.name, plane.used = "telemetry", 95
+        job = alerted(rule("store_full", 0.9), inspector=plane.inspector, poll_s=0.05)
+        [alert] = until(lambda: job.get("alerts")["raised"])
+        assert alert["sentence"] == "storage unit telemetry is 95 % full"
 
 
 @pytest.mark.parametrize("kind", ["staleness", "logprob_gap"])

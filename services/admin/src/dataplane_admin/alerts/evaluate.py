@@ -21,7 +21,7 @@ from observability.views.quantities import duration
 
 STALENESS, GAP = "rl.staleness.mean", "rl.logprob_gap.mean"
 TELEMETRY = "telemetry"
-"""Subject of an alert about this service's database; other subjects are storage units."""
+"""Subject of an alert about this service's database; those of storage units differ from it."""
 
 _CLEAR = 0.9
 _WINDOW = 10
@@ -67,7 +67,7 @@ class Facts:
     Attributes:
         uptime_s: seconds since the service started; before its start, it received no telemetry.
         waits: blocked tasks of live processes and of the data plane.
-        used_shares: used share of each store.
+        used_shares: used share of each store, by subject.
         knows_plane: False while the data plane has been unreachable for less than ten minutes;
             meanwhile alerts about it are not cleared.
     """
@@ -161,7 +161,7 @@ def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
     """Yield a measure for each run or store that a rule applies to."""
     if rule.kind == "store_full":
         for name, share in facts.used_shares.items():
-            what = "the telemetry store" if name == TELEMETRY else f"storage unit {printable(name)}"
+            what = "the telemetry store" if name == TELEMETRY else printable(name)
             yield Measure(rule, "", name, share, rule.bound, f"{what} is {100 * share:.0f} % full")
     elif rule.kind == "blocked":
         yield from _blocked(rule, facts)

@@ -30,7 +30,8 @@ class Alert(Model):
     run_id: Text
     """The run; empty for a store, and for tasks of the data plane."""
     subject: Text
-    """Name of a store, such as a storage unit; else empty."""
+    """The store, such as ``storage unit u1``; ``telemetry`` is this service's database. Else
+    empty."""
     value: float
     """Newest value above the bound."""
     bound: float

@@ -107,10 +107,11 @@ def _used_shares(store: Store, live: Live | None, max_bytes: int | None) -> dict
     """Return the used share of each storage unit, and of the disk of this service's database."""
     shares = {}
     for unit in live.snapshot.storage if live is not None and live.snapshot.attached else ():
+        subject = f"storage unit {unit.name}"  # a unit may have the name `TELEMETRY`
         if unit.capacity:
-            shares[unit.name] = unit.used / unit.capacity
+            shares[subject] = unit.used / unit.capacity
         elif unit.max_samples and unit.samples is not None:
-            shares[unit.name] = unit.samples / unit.max_samples
+            shares[subject] = unit.samples / unit.max_samples
     free = store.free_bytes()
     if free is not None:
         used = store.totals().nbytes
