@@ -127,6 +127,18 @@ def test_a_run_without_records_is_deleted(url, batches):
         assert rows(url, "runs", "places", "samples") == [0, 0, 0]
 
 
+@pytest.mark.parametrize("run", ["", "run"])
+def test_a_partition_is_deleted_with_its_last_event(url, batches, run):
+    with Store.open(url) as store:
+        store.write(batches.event("put", ["a"], run=run, partition="old"))
+        store.write(batches.event("put", ["a"], run=run, partition="kept"))
+    make_older(url, 1000, ["events"])
+    with Store.open(url, retention=Retention(max_age_s=500, max_bytes=None)) as store:
+        store.write(batches.event("put", ["b"], run=run, partition="kept"))
+        wait_until(lambda: store.totals().events == 1, store)
+        assert rows(url, "places", "samples") == [1, 1]
+
+
 def test_the_deletion_of_a_run_changes_the_revision(url, batches):
     with Store.open(url) as store:
         store.write(batches.spans())

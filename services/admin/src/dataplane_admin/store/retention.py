@@ -204,9 +204,11 @@ def _drop_texts(work: Work, max_age_s: float | None) -> int:
 
 def _drop_events(work: Work, before_ns: int) -> int:
     dropped: list[int] = []
+    place_ids: set[int] = set()
     keys: dict[int, None] = {}
+    columns = (EventModel.id, EventModel.place_id, EventModel.received_ns)
     for row in work.connection.execute(
-        select(EventModel.id, EventModel.received_ns, EventModel.keys, EventModel.record)
+        select(*columns, EventModel.keys, EventModel.record)
         .order_by(EventModel.id)
         .limit(_EVENTS_A_STEP)
     ):
@@ -214,6 +216,7 @@ def _drop_events(work: Work, before_ns: int) -> int:
         if row.received_ns >= before_ns or (keys and len(keys) + len(named) > _SAMPLES_A_STEP):
             break
         dropped.append(row.id)
+        place_ids.add(row.place_id)
         keys.update(dict.fromkeys(named))
         work.state.nbytes -= len(row.record) + EVENT_BYTES + len(row.keys)
     for blocks in in_groups(pack_blocks(keys)):
@@ -225,6 +228,8 @@ def _drop_events(work: Work, before_ns: int) -> int:
         )
     work.drop(OpenWaitModel.event_id, dropped)
     work.drop(EventModel.id, dropped)
+    has_events = exists().where(EventModel.place_id == PlaceModel.id)
+    work.connection.execute(delete(PlaceModel).where(PlaceModel.id.in_(place_ids), ~has_events))
     for group in in_groups(keys):
         stems = work.connection.scalars(
             select(SampleModel.stem_id).where(SampleModel.key.in_(group)).distinct()
@@ -249,8 +254,5 @@ def _drop_rest(work: Work, before_ns: int) -> bool:
     runs = work.connection.scalars(
         select(RunModel.run_id).where(RunModel.updated_ns < before_ns).limit(_RUNS_A_STEP)
     ).all()
-    places = exists().where(EventModel.place_id == PlaceModel.id)
-    for run_id in runs:
-        work.connection.execute(delete(PlaceModel).where(PlaceModel.run_id == run_id, ~places))
-        work.connection.execute(delete(RunModel).where(RunModel.run_id == run_id))
+    work.drop(RunModel.run_id, runs)
     return bool(done.rowcount or runs)
