@@ -23,6 +23,7 @@ from dataplane_admin.web.login import (
     Sessions,
     address_of,
     has_token,
+    too_many_tokens,
 )
 from dataplane_admin.web.problem import ProblemResponse
 from dataplane_admin.web.transport import OTLP_PREFIX
@@ -92,9 +93,10 @@ class AccessMiddleware:
         caller = self._caller(scope)
         path = scope["path"]
         if caller is None and not (path in OPEN_PATHS or path.startswith(OPEN_PREFIX)):
-            if "authorization" in Headers(scope=scope):
-                await self.failed.hold(scope)
-            await _refusal(scope, self.root_path)(scope, receive, send)
+            refusal = _refusal(scope, self.root_path)
+            if "authorization" in Headers(scope=scope) and not await self.failed.hold(scope):
+                refusal = too_many_tokens()
+            await refusal(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller or self._anonymous(scope)
         await self.app(scope, receive, send)

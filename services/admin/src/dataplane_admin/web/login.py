@@ -31,7 +31,7 @@ LOGOUT_PATH = "/logout"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 1_000
 MAX_HELD = 5
-"""Maximum number of delayed answers per address; further login forms are refused unchecked."""
+"""Maximum number of delayed answers per address; further wrong tokens are refused at once."""
 
 
 def address_of(scope: Scope) -> str:
@@ -53,10 +53,10 @@ def has_token(headers: Headers, token: str | None) -> bool:
 
 
 class FailedLogins:
-    """Delayed answers to wrong tokens, limited in number per address. For one event loop.
+    """Delays of the answers to wrong tokens, at most `MAX_HELD` per address. For one event loop.
 
-    Requests with the right token in their header are never delayed or refused: behind a proxy all
-    clients have one address, and guesses by one client must not block the telemetry of the others.
+    Requests with the right token are never delayed or refused: behind a proxy all clients have one
+    address, and guesses by one client must not block the others.
     """
 
     def __init__(self, delay_s: float) -> None:
@@ -64,13 +64,14 @@ class FailedLogins:
         self._held: Counter[str] = Counter()
         self._log = PeerLog(structlog.get_logger("dataplane_admin"))
 
-    def has_too_many(self, scope: Scope) -> bool:
-        """Return whether to refuse a form of this sender without checking its token."""
-        return self._held[address_of(scope)] >= MAX_HELD
+    async def hold(self, scope: Scope) -> bool:
+        """Wait until a wrong token of this sender may be answered; return False if too many wait.
 
-    async def hold(self, scope: Scope) -> None:
-        """Wait until a wrong token of this sender may be answered."""
+        The answer is then `too_many_tokens`.
+        """
         peer = address_of(scope)
+        if self._held[peer] >= MAX_HELD:
+            return False
         self._log.warn("wrong_token", peer)
         self._held[peer] += 1
         try:
@@ -79,6 +80,16 @@ class FailedLogins:
             self._held[peer] -= 1
             if not self._held[peer]:
                 del self._held[peer]
+        return True
+
+
+def too_many_tokens() -> Response:
+    """Return the refusal of a wrong token from an address with too many of them."""
+    return ProblemResponse(
+        429,
+        "token: too many wrong tokens from this address; retry in a moment",
+        headers={"retry-after": "1"},
+    )
 
 
 @dataclass(frozen=True)
@@ -138,21 +149,16 @@ def login_router(token: str, sessions: Sessions, failed: FailedLogins, root_path
         form = await request.form(max_files=0, max_fields=10)
         given, target = form.get("token"), _local(form.get("next"))
         from_browser = "text/html" in request.headers.get("accept", "")
-        retry_url = f"{root_path}{LOGIN_PATH}?next={quote(target)}&failed="
-        if failed.has_too_many(request.scope):
-            if from_browser:
-                return RedirectResponse(f"{retry_url}often", 303)
-            return ProblemResponse(
-                429,
-                "token: too many wrong tokens from this address; retry in a moment",
-                headers={"retry-after": "1"},
-            )
         if not isinstance(given, str) or not hmac.compare_digest(
             given.strip().encode("utf-8", "replace"), token.encode("ascii")
         ):
-            await failed.hold(request.scope)
+            held = await failed.hold(request.scope)
             if from_browser:
-                return RedirectResponse(f"{retry_url}1", 303)
+                reason = "1" if held else "often"
+                retry_url = f"{root_path}{LOGIN_PATH}?next={quote(target)}&failed={reason}"
+                return RedirectResponse(retry_url, 303)
+            if not held:
+                return too_many_tokens()
             return ProblemResponse(401, "token: wrong token; expected the service's token")
         answer = RedirectResponse(f"{root_path}{target}", 303)
         answer.set_cookie(

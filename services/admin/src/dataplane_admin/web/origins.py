@@ -16,10 +16,11 @@ from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dataplane_admin.checks import canonical_host, canonical_origin, origin_as_sent
-from dataplane_admin.web.login import FailedLogins, has_token
+from dataplane_admin.web.login import FailedLogins, has_token, too_many_tokens
 from dataplane_admin.web.problem import ProblemResponse
 from dataplane_admin.web.transport import OTLP_PREFIX
 
@@ -46,9 +47,13 @@ class HostMiddleware:
         if scope["type"] == "lifespan" or self._is_allowed(Headers(scope=scope)):
             await self.app(scope, receive, send)
             return
-        if self.token is not None and "authorization" in Headers(scope=scope):
-            await self.failed.hold(scope)
-        refusal = ProblemResponse(400, "Host header is not allowed; allow it with --allowed-host")
+        headers = Headers(scope=scope)
+        refusal: Response = ProblemResponse(
+            400, "Host header is not allowed; allow it with --allowed-host"
+        )
+        is_guess = self.token is not None and "authorization" in headers
+        if is_guess and not has_token(headers, self.token) and not await self.failed.hold(scope):
+            refusal = too_many_tokens()
         await refusal(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
