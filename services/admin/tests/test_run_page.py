@@ -1,4 +1,10 @@
-"""The run page shows one snapshot of the steps of a run with finished steps."""
+"""Pages of runs, traces and comparisons: their words fit what was received."""
+
+import os
+import re
+import time
+
+from loads import node
 
 
 def test_retention_does_not_make_the_run_page_inconsistent(job, otlp, monkeypatch):
@@ -28,5 +34,42 @@ def test_the_heading_says_how_reward_and_duration_changed(job, otlp):
     assert f"<h1>S{heading}" in job.client.get("/run?run=run").text
     job.send(otlp.curve([8.0] * 20, **{"rl.component": "format"}))
     job.send(otlp.curve([float(step) for step in range(20)]))
-    expected = f"<h1>Reward rose from 0.5 to 18.5; s{heading}"
+    expected = f"<h1>Mean reward rose from 0.5 to 18.5; s{heading}"
     assert expected in job.client.get("/run?run=run").text
+
+
+def test_an_unfinished_trace_is_in_progress_until_it_is_silent(job, otlp, later):
+    job.send(otlp.trace(step=0, root=False))
+    assert "in progress" in job.client.get("/traces").text
+    later(61)
+    page = job.client.get("/traces").text
+    assert "no root" in page
+    assert "in progress" not in page
+
+
+def test_a_comparison_names_what_opposed_the_change(job, otlp):
+    ids = [os.urandom(16) for _ in range(2)]
+    for number, (trace_id, refit_s, train_s) in enumerate(
+        zip(ids, (2.0, 0.5), (1.0, 2.0), strict=True)
+    ):
+        names = ["grpo.step", "refit", "train"]
+        seconds = refit_s + train_s
+        sent = otlp.trace(trace_id, names=names, step=number, seconds=seconds)
+        _, refit, train = sent.resource_spans[0].scope_spans[0].spans
+        refit.end_time_unix_nano = refit.start_time_unix_nano + int(refit_s * 1e9)
+        train.start_time_unix_nano = train.end_time_unix_nano - int(train_s * 1e9)
+        job.send(sent)
+    page = job.client.get("/compare", params={"a": ids[0].hex(), "b": ids[1].hex()}).text
+    assert "mostly in refit (−1.50 s), against train (+1.00 s)" in page  # noqa: RUF001
+
+
+def test_the_maximum_of_a_lane_is_not_below_its_newest_value(job):
+    now_s = time.time_ns() / 1e9
+    for ago_s in range(60, 0, -5):
+        used = 90e9 if ago_s == 5 else 20e9
+        job.send(node(now_s - ago_s, memory={"used": used, "free": 100e9 - used}))
+    page = job.client.get("/engines").text
+    [newest] = re.findall(r">memory ([\d.]+) %<", page)
+    [maximum] = re.findall(r"memory, max ([\d.]+) %", page)
+    assert float(maximum) >= float(newest) > 20
+    assert "No engine has reported" in page

@@ -393,7 +393,7 @@ def test_a_sample_page_distinguishes_absent_from_unknown(client, site, job_of, o
     assert "Not connected to a data plane" in page
     page = Document(client.get("/sample?id=s0_p0_g0").text).text
     assert "In the data planeno" in page
-    assert "Not in the data plane: cleared" in page
+    assert "Cleared from the data plane." in page
 
 
 def test_a_span_in_the_url_is_shown_in_detail(site, client):

@@ -39,7 +39,7 @@ _MAX_TICKS = 9
 """Maximum number of ticks, besides the tick at 0."""
 _MIN_WIDTH = 0.12
 """Minimum width of a bar in percent, so that it can be seen and clicked."""
-_MIN_LABELED_WIDTH = 9.0
+_MIN_LABELED_WIDTH = 11.0
 """Minimum width in percent of a bubble with a label, so that the label fits."""
 _MIN_LABELED_END = 34.0
 """Minimum end in percent of a bubble with a label: the label must be right of the lane's name."""

@@ -87,12 +87,19 @@ def _sentence(compared: models.TraceComparison, stages: Sequence[models.Compared
     )
     causes = [row for row in stages if row.difference_s * change > 0]
     causes.sort(key=lambda row: -abs(row.difference_s))
-    named = [
-        f"{row.name} ({signed(row.difference_s)})"
-        for row in causes[:2]
-        if abs(row.difference_s) >= _CAUSE * abs(change)
-    ]
-    return text + (f", mostly in {' and '.join(named)}" if named else "")
+    named = [row for row in causes[:2] if abs(row.difference_s) >= _CAUSE * abs(change)]
+    if not named:
+        return text
+    text += f", mostly in {_differences(named)}"
+    if sum(abs(row.difference_s) for row in named) <= abs(change):
+        return text
+    against = [row for row in stages if row.difference_s * change < 0]
+    against.sort(key=lambda row: -abs(row.difference_s))
+    return text + (f", against {_differences(against[:1])}" if against else "")
+
+
+def _differences(rows: Iterable[models.ComparedRow]) -> str:
+    return " and ".join(f"{row.name} ({signed(row.difference_s)})" for row in rows)
 
 
 def _name(facts: models.TraceFacts, *, middle: bool = False) -> str:

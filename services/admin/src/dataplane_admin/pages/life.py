@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from dataplane_admin import models
 from dataplane_admin.pages import words
 
-_ABSENT = "Not in the data plane: cleared, or not put yet."
+_CLEARED = "Cleared from the data plane."
+_NOT_PUT = "Not in the data plane yet, or cleared before its put was reported."
 _KINDS = frozenset({"put", "claimed", "trained", "dropped", "cleared"})
 # A shorter gap gets no warning, however short the lifetime is.
 _LONG_S = 1.0
@@ -94,7 +95,7 @@ def life_page(
         lifetime_s=lifetime_s,
         generation_version=generated_by,
         training_version=trained[-1] if trained else None,
-        presence="yes" if life.live else "no" if absence == _ABSENT else "unknown",
+        presence="yes" if life.live else "no" if absence in (_CLEARED, _NOT_PUT) else "unknown",
         absence=absence,
     )
 
@@ -110,4 +111,6 @@ def _absence(life: models.SampleLife, plane: models.LiveStatus) -> str:
     if not plane.attached:
         return "The data plane is unreachable. The service retries."
     # The notes name partitions that were not searched.
-    return "Not every partition was searched." if life.notes else _ABSENT
+    if life.notes:
+        return "Not every partition was searched."
+    return _CLEARED if any(hop.name == "put" for hop in life.hops) else _NOT_PUT

@@ -182,7 +182,9 @@ def _lane(
             Area("waiting" if metric == "waiting" else "busy", _path(held, scales[title]))
             for metric, held in reversed(stacked)
         ]
-        maximum = _figure(metrics[0], max(known)).removesuffix(" running").removesuffix(" tokens/s")
+        # Columns are means. A stack has a maximum only in these.
+        peak = max(known) if len(stacked) > 1 else max(known + _values_of(subject, metrics))
+        maximum = _figure(metrics[0], peak).removesuffix(" running").removesuffix(" tokens/s")
         strips.append(Strip(f"{title}, max {maximum}", top + _NAME + len(strips) * _STRIP, areas))
     width = 100 / COLUMNS
     place = f"{subject.kind} {subject.name}"
@@ -203,6 +205,14 @@ def _lane(
             if (text := _words(values, number))
         ],
     )
+
+
+def _values_of(subject: models.LoadSubject, metrics: Sequence[str]) -> list[float]:
+    """Return the reported values of these metrics; none if several devices report one."""
+    held = [series for series in subject.series if series.metric in metrics]
+    if len(held) != 1:
+        return []
+    return [value for value in held[0].values if value is not None]
 
 
 def _moment(seconds: float, number: int, *, newest: bool) -> str:

@@ -197,7 +197,7 @@ def task_text(task: models.PartitionTask) -> str:
     if task.assigned:
         parts.append(f"{words.count(task.assigned)} assigned to ranks")
     if task.unclaimed:
-        ready = "" if task.ready is None else f", {words.count(task.ready)} ready"
+        ready = "" if task.ready is None else f" ({words.count(task.ready)} ready)"
         parts.append(f"{words.count(task.unclaimed)} unclaimed{ready}")
     return " · ".join(parts)
 

@@ -156,5 +156,5 @@ def _sentence(steps: models.RunSteps, rewards: Sequence[float]) -> str:
     if len(rewards) < 2 or number(rewards[0]) == number(rewards[1]):
         return durations
     moved = "rose" if rewards[1] > rewards[0] else "fell"
-    reward = f"Reward {moved} from {number(rewards[0])} to {number(rewards[1])}"
+    reward = f"Mean reward {moved} from {number(rewards[0])} to {number(rewards[1])}"
     return f"{reward}; {durations[0].lower()}{durations[1:]}"
