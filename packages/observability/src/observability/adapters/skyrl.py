@@ -25,7 +25,7 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     "postprocess_generator_output": ("postprocess_generator_output", "overhead"),
     "convert_to_training_input": ("convert_to_training_input", "overhead"),
     "fwd_logprobs_values_reward": ("logprobs", "idle"),
-    "compute_advantages_and_returns": ("advantages", "productive"),
+    "compute_advantages_and_returns": ("advantages", "overhead"),
     "train_critic_and_policy": ("train", "idle"),
     "save_checkpoints": ("save_checkpoints", "overhead"),
     "save_hf_model": ("save_hf_model", "overhead"),

@@ -26,7 +26,7 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     "gen": ("rollout", "idle"),
     "old_log_prob": ("logprobs", "idle"),
     "ref": ("reference", "idle"),
-    "adv": ("advantages", "productive"),
+    "adv": ("advantages", "overhead"),
     "update_actor": ("train", "idle"),
     **dict.fromkeys(("update_weights", "timing_s/param_sync"), ("refit", "overhead")),
     **{name: (name, "overhead") for name in (*_MOVES, "dump_rollout_generations")},
