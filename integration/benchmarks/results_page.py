@@ -85,14 +85,16 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "usual adapter / here over TCP": _ratios("tq.put_get_{}_tcp.ratio_vs_usual"),
         "here / Ray's flat buffers": _ratios("tq.put_get_{}.ratio_vs_ray_flat"),
         "here / Ray, padded": _ratios("tq.put_get_{}.ratio_vs_ray_flat_padded"),
-        "eight slices, usual adapter / here": _ratios("tq.slices8_{}.ratio_vs_usual"),
-        "eight slices, usual adapter / here over TCP": _ratios("tq.slices8_{}_tcp.ratio_vs_usual"),
+        "get in eight slices, usual adapter / here": _ratios("tq.slices8_{}.ratio_vs_usual"),
+        "get in eight slices, usual adapter / here over TCP": _ratios(
+            "tq.slices8_{}_tcp.ratio_vs_usual"
+        ),
     },
     "512 rows of 200 to 2,048 tokens, ms": {
         "put": _durations("put"),
         "get": _durations("get"),
         "put and get": _durations("put_get"),
-        "eight slices, one after the other": _durations("slices8"),
+        "get in eight slices, one after the other": _durations("slices8"),
         "one small field": _durations("one_field"),
         "write back one token column": _durations("write_back"),
         "claim 32, right after the put": _durations("claim32"),
@@ -144,9 +146,9 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "ingest into the filled store, spans/s": [
             Cell(("admin.full_store_ingest_spans_per_s",), spread=True)
         ],
-        "slowest page or answer, p95": [Cell(("admin.page_p95_ms",), unit=" ms")],
+        "slowest other page or answer, p95": [Cell(("admin.page_p95_ms",), unit=" ms")],
         "page of a trace of 10,000 spans, p95": [Cell(("admin.large_trace_p95_ms",), unit=" ms")],
-        "slowest first paint, median": [Cell(("admin.first_paint_ms",), unit=" ms")],
+        "slowest other first paint, median": [Cell(("admin.first_paint_ms",), unit=" ms")],
         "first paint of that trace, median": [
             Cell(("admin.large_trace_first_paint_ms",), unit=" ms")
         ],
