@@ -41,7 +41,7 @@ def test_torchrun_steps_have_a_lane_per_rank(tmp_path: Path) -> None:
     forward = "        loss = model(batch).square().mean()\n"
     program = blocks("trace-torchrun", "python")
     assert forward in program
-    slow = f"        __import__('time').sleep(0.3 * rank)\n{forward}"
+    slow = f"        __import__('time').sleep(rank)\n{forward}"
     (tmp_path / "train.py").write_text(program.replace(forward, slow))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with Receiver() as receiver:
@@ -55,9 +55,8 @@ def test_torchrun_steps_have_a_lane_per_rank(tmp_path: Path) -> None:
         barriers = {
             span.process.instance: span.seconds for span in step.spans if span.name == "barrier"
         }
-        # The slow rank has the shortest one. DDP's second forward rebuilds its buckets, and waits.
-        assert barriers["1"] < 0.2
-        assert (barriers["0"] > 0.2) == (step.number != 1)
+        if step.number != 1:  # DDP's second forward rebuilds its buckets, and waits
+            assert barriers["0"] > barriers["1"]  # the slow rank has the shortest one
 
 
 TRL = """
