@@ -216,9 +216,7 @@ def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:
         case "logprob_gap":
             if GAP in run.last:
                 value = run.last[GAP]
-                yield of(
-                    value, f"log-probabilities of generator and trainer differ by {value:.4g} nats"
-                )
+                yield of(value, f"generator and trainer differ by {value:.4g} nats")
 
 
 def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:
