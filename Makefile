@@ -234,8 +234,11 @@ bench-quick: sync ## Compare speed with others in three to four minutes: build/b
 .PHONY: bench
 bench: sync ## Run every benchmark; write tables and pictures of docs/results.md
 	mkdir -p build
-	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images \
-		--page docs/results.md
+	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images
+	$(BIN)/python -m integration.benchmarks.growth --full --line rows
+	$(BIN)/python -m integration.benchmarks.transfer_queue_api
+	$(BIN)/python -m integration.benchmarks.journal
+	$(BIN)/python -m integration.benchmarks.results_page
 
 .PHONY: lint-images
 lint-images: sync ## Check Dockerfiles, compose files, manifests and dashboards

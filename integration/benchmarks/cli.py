@@ -17,7 +17,6 @@ from integration.benchmarks.admin_service import serving
 from integration.benchmarks.admin_soak import measure_soak
 from integration.benchmarks.parts import PARTS_HEADINGS, Parts
 from integration.benchmarks.results_file import merge_entries
-from integration.benchmarks.results_page import fill_page
 from rich.console import Console
 
 # Under `uv run`, Ray would also start every worker by `uv run`. Ray reads this on import.
@@ -42,7 +41,6 @@ def benchmarks(
         "build/bench.json"
     ),
     pictures: Annotated[Path | None, typer.Option(help="Folder for one PNG per area.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Page whose tables are filled.")] = None,
 ) -> None:
     """Compare the data plane on TransferQueue with other systems, in one interleaved run."""
     # Standard output has only the Markdown of a full run.
@@ -97,8 +95,6 @@ def benchmarks(
         console.print(report.terminal_table(title, headings, rows))
         if full:
             markdown.print(report.markdown_table(title, headings, rows))
-    if page is not None:
-        fill_page(page, json)
     if pictures is not None:
         from integration.benchmarks.pictures import save_pictures
 

@@ -19,6 +19,7 @@ from typing import Any  # Any: columns
 import torch
 from integration.benchmarks.cluster import ray_cluster
 from integration.benchmarks.report import markdown_table
+from integration.benchmarks.results_file import Entry, merge_entries
 from integration.benchmarks.summary import Summary
 from integration.benchmarks.systems.data_plane import config
 from rich.console import Console
@@ -39,8 +40,10 @@ _NUMBERS = {"input_lengths": torch.int64, "total_reward": torch.float32}
 _ADVANTAGES = ("advantages", "sample_mask")
 
 
-def measure(client: TQDataPlaneClient, journal: Journal, length: int) -> list[str]:
-    """Return a row for a table with `HEADINGS`."""
+def measure(
+    client: TQDataPlaneClient, journal: Journal, length: int
+) -> tuple[list[str], list[Entry]]:
+    """Return a row for a table with `HEADINGS`, and entries for the file of results."""
     columns: dict[str, Any] = {
         **{name: torch.ones((ROWS, length), dtype=dtype) for name, dtype in _TOKENS.items()},
         **{name: torch.ones(ROWS, dtype=dtype) for name, dtype in _NUMBERS.items()},
@@ -64,18 +67,24 @@ def measure(client: TQDataPlaneClient, journal: Journal, length: int) -> list[st
         if number >= WARM_UPS:
             puts.append(between - begun + end - recorded)
             records.append(recorded - between)
-    share = Summary.of([record / put for record, put in zip(records, puts, strict=True)])
-    return [
+    share = Summary.of_ratio(records, puts)
+    row = [
         f"{length:,}",
         f"{1_000 * Summary.of(puts).value:.2f}",
         f"{1_000 * Summary.of(records).value:.2f}",
         f"{share.value:.2f} ({share.spread:.2f})",
         f"{written:,}",
     ]
+    name = f"journal.{length}"
+    return row, [
+        Entry.ms(f"{name}.ms", Summary.of(records)),
+        Entry(f"{name}.kb", written / 1_000, "kB", None, 0.0, 1),
+        Entry.of(f"{name}.ratio_vs_put", share, "x", baseline="put"),
+    ]
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, and merge its results into ``build/bench.json``."""
     with (
         ray_cluster(full=False),
         TQDataPlaneClient(config("packed"), bootstrap=True) as client,
@@ -86,8 +95,11 @@ def main() -> None:
         client.register_partition(_PARTITION, fields, samples, ["train"])
         journal = Journal(Path(folder))
         order = random.Random(SEED).sample(LENGTHS, len(LENGTHS))
-        rows = {length: measure(client, journal, length) for length in order}
-    table = markdown_table("Journal", HEADINGS, [rows[length] for length in LENGTHS])
+        measured = {length: measure(client, journal, length) for length in order}
+    merge_entries(
+        Path("build/bench.json"), [e for _, entries in measured.values() for e in entries]
+    )
+    table = markdown_table("Journal", HEADINGS, [measured[length][0] for length in LENGTHS])
     Console(soft_wrap=True, highlight=False, markup=False).print(table)
 
 

@@ -1,11 +1,15 @@
 """Fill the tables of docs/results.md from a file of results.
 
+``python -m integration.benchmarks.results_page`` fills them from ``build/bench.json``, into which
+all benchmarks merge their results.
+
 A table is known by the first cell of its heading, a row by its first cell. `TABLES` has the results
 of each row's other cells; a cell without a result in the file stays as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -79,6 +83,41 @@ def _traced(suffix: str) -> list[Cell]:
     ]
 
 
+def _grown(suffix: str, spread: bool = False) -> list[Cell]:
+    operations = ("put", "claim", "acknowledge", "clear")
+    return [Cell((f"growth.{each}32_1m.{suffix}",), spread=spread) for each in operations]
+
+
+def _from_another_node(suffix: str, spread: bool = False) -> list[Cell]:
+    put, claim, get = (
+        Cell((f"growth.nodes_{each}32.{suffix}",), spread=spread)
+        for each in ("put", "claim", "get")
+    )
+    return [put, claim, Cell(()), Cell(()), get]
+
+
+def _bulk_from_another_node(suffix: str, spread: bool = False) -> list[Cell]:
+    put, get = (
+        Cell((f"growth.nodes_{each}_bulk.{suffix}",), spread=spread) for each in ("put", "get")
+    )
+    return [put, Cell(()), Cell(()), Cell(()), get]
+
+
+def _own_api(call: str, processes: int) -> list[Cell]:
+    name = f"tq_api.{call}_{processes}"
+    durations = [Cell((f"{name}.{backend}_ms",)) for backend in ("simple", "packed")]
+    return [*durations, Cell((f"{name}.ratio_vs_packed",), spread=True)]
+
+
+def _journal(tokens: int) -> list[Cell]:
+    name = f"journal.{tokens}"
+    return [
+        Cell((f"{name}.ms",)),
+        Cell((f"{name}.kb",)),
+        Cell((f"{name}.ratio_vs_put",), spread=True),
+    ]
+
+
 TABLES: dict[str, dict[str, list[Cell]]] = {
     "put and get, ratios": {
         "usual adapter / here": _ratios("tq.put_get_{}.ratio_vs_usual"),
@@ -105,12 +144,28 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "10,000": _claims("10k"),
         "100,000": _claims("100k"),
     },
+    "operation on 32 rows": {
+        "among a million rows, ms": _grown("p50_ms"),
+        "among a million, times as long as among 1,024": _grown("ratio_vs_1k", spread=True),
+        "from another node, times as long": _from_another_node("ratio_vs_same_node", spread=True),
+        "34 MB from another node, ms": _bulk_from_another_node("other_p50_ms"),
+        "34 MB from another node, times as long": _bulk_from_another_node(
+            "ratio_vs_same_node", spread=True
+        ),
+    },
     "clients": {
         "put to clear, p50/p99 ms": [
             Cell((f"growth.clients_{count}.cycle_p50_ms", f"growth.clients_{count}.cycle_p99_ms"))
             for count in (1, 8, 64)
         ],
     },
+    "TransferQueue's own API": {
+        "put, one process": _own_api("put", 1),
+        "put, four processes": _own_api("put", 4),
+        "get, one process": _own_api("get", 1),
+        "get, four processes": _own_api("get", 4),
+    },
+    "tokens of a sample": {f"{tokens:,}": _journal(tokens) for tokens in (256, 1_024, 4_096)},
     "step of the demo": {"traced": _traced(""), "verbose": _traced("_verbose")},
     "generation, variant": {
         "slow, synchronous": _asynchronous("slow_sync"),
@@ -194,3 +249,16 @@ def _text(cell: Cell, results: dict[object, dict[str, object]]) -> str:
 def _number(value: float, digits: int = 3) -> str:
     """Return a number with three significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def main() -> None:
+    """Fill the page that the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    options = parser.parse_args()
+    fill_page(options.page, options.json)
+
+
+if __name__ == "__main__":
+    main()

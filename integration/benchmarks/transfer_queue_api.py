@@ -3,15 +3,17 @@
 ``python -m integration.benchmarks.transfer_queue_api`` starts one Ray per backend, each with a
 TransferQueue started by ``transfer_queue.init`` and four worker processes. In every round, one
 worker puts a batch and gets it back, then all four do so at once. The order of the backends is
-random each time. It prints durations and their ratios.
+random each time. It prints durations and their ratios, and merges them into ``build/bench.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from pathlib import Path
 
 import numpy as np
+from integration.benchmarks.results_file import Entry, merge_entries
 from integration.benchmarks.spawned import Spawned
 from integration.benchmarks.summary import Summary
 from integration.benchmarks.transfer_queue_job import CASE, CONFIGURATIONS, UNITS, WORKERS, serve
@@ -44,18 +46,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-ups", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     options = parser.parse_args()
     seconds = measure(options.rounds, options.warm_ups)
     print(f"{CASE.title}, {UNITS} units, {options.rounds} rounds")
+    entries: list[Entry] = []
     for count in (1, WORKERS):
         for call in ("put", "get"):
             simple, packed = (seconds[name, count, call] for name in CONFIGURATIONS)
-            ratio = Summary.of([a / b for a, b in zip(simple, packed, strict=True)])
+            ratio = Summary.of_ratio(simple, packed)
+            name = f"tq_api.{call}_{count}"
+            entries += [
+                Entry.ms(f"{name}.simple_ms", Summary.of(simple)),
+                Entry.ms(f"{name}.packed_ms", Summary.of(packed)),
+                Entry.of(f"{name}.ratio_vs_packed", ratio, "x", baseline="packed"),
+            ]
             print(
                 f"{call} by {count} at once: SimpleStorage {np.median(simple) * 1000:.1f} ms, "
                 f"packed {np.median(packed) * 1000:.1f} ms, {ratio.value:.1f} times as fast "
                 f"(IQR {ratio.spread:.1f})"
             )
+    merge_entries(options.json, entries)
 
 
 if __name__ == "__main__":
