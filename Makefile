@@ -235,7 +235,6 @@ bench-quick: sync ## Compare speed with others in three to four minutes: build/b
 bench: sync ## Run every benchmark; write tables and pictures of docs/results.md
 	mkdir -p build
 	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images
-	$(BIN)/python -m integration.benchmarks.growth --full --line rows
 	$(BIN)/python -m integration.benchmarks.transfer_queue_api
 	$(BIN)/python -m integration.benchmarks.journal
 	$(BIN)/python -m integration.benchmarks.results_page

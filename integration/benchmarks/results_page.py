@@ -230,11 +230,6 @@ def fill(page: str, results: Iterable[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def fill_page(page: Path, results: Path) -> None:
-    """Fill the tables of a page from a file of results."""
-    page.write_text(fill(page.read_text(), json.loads(results.read_text())))
-
-
 def _text(cell: Cell, results: dict[object, dict[str, object]]) -> str:
     measured = [results[name] for name in cell.names if name in results]
     values = [float(str(entry["value"])) for entry in measured]
@@ -257,7 +252,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
     options = parser.parse_args()
-    fill_page(options.page, options.json)
+    results = json.loads(options.json.read_text())
+    options.page.write_text(fill(options.page.read_text(), results))
+    measured = {entry["name"] for entry in results}
+    for title, rows in TABLES.items():
+        for label, cells in rows.items():
+            if any(name not in measured for cell in cells for name in cell.names):
+                print(f"not all cells are in {options.json}: {title}: {label}")
 
 
 if __name__ == "__main__":
