@@ -18,6 +18,7 @@ MAX_SHIFT = 0.03
 """Maximum sum of layout-shift scores of an update; browsers rate up to 0.1 as good."""
 
 _NUMBERS = itertools.count()
+_METRICS = iter(("rl.loss", "rl.entropy", "rl.clip_fraction", "rl.grad_norm"))
 
 
 def now_s(otlp):
@@ -97,7 +98,14 @@ def add_point(job, otlp, name):
     return f"{value}"
 
 
+def add_metric(job, otlp, name):
+    metric = next(_METRICS)
+    job.send(otlp.curve([1.0], run=RUN, name=metric))
+    return f'data-curve="{metric}"'
+
+
 _OF_RUN = f"run={quote(RUN, safe='')}"
+_COMPARE = f"/runs/compare?{_OF_RUN}&run={quote(HOSTILE, safe='')}"
 PAGES = [
     ("/", add_alert),
     ("/", add_step),
@@ -115,13 +123,15 @@ PAGES = [
 MORE_PAGES = [
     ("/engines", add_engine),
     (f"/staleness?{_OF_RUN}&steps={STEPS}", add_trained),
-    (f"/runs/compare?{_OF_RUN}&run={quote(HOSTILE, safe='')}", add_point),
+    (_COMPARE, add_point),
+    (_COMPARE, add_metric),
     (f"/sample?id={sample_id(STEPS - 1, 1)}", add_hop),
 ]
 SCREENS = [(width, *page) for width in (390, 1280) for page in PAGES]
 SCREENS += [(390, *page) for page in MORE_PAGES]
 SCREENS += [pytest.param(1280, *page, marks=pytest.mark.long) for page in MORE_PAGES]
 LISTS = [page for page in PAGES if page[0] in ("/audit", "/samples", "/runs", "/traces")]
+LISTS += [(_COMPARE, add_metric)]
 
 
 def named(value):
@@ -186,8 +196,8 @@ def wait_for_text(page, text):
 
 @pytest.mark.parametrize(("width", "path", "rows"), SCREENS, ids=named)
 def test_new_rows_move_nothing(watched, grow, path, rows, width):
-    if rows is add_point:
-        grow(rows)  # the first point of a metric adds a panel above other parts
+    if rows in (add_point, add_metric):
+        grow(add_point)  # the first metric of all is shown at once
     page = watched(viewport={"width": width, "height": 900}).go(path)
     live(page)
     watch_shifts(page)
@@ -259,7 +269,7 @@ def test_new_rows_are_shown_on_request(watched, grow, path, rows):
     grow(rows)  # the first row of an empty list is shown at once
     page = watched().go(path)
     live(page)
-    keys = "[...document.querySelectorAll('[data-hold] > tr')].map((row) => row.dataset.key)"
+    keys = "[...document.querySelectorAll('[data-hold] > *')].map((row) => row.dataset.key)"
     before = page.evaluate(keys)
     grow(rows)
     button = page.locator("#newer")

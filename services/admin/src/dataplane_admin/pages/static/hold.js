@@ -1,19 +1,22 @@
 // Live updates move no rows of a list marked data-hold: they update the rows shown, and hold new ones
-// back until the reader asks for them.
+// back until the reader asks for them. Panels of curves are rows, too.
 
-// Puts the rows shown, in their order, into the list of a fetched part. Returns the number of new rows
-// held back, and of shown rows that the fetched list lacks.
+// Puts the rows shown, in their order, into the lists of a fetched part. Returns the number of new rows
+// held back, and of shown rows that the fetched lists lack.
 export function holdRows(old, fresh) {
-  const held = { added: 0, gone: 0, all: false };
-  const list = old.querySelector("[data-hold]");
-  const wanted = fresh.querySelector("[data-hold]");
-  if (!list || !wanted) return held;
-  const rows = new Map([...wanted.children].map((row) => [row.dataset.key, row]));
-  const kept = [...list.children].map((row) => rows.get(row.dataset.key) || row.cloneNode(true));
-  held.gone = kept.filter((row) => !wanted.contains(row)).length;
-  held.added = rows.size - (kept.length - held.gone);
-  held.all = held.added === rows.size;
-  wanted.replaceChildren(...kept);
+  const held = { added: 0, gone: 0, all: true };
+  const lists = fresh.querySelectorAll("[data-hold]");
+  [...old.querySelectorAll("[data-hold]")].forEach((list, place) => {
+    const wanted = lists[place];
+    if (!wanted) return;
+    const rows = new Map([...wanted.children].map((row) => [row.dataset.key, row]));
+    const kept = [...list.children].map((row) => rows.get(row.dataset.key) || row.cloneNode(true));
+    const gone = kept.filter((row) => !wanted.contains(row)).length;
+    held.gone += gone;
+    held.added += rows.size - (kept.length - gone);
+    held.all &&= kept.length === gone;
+    wanted.replaceChildren(...kept);
+  });
   return held;
 }
 
