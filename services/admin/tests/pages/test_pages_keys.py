@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 from urllib.parse import quote
 
 import pytest
 from made_up_traces import HOSTILE, RUN, STEPS, trace_id_of
+from playwright.sync_api import expect
 from test_pages_browser import query
 
 LAST = trace_id_of(STEPS - 1)
@@ -143,14 +145,36 @@ def downloaded(page, form):
     return download.value.path().read_bytes().decode()
 
 
-def test_tables_are_downloaded_as_csv_and_json(watched):
+def test_all_rows_of_a_table_are_downloaded(watched, job):
     page = watched().go("/traces")
     head, *rows = csv.reader(downloaded(page, "csv").splitlines())
     assert head[:4] == ["Step", "Name", "Duration", "Spans"]
-    assert len(rows) == page.locator("main tbody tr").count()
+    stored = len(job.get("traces", limit=1_000)["traces"])
+    assert len(rows) == stored > page.locator("main tbody tr").count()
     listed = json.loads(downloaded(page, "json"))
     assert [list(row.values()) for row in listed] == rows
     assert "grpo.step" in listed[0]["Name"]
+
+
+def test_a_download_reads_further_pages_up_to_its_limit(watched):
+    watch = watched()
+
+    def lower_limit(route):
+        answer = route.fetch()
+        route.fulfill(response=answer, body=answer.text().replace("100_000", "52"))
+
+    watch.context.route("**/tables.js", lower_limit)
+    # Pages of 50 rows, instead of those of a download.
+    parameter = re.compile("[?&]all=traces")
+    watch.context.route(
+        parameter, lambda route: route.continue_(url=parameter.sub("", route.request.url))
+    )
+    page = watch.go("/traces")
+    with page.expect_download() as download:
+        page.locator("[data-download=csv]").click()
+    assert download.value.suggested_filename == "Traces-newest-first-only-52-rows.csv"
+    assert len(download.value.path().read_text().splitlines()) == 53
+    expect(page.locator(".download output")).to_have_text("Only the first 52 rows.")
 
 
 def test_links_that_act_on_a_row_are_not_downloaded(watched):
@@ -180,7 +204,9 @@ def test_downloaded_text_is_no_formula(watched):
     page = watched().go("/traces")
     texts = ["=1+1", "+A1", "-2+3", "@SUM(A1)", "-3.5e-7", "-", 'a "b", c']
     page.evaluate(
-        "(texts) => { const row = document.querySelector('main tbody tr');"
+        # Without `data-all`, the rows shown are downloaded.
+        "(texts) => { document.querySelector('.download').removeAttribute('data-all');"
+        "const row = document.querySelector('main tbody tr');"
         "texts.forEach((text, at) => row.cells[at].replaceChildren(text)); }",
         texts,
     )

@@ -12,7 +12,6 @@ _NOTABLE = 0.02
 """Share of a trace's duration below which a difference is ignored."""
 _CAUSE = 0.25
 """Minimum share of the total change for a stage to be named in the headline."""
-_MAX_ROWS = 60
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def comparison_page(compared: models.TraceComparison) -> ComparisonPage:
         buckets=_rows(
             ((pair.bucket, 0, pair.a_s, pair.b_s, "") for pair in compared.buckets), longest_s
         ),
-        critical=_rows(_pairs_of(compared.critical[:_MAX_ROWS]), longest_s),
+        critical=_rows(_pairs_of(compared.critical), longest_s),
         spans=_rows(_pairs_of(compared.rows), longest_s),
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from starlette.datastructures import FormData, QueryParams
 
 from dataplane_admin.service import Refused
+from dataplane_admin.service.limits import MAX_PAGE
 
 _LARGEST = 2**53
 
@@ -69,6 +70,13 @@ class Params:
         if not 0 <= number < math.inf:
             raise Refused(f"{name} is '{value[:40]}'; expected a number of at least 0")
         return number
+
+    def rows(self, table: str, default: int = 50, maximum: int = MAX_PAGE) -> int:
+        """Return how many rows of a table to show: ``maximum`` if ``all`` names the table.
+
+        Downloads ask so, see ``tables.js``.
+        """
+        return maximum if self.text("all") == table else default
 
     def flag(self, name: str) -> bool:
         """Return whether a checkbox was checked."""

@@ -9,6 +9,7 @@ from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.heatmap import HeatMap, heat_map
 from dataplane_admin.pages.links import to
+from dataplane_admin.pages.params import Params
 from dataplane_admin.service import AdminService
 
 _PAGE = 50
@@ -82,23 +83,20 @@ def is_streaming(facts: models.Partition) -> bool:
 
 def partition_page(
     service: AdminService,
-    partition_id: str,
+    params: Params,
     *,
-    start: int | None,
-    count: int | None,
     stuck_after_s: float,
 ) -> PartitionPage:
-    """Return the page of a partition.
+    """Return the page of a partition, with the samples of the window in the URL.
 
-    Args:
-        start: index of the first sample to list; None if no window is chosen.
-        stuck_after_s: seconds after which a blocked task is shown as a fault.
-
-    Raises:
-        ServiceError: the partition does not exist or cannot be read.
+    Nothing counts as stuck before ``stuck_after_s`` seconds. Raises ServiceError if the partition
+    does not exist or cannot be read, or a parameter is invalid.
     """
+    partition_id = params.required("id")
+    start, count = params.integer("start"), params.integer("count")
     first = start or 0
     limit = max(1, min(count or _PAGE, _PAGE) if start is not None else _FIRST_PAGE)
+    limit = params.rows("samples", limit)
     contents = service.partition_view(partition_id, start=first, limit=limit)
     shown = len(contents.samples.samples)
     before = after = None

@@ -28,9 +28,10 @@ from dataplane_admin.pages.run_page import numbers, run_page
 from dataplane_admin.pages.runs import compared_runs, run_list, seen_ago, tag_change
 from dataplane_admin.pages.samples import content_page, members, sample_list
 from dataplane_admin.pages.shell import Shell, next_page
-from dataplane_admin.pages.trace_page import QUERY, marks_of, trace_page
+from dataplane_admin.pages.trace_page import marks_of, query_of, trace_page
 from dataplane_admin.service import AdminService, NotFound, Refused, ServiceError
-from dataplane_admin.service.traces import Selection
+from dataplane_admin.service.alerts import MAX_CLEARED
+from dataplane_admin.service.traces import MAX_ROWS, Selection
 from dataplane_admin.settings import Settings
 from dataplane_admin.web import caller_of
 from observability.views.drawing import MAX_BARS
@@ -97,25 +98,20 @@ def _add_state(
     @shell.with_error_page
     def partition(request: Request) -> Response:
         params = Params(request.query_params)
-        view = partition_page(
-            service,
-            params.required("id"),
-            start=params.integer("start"),
-            count=params.integer("count"),
-            stuck_after_s=stuck_after_s,
-        )
-        return shell.page(request, "partition.html.j2", view=view)
+        view = partition_page(service, params, stuck_after_s=stuck_after_s)
+        return shell.page(request, "partition.html.j2", view=view, rows=params.rows)
 
     @routes.get("/alerts")
     def alerts(request: Request) -> Response:
-        listed = service.alerts()
+        listed = service.alerts(limit=Params(request.query_params).rows("cleared", MAX_CLEARED))
         return shell.page(request, "alerts.html.j2", alerts=listed, cause=cause, figure=figure)
 
     @routes.get("/audit")
     @shell.with_error_page
     def audit(request: Request) -> Response:
-        cursor = Params(request.query_params).maybe("cursor")
-        log = service.audit(cursor=cursor)
+        params = Params(request.query_params)
+        cursor = params.maybe("cursor")
+        log = service.audit(cursor=cursor, limit=params.rows("audit"))
         return shell.page(
             request,
             "audit.html.j2",
@@ -140,6 +136,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
                     value=query["value"] if query["tag"] else None,
                     partition=query["partition"] or None,
                     cursor=params.maybe("cursor"),
+                    limit=params.rows("hits"),
                 )
             )
         else:
@@ -223,6 +220,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
                 name=params.maybe("name"),
                 service=params.maybe("service"),
                 cursor=params.maybe("cursor"),
+                limit=params.rows("traces"),
             )
         )
         return shell.page(
@@ -289,9 +287,9 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
     @shell.with_error_page
     def trace(request: Request) -> Response:
         params = Params(request.query_params)
-        query = {name: params.text(name) for name in QUERY}
+        query = query_of(params)
         chosen = Selection(
-            max_rows=MAX_BARS,
+            max_rows=params.rows("tree", MAX_BARS, MAX_ROWS),
             span_id=params.maybe("span"),
             prefer=marks_of(query),
             details_of=query["span"],
@@ -300,7 +298,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
         return shell.page(
             request,
             "trace.html.j2",
-            view=trace_page(facts, _load(service, facts), query),
+            view=trace_page(facts, _load(service, facts), params),
             keeps_text=settings.keep_sample_text,
             previous=_step(service, facts, -1),
             following=_step(service, facts, 1),
@@ -321,7 +319,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
         view = None
         if a and b:
             view = comparison_page(service.trace_compare(a, b))
-        return shell.page(request, "compare.html.j2", view=view, a=a, b=b)
+        return shell.page(request, "compare.html.j2", view=view, a=a, b=b, rows=params.rows)
 
 
 def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_path: str) -> None:

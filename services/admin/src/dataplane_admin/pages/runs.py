@@ -81,7 +81,7 @@ def run_list(service: AdminService, params: Params) -> RunList:
         tag=query["tag"] or None,
         sort=sort,
         ascending=ascending,
-        limit=_MAX_RUNS,
+        limit=params.rows("runs", _MAX_RUNS),
     )
     return RunList(
         listed=listed,

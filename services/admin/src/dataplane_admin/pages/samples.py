@@ -122,6 +122,7 @@ def sample_list(service: AdminService, params: Params) -> SampleList:
         sort=sort,
         ascending=ascending,
         cursor=params.maybe("cursor"),
+        limit=params.rows("samples"),
     )
     return SampleList(
         samples=page.samples,

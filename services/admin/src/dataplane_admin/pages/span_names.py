@@ -11,7 +11,6 @@ from dataplane_admin.pages.links import Link
 from dataplane_admin.pages.params import check_choice
 from dataplane_admin.pages.runs import Column, sort_columns
 
-_MAX_NAMES = 100
 _SORTS: dict[str, tuple[str, Callable[[models.SpanGroup], float]]] = {
     "count": ("Spans", lambda row: row.count),
     "errors": ("Failed", lambda row: row.errors),
@@ -51,6 +50,7 @@ def name_table(
     query: Mapping[str, str],
     tones: Mapping[str, int],
     url: Callable[..., Link],
+    max_names: int,
 ) -> NameTable:
     """Return the table in the order of ``query``; ``url`` is `TracePage.url`.
 
@@ -62,7 +62,7 @@ def name_table(
     rank = _SORTS[sort][1]
     groups = sorted(trace.names, key=rank, reverse=not ascending)
     rows = []
-    for group in groups[:_MAX_NAMES]:
+    for group in groups[:max_names]:
         marked = (query["name"], query["service"]) == (group.name, group.service)
         mark = {"name": "", "service": ""} if marked else None
         rows.append(
@@ -76,4 +76,4 @@ def name_table(
         )
     titles = [(name, title) for name, (title, _) in _SORTS.items()]
     columns = sort_columns(titles, sort, ascending, url)
-    return NameTable(rows, columns, trace.names_omitted + max(0, len(groups) - _MAX_NAMES))
+    return NameTable(rows, columns, trace.names_omitted + max(0, len(groups) - max_names))

@@ -13,11 +13,14 @@ from dataplane_admin.pages import words
 from dataplane_admin.pages.flame import Flame, draw_flame
 from dataplane_admin.pages.links import Link, external_url, to
 from dataplane_admin.pages.load import LoadDrawing, draw_load
+from dataplane_admin.pages.params import Params
 from dataplane_admin.pages.span_names import NameTable, name_table
+from dataplane_admin.service.traces import MAX_ROWS
 from observability.records import Span
 from observability.views.drawing import Drawing, draw, kind_of, x_and_width
 
 # Maximum numbers of rows.
+_NAMES = 100
 _PATH = 10
 _TREE = 400
 _EVENTS = 12
@@ -109,14 +112,15 @@ class TracePage:
         return _url(self.facts, self.query, **changes)
 
 
-def trace_page(
-    trace: models.Trace, load: models.Load | None, query: Mapping[str, str]
-) -> TracePage:
-    """Return the page of a trace, with the details of the span in ``query`` if it is received.
+def trace_page(trace: models.Trace, load: models.Load | None, params: Params) -> TracePage:
+    """Return the page of a trace, with the details of the span in the URL if it is received.
 
     ``load`` is the load of engines and nodes during the trace; None if the time of the trace is
     unknown. Raises Refused if the sort order is invalid.
     """
+    query = query_of(params)
+    max_names = params.rows("names", _NAMES)
+    max_tree = params.rows("tree", _TREE, MAX_ROWS)
     spans = {span.span_id: span for span in trace.rows}
     chosen = spans.get(query["span"])
     tones: dict[str, int] = defaultdict(lambda: _TONES - 1)
@@ -140,12 +144,12 @@ def trace_page(
         query=query,
         title=title_of(trace),
         services=[(row, tones[row.service]) for row in trace.services[:_SERVICES]],
-        names=name_table(trace, query, tones, partial(_url, trace, query)),
+        names=name_table(trace, query, tones, partial(_url, trace, query), max_names),
         marked=marked,
         flame=draw_flame(trace.paths, tones, query["frame"]),
         logs=[
             (log, spans[log.span_id].name if log.span_id in spans else log.span_id)
-            for log in trace.logs[:_LOGS]
+            for log in trace.logs[: params.rows("logs", _LOGS)]
         ],
         drawing=drawing,
         load=lanes,
@@ -160,11 +164,16 @@ def trace_page(
                 kind_of(span) if trace.buckets else f"tone-{tones[span.service]}",
                 *x_and_width(trace.seconds, span.start_s, span.seconds or 0.0),
             )
-            for span in in_tree[:_TREE]
+            for span in in_tree[:max_tree]
         ],
-        tree_rest=max(0, _count(trace, query) - min(len(in_tree), _TREE)),
+        tree_rest=max(0, _count(trace, query) - min(len(in_tree), max_tree)),
         external=[link for link in trace.external if external_url(link.url)],
     )
+
+
+def query_of(params: Params) -> dict[str, str]:
+    """Return the values of `QUERY`."""
+    return {name: params.text(name) for name in QUERY}
 
 
 def _url(trace: models.Trace, query: Mapping[str, str], **changes: str) -> Link:

@@ -1,48 +1,93 @@
-// Downloads the rows that a table shows, as CSV or JSON.
+// Downloads tables as CSV or JSON. Of a table marked data-all, which can have more rows than the page shows,
+// it reads all rows: it fetches the page with that table's maximum number of rows, then the next pages.
 
 const TYPES = { csv: "text/csv", json: "application/json" };
 const WRITERS = { csv: csvOf, json: jsonOf };
+const MAX_ROWS = 100_000;
+const MAX_CHARACTERS = 100_000_000;
+const PLACES = ["cursor", "start", "count"]; // parameters that select a page of a list
+const TIMEOUT_MS = 60_000;
+
+let busy = false;
 
 export function downloadTables() {
   document.addEventListener("click", (event) => {
     const button = event.target.closest?.("[data-download]");
-    const table = button && tableOf(button.parentElement);
-    if (table) download(table, button.dataset.download);
+    if (button) download(button.parentElement, button.dataset.download);
   });
 }
 
-// The tables of the page that can be downloaded, with their names.
+// The download controls of the page's tables.
 export function tables() {
-  return [...document.querySelectorAll(".download")].map(tableOf).filter((table) => table?.rows.length);
+  return [...document.querySelectorAll(".download")].filter((controls) => tableOf(controls)?.rows.length);
 }
 
-export function nameOf(table) {
+export function nameOf(controls) {
+  const table = tableOf(controls);
   const heading = table.closest("section")?.querySelector("h2") || document.querySelector("h1");
   return table.caption?.textContent || (heading ? textOf(heading) : document.title);
 }
 
-export function download(table, format) {
-  const text = WRITERS[format](read(table));
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: `${TYPES[format]};charset=utf-8` }));
-  link.download = `${nameOf(table).replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "table"}.${format}`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+export async function download(controls, format) {
+  if (busy) return;
+  busy = true;
+  const state = controls.querySelector("output");
+  try {
+    const name = nameOf(controls).replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "table";
+    const head = [...(tableOf(controls).tHead?.rows[0]?.cells || [])];
+    const { rows, cut } = controls.dataset.all ? await readAll(controls, state) : { rows: rowsOf(tableOf(controls)) };
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([WRITERS[format](columnsOf(head, rows))], { type: `${TYPES[format]};charset=utf-8` }));
+    link.download = `${name}${cut ? `-only-${rows.length}-rows` : ""}.${format}`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    state.textContent = cut ? `Only the first ${rows.length.toLocaleString("en")} rows.` : "";
+  } catch {
+    state.textContent = "Download failed.";
+  } finally {
+    busy = false;
+  }
 }
 
 function tableOf(controls) {
   return controls.previousElementSibling?.querySelector("table");
 }
 
-// Returns the columns' names and the rows, as text. Columns without any text, and those of links that
-// act on a row (data-no-export), are left out.
-function read(table) {
-  const cells = [...(table.tHead?.rows[0]?.cells || [])];
-  const head = cells.map(textOf);
-  const rows = [...table.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells].map(textOf));
-  const width = Math.max(head.length, ...rows.map((row) => row.length));
-  const used = [...Array(width).keys()].filter((at) => !cells[at]?.hasAttribute("data-no-export") && rows.some((row) => row[at]));
-  const names = used.map((at) => head[at] || `column ${at + 1}`);
+// Returns all rows of a table, and whether some are missing: those above the limits here, or the server's.
+async function readAll(controls, state) {
+  const { all } = controls.dataset;
+  const rows = [];
+  let characters = 0;
+  let url = new URL(location.href);
+  for (const name of PLACES) url.searchParams.delete(name);
+  for (;;) {
+    url.searchParams.set("all", all);
+    const answer = await fetch(url, { headers: { Accept: "text/html" }, signal: AbortSignal.timeout(TIMEOUT_MS) });
+    if (answer.redirected || !answer.ok) throw new Error(`${answer.status}`);
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const own = page.querySelector(`[data-all="${all}"]`);
+    if (!own) return { rows, cut: false }; // its rows were removed
+    for (const row of rowsOf(tableOf(own))) {
+      rows.push(row);
+      for (const text of row) characters += text.length;
+      if (characters > MAX_CHARACTERS || rows.length > MAX_ROWS) return { rows: rows.slice(0, -1), cut: true };
+    }
+    if (!own.dataset.next) return { rows, cut: "omitted" in own.dataset };
+    state.textContent = `${rows.length.toLocaleString("en")} rows read.`;
+    url = new URL(own.dataset.next, location.href);
+  }
+}
+
+function rowsOf(table) {
+  return [...table.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells].map(textOf));
+}
+
+// Returns the columns' names, and the rows. Columns without any text, and those of links that act on a row
+// (data-no-export), are left out.
+function columnsOf(head, rows) {
+  const width = rows.reduce((most, row) => Math.max(most, row.length), head.length);
+  const used = [...Array(width).keys()].filter((at) => !head[at]?.hasAttribute("data-no-export") && rows.some((row) => row[at]));
+  const names = used.map((at) => (head[at] && textOf(head[at])) || `column ${at + 1}`);
   return { names: names.map((name, at) => (names.indexOf(name) < at ? `${name} ${at + 1}` : name)), rows: rows.map((row) => used.map((at) => row[at] || "")) };
 }
 
