@@ -6,7 +6,7 @@ from itertools import accumulate, islice
 from typing import Any  # Any: rows
 
 from opentelemetry.proto.logs.v1.logs_pb2 import LogsData
-from sqlalchemy import Select, exists, func, or_, select
+from sqlalchemy import Select, exists, func, or_, select, union_all
 
 from dataplane_admin.models import TraceFacts
 from dataplane_admin.store.apply_logs import is_full
@@ -158,41 +158,34 @@ def read_concurrent_spans(reader: Reader, trace_id: str) -> tuple[list[Span], bo
     Only traces of the same run that share a process with the trace count, and only those whose
     arrival is near the trace's.
     """
-    wanted = trace_bytes(trace_id)
-    columns = (
-        TraceModel.trace_id,
-        TraceModel.start_ns,
-        TraceModel.end_ns,
-        TraceModel.spans,
-        TraceModel.process_digests,
-    )
+    table, arrival = TraceModel, TraceModel.arrival
+    columns = (table.run_id, table.start_ns, table.end_ns, table.process_digests, arrival)
     with reader.connect() as connection:
         trace = connection.execute(
-            select(*columns, TraceModel.run_id, TraceModel.arrival).where(
-                TraceModel.trace_id == wanted
-            )
+            select(*columns).where(table.trace_id == trace_bytes(trace_id))
         ).first()
         if trace is None or not trace.run_id:
             return [], False
-        of_run = select(*columns).where(TraceModel.run_id == trace.run_id)
-        arrival = TraceModel.arrival
-        near = [
-            *connection.execute(
-                of_run.where(arrival < trace.arrival).order_by(arrival.desc()).limit(_MAX_NEAR)
-            ),
-            *connection.execute(
-                of_run.where(arrival > trace.arrival).order_by(arrival).limit(_MAX_NEAR)
-            ),
-        ]
+        of_run = select(table.trace_id, table.start_ns, table.end_ns).where(
+            table.run_id == trace.run_id
+        )
+        overlapping = []
+        for near in (
+            of_run.where(arrival < trace.arrival).order_by(arrival.desc()),
+            of_run.where(arrival > trace.arrival).order_by(arrival),
+        ):
+            each = near.limit(_MAX_NEAR).subquery().c
+            times = (each.start_ns < trace.end_ns, each.end_ns > trace.start_ns)
+            overlapping.append(select(each.trace_id).where(*times))
+        # Digests can be large, so only those of overlapping traces are read.
+        rows = connection.execute(
+            select(table.trace_id, table.spans, table.process_digests, arrival).where(
+                table.trace_id.in_(union_all(*overlapping))
+            )
+        )
         processes = digests_in(trace.process_digests)
-        others = [
-            row
-            for row in near
-            if row.start_ns < trace.end_ns
-            and row.end_ns > trace.start_ns
-            and processes & digests_in(row.process_digests)
-        ]
-        others.sort(key=lambda row: row.spans)
+        others = [row for row in rows if processes & digests_in(row.process_digests)]
+        others.sort(key=lambda row: (row.spans, abs(row.arrival - trace.arrival)))
         totals = accumulate(row.spans for row in others)
         chosen = [
             row.trace_id
