@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,15 @@ def step_request() -> ExportTraceServiceRequest:
     return request
 
 
-def events_request() -> ExportLogsServiceRequest:
+def events_request(begin_ns: int = BEGIN_NS) -> ExportLogsServiceRequest:
     request = ExportLogsServiceRequest()
     resource_logs = request.resource_logs.add()
     set_resource_attributes(resource_logs.resource)
     records = resource_logs.scope_logs.add().log_records
-    put = records.add(event_name="dataplane.put", time_unix_nano=BEGIN_NS + 10**9)
+    put = records.add(event_name="dataplane.put", time_unix_nano=begin_ns + 10**9)
     put.trace_id, put.span_id = TRACE, CHILD
     put.body.string_value = '["p0_g0"]'
-    waiting = records.add(event_name="dataplane.waiting", time_unix_nano=BEGIN_NS + 2 * 10**9)
+    waiting = records.add(event_name="dataplane.waiting", time_unix_nano=begin_ns + 2 * 10**9)
     add_attribute(waiting, "dataplane.task", "train")
     add_attribute(waiting, "dataplane.samples", 8)
     for record in (put, waiting):
@@ -142,11 +143,22 @@ def test_show_as_json_has_the_figures(recording: Path) -> None:
 
 def test_why_lists_the_blocked_task_of_a_silent_process(recording: Path) -> None:
     shown = " ".join(output_of("why", recording).split())
-    assert "1. task 'train' in train has been blocked for" in shown
+    # The step ended two seconds after the report of the wait, and long ago.
+    assert "1. task 'train' in train has been blocked for 2.00 s" in shown
+    assert re.search(r"Durations are up to the last record, \d+ \S+ .*ago\.$", shown)
     [wait] = json.loads(output_of("why", recording, "--json"))
     assert (wait["task"], wait["partition"], wait["requested"]) == ("train", "batch", 8)
+    assert wait["seconds"] == 2
     assert wait["sentence"].startswith("task 'train' in train has been blocked for")
     assert wait["present"] == 1
+
+
+def test_why_counts_up_to_the_present_while_records_arrive(tmp_path: Path) -> None:
+    begin_ns = time.time_ns() - 60 * 10**9
+    (tmp_path / "events.json").write_text(json_line(events_request(begin_ns)))
+    assert "Durations are" not in output_of("why", tmp_path)
+    [wait] = json.loads(output_of("why", tmp_path, "--json"))
+    assert 58 <= wait["seconds"] <= 300
 
 
 def test_why_reports_that_nothing_is_blocked(tmp_path: Path) -> None:

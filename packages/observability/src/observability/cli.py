@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any  # Any: JSON values
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from observability.records import Process, Records
     from observability.views import LineageEvent, OpenWait, Step
 
+_ENDED_AFTER_S = 300.0
+"""Seconds without a record after which the program of a recording counts as ended: ten times the
+interval at which a wait is reported."""
 EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for a wrong option or command."
 
 app = typer.Typer(
@@ -155,6 +159,9 @@ def why(
 ) -> None:
     """Print the open waits of a recording.
 
+    If the recording has no record of the last five minutes, its program counts as ended, unless
+    ``live`` is given: durations are up to the last record.
+
     Args:
         recording: path of the recording.
         live: function that returns the partitions of the running store, for exact counts of
@@ -165,13 +172,20 @@ def why(
         CommandError: the recording cannot be read.
     """
     from observability import views
+    from observability.views.quantities import duration
 
     records = _read(recording)
-    waits = views.why(records, time.time_ns(), None if live is None else live())
+    now_ns, end_ns = time.time_ns(), _end_ns(records)
+    has_ended = live is None and now_ns - end_ns > _ENDED_AFTER_S * 1e9
+    waits = views.why(records, end_ns if has_ended else now_ns, None if live is None else live())
     if as_json:
         _print_json([_wait_json(wait) for wait in waits])
-    else:
-        views.print_view(views.waits_view(waits), Console())
+        return
+    console = Console()
+    views.print_view(views.waits_view(waits), console)
+    if waits and has_ended:
+        ago = duration((now_ns - end_ns) / 1e9)
+        console.print(f"Durations are up to the last record, {ago} ago.", style="yellow")
 
 
 def sample(sample_id: str, recording: Path, *, as_json: bool = False) -> None:
@@ -246,6 +260,12 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _end_ns(records: Records) -> int:
+    """Return the time of the last record, in nanoseconds since 1970; 0 without records."""
+    events = (event.received_ns or event.time_ns for event in records.events)
+    return max(chain(events, (span.end_ns for span in records.spans)), default=0)
 
 
 def _read(recording: Path) -> Records:

@@ -162,7 +162,7 @@ def test_a_wait_that_is_no_longer_repeated_is_silent_and_last(interval):
     ]
     current, silent = why(maker.records, ns(3_632))
     assert (current.process, current.silent_s) == (POLICIES[1], 0.0)
-    assert (silent.process, silent.silent_s) == (POLICIES[0], 3_600.0)
+    assert (silent.process, silent.seconds, silent.silent_s) == (POLICIES[0], 31.0, 3_600.0)
     assert str(silent).endswith(": the partition does not exist (process silent for 1 h 0 min)")
 
 

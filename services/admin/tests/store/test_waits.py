@@ -269,6 +269,7 @@ def test_an_unrepeated_wait_is_silent_by_the_services_clock(job_of, url, otlp, l
     later(100)
     [wait] = job.get("why")
     assert 200 <= wait["silent_s"] <= 215
+    assert abs(wait["seconds"] - 60) <= 5
     assert "last seen 3 min 2" in wait["sentence"]
     job.send(wait_now(otlp, clock_s=clock_s, report_every_s=30))
     assert silent(job) == set()

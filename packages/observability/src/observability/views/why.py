@@ -55,7 +55,7 @@ class OpenWait:
         task: the claiming task; empty for a call.
         call: the pending call; empty for a claim.
         since_ns: start of the wait, in nanoseconds since 1970 by the clock of its process.
-        seconds: duration of the wait so far.
+        seconds: duration of the wait so far; up to its last report if its process is silent.
         silent_s: seconds since its last report, if its process should have reported it again by
             now; else 0.
         run_id: ``rl.run_id``; empty if not reported.
@@ -231,7 +231,9 @@ def why(
     for wait_key, event in open_waits.items():
         silent_s = _silent_s(event, last_reports[wait_key], now_ns, silent_after_s)
         label = printable(labels[event.process])
-        wait = replace(_wait_of(event, now_ns), label=label, silent_s=silent_s)
+        wait = _wait_of(event, now_ns)
+        seconds = max(0.0, wait.seconds - silent_s)
+        wait = replace(wait, label=label, seconds=seconds, silent_s=silent_s)
         partition = partitions.get((wait.run_id, wait.partition))
         if partition is not None:
             wait = partition.with_counts(wait, event.sample_ids)

@@ -109,6 +109,7 @@ class Wait(Model):
     step: int | None
     since_ns: int
     seconds: float
+    """Duration so far; of a silent process, until it was last seen."""
     silent_s: float | None
     """Seconds since its process was last seen; None unless it is silent. Silent ones come last."""
     requested: int

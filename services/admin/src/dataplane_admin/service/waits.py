@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from dataplane_admin import models
 from dataplane_admin.live import Live, Stuck
@@ -53,6 +54,7 @@ def _wait(wait: OpenWait, silent: Mapping[tuple[str, str], int], now_ns: int) ->
     last_seen_ns = silent.get((wait.process.identity, storable(wait.run_id)))
     if last_seen_ns is not None:
         silent_s = max(0, now_ns - last_seen_ns) / 1e9
+        wait = replace(wait, seconds=max(0.0, wait.seconds - silent_s))
         sentence = f"{wait}; last seen {_rounded(silent_s)} ago"
     return models.Wait.of(
         wait,
