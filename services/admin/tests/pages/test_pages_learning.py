@@ -75,11 +75,13 @@ def test_the_overview_draws_the_metrics_of_the_newest_run(job_of, otlp):
         otlp.trace(step=2),
         otlp.curve([-2.0, -1.0, -1.5]),
         otlp.curve([8.0, 9.0], **{"rl.component": "answer"}),
-        otlp.curve([0.25, 0.5], name="rl.kl"),
+        otlp.curve([step % 4 for step in range(1_001)], name="rl.kl"),
         otlp.curve([4.0], name="rl.loss"),
     )
     page = job.client.get("/").text
-    assert ">-1.5</a>" in page
+    # Values of single steps, also if a point of the line is the mean of several.
+    tiles = re.findall(r"<small>(step [\d,]+)</small></dt><dd><a [^>]+>(.+?)</a>", page)
+    assert tiles == [("step 2", "-1.5"), ("step 1,000", "0")]
     assert re.findall(r'aria-label="([^"]+) over all steps"', page) == ["Reward", "KL divergence"]
 
 

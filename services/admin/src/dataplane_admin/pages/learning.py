@@ -86,6 +86,19 @@ class Learning:
     others: Sequence[Panel]
 
 
+@dataclass(frozen=True)
+class Tile:
+    """A metric on the overview: its value at its last step, and its trend.
+
+    ``value`` is None if it is not finite.
+    """
+
+    title: str
+    value: float | None
+    step: int
+    trend: marks.Trend
+
+
 def learning(service: AdminService, run: str) -> Learning:
     """Return the section of a run."""
     by_name: dict[str, list[models.CurveFacts]] = {}
@@ -125,22 +138,21 @@ def _learning(points: Link, panels: Sequence[Panel]) -> Learning:
     )
 
 
-def learning_trends(service: AdminService, run: str) -> list[tuple[str, marks.Trend]]:
-    """Return titles and trends of the main metrics of a run that have two points or more."""
+def learning_tiles(service: AdminService, run: str) -> list[Tile]:
+    """Return the main metrics of a run that have two points or more."""
     by_name: dict[str, models.Curve] = {}
     limit = 4 * len(_SPARKS)
     for curve in service.store.curves(run, names=_SPARKS, max_points=_SPARK_POINTS, limit=limit):
         # A curve without attributes is the metric of all samples.
         if curve.name not in by_name or not curve.attributes:
             by_name[curve.name] = curve
-    trends = []
-    for name in _SPARKS:
-        values = by_name[name].values if name in by_name else []
-        known = [value for value in values if value is not None]
+    tiles = []
+    for curve in (by_name[name] for name in _SPARKS if name in by_name):
+        known = [value for value in curve.values if value is not None]
         trend = marks.trend(known, base=min(known, default=0.0))
         if trend is not None:
-            trends.append((_title(name), trend))
-    return trends
+            tiles.append(Tile(_title(curve.name), curve.last_value, curve.last_step, trend))
+    return tiles
 
 
 def number(value: float | None) -> str:

@@ -10,7 +10,7 @@ from threading import Lock
 from dataplane_admin import models
 from dataplane_admin.pages import marks, words
 from dataplane_admin.pages.headline import headline, newest_pace, runs_to_judge
-from dataplane_admin.pages.learning import learning_trends
+from dataplane_admin.pages.learning import Tile, learning_tiles
 from dataplane_admin.pages.partition import is_streaming
 from dataplane_admin.service import AdminService, ServiceError
 from dataplane_admin.service.pace import Pace
@@ -65,7 +65,7 @@ class Overview:
         last: the step that the headline names, else the newest one.
         alerts: raised alerts, the most severe first.
         has_rules: whether alerts can be raised.
-        learning: titles and trends of metrics of the run of ``last``.
+        learning: metrics of the run of ``last``.
     """
 
     state: str
@@ -81,7 +81,7 @@ class Overview:
     run: str | None
     runs: Sequence[models.Run]
     durations: marks.Trend | None
-    learning: Sequence[tuple[str, marks.Trend]]
+    learning: Sequence[Tile]
     alerts: Sequence[models.Alert]
     has_rules: bool
 
@@ -155,7 +155,7 @@ def overview(
         run=run,
         runs=service.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
-        learning=learning_trends(service, last.facts.run_id) if last else [],
+        learning=learning_tiles(service, last.facts.run_id) if last else [],
         alerts=[alert for alert in raised if run is None or alert.run_id in ("", run)],
         has_rules=bool(service.watch.rules.rules),
     )
