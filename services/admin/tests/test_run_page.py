@@ -28,6 +28,28 @@ def test_the_default_is_the_newest_run_with_a_finished_step(job, otlp):
     assert "No finished step in this run" in of_the_newest
 
 
+def test_a_run_without_traces_is_shown_by_its_metrics(job, otlp, later):
+    job.send(otlp.trace(run="older", step=1))
+    later(90)
+    job.send(otlp.run("started", "metrics"), otlp.curve([0.25, 0.5, 0.75], run="metrics"))
+    for query in ("", "?run=metrics"):
+        overview = job.client.get(f"/{query}").text
+        assert re.search(r"<h1[^>]*>Running: step 2 reported \d+ s ago</h1>", overview)
+        assert 'aria-label="Reward over all steps"' in overview
+        assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in overview
+        page = job.client.get(f"/run{query}").text
+        assert "<h1>metrics</h1>" in page
+        assert 'data-curve="rl.reward.mean"' in page
+    later(1_000)
+    assert re.search(r">Nothing blocked; step 2 reported 1\d min", job.client.get("/").text)
+    job.send(otlp.run("failed", "metrics", at_s=9, error="OSError"))
+    overview = job.client.get("/").text
+    assert re.search(r">Run failed: OSError; step 2 reported 1\d min [^<]* ago</h1>", overview)
+    job.send(otlp.trace(run="older", step=2))
+    assert "Running: step 2 finished in 1.00 s" in job.client.get("/").text
+    assert "2 traced steps" in job.client.get("/run").text
+
+
 def test_the_heading_says_how_reward_and_duration_changed(job, otlp):
     job.send(*(otlp.trace(step=step, seconds=1 + step // 10) for step in range(20)))
     heading = "teps are 100 % slower: 2.00 s in steps 18 to 19, 1.00 s in steps 0 to 1</h1>"

@@ -12,6 +12,7 @@ from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.service import AdminService
 from dataplane_admin.service.pace import Pace
+from dataplane_admin.store.read_curves import NewestPoint
 
 _RUNS = 5
 _ENDED = ("finished", "stopped", "failed")
@@ -53,13 +54,15 @@ def headline(
     silent: Sequence[models.Wait],
     partitions: Sequence[models.Partition],
     paces: Mapping[str, Pace],
+    point: NewestPoint | None,
     run: models.Run | None,
 ) -> tuple[str, str]:
     """Return the state, see `Overview`, and the headline.
 
     Args:
         paces: pace of each run of `runs_to_judge`.
-        run: the run of `newest_pace`; None if unknown.
+        point: newest step of a run without traces that the headline names; else None.
+        run: the run of ``point``, else of `newest_pace`; None if unknown.
     """
     newest = newest_pace(paces)
     if status.live.attached and status.live.error:
@@ -71,17 +74,24 @@ def headline(
             return "stuck", f"{tasks} for {longest}"
         if newest is None or not newest.is_moving:
             return "moving", f"{tasks} for {longest}"
-    if newest is not None and newest.newest is not None:
-        step = newest.newest
-        what = f"Step {step.step}" if step.step is not None else "The newest trace"
+    last = ""
+    if point is not None:
+        is_moving = run is None or run.state == "running"
+        since_s = (status.now_ns - point.updated_ns) / 1e9
+        last = progress = f"step {point.step} reported {words.ago(since_s)} ago"
+    elif newest is not None and newest.newest is not None:
+        step, is_moving = newest.newest, newest.is_moving
+        what = f"step {step.step}" if step.step is not None else "the newest trace"
+        last = f"{what} finished {words.ago(newest.since_s)} ago"
+        progress = f"{what} finished in {words.duration(step.seconds)}"
+    if last:
         if run is not None and run.state in _ENDED:
             reason = f": {run.error[:_MAX_ERROR]}" if run.error else ""
-            end = f"Run {run.state}{reason}"
-            return "quiet", f"{end}; {what.lower()} finished {words.ago(newest.since_s)} ago"
-        if not newest.is_moving:
+            return "quiet", f"Run {run.state}{reason}; {last}"
+        if not is_moving:
             state = "Blocked processes are silent" if silent else "Nothing blocked"
-            return "quiet", f"{state}; {what.lower()} finished {words.ago(newest.since_s)} ago"
-        return "moving", f"Running: {what.lower()} finished in {words.duration(step.seconds)}"
+            return "quiet", f"{state}; {last}"
+        return "moving", f"Running: {progress}"
     if silent:
         return "quiet", "Blocked processes are silent"
     if partitions:

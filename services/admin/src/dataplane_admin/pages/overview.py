@@ -15,6 +15,7 @@ from dataplane_admin.pages.partition import is_streaming
 from dataplane_admin.service import AdminService, ServiceError
 from dataplane_admin.service.pace import Pace
 from dataplane_admin.service.traces import Selection
+from dataplane_admin.store.read_curves import NewestPoint
 
 _STEPS = 10
 _RUNS = 50
@@ -62,10 +63,11 @@ class Overview:
         state: ``moving``, ``stuck``, ``quiet`` or ``empty``.
         waits: blocked tasks of live processes.
         run: the only run that is shown; None for all.
-        last: the step that the headline names, else the newest one.
+        last: the step that the headline names, else the newest one; None with ``point``.
+        point: the step of a run without traces that the headline names.
         alerts: raised alerts, the most severe first.
         has_rules: whether alerts can be raised.
-        learning: metrics of the run of ``last``.
+        learning: metrics of the run of ``last`` or ``point``.
     """
 
     state: str
@@ -76,6 +78,7 @@ class Overview:
     partitions: Sequence[PartitionOnOverview]
     steps: Sequence[StepOnOverview]
     last: StepOnOverview | None
+    point: NewestPoint | None
     units: Sequence[UnitOnOverview]
     put_per_s: float | None
     run: str | None
@@ -132,14 +135,25 @@ def overview(
     judged = runs_to_judge(service, run, waits, _newest(service, run))
     paces = service.paces(judged, status.now_ns, stuck_after_s)
     newest = newest_pace(paces)
-    newest_run = service.find_run(newest.newest.run_id) if newest and newest.newest else None
-    state, first_line = headline(status, waits, silent, data_plane.partitions, paces, newest_run)
+    point = _untraced(service.store.newest_point(run), newest)
+    traced_run = newest.newest.run_id if newest and newest.newest else None
+    shown_run = traced_run if point is None else point.run_id
+    state, first_line = headline(
+        status,
+        waits,
+        silent,
+        data_plane.partitions,
+        paces,
+        point,
+        None if shown_run is None else service.find_run(shown_run),
+    )
     # Read the steps after the headline, so that the table has the step that the headline names.
     facts = _newest(service, run)
     longest = max((item.seconds for item in facts), default=0.0)
     rates = [item.put_per_s for item in data_plane.partitions if item.put_per_s is not None]
     steps = [_step(item, buckets.of(item), longest) for item in facts]
-    last = _last(steps, newest)
+    last = _last(steps, newest) if point is None else None
+    learning_run = last.facts.run_id if last else point.run_id if point else None
     raised = service.store.raised_alerts()
     return Overview(
         state=state,
@@ -150,12 +164,13 @@ def overview(
         partitions=[_partition(item) for item in data_plane.partitions],
         steps=steps,
         last=last,
+        point=point,
         units=[_unit(unit) for unit in data_plane.storage],
         put_per_s=sum(rates) if rates else None,
         run=run,
         runs=service.runs().runs[:_RUNS],
         durations=marks.trend([item.seconds for item in reversed(facts) if item.has_root]),
-        learning=learning_tiles(service, last.facts.run_id) if last else [],
+        learning=[] if learning_run is None else learning_tiles(service, learning_run),
         alerts=[alert for alert in raised if run is None or alert.run_id in ("", run)],
         has_rules=bool(service.watch.rules.rules),
     )
@@ -164,6 +179,15 @@ def overview(
 def _newest(service: AdminService, run: str | None) -> list[models.TraceFacts]:
     """Return the newest steps; the newest traces of a program that has no steps."""
     return service.store.steps(run, _STEPS) or service.traces(run=run, limit=_STEPS).traces
+
+
+def _untraced(point: NewestPoint | None, traced: Pace | None) -> NewestPoint | None:
+    """Return the point if its run has no traces, and is newer than all traces; else None."""
+    if point is None or traced is None or traced.newest is None:
+        return point
+    if traced.is_moving or point.run_id == traced.newest.run_id:
+        return None
+    return point if point.updated_ns > traced.newest.received_ns else None
 
 
 def _last(steps: Sequence[StepOnOverview], pace: Pace | None) -> StepOnOverview | None:

@@ -266,8 +266,8 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
     def run(request: Request) -> Response:
         params = Params(request.query_params)
         run_id = params.maybe("run")
-        view = run_page(service, run_id)
-        shown = run_id or (view.steps.run_id if view else service.store.run_with_curves() or "")
+        shown = run_id or service.newest_run() or ""
+        view = run_page(service, shown)
         return shell.page(
             request,
             "run.html.j2",

@@ -68,8 +68,8 @@ class RunPage:
     height: int = _HEIGHT
 
 
-def run_page(service: AdminService, run: str | None) -> RunPage | None:
-    """Return the page of a run, by default of the newest with a finished step; None without any."""
+def run_page(service: AdminService, run: str) -> RunPage | None:
+    """Return the page of a run; None without a finished step."""
     fine, coarse = service.run_steps_by_ranges(_COLUMNS, _ROWS, run=run)
     if not fine.ranges:
         return None

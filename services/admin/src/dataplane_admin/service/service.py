@@ -305,6 +305,14 @@ class AdminService:
         limits.check_id("run", run)
         return runs.run(self.store, run, self._settings.silent_after_s)
 
+    def newest_run(self) -> str | None:
+        """Return the run with a finished step or with curves that was seen last; None without."""
+        point = self.store.newest_point()
+        ids = {self.store.run_with_steps(), point.run_id if point else None} - {None}
+        known = [run for run in map(self.store.run, ids) if run is not None]
+        newest = max(known, key=lambda run: (run.seen_ns, run.last_ns), default=None)
+        return None if newest is None else newest.run_id
+
     def find_run(self, run: str) -> models.RunDetail | None:
         """Return one run with its configuration, None if it is not stored."""
         return self.store.run(run[: limits.MAX_ID], silent_after_s=self._settings.silent_after_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any  # Any: rows
+from typing import Any, NamedTuple  # Any: rows
 
 from sqlalchemy import BindParameter, bindparam, func, select
 
@@ -57,12 +57,24 @@ _FROM_BLOCKS = (
 )
 
 
-def read_run_with_curves(reader: Reader) -> str | None:
-    """Return the run whose curves changed last; None if no run has any."""
-    newest = select(CurveModel.run_id).order_by(CurveModel.updated_ns.desc()).limit(1)
-    with reader.connect() as connection:
-        run_id: str | None = connection.scalar(newest)
-    return run_id
+class NewestPoint(NamedTuple):
+    """Newest step of the curves of a run, stored at ``updated_ns`` by this service's clock."""
+
+    run_id: str
+    step: int
+    updated_ns: int
+
+
+def read_newest_point(reader: Reader, run_id: str | None = None) -> NewestPoint | None:
+    """Return the newest point of a run, by default of all runs; None without curves."""
+    # A validation after the last step has a time, but is no step.
+    query = select(CurveModel.run_id, CurveModel.last_step, CurveModel.updated_ns).where(
+        CurveModel.name != TIME
+    )
+    if run_id is not None:
+        query = query.where(CurveModel.run_id == storable(run_id))
+    rows = reader.rows(query.order_by(CurveModel.updated_ns.desc()).limit(1))
+    return NewestPoint(*rows[0]) if rows else None
 
 
 def read_curve_facts(reader: Reader, run_id: str) -> list[CurveFacts]:

@@ -166,7 +166,7 @@ class Store:
     generator_events = _bound(read_events.read_generator_events)
     staleness = _bound(read_staleness.read_staleness)
     trace_staleness = _bound(read_staleness.read_trace_staleness)
-    run_with_curves = _bound(read_curves.read_run_with_curves)
+    newest_point = _bound(read_curves.read_newest_point)
     curve_facts = _bound(read_curves.read_curve_facts)
     curves = _bound(read_curves.read_curves)
     load = _bound(read_load.read_load)
