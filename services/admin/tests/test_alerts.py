@@ -240,6 +240,18 @@ def test_a_metric_above_its_bound_is_raised_and_cleared(alerted, otlp, kind):
     assert len(cleared(job)) == 1
 
 
+def test_a_resume_clears_alerts_of_repeated_steps(alerted, otlp, now_s):
+    job = alerted(rule("staleness", 4), rule("reward_collapsed", 0.5))
+    start_run(job, otlp, now_s)
+    job.send(otlp.curve([1.0] * 30 + [0.1] * 10))
+    job.send(otlp.curve([1.0, 5.0], name="rl.staleness.mean", first=38))
+    until(lambda: len(raised(job)) == 2)
+    job.send(otlp.run("started", at_s=now_s(), resumed_from=30))
+    job.send(otlp.curve([1.0] * 10, first=30))
+    job.send(otlp.curve([1.0], name="rl.staleness.mean", first=30))
+    until(lambda: not raised(job))
+
+
 def test_a_condition_must_last(alerted, otlp, later):
     job = alerted(rule("staleness", 4, for_s=100), silent_after_s=1e6)
     job.send(otlp.curve([9.0], name="rl.staleness.mean"))

@@ -30,9 +30,9 @@ def facts_of(
     cache: dict[str, tuple[tuple[int, int], list[float]]] = {}
 
     def rewards(run: UnfinishedRun) -> list[float]:
-        points = run.points.get(REWARD, (0, 0))
-        if run.run_id not in cache or cache[run.run_id][0] != points:
-            cache[run.run_id] = points, _rewards(store, run.run_id)
+        changed = run.curves.get(REWARD, (0, 0))
+        if run.run_id not in cache or cache[run.run_id][0] != changed:
+            cache[run.run_id] = changed, _rewards(store, run.run_id)
         return cache[run.run_id][1]
 
     def read() -> Facts:

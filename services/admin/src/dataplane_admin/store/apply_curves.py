@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any  # Any: rows
 
-from sqlalchemy import select
+from sqlalchemy import delete, func, select
 
-from dataplane_admin.store.apply_runs import apply_runs
+from dataplane_admin.store.apply_runs import Resume, apply_runs
 from dataplane_admin.store.batch import SeriesPoint
+from dataplane_admin.store.read_curves import TIME
 from dataplane_admin.store.tables import BLOCK, CurveBlockModel, CurveModel, CurvePointModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
@@ -61,6 +62,54 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
     )
     if len(stored) < len(by_curve):
         drop_curves(work, work.beyond(CurveModel.id, CurveModel.updated_ns, MAX_CURVES))
+
+
+def rewind_curves(work: Work, resume: Resume) -> None:
+    """Delete the points of steps that a resume repeats.
+
+    Processes export independently: points of the resumed run may arrive before its start. They are
+    retained if their steps have a later time.
+    """
+    of_run = CurveModel.run_id == storable(resume.run_id)
+    query = select(CurveModel.__table__).where(of_run, CurveModel.last_step >= resume.first_step)
+    curves = work.connection.execute(query).all()
+    times = [row.id for row in curves if row.name == TIME and row.attributes == "{}"]
+    retained = select(CurvePointModel.step).where(
+        CurvePointModel.curve.in_(times),
+        CurvePointModel.step >= resume.first_step,
+        CurvePointModel.value >= resume.time_ns / 1e9,
+    )
+    for row in curves:
+        _rewind(work, row, resume.first_step, retained)
+
+
+def _rewind(work: Work, row: Any, first_step: int, retained: Any) -> None:
+    of_curve = CurvePointModel.curve == row.id
+    dropped = work.connection.execute(
+        delete(CurvePointModel).where(
+            of_curve, CurvePointModel.step >= first_step, CurvePointModel.step.not_in(retained)
+        )
+    ).rowcount
+    if not dropped:
+        return
+    if dropped == row.points:
+        drop_curves(work, [row.id])
+        return
+    work.state.nbytes -= dropped * POINT_BYTES
+    block = first_step // BLOCK
+    points = select(CurvePointModel.step, CurvePointModel.value).where(of_curve)
+    rest = work.connection.execute(points.where(CurvePointModel.step >= block * BLOCK)).all()
+    work.connection.execute(
+        delete(CurveBlockModel).where(
+            CurveBlockModel.curve == row.id, CurveBlockModel.block >= block
+        )
+    )
+    _aggregate(work, {(row.id, step // BLOCK) for step, _ in rest})
+    by_step = points.order_by(CurvePointModel.step.desc()).limit(1)
+    last_step, last_value = work.connection.execute(by_step).one()
+    first = work.connection.scalar(select(func.min(CurvePointModel.step)).where(of_curve))
+    rewound = {"first_step": first, "last_step": last_step, "last_value": last_value}
+    work.change(CurveModel, "id", [{"id": row.id, "points": row.points - dropped, **rewound}])
 
 
 def drop_curves(work: Work, ids: Sequence[int]) -> None:

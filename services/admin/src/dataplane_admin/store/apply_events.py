@@ -13,6 +13,7 @@ from typing import Any  # Any: values of rows
 
 from sqlalchemy import bindparam, select, tuple_
 
+from dataplane_admin.store.apply_curves import rewind_curves
 from dataplane_admin.store.apply_runs import apply_run_changes, apply_runs
 from dataplane_admin.store.batch import Batch, LifecycleEvent
 from dataplane_admin.store.lives import EVENT_NAME, SampleLife, look_up_lives
@@ -122,7 +123,8 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
     _save_samples(work, samples)
     _track_waits(work, rows, events)
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
-    apply_run_changes(work, events)
+    for resume in apply_run_changes(work, events):
+        rewind_curves(work, resume)
 
 
 def _place_key(event: LifecycleEvent) -> _PlaceKey:

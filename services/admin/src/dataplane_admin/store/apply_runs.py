@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any  # Any: values of rows
+from typing import Any, NamedTuple  # Any: values of rows
 
 from sqlalchemy import select, update
 
@@ -16,6 +16,14 @@ from dataplane_admin.store.work import WANTED, Work, in_groups
 _TIMES = select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns).where(
     RunModel.run_id.in_(WANTED)
 )
+
+
+class Resume(NamedTuple):
+    """A start of a run that repeats the steps from ``first_step`` on."""
+
+    run_id: str
+    first_step: int
+    time_ns: int
 
 
 def apply_runs(work: Work, times: Iterable[tuple[str, int, int]]) -> None:
@@ -54,8 +62,13 @@ def mark_seen(work: Work, run_ids: Iterable[str]) -> None:
         work.connection.execute(seen.values(updated_ns=work.now_ns))
 
 
-def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> None:
-    """Apply new starts and ends of stored runs, each unless a later one is known."""
+def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resume]:
+    """Apply new starts and ends of stored runs, each unless a later one is known.
+
+    Returns:
+        The resumes among them.
+    """
+    resumes = []
     changes = [(event, event.run) for event in events if event.run is not None]
     for event, change in sorted(changes, key=lambda pair: pair[0].time_ns):
         of_run = RunModel.run_id == storable(event.run_id)
@@ -70,8 +83,11 @@ def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> None:
             values |= {"started_ns": event.time_ns, "resumed_from": change.resumed_from}
             if change.config is not None:
                 values["config"] = json.dumps(change.config)
+            if change.resumed_from is not None:
+                resumes.append(Resume(event.run_id, change.resumed_from, event.time_ns))
         if values:
             work.connection.execute(update(RunModel).where(of_run).values(values))
+    return resumes
 
 
 def apply_tags(work: Work, tags: Iterable[tuple[str, tuple[str, ...]]]) -> None:

@@ -42,7 +42,7 @@ class UnfinishedRun:
         start_ns: start, or last resume, by the sender's clock.
         step_ns: time of its last finished step, or of a newer point of a curve; 0 without both.
         reports_end: whether it reported its start, and so reports its end.
-        points: number of points and last step of its metrics, by name.
+        curves: last step and time of the last change of its metrics, by name.
         last: values of its metrics at their last step, by name.
     """
 
@@ -51,7 +51,7 @@ class UnfinishedRun:
     start_ns: int
     step_ns: int
     reports_end: bool
-    points: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    curves: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -87,16 +87,16 @@ def read_unfinished_runs(
             select(
                 CurveModel.run_id,
                 CurveModel.name,
-                CurveModel.points,
                 CurveModel.last_step,
+                CurveModel.updated_ns,
                 CurveModel.last_value,
             ).where(of_runs, CurveModel.name.in_(names), CurveModel.attributes == "{}")
         ).all()
     newest = {run_id: time_ns for run_id, time_ns in newest_points}  # noqa: C416  # rows
-    points: dict[str, dict[str, tuple[int, int]]] = {run_id: {} for run_id in ids}
+    changed: dict[str, dict[str, tuple[int, int]]] = {run_id: {} for run_id in ids}
     last: dict[str, dict[str, float]] = {run_id: {} for run_id in ids}
-    for run_id, name, count, last_step, value in curves:
-        points[run_id][name] = count, last_step
+    for run_id, name, last_step, updated_ns, value in curves:
+        changed[run_id][name] = last_step, updated_ns
         if value is not None:
             last[run_id][name] = value
     return [
@@ -106,7 +106,7 @@ def read_unfinished_runs(
             start_ns=start_ns,
             step_ns=max(step_ns, newest.get(run_id, 0)),
             reports_end=state == "running",
-            points=points[run_id],
+            curves=changed[run_id],
             last=last[run_id],
         )
         for run_id, seen_ns, start_ns, step_ns, state in rows
