@@ -3,6 +3,7 @@
 Imports internals: a service sees few of the sequences.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,7 @@ FAULTS = {
     "telemetry-dropped": {"run": replace(HEALTHY, dropped={"spans": 1})},
     "store-full": {"used": 0.95},
     "staleness": {"run": replace(HEALTHY, last={"rl.staleness.mean": 5.0})},
+    "not-finite": {"run": replace(HEALTHY, last={"rl.grad_norm": math.inf})},
     "logprob-gap": {"run": replace(HEALTHY, last={"rl.logprob_gap.mean": 0.5})},
 }
 """Facts that differ from those of a healthy run, by the shipped rule that they raise."""

@@ -1,5 +1,7 @@
 """Alerts: each kind is raised and cleared, without flapping, and shown everywhere."""
 
+import math
+import re
 import shutil
 import time
 
@@ -240,6 +242,28 @@ def test_a_metric_above_its_bound_is_raised_and_cleared(alerted, otlp, kind):
     assert len(cleared(job)) == 1
 
 
+def test_a_value_that_is_not_finite_is_raised_and_cleared(alerted, otlp):
+    job = alerted(rule("staleness", 4), {"name": "nan", "kind": "not_finite"})
+    for name in ("rl.loss", "rl.kl", "rl.staleness.mean"):
+        job.send(otlp.curve([5.0, 6.0], name=name))
+    until(lambda: raised(job) == [("staleness", "run")])
+    for name, value in (("rl.kl", math.nan), ("rl.staleness.mean", math.nan)):
+        job.send(otlp.curve([value], name=name, first=2))
+    evaluate(job)
+    assert raised(job) == [("staleness", "run")], "such a value is not below the bound"
+    job.send(otlp.curve([math.nan], name="rl.loss", first=2))
+    job.send(otlp.curve([0.5, math.inf], name="rl.grad_norm", first=1))
+    until(lambda: ("nan", "run") in raised(job))
+    until(lambda: job.get("alerts")["raised"][0]["value"] == 2)
+    sentence = "rl.loss, rl.grad_norm are not finite at the newest step"
+    assert sentence in [alert["sentence"] for alert in job.get("alerts")["raised"]]
+    assert job.client.get("/run?run=run").text.count(">NaN</output>") == 4
+    assert re.search(">NaN</a><svg[^>]*Loss over", job.client.get("/").text)
+    for name in ("rl.loss", "rl.grad_norm"):
+        job.send(otlp.curve([0.5], name=name, first=3))
+    until(lambda: cleared(job) == [("nan", "run")])
+
+
 def test_a_resume_clears_alerts_of_repeated_steps(alerted, otlp, now_s):
     job = alerted(rule("staleness", 4), rule("reward_collapsed", 0.5))
     start_run(job, otlp, now_s)
@@ -290,7 +314,7 @@ def test_a_removed_rule_clears_its_alert(alerted, otlp):
 
 def test_the_built_in_rules_apply_without_a_file(job_of, otlp, later, now_s):
     job = job_of(alerts_every_s=0.02)
-    assert job.get("alerts")["rules"] == 8
+    assert job.get("alerts")["rules"] == 9
     assert job.get("alerts")["webhooks"] == []
     start_run(job, otlp, now_s)
     later(2_000)
@@ -342,6 +366,7 @@ def test_an_evaluation_that_fails_is_counted_and_repeated(alerted, otlp, monkeyp
         ("rules: [{name: a, kind: no_step, bound: -1}]", "rules.0.bound: found '-1'"),
         ("rules: [{name: a, kind: no_step, bound: '9'}]", "rules.0.bound: found '9'"),
         ("rules: [{name: a, kind: no_step}]", "rules.0.bound: missing"),
+        ("rules: [{name: a, kind: not_finite, bound: 1}]", "kind not_finite has none"),
         ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a fraction below 1"),
         ("rules: [{name: a, kind: staleness, bound: 1, rums: b}]", "rules.0.rums: unknown key"),
         (

@@ -119,7 +119,10 @@ def test_the_largest_step_is_stored(job, otlp):
 
 
 def test_a_value_that_is_not_finite_is_a_gap(job, otlp):
-    job.send(otlp.curve([1.0, math.nan, math.inf]))
+    unset = otlp.curve([0.0], first=3)
+    [metric] = unset.resource_metrics[0].scope_metrics[0].metrics
+    metric.gauge.data_points[0].flags = 1  # it has no value, see OTLP
+    job.send(otlp.curve([1.0, math.nan, math.inf]), unset)
     [curve] = curves(job).values()
     assert (curve["values"], curve["last_value"], curve["points"]) == ([1.0, None, None], None, 3)
 

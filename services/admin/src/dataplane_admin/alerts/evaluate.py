@@ -7,6 +7,7 @@ bound does not raise it repeatedly. An alert of a run that ended is cleared at o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,7 +20,9 @@ from dataplane_admin.alerts.rules import Rule
 from observability.views import printable
 from observability.views.quantities import duration
 
-STALENESS, GAP = "rl.staleness.mean", "rl.logprob_gap.mean"
+_STALENESS, _GAP = "rl.staleness.mean", "rl.logprob_gap.mean"
+_NOT_FINITE = ("rl.loss", "rl.grad_norm", "rl.reward.mean")
+"""Metrics of the kind ``not_finite``."""
 TELEMETRY = "telemetry"
 """Subject of an alert about this service's database; those of storage units differ from it."""
 
@@ -45,7 +48,7 @@ class RunFacts:
         step_s: seconds since its last finished step, or its start.
         late_after_s: seconds without a step, or with a blocked task, after which it is late.
         reports_end: whether its end would be reported.
-        last: values of metrics at its newest step.
+        last: values of metrics at its newest step; NaN if not finite.
         rewards: mean reward of its steps, in order.
         dropped: items of telemetry that its processes dropped, by signal.
     """
@@ -157,6 +160,12 @@ def decide(
     )
 
 
+def metrics_of(rules: Iterable[Rule]) -> set[str]:
+    """Return the names of the metrics whose last values the rules compare."""
+    of_kind = {"staleness": (_STALENESS,), "logprob_gap": (_GAP,), "not_finite": _NOT_FINITE}
+    return {name for rule in rules for name in of_kind.get(rule.kind, ())}
+
+
 def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
     """Yield a measure for each run or store that a rule applies to."""
     if rule.kind == "store_full":
@@ -210,13 +219,21 @@ def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:
                 lost, recent, best = collapse
                 yield of(lost, f"the mean reward fell from {best:.4g} to {recent:.4g}")
         case "staleness":
-            if STALENESS in run.last:
-                value = run.last[STALENESS]
+            if _STALENESS in run.last:
+                value = run.last[_STALENESS]
                 yield of(value, f"the mean staleness is {value:.4g} versions at the newest step")
         case "logprob_gap":
-            if GAP in run.last:
-                value = run.last[GAP]
+            if _GAP in run.last:
+                value = run.last[_GAP]
                 yield of(value, f"generator and trainer differ by {value:.4g} nats")
+        case "not_finite":
+            known = [name for name in _NOT_FINITE if name in run.last]
+            wrong = [name for name in known if not math.isfinite(run.last[name])]
+            if known:
+                what = "not finite" if wrong else "finite"
+                names = wrong or known
+                verb = "is" if len(names) == 1 else "are"
+                yield of(len(wrong), f"{', '.join(names)} {verb} {what} at the newest step")
 
 
 def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:

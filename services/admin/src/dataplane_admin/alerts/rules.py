@@ -11,7 +11,16 @@ from typing import Annotated, Any, Self  # Any: JSON
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from dataplane_admin.models import AlertKind, AlertSeverity
 
@@ -23,6 +32,10 @@ SHARES = frozenset({"store_full"})
 """Kinds whose bound is a fraction below 1."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    del schema["default"]
 
 
 class _Section(BaseModel):
@@ -38,17 +51,30 @@ class Rule(_Section):
     """Name of the alert, unique."""
     kind: AlertKind
     """Kind of the value that is compared with the bound."""
-    bound: Annotated[float, Field(strict=True, ge=0)]
-    """Maximum value without an alert. Seconds for ``no_step``, ``blocked`` and
-    ``telemetry_lost``; items for ``telemetry_dropped``; a fraction for ``store_full``; the lost
-    fraction of the best reward for ``reward_collapsed``; weight versions for ``staleness``; nats
-    for ``logprob_gap``."""
+    bound: Annotated[
+        float,
+        Field(strict=True, ge=0, validate_default=True, json_schema_extra=_without_default),
+    ] = None  # type: ignore[assignment]  # `_fits_kind` replaces it
+    """Maximum value without an alert, required except for ``not_finite``. Seconds for ``no_step``,
+    ``blocked`` and ``telemetry_lost``; items for ``telemetry_dropped``; a fraction for
+    ``store_full``; the lost fraction of the best reward for ``reward_collapsed``; weight versions
+    for ``staleness``; nats for ``logprob_gap``."""
     for_s: Annotated[float, Field(strict=True, ge=0, le=86_400)] = 0.0
     """Seconds for which the value must be above the bound to raise the alert, and at most 90 % of
     the bound to clear it."""
     severity: AlertSeverity = "warning"
     runs: Annotated[str, Field(min_length=1, max_length=500)] = "*"
     """Pattern of run ids with ``*``, ``?`` and ``[...]``."""
+
+    @field_validator("bound", mode="before")
+    @classmethod
+    def _fits_kind(cls, bound: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("kind")
+        if bound is None and kind not in (None, "not_finite"):
+            raise PydanticCustomError("missing", "Field required")
+        if bound is not None and kind == "not_finite":
+            raise ValueError(f"found {bound!r}; kind not_finite has none")
+        return 0.0 if bound is None else bound
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:

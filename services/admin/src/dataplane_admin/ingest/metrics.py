@@ -137,7 +137,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
         start_ns=point.start_time_unix_nano,
         time_ns=point.time_unix_nano,
         run_id=run_id or source.run_id,
-        step=step if step is not None and step >= 0 else None,
+        step=step if step is not None and step >= 0 and not point.flags & _NO_VALUE else None,
     )
 
 

@@ -15,6 +15,7 @@ AlertKind = Literal[
     "store_full",
     "staleness",
     "logprob_gap",
+    "not_finite",
 ]
 AlertSeverity = Literal["warning", "critical"]
 
@@ -33,7 +34,7 @@ class Alert(Model):
     """The store, such as ``storage unit u1``; ``telemetry`` is this service's database. Else
     empty."""
     value: float
-    """Newest value above the bound."""
+    """Newest value above the bound; the number of such metrics for ``not_finite``."""
     bound: float
     """Bound that the value exceeds, in the unit of the kind."""
     sentence: Text

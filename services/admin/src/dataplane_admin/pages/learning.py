@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataplane_admin import models
 from dataplane_admin.pages import marks
@@ -120,7 +120,7 @@ def compared_learning(service: AdminService, runs: Sequence[str], axis: models.A
             name=name,
             title=", ".join([_title(name), *_label(curves[0][1])]),
             unit=_unit(curves[0][1]),
-            lines=[Line(runs[ink], number(curve.last_value), ink) for ink, curve in curves],
+            lines=[Line(runs[ink], _last(curve), ink) for ink, curve in curves],
             attributes=attributes,
         )
         for (name, attributes), curves in by_kind.items()
@@ -151,17 +151,24 @@ def learning_tiles(service: AdminService, run: str) -> list[Tile]:
         known = [value for value in curve.values if value is not None]
         trend = marks.trend(known, base=min(known, default=0.0))
         if trend is not None:
-            tiles.append(Tile(_title(curve.name), curve.last_value, curve.last_step, trend))
+            value = math.nan if curve.last_value is None else curve.last_value
+            tiles.append(Tile(_title(curve.name), value, curve.last_step, trend))
     return tiles
 
 
 def number(value: float | None) -> str:
-    """Return a rounded value; a dash if it is None or not finite."""
-    if value is None or not math.isfinite(value):
+    """Return a rounded value; a dash if it is None, NaN if it is not finite."""
+    if value is None:
         return "-"
+    if not math.isfinite(value):
+        return "NaN"
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _last(curve: models.CurveFacts) -> str:
+    return number(math.nan if curve.last_value is None else curve.last_value)
 
 
 def _panel(curves: Sequence[models.CurveFacts]) -> Panel:
@@ -170,7 +177,7 @@ def _panel(curves: Sequence[models.CurveFacts]) -> Panel:
         title=_title(curves[0].name),
         unit=_unit(curves[0]),
         lines=[
-            Line(", ".join(_label(curve)), number(curve.last_value), ink)
+            Line(", ".join(_label(curve)), _last(curve), ink)
             for ink, curve in enumerate(curves[:_MAX_CURVES])
         ],
         omitted=len(curves[_MAX_CURVES:]),

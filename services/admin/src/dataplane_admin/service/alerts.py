@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dataplane_admin import models
-from dataplane_admin.alerts import GAP, STALENESS, TELEMETRY, Facts, RunFacts, Watch
+from dataplane_admin.alerts import TELEMETRY, Facts, RunFacts, Watch, metrics_of
 from dataplane_admin.live import Live
 from dataplane_admin.service.pace import paces
 from dataplane_admin.service.waits import waits
@@ -28,6 +28,7 @@ def facts_of(
 ) -> Callable[[], Facts]:
     """Return a function that reads the facts of the service, which started at ``started_ns``."""
     cache: dict[str, tuple[tuple[int, int], list[float]]] = {}
+    names = (REWARD, *metrics_of(settings.alerts.rules))
 
     def rewards(run: UnfinishedRun) -> list[float]:
         changed = run.curves.get(REWARD, (0, 0))
@@ -39,9 +40,7 @@ def facts_of(
         now_ns = time.time_ns()
         unfinished = [
             run
-            for run in store.unfinished_runs(
-                since_ns=now_ns - int(_FORGET_S * 1e9), names=(REWARD, STALENESS, GAP)
-            )
+            for run in store.unfinished_runs(since_ns=now_ns - int(_FORGET_S * 1e9), names=names)
             # Skip silent runs that report no end: they may be finished.
             if run.reports_end or now_ns - run.seen_ns <= settings.silent_after_s * 1e9
         ]

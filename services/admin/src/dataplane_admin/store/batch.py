@@ -162,7 +162,7 @@ class SeriesPoint:
         scope: name of the instrumentation scope, empty if unknown.
         attributes: attributes as JSON.
         figures: ``value`` of a number; ``count`` and other known figures of a histogram; None if
-            nothing was recorded.
+            nothing was recorded, or a number is not finite.
         temporality: how the point combines with earlier ones. "delta" adds to them. "cumulative"
             replaces them until the counter restarts. "newest" replaces them.
         start_ns: start of the counter, nanoseconds since 1970; 0 if unknown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ class UnfinishedRun:
         step_ns: time of its last finished step, or of a newer point of a curve; 0 without both.
         reports_end: whether it reported its start, and so reports its end.
         curves: last step and time of the last change of its metrics, by name.
-        last: values of its metrics at their last step, by name.
+        last: values of its metrics at their last step, by name; NaN if not finite.
     """
 
     run_id: str
@@ -97,8 +98,7 @@ def read_unfinished_runs(
     last: dict[str, dict[str, float]] = {run_id: {} for run_id in ids}
     for run_id, name, last_step, updated_ns, value in curves:
         changed[run_id][name] = last_step, updated_ns
-        if value is not None:
-            last[run_id][name] = value
+        last[run_id][name] = math.nan if value is None else value
     return [
         UnfinishedRun(
             run_id=run_id,

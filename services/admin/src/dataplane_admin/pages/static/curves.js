@@ -135,7 +135,8 @@ export function drawCurves() {
         const isInside = x >= curve.x[0] && x <= Math.max(curve.x[curve.x.length - 1], axis.end(curve));
         value = isInside ? column[nearestValue(column, at)] : null;
       }
-      outputOf(figure, inkOf(curve, place)).textContent = text(value);
+      // The last value of a curve is null only if it is not finite.
+      outputOf(figure, inkOf(curve, place)).textContent = isRead || value !== null ? text(value) : "NaN";
     });
     if (isRead) stepOutput.textContent = axis.text(plot.data[0][at]);
     else stepOutput.textContent = "";
