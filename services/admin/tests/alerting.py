@@ -27,7 +27,8 @@ def rules_in(folder, *rules, webhooks=()):
 
 
 def rule(kind, bound, **more):
-    return {"name": kind.replace("_", "-"), "kind": kind, "bound": bound, **more}
+    bounded = {} if bound is None else {"bound": bound}
+    return {"name": kind.replace("_", "-"), "kind": kind, **bounded, **more}
 
 
 def raised(job):

@@ -242,8 +242,35 @@ def test_a_metric_above_its_bound_is_raised_and_cleared(alerted, otlp, kind):
     assert len(cleared(job)) == 1
 
 
+@pytest.mark.parametrize(
+    ("side", "values"), [("below", (2.0, -1.0, 0.51, 0.56)), ("above", (-2.0, 3.0, 0.49, 0.44))]
+)
+def test_any_metric_is_raised_and_cleared(alerted, otlp, side, values):
+    job = alerted(
+        rule("metric", None, metric="rl.reward.component", **{side: 0.5}),
+        {"name": "of-one", "kind": "metric", "metric": "rl.reward.component{b}", side: 0.5},
+    )
+    for component, value in (("a", values[0]), ("b", values[1])):
+        job.send(otlp.curve([value], name="rl.reward.component", **{"rl.component": component}))
+    until(lambda: len(raised(job)) == 2)
+    alerts = {alert["name"]: alert for alert in job.get("alerts")["raised"]}
+    assert set(alerts) == {"metric", "of-one"}
+    sentence = f"rl.reward.component{{b}} is {values[1]:g} at the newest step"
+    assert alerts["metric"]["sentence"] == alerts["of-one"]["sentence"] == sentence
+    assert (alerts["metric"]["subject"], alerts["metric"]["bound"]) == ("{b}", 0.5)
+    assert "#learning" in job.client.get("/alerts").text
+    for step, value in enumerate(values[2:], 1):
+        assert len(raised(job)) == 2, "a value just within the bound does not clear it"
+        named = {"name": "rl.reward.component", "rl.component": "b", "first": step}
+        job.send(otlp.curve([value], **named))
+        evaluate(job)
+    assert sorted(cleared(job)) == [("metric", "run"), ("of-one", "run")]
+    other = "below" if side == "above" else "above"
+    assert job.all("audit", "entries")[0]["outcome"].startswith(f"cleared: {other} the bound: ")
+
+
 def test_a_value_that_is_not_finite_is_raised_and_cleared(alerted, otlp):
-    job = alerted(rule("staleness", 4), {"name": "nan", "kind": "not_finite"})
+    job = alerted(rule("staleness", 4), rule("not_finite", None))
     for name in ("rl.loss", "rl.kl", "rl.staleness.mean"):
         job.send(otlp.curve([5.0, 6.0], name=name))
     until(lambda: raised(job) == [("staleness", "run")])
@@ -253,7 +280,7 @@ def test_a_value_that_is_not_finite_is_raised_and_cleared(alerted, otlp):
     assert raised(job) == [("staleness", "run")], "such a value is not below the bound"
     job.send(otlp.curve([math.nan], name="rl.loss", first=2))
     job.send(otlp.curve([0.5, math.inf], name="rl.grad_norm", first=1))
-    until(lambda: ("nan", "run") in raised(job))
+    until(lambda: ("not-finite", "run") in raised(job))
     until(lambda: job.get("alerts")["raised"][0]["value"] == 2)
     sentence = "rl.loss, rl.grad_norm are not finite at the newest step"
     assert sentence in [alert["sentence"] for alert in job.get("alerts")["raised"]]
@@ -261,7 +288,7 @@ def test_a_value_that_is_not_finite_is_raised_and_cleared(alerted, otlp):
     assert re.search(">NaN</a><svg[^>]*Loss over", job.client.get("/").text)
     for name in ("rl.loss", "rl.grad_norm"):
         job.send(otlp.curve([0.5], name=name, first=3))
-    until(lambda: cleared(job) == [("nan", "run")])
+    until(lambda: cleared(job) == [("not-finite", "run")])
 
 
 def test_a_resume_clears_alerts_of_repeated_steps(alerted, otlp, now_s):
@@ -366,6 +393,10 @@ def test_an_evaluation_that_fails_is_counted_and_repeated(alerted, otlp, monkeyp
         ("rules: [{name: a, kind: no_step, bound: -1}]", "rules.0.bound: found '-1'"),
         ("rules: [{name: a, kind: no_step, bound: '9'}]", "rules.0.bound: found '9'"),
         ("rules: [{name: a, kind: no_step}]", "rules.0.bound: missing"),
+        ("rules: [{name: a, kind: metric, metric: m}]", "expected metric, and either above or"),
+        ("rules: [{name: a, kind: metric, above: 1}]", "expected metric, and either above or"),
+        ("rules: [{name: a, kind: metric, metric: m, bound: 1}]", "the kind metric has none"),
+        ("rules: [{name: a, kind: staleness, bound: 1, below: 1}]", "has no metric, above and"),
         ("rules: [{name: a, kind: not_finite, bound: 1}]", "kind not_finite has none"),
         ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a fraction below 1"),
         ("rules: [{name: a, kind: staleness, bound: 1, rums: b}]", "rules.0.rums: unknown key"),

@@ -80,7 +80,7 @@ def token_file(tmp_path_factory):
         (["why"], ["3 of 8 lack advantages"]),
         (["runs", "--text", "TEST", "--sort", "steps"], ["tests", "running"]),
         (["alerts"], ["No alert is raised."]),
-        (["alerts", "--schema"], ["reward_collapsed", "webhooks"]),
+        (["alerts", "--schema"], ["reward_collapsed", "not_finite", '"above"', "webhooks"]),
         (["tag", "tests", "good", "old"], ["run 'tests' has the tags good, old"]),
         (["runs", "--tag", "old"], ["tests", "good, old"]),
     ],

@@ -1,8 +1,9 @@
 """Evaluation of the rules: which alerts to raise and to clear at one moment.
 
-A value that has been above the bound for `Rule.for_s` raises an alert. The alert is cleared once
-the value has been at most `_CLEAR` times the bound for that duration, so that a value near the
-bound does not raise it repeatedly. An alert of a run that ended is cleared at once.
+A value that has been beyond the bound for `Rule.for_s` raises an alert. The alert is cleared once
+the value has been within the bound by `_MARGIN` for that duration, so that a value near the bound
+does not raise it repeatedly. A value that is not finite does neither. An alert of a run that ended
+is cleared at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _NOT_FINITE = ("rl.loss", "rl.grad_norm", "rl.reward.mean")
 TELEMETRY = "telemetry"
 """Subject of an alert about this service's database; those of storage units differ from it."""
 
-_CLEAR = 0.9
+_MARGIN = 0.1
+"""Fraction of the bound."""
 _WINDOW = 10
 """Number of steps over which rewards are averaged."""
 _NOISE = 3.0
@@ -48,7 +50,8 @@ class RunFacts:
         step_s: seconds since its last finished step, or its start.
         late_after_s: seconds without a step, or with a blocked task, after which it is late.
         reports_end: whether its end would be reported.
-        last: values of metrics at its newest step; NaN if not finite.
+        last: values of metrics at its newest step, NaN if not finite. Keys are names, with any
+            attributes in braces: ``rl.reward.component{format}``.
         rewards: mean reward of its steps, in order.
         dropped: items of telemetry that its processes dropped, by signal.
     """
@@ -85,7 +88,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Measure:
-    """A value that a rule compares with its bound."""
+    """A value that a rule compares with its bound: a maximum, or a minimum if ``is_minimum``."""
 
     rule: Rule
     run_id: str
@@ -93,6 +96,20 @@ class Measure:
     value: float
     bound: float
     sentence: str
+    is_minimum: bool = False
+
+    @property
+    def is_beyond(self) -> bool:
+        """True if the value raises an alert."""
+        return self.value < self.bound if self.is_minimum else self.value > self.bound
+
+    @property
+    def is_within(self) -> bool:
+        """True if the value clears an alert."""
+        margin = _MARGIN * abs(self.bound)
+        if self.is_minimum:
+            return self.value >= self.bound + margin
+        return self.value <= self.bound - margin
 
     @property
     def key(self) -> Key:
@@ -141,11 +158,12 @@ def decide(
         if alert is None:
             # An age includes the time in which this service did not run.
             known = measure.rule.kind not in _AGE_KINDS or facts.uptime_s > measure.bound
-            if known and measure.value > measure.bound and lasts(measure):
+            if known and measure.is_beyond and lasts(measure):
                 raised.append(measure)
-        elif measure.value <= _CLEAR * measure.bound and lasts(measure):
-            cleared.append((alert, f"below the bound: {measure.sentence}"))
-        elif measure.value > measure.bound:
+        elif measure.is_within and lasts(measure):
+            side = "above" if measure.is_minimum else "below"
+            cleared.append((alert, f"{side} the bound: {measure.sentence}"))
+        elif measure.is_beyond:
             kept.append((alert, measure))
     for key, alert in by_key.items():
         of_plane = (alert.kind == "store_full" and alert.subject != TELEMETRY) or (
@@ -163,7 +181,8 @@ def decide(
 def metrics_of(rules: Iterable[Rule]) -> set[str]:
     """Return the names of the metrics whose last values the rules compare."""
     of_kind = {"staleness": (_STALENESS,), "logprob_gap": (_GAP,), "not_finite": _NOT_FINITE}
-    return {name for rule in rules for name in of_kind.get(rule.kind, ())}
+    names = {name for rule in rules for name in of_kind.get(rule.kind, ())}
+    return names | {rule.metric.partition("{")[0] for rule in rules if rule.metric}
 
 
 def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
@@ -227,13 +246,27 @@ def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:
                 value = run.last[_GAP]
                 yield of(value, f"generator and trainer differ by {value:.4g} nats")
         case "not_finite":
-            known = [name for name in _NOT_FINITE if name in run.last]
+            wanted = [rule.metric] if rule.metric else _NOT_FINITE
+            known = [key for name in wanted for key in _keys_of(name, run)]
             wrong = [name for name in known if not math.isfinite(run.last[name])]
             if known:
                 what = "not finite" if wrong else "finite"
                 names = wrong or known
                 verb = "is" if len(names) == 1 else "are"
-                yield of(len(wrong), f"{', '.join(names)} {verb} {what} at the newest step")
+                sentence = f"{printable(', '.join(names))} {verb} {what} at the newest step"
+                yield of(len(wrong), sentence)
+        case "metric":
+            bound = rule.above if rule.below is None else rule.below
+            assert bound is not None  # a rule of this kind has either
+            for key in _keys_of(rule.metric, run):
+                value = run.last[key]
+                sentence = f"{printable(key)} is {value:.4g} at the newest step"
+                subject, is_minimum = key.removeprefix(rule.metric), rule.below is not None
+                yield Measure(rule, run.run_id, subject, value, bound, sentence, is_minimum)
+
+
+def _keys_of(metric: str, run: RunFacts) -> list[str]:
+    return [key for key in run.last if key == metric or key.startswith(f"{metric}{{")]
 
 
 def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:

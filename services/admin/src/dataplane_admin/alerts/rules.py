@@ -31,6 +31,8 @@ _MIN_SECRET_BYTES = 24
 SHARES = frozenset({"store_full"})
 """Kinds whose bound is a fraction below 1."""
 
+_WITHOUT_BOUND = ("metric", "not_finite")
+
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
 
@@ -45,23 +47,31 @@ class _Section(BaseModel):
 
 
 class Rule(_Section):
-    """A condition that raises an alert for each run or store whose value is above the bound."""
+    """A condition that raises an alert for each run or store whose value is beyond the bound."""
 
     name: Name
     """Name of the alert, unique."""
     kind: AlertKind
     """Kind of the value that is compared with the bound."""
+    metric: Annotated[str, Field(max_length=500)] = ""
+    """Metric of steps that ``metric`` compares at its newest step, such as ``rl.entropy``, for each
+    set of attributes; ``rl.reward.component{format}`` is the one with this attribute. For
+    ``not_finite``, the metric instead of loss, gradient norm and reward."""
+    above: Annotated[float, Field(strict=True)] | None = None
+    """Maximum value of ``metric`` without an alert."""
+    below: Annotated[float, Field(strict=True)] | None = None
+    """Minimum value of ``metric`` without an alert, instead of ``above``."""
     bound: Annotated[
         float,
         Field(strict=True, ge=0, validate_default=True, json_schema_extra=_without_default),
     ] = None  # type: ignore[assignment]  # `_fits_kind` replaces it
-    """Maximum value without an alert, required except for ``not_finite``. Seconds for ``no_step``,
-    ``blocked`` and ``telemetry_lost``; items for ``telemetry_dropped``; a fraction for
-    ``store_full``; the lost fraction of the best reward for ``reward_collapsed``; weight versions
-    for ``staleness``; nats for ``logprob_gap``."""
+    """Maximum value without an alert, required except for ``metric`` and ``not_finite``, which have
+    none. Seconds for ``no_step``, ``blocked`` and ``telemetry_lost``; items for
+    ``telemetry_dropped``; a fraction for ``store_full``; the lost fraction of the best reward for
+    ``reward_collapsed``; weight versions for ``staleness``; nats for ``logprob_gap``."""
     for_s: Annotated[float, Field(strict=True, ge=0, le=86_400)] = 0.0
-    """Seconds for which the value must be above the bound to raise the alert, and at most 90 % of
-    the bound to clear it."""
+    """Seconds for which the value must be beyond the bound to raise the alert, and by 10 % of the
+    bound within it to clear it."""
     severity: AlertSeverity = "warning"
     runs: Annotated[str, Field(min_length=1, max_length=500)] = "*"
     """Pattern of run ids with ``*``, ``?`` and ``[...]``."""
@@ -70,14 +80,19 @@ class Rule(_Section):
     @classmethod
     def _fits_kind(cls, bound: Any, info: ValidationInfo) -> Any:
         kind = info.data.get("kind")
-        if bound is None and kind not in (None, "not_finite"):
+        if bound is None and kind not in (None, *_WITHOUT_BOUND):
             raise PydanticCustomError("missing", "Field required")
-        if bound is not None and kind == "not_finite":
-            raise ValueError(f"found {bound!r}; kind not_finite has none")
+        if bound is not None and kind in _WITHOUT_BOUND:
+            raise ValueError(f"found {bound!r}; the kind {kind} has none")
         return 0.0 if bound is None else bound
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
+        sides = [side for side in (self.above, self.below) if side is not None]
+        if self.kind == "metric" and not (self.metric and len(sides) == 1):
+            raise ValueError("expected metric, and either above or below")
+        if self.kind != "metric" and (sides or (self.metric and self.kind != "not_finite")):
+            raise ValueError(f"the kind {self.kind} has no metric, above and below")
         if self.kind in SHARES and self.bound >= 1:
             raise ValueError(f"bound: found {self.bound:g}; expected a fraction below 1")
         if self.kind == "store_full" and self.runs != "*":

@@ -16,6 +16,7 @@ AlertKind = Literal[
     "staleness",
     "logprob_gap",
     "not_finite",
+    "metric",
 ]
 AlertSeverity = Literal["warning", "critical"]
 
@@ -31,12 +32,12 @@ class Alert(Model):
     run_id: Text
     """The run; empty for a store, and for tasks of the data plane."""
     subject: Text
-    """The store, such as ``storage unit u1``; ``telemetry`` is this service's database. Else
-    empty."""
+    """The store, such as ``storage unit u1``; ``telemetry`` is this service's database. For
+    ``metric``, its attributes, such as ``{format}``. Else empty."""
     value: float
-    """Newest value above the bound; the number of such metrics for ``not_finite``."""
+    """Newest value beyond the bound; the number of such metrics for ``not_finite``."""
     bound: float
-    """Bound that the value exceeds, in the unit of the kind."""
+    """Bound that the value crossed, in the unit of the kind."""
     sentence: Text
     raised_ns: int
     cleared_ns: int | None

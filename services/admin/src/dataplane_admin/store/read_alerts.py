@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from dataplane_admin.store.tables import (
     RunModel,
     TraceModel,
 )
+from dataplane_admin.store.texts import storable
 
 _MAX_RUNS = 100
 _MAX_RAISED = 1_000
@@ -44,7 +46,8 @@ class UnfinishedRun:
         step_ns: time of its last finished step, or of a newer point of a curve; 0 without both.
         reports_end: whether it reported its start, and so reports its end.
         curves: last step and time of the last change of its metrics, by name.
-        last: values of its metrics at their last step, by name; NaN if not finite.
+        last: values of its metrics at their last step, NaN if not finite. Keys are names, with any
+            attributes in braces.
     """
 
     run_id: str
@@ -61,7 +64,7 @@ def read_unfinished_runs(
 ) -> list[UnfinishedRun]:
     """Return at most 100 unfinished runs seen since a time, the most recently seen first.
 
-    ``names`` are the metrics to read, from their curves without attributes.
+    ``names`` are the metrics to read.
     """
     query = (
         select(
@@ -88,17 +91,20 @@ def read_unfinished_runs(
             select(
                 CurveModel.run_id,
                 CurveModel.name,
+                CurveModel.attributes,
                 CurveModel.last_step,
                 CurveModel.updated_ns,
                 CurveModel.last_value,
-            ).where(of_runs, CurveModel.name.in_(names), CurveModel.attributes == "{}")
+            ).where(of_runs, CurveModel.name.in_([storable(name) for name in names]))
         ).all()
     newest = {run_id: time_ns for run_id, time_ns in newest_points}  # noqa: C416  # rows
     changed: dict[str, dict[str, tuple[int, int]]] = {run_id: {} for run_id in ids}
     last: dict[str, dict[str, float]] = {run_id: {} for run_id in ids}
-    for run_id, name, last_step, updated_ns, value in curves:
-        changed[run_id][name] = last_step, updated_ns
-        last[run_id][name] = math.nan if value is None else value
+    for run_id, name, attributes, last_step, updated_ns, value in curves:
+        labels = ", ".join(map(str, json.loads(attributes).values()))
+        key = storable(f"{name}{{{labels}}}") if labels else name
+        changed[run_id][key] = last_step, updated_ns
+        last[run_id][key] = math.nan if value is None else value
     return [
         UnfinishedRun(
             run_id=run_id,
