@@ -129,14 +129,15 @@ def test_plane_that_answers_no_clients_is_raised_with_the_cause(alerted, otlp, l
 
 def test_a_collapsed_reward_is_raised_and_cleared(alerted, otlp):
     job = alerted(rule("reward_collapsed", 0.5))
-    job.send(otlp.curve([min(1.0, step / 40) for step in range(60)]))
+    # A long run: its last ten steps count, not ten means of many steps.
+    job.send(otlp.curve([min(1.0, step / 40) for step in range(10_000)]))
     evaluate(job)
     assert raised(job) == []
-    job.send(otlp.curve([0.1] * 10, first=60))
+    job.send(otlp.curve([0.1] * 10, first=10_000))
     [alert] = until(lambda: job.get("alerts")["raised"])
     assert alert["value"] == pytest.approx(0.9)
     assert alert["sentence"] == "the mean reward fell from 1 to 0.1"
-    job.send(otlp.curve([0.9] * 10, first=70))
+    job.send(otlp.curve([0.9] * 10, first=10_010))
     until(lambda: cleared(job) == [("reward-collapsed", "run")])
 
 

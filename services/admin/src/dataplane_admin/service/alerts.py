@@ -20,7 +20,8 @@ _FORGET_S = 86_400.0
 """Seconds without a record after which a run counts as ended."""
 _GONE_S = 600.0
 """Seconds after which the units of an unreachable data plane count as gone."""
-_MAX_REWARDS = 2_000
+_MAX_REWARDS = 20_000
+"""Maximum number of last steps whose rewards are compared."""
 
 
 def facts_of(
@@ -33,7 +34,7 @@ def facts_of(
     def rewards(run: UnfinishedRun) -> list[float]:
         changed = run.curves.get(REWARD, (0, 0))
         if run.run_id not in cache or cache[run.run_id][0] != changed:
-            cache[run.run_id] = changed, _rewards(store, run.run_id)
+            cache[run.run_id] = changed, _rewards(store, run.run_id, changed[0])
         return cache[run.run_id][1]
 
     def read() -> Facts:
@@ -95,8 +96,16 @@ def alerts(store: Store, watch: Watch, limit: int) -> models.Alerts:
     )
 
 
-def _rewards(store: Store, run_id: str) -> list[float]:
-    curves = store.curves(run_id, names=[REWARD], max_points=_MAX_REWARDS, limit=10)
+def _rewards(store: Store, run_id: str, last_step: int) -> list[float]:
+    # A range of at most `max_points` steps is not down-sampled.
+    curves = store.curves(
+        run_id,
+        names=[REWARD],
+        first_step=max(0, last_step - _MAX_REWARDS + 1),
+        last_step=last_step,
+        max_points=_MAX_REWARDS,
+        limit=10,
+    )
     of_run = next((curve for curve in curves if not curve.attributes), None)
     values: Sequence[float | None] = () if of_run is None else of_run.values
     return [value for value in values if value is not None]
