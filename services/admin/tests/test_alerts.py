@@ -69,14 +69,32 @@ def test_an_ended_run_raises_nothing(alerted, otlp, later, now_s, end):
     assert {run for _, run in raised(job)} == {"other"}
 
 
-def test_the_end_of_a_run_clears_its_alerts(alerted, otlp, later, now_s):
-    job = alerted(rule("no_step", 600, for_s=0))
-    start_run(job, otlp, now_s)
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("finished", "the run finished"),
+        ("failed", "the run failed"),
+        ("silent", "the run was silent for a day"),
+        ("without a start", "the run is silent and reported no start"),
+        ("beyond 100", "100 other unfinished runs reported later"),
+    ],
+)
+def test_the_end_of_a_run_clears_its_alerts(alerted, otlp, later, now_s, end, reason):
+    job = alerted(rule("no_step", 600, for_s=0), silent_after_s=2_000)
+    if end == "without a start":
+        job.send(otlp.trace())
+    else:
+        start_run(job, otlp, now_s)
     later(700)
     until(lambda: raised(job))
-    job.send(otlp.run("finished", at_s=now_s()))
+    if end == "beyond 100":
+        job.send(*[otlp.run("started", f"{number}", at_s=now_s()) for number in range(100)])
+    elif end in ("finished", "failed"):
+        job.send(otlp.run(end, at_s=now_s()))
+    else:
+        later(86_400 if end == "silent" else 2_000)
     until(lambda: not raised(job))
-    assert job.all("audit", "entries")[0]["outcome"] == "cleared: the run ended"
+    assert job.all("audit", "entries")[0]["outcome"] == f"cleared: {reason}"
 
 
 def test_a_slow_run_is_late_after_three_of_its_longest_steps(alerted, otlp, later, now_s):

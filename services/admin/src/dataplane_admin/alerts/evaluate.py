@@ -74,6 +74,7 @@ class Facts:
         uptime_s: seconds since the service started; before its start, it received no telemetry.
         waits: blocked tasks of live processes and of the data plane.
         used_shares: used share of each store, by subject.
+        absences: why a run with a raised alert is not among the runs, by run.
         knows_plane: False while the data plane has been unreachable for less than ten minutes;
             meanwhile alerts about it are not cleared.
     """
@@ -83,6 +84,7 @@ class Facts:
     runs: Sequence[RunFacts]
     waits: Sequence[models.Wait]
     used_shares: Mapping[str, float]
+    absences: Mapping[str, str]
     knows_plane: bool
 
 
@@ -289,5 +291,6 @@ def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:
 
 def _reason(alert: models.Alert, facts: Facts) -> str:
     if alert.run_id and all(run.run_id != alert.run_id for run in facts.runs):
-        return "the run ended"
+        # The alert may be newer than the facts.
+        return facts.absences.get(alert.run_id, "the run ended or is silent")
     return "nothing is blocked" if alert.kind == "blocked" else "no longer measured"

@@ -12,12 +12,12 @@ from dataplane_admin.service.pace import paces
 from dataplane_admin.service.waits import waits
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store
-from dataplane_admin.store.read_alerts import UnfinishedRun
+from dataplane_admin.store.read_alerts import MAX_RUNS, UnfinishedRun
 from dataplane_admin.store.read_runs import REWARD
 
 MAX_CLEARED = 100
 _FORGET_S = 86_400.0
-"""Seconds without a record after which a run counts as ended."""
+"""Seconds without a record after which a run raises nothing."""
 _GONE_S = 600.0
 """Seconds after which the units of an unreachable data plane count as gone."""
 _MAX_REWARDS = 20_000
@@ -39,9 +39,10 @@ def facts_of(
 
     def read() -> Facts:
         now_ns = time.time_ns()
+        seen = store.unfinished_runs(since_ns=now_ns - int(_FORGET_S * 1e9), names=names)
         unfinished = [
             run
-            for run in store.unfinished_runs(since_ns=now_ns - int(_FORGET_S * 1e9), names=names)
+            for run in seen
             # Skip silent runs that report no end: they may be finished.
             if run.reports_end or now_ns - run.seen_ns <= settings.silent_after_s * 1e9
         ]
@@ -68,6 +69,7 @@ def facts_of(
                 for run in unfinished
             ],
             waits=[wait for wait in blocked if wait.silent_s is None],
+            absences=_absences(store, now_ns, seen, unfinished),
             used_shares=_used_shares(store, live, settings.retention.max_bytes),
             knows_plane=_knows_plane(live, now_ns, started_ns),
         )
@@ -94,6 +96,27 @@ def alerts(store: Store, watch: Watch, limit: int) -> models.Alerts:
         failed_evaluations=watch.failures,
         webhooks=webhooks,
     )
+
+
+def _absences(
+    store: Store, now_ns: int, seen: Sequence[UnfinishedRun], measured: Sequence[UnfinishedRun]
+) -> dict[str, str]:
+    """Return why each run with a raised alert is not measured any more."""
+    known = {"", *(run.run_id for run in measured)}
+    absences = {}
+    for run_id in {alert.run_id for alert in store.raised_alerts()} - known:
+        run = store.run(run_id)
+        if run is None:
+            absences[run_id] = "the run is no longer stored"
+        elif run.state not in ("running", "silent"):
+            absences[run_id] = f"the run {run.state}"
+        elif now_ns - run.seen_ns > _FORGET_S * 1e9:
+            absences[run_id] = "the run was silent for a day"
+        elif any(run_id == each.run_id for each in seen):
+            absences[run_id] = "the run is silent and reported no start"
+        elif len(seen) == MAX_RUNS:
+            absences[run_id] = f"{MAX_RUNS} other unfinished runs reported later"
+    return absences
 
 
 def _rewards(store: Store, run_id: str, last_step: int) -> list[float]:

@@ -21,7 +21,8 @@ from dataplane_admin.store.tables import (
 )
 from dataplane_admin.store.texts import storable
 
-_MAX_RUNS = 100
+MAX_RUNS = 100
+"""Maximum number of unfinished runs."""
 _MAX_RAISED = 1_000
 _STEP_NS = (
     select(TraceModel.updated_ns)
@@ -76,7 +77,7 @@ def read_unfinished_runs(
         )
         .where(RunModel.state.in_(("", "running")), RunModel.updated_ns >= since_ns)
         .order_by(*NEWEST_RUN)
-        .limit(_MAX_RUNS)
+        .limit(MAX_RUNS)
     )
     with reader.connect() as connection:
         rows = connection.execute(query).all()
