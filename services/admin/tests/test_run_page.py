@@ -40,6 +40,10 @@ def test_a_run_without_traces_is_shown_by_its_metrics(job, otlp, later):
         page = job.client.get(f"/run{query}").text
         assert "<h1>metrics</h1>" in page
         assert 'data-curve="rl.reward.mean"' in page
+        assert "No traces" in page
+        links = re.findall(r'<a href="([^"]+)">(?:\d raised alerts|Samples|Engines)</a>', page)
+        assert links[2:] == ["/alerts", "/samples?run=metrics", "/engines?run=metrics"]
+        assert "last hour, run metrics" in job.client.get(links[-1]).text
     later(1_000)
     assert re.search(r">Nothing blocked; step 2 reported 1\d min", job.client.get("/").text)
     job.send(otlp.run("failed", "metrics", at_s=9, error="OSError"))
@@ -47,7 +51,9 @@ def test_a_run_without_traces_is_shown_by_its_metrics(job, otlp, later):
     assert re.search(r">Run failed: OSError; step 2 reported 1\d min [^<]* ago</h1>", overview)
     job.send(otlp.trace(run="older", step=2))
     assert "Running: step 2 finished in 1.00 s" in job.client.get("/").text
-    assert "2 traced steps" in job.client.get("/run").text
+    page = job.client.get("/run").text
+    assert "2 traced steps" in page
+    assert "Newest trace, step 2</a>" in page
 
 
 def test_the_heading_says_how_reward_and_duration_changed(job, otlp):

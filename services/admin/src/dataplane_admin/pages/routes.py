@@ -268,12 +268,14 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
         run_id = params.maybe("run")
         shown = run_id or service.newest_run() or ""
         view = run_page(service, shown)
+        traces = service.traces(run=shown, limit=1).traces if shown else []
         return shell.page(
             request,
             "run.html.j2",
             view=view,
             numbers=numbers,
             facts=service.find_run(shown),
+            newest=traces[0] if traces else None,
             seen_ago=seen_ago,
             shown=shown,
             learning=learning(service, shown),
@@ -306,10 +308,12 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
         )
 
     @routes.get("/engines")
+    @shell.with_error_page
     def engines(request: Request) -> Response:
         now_ns = time.time_ns()
-        load = service.load(now_ns - _LOAD_S * 10**9, now_ns, max_points=LOAD_POINTS)
-        return shell.page(request, "engines.html.j2", view=engines_page(load))
+        run = Params(request.query_params).maybe("run")
+        load = service.load(now_ns - _LOAD_S * 10**9, now_ns, run=run, max_points=LOAD_POINTS)
+        return shell.page(request, "engines.html.j2", view=engines_page(load), run=run)
 
     @routes.get("/compare")
     @shell.with_error_page
