@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
 from made_up_traces import HOSTILE, RUN, STEPS, trace_id_of
@@ -137,6 +137,20 @@ def test_ids_are_copied_exactly(watched):
     page.get_by_role("button", name="Copy the run id").click()
     page.locator("#say", has_text="Copied").wait_for(state="attached")
     assert page.evaluate("navigator.clipboard.readText()") == HOSTILE
+
+
+@pytest.mark.parametrize("path", ["/run", "/staleness?steps=7"])
+def test_the_copied_link_names_the_run_that_is_shown(watched, path):
+    watch = watched()
+    watch.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = watch.go(path)
+    page.keyboard.press("Control+k")
+    page.locator("#palette input").fill("copy the link")
+    page.keyboard.press("Enter")
+    page.wait_for_function("navigator.clipboard.readText().then((text) => text.includes('run='))")
+    copied = parse_qs(urlsplit(page.evaluate("navigator.clipboard.readText()")).query)
+    assert copied.pop("run") == [page.locator("[data-run]").get_attribute("data-run")]
+    assert copied == parse_qs(urlsplit(path).query)
 
 
 def downloaded(page, form):

@@ -62,12 +62,20 @@ function localEntries() {
   const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
   const actions = [
     ["Switch the theme", () => document.getElementById("theme").click()],
-    ["Copy the link to this page", () => copy(location.href)],
+    ["Copy the link to this page", () => copy(linkOfPage())],
     ["List the keys", showKeys],
     ...[...new Set(["UTC", zone])].map((each) => [`Show times in ${each}`, () => showIn(each)]),
     ...tables().flatMap((table) => ["CSV", "JSON"].map((format) => [`Download ${nameOf(table)} as ${format}`, () => download(table, format.toLowerCase())])),
   ];
   return [...pages, ...actions.map(([name, act]) => ({ kind: "action", name, act }))];
+}
+
+// A page that was opened without a run shows the newest one; its link names this run.
+function linkOfPage() {
+  const url = new URL(location.href);
+  const shown = document.querySelector("[data-run]")?.dataset.run;
+  if (shown && !url.searchParams.get("run")) url.searchParams.set("run", shown);
+  return url.href;
 }
 
 function linkEntry(kind, name, path, query) {
