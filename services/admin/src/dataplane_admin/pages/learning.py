@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dataplane_admin import models
 from dataplane_admin.pages import marks
@@ -88,13 +88,10 @@ class Learning:
 
 @dataclass(frozen=True)
 class Tile:
-    """A metric on the overview: its value at its last step, and its trend.
-
-    ``value`` is None if it is not finite.
-    """
+    """A metric on the overview: its value at its last step, and its trend."""
 
     title: str
-    value: float | None
+    value: float
     step: int
     trend: marks.Trend
 
