@@ -67,6 +67,18 @@ def test_step_without_load_has_no_load_charts(client, otlp, job):
     assert "waiting requests" not in page
 
 
+def test_many_engines_leave_lanes_for_nodes(job_of):
+    job = job_of()
+    now_s = time.time_ns() // NS - 60
+    job.send(*(engine(now_s, running=1, name=f"engine-{number:02}:8000") for number in range(18)))
+    job.send(node(now_s, memory={"used": 40e9, "free": 88e9}))
+    page = job.client.get("/engines").text
+    assert "engine-15:8000" in page
+    assert "engine-16:8000" not in page
+    assert "2 more engines omitted" in page
+    assert "node node-1, " in page
+
+
 def test_engines_without_load_say_how_to_send_it(bare_client):
     assert "dataplane-admin scrape --engine" in bare_client.get("/engines").text
 

@@ -184,9 +184,13 @@ def test_the_number_of_series_is_bounded(job):
     points = [("vllm:num_requests_running", {"engine": str(number)}, 1) for number in range(2_100)]
     resource = {"service.instance.id": "node-1:8000"}
     job.send(gauges(resource, now_s(), points))
-    job.send(engine(now_s(), running=1, name="newest"))
+    job.send(
+        engine(now_s(), running=1, name="newest"), node(now_s(), memory={"used": 1, "free": 1})
+    )
     load = job.get("load")
-    assert (len(load["subjects"]), load["omitted"]) == (64, 2_000 - 64)
+    kinds = [subject["kind"] for subject in load["subjects"]]
+    assert kinds == ["engine"] * 64 + ["node"]
+    assert load["omitted"] == {"engine": 1_999 - 64, "node": 0}
     assert "newest" in of(job)
 
 

@@ -42,5 +42,5 @@ class Load(Model):
     end_ns: int
     subjects: list[LoadSubject]
     """Engines first, each kind by name."""
-    omitted: int
-    """Engines and nodes beyond the maximum."""
+    omitted: dict[str, int]
+    """Number of engines and of nodes beyond the maximum, by kind."""

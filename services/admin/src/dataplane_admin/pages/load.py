@@ -23,6 +23,7 @@ from observability.views.drawing import Drawing, Tick, draw
 from observability.views.quantities import percent
 
 MAX_LANES = 16
+"""Maximum number of lanes of engines, and of nodes."""
 COLUMNS = 60
 """Number of columns of a lane, each with a text of all values."""
 
@@ -102,7 +103,8 @@ class LoadDrawing:
     top: int
     height: int
     lanes: Sequence[LoadLane]
-    omitted: int
+    omitted: Mapping[str, int]
+    """Number of engines and nodes without a lane, by kind."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,18 @@ def draw_load(load: models.Load, top: int, *, newest: bool = False) -> LoadDrawi
             is_share = METRICS[metrics[0]].is_ratio
             scales[title] = 1.0 if is_share else max(largest, scales.get(title, 0.0))
     lanes: list[LoadLane] = []
+    omitted = dict(load.omitted)
     y = top
-    for subject, values in shown[:MAX_LANES]:
-        lane = _lane(subject, values, scales, y, seconds, newest=newest)
-        lanes.append(lane)
-        y += lane.height
+    for kind in _STRIPS:
+        of_kind = [each for each in shown if each[0].kind == kind]
+        omitted[kind] = omitted.get(kind, 0) + len(of_kind[MAX_LANES:])
+        for subject, values in of_kind[:MAX_LANES]:
+            lane = _lane(subject, values, scales, y, seconds, newest=newest)
+            lanes.append(lane)
+            y += lane.height
     if not lanes:
         return None
-    return LoadDrawing(top, y - top, lanes, len(shown) - len(lanes) + load.omitted)
+    return LoadDrawing(top, y - top, lanes, omitted)
 
 
 def _lane(

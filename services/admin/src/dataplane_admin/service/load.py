@@ -11,6 +11,7 @@ from dataplane_admin.load_metrics import METRICS
 from dataplane_admin.store import LoadRows, Store
 
 MAX_SUBJECTS = 64
+"""Maximum number of engines, and of nodes."""
 _MARGIN_S = 60
 """Seconds before and after the period that are also read: a value holds until the next one."""
 _MIN_SILENT_S = 30.0
@@ -35,6 +36,7 @@ def load(
     grouped: dict[tuple[str, str, str], list[LoadRows]] = {}
     for row in sorted(rows, key=lambda row: (order.index(row.metric), len(row.device), row.device)):
         grouped.setdefault((row.kind, row.subject, row.run_id), []).append(row)
+    kinds = {kind: sorted(key for key in grouped if key[0] == kind) for kind in ("engine", "node")}
     subjects = [
         models.LoadSubject.model_validate(
             {
@@ -44,13 +46,14 @@ def load(
                 "series": [_series(row, start_ns) for row in grouped[kind, name, run_id]],
             }
         )
-        for kind, name, run_id in sorted(grouped)[:MAX_SUBJECTS]
+        for keys in kinds.values()
+        for kind, name, run_id in keys[:MAX_SUBJECTS]
     ]
     return models.Load(
         start_ns=start_ns,
         end_ns=end_ns,
         subjects=subjects,
-        omitted=len(grouped) - len(subjects),
+        omitted={kind: len(keys[MAX_SUBJECTS:]) for kind, keys in kinds.items()},
     )
 
 
