@@ -43,6 +43,7 @@ def engine(second, *, name="node-1:8000", run="", **values):
     levels |= {"kv": "kv_cache_usage_perc"}
     grow = {"tokens": "generation_tokens_total", "prompts": "prompt_tokens_total"}
     grow |= {"hits": "prefix_cache_hits_total", "queries": "prefix_cache_queries_total"}
+    grow |= {"preempted": "num_preemptions_total"}
     labels = {"engine": "0", "model_name": "tiny"}
     data = MetricsData()
     for names, build in ((levels, gauges), (grow, counters)):

@@ -21,13 +21,14 @@ def load_of(start_s, end_s, run):
         load = {"running": 24, "waiting": 6, "kv": 0.6} if is_busy else {}
         load = {"running": 0, "waiting": 0, "kv": 0.05, "tokens": 900 * busy_s + 10_000} | load
         other = load | {"running": 12, "waiting": 0, "kv": 0.3}
-        requests += [engine(second, run=run, **load)]
+        grown = {"hits": 3 * busy_s + 60, "queries": 4 * busy_s + 80, "preempted": busy_s + 20}
+        requests += [engine(second, run=run, **load, **grown)]
         requests += [engine(second, run=run, name="node-2:8000", **other)]
         for name in ("node-1", f"node-2 {HOSTILE}"):
             since = second - start_s + 100
             times = cpu_times(2, busy_s=since, idle_s=1.5 * since)
             requests += [node(second, times, memory={"used": 40e9, "free": 88e9}, name=name)]
-        shares = [0.9 if is_busy or gpu else 0.02 for gpu in range(4)]
+        shares = [0.9 if is_busy or gpu else 0.02 for gpu in range(3)] + [0.04]
         gpus = [("hw.gpu.utilization", {"hw.id": str(gpu)}, shares[gpu]) for gpu in range(4)]
         requests += [gauges({"host.name": "node-1"}, second, gpus)]
     return requests
@@ -57,6 +58,11 @@ def test_a_step_shows_the_load_of_its_time(client, trace_id):
     assert "node-1:8000" in page
     assert "requests, max 30" in page
     assert "GPU 0 90.0 %, GPU 1 90.0 %" in page
+    assert re.findall("GPU . max [^<]+", page.replace(",", "")) == [
+        *("GPU 0 max 90.0 %", "GPU 1 max 90.0 %", "GPU 2 max 90.0 %", "GPU 3 max 4.0 %")
+    ]
+    assert "prefix cache hits, max 75.0 %" in page
+    assert "preempted, max 1 requests/s" in page
 
 
 def test_step_without_load_has_no_load_charts(client, otlp, job):

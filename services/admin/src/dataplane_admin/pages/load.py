@@ -6,24 +6,27 @@ are pixels. A lane has its name, and a strip per metric:
     engine-3:8000  mean 4.2 running     _NAME
     requests, max 12   ▂▄▄▇▇▄▂          _STRIP
     KV cache, max 61 % ▂▂▄▄▄▂▁          _STRIP
+    GPU 0, max 97.0 %  ▁▁▂▁▁▁▁          _LOW_STRIP
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
 from dataplane_admin import models
 from dataplane_admin.load_metrics import METRICS
-from dataplane_admin.pages.words import ago, count, duration
+from dataplane_admin.pages.words import ago, count, duration, plural
 from observability.views.drawing import Drawing, Tick, draw
 from observability.views.quantities import percent
 
 MAX_LANES = 16
 """Maximum number of lanes of engines, and of nodes."""
+MAX_GPUS = 16
+"""Maximum number of GPUs of a node with separate strips."""
 COLUMNS = 60
 """Number of columns of a lane, each with a text of all values."""
 
@@ -32,6 +35,8 @@ LOAD_POINTS = 4 * COLUMNS
 
 _NAME = 24
 _STRIP = 20
+_LOW_STRIP = 14
+_GAP = 4
 _PLOT = 16
 _FOOT = 6
 _MIN_REACH_S = 1.0
@@ -42,6 +47,8 @@ _STRIPS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
         ("requests", ("running", "waiting")),
         ("KV cache", ("kv_cache",)),
         ("tokens/s", ("generation_tokens",)),
+        ("prefix cache hits", ("prefix_hits",)),
+        ("preempted", ("preemptions",)),
     ),
     "node": (
         ("CPU", ("cpu",)),
@@ -50,6 +57,9 @@ _STRIPS: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
         ("GPU memory", ("gpu_memory",)),
     ),
 }
+
+_LOW = ("prefix_hits", "preemptions")
+"""Metrics with a low strip. The GPUs of a node have one each."""
 
 _Values = Sequence[float | None]
 """A value for each column; None where it is unknown."""
@@ -71,6 +81,7 @@ class Strip:
 
     title: str
     y: int
+    height: int
     areas: Sequence[Area]
 
 
@@ -179,19 +190,23 @@ def _lane(
     newest: bool,
 ) -> LoadLane:
     strips: list[Strip] = []
+    y = top + _NAME
     for title, metrics in _STRIPS[subject.kind]:
-        stacked = _stacked(values, metrics)
-        known = [value for _, held in stacked for value in held if value is not None]
-        if not known:
-            continue
-        areas = [
-            Area("waiting" if metric == "waiting" else "busy", _path(held, scales[title]))
-            for metric, held in reversed(stacked)
-        ]
-        # Columns are means. A stack has a maximum only in these.
-        peak = max(known) if len(stacked) > 1 else max(known + _values_of(subject, metrics))
-        maximum = _figure(metrics[0], peak).removesuffix(" running").removesuffix(" tokens/s")
-        strips.append(Strip(f"{title}, max {maximum}", top + _NAME + len(strips) * _STRIP, areas))
+        for name, part in _parts(title, metrics, values):
+            stacked = _stacked(part, metrics)
+            known = [value for _, held in stacked for value in held if value is not None]
+            if not known:
+                continue
+            areas = [
+                Area("waiting" if metric == "waiting" else "busy", _path(held, scales[title]))
+                for metric, held in reversed(stacked)
+            ]
+            # Columns are means. A stack has a maximum only in these.
+            peak = max(known if len(stacked) > 1 else known + _values_of(subject, metrics, part))
+            maximum = _figure(metrics[0], peak).removesuffix(" running").removesuffix(" tokens/s")
+            pitch = _LOW_STRIP if name != title or metrics[0] in _LOW else _STRIP
+            strips.append(Strip(f"{name}, max {maximum}", y, pitch - _GAP, areas))
+            y += pitch
     width = 100 / COLUMNS
     place = f"{subject.kind} {subject.name}"
     return LoadLane(
@@ -199,7 +214,7 @@ def _lane(
         name=subject.name,
         summary=_newest(subject, seconds) if newest else _means(values),
         top=top,
-        height=_NAME + len(strips) * _STRIP + _FOOT,
+        height=y - top + _FOOT,
         strips=strips,
         columns=[
             Column(
@@ -213,12 +228,34 @@ def _lane(
     )
 
 
-def _values_of(subject: models.LoadSubject, metrics: Sequence[str]) -> list[float]:
-    """Return the reported values of these metrics; none if several devices report one."""
-    held = [series for series in subject.series if series.metric in metrics]
-    if len(held) != 1:
-        return []
-    return [value for value in held[0].values if value is not None]
+def _parts(
+    title: str, metrics: Sequence[str], values: _ByMetric
+) -> Iterator[tuple[str, _ByMetric]]:
+    """Yield name and values of each strip: one for each of several GPUs, else one."""
+    gpus = {
+        device: {(metric, device): values[metric, device]}
+        for metric, device in values
+        if metric == "gpu"
+    }
+    if metrics != ("gpu",) or len(gpus) < 2:
+        yield title, values
+        return
+    for device in [*gpus][:MAX_GPUS]:
+        yield f"GPU {device}", gpus.pop(device)
+    if gpus:
+        rest = {key: held for part in gpus.values() for key, held in part.items()}
+        yield f"mean of {plural(len(rest), 'more GPU')}", rest
+
+
+def _values_of(subject: models.LoadSubject, metrics: Sequence[str], part: _ByMetric) -> list[float]:
+    """Return the reported values of these metrics in a part of a lane."""
+    return [
+        value
+        for series in subject.series
+        if series.metric in metrics and (series.metric, series.device) in part
+        for value in series.values
+        if value is not None
+    ]
 
 
 def _moment(seconds: float, number: int, *, newest: bool) -> str:
