@@ -12,6 +12,7 @@ import pytest
 import grpo_trainer
 from grpo_trainer import RunDisplay
 from grpo_trainer.errors import DynamicSamplingError, WorkerError
+from observability.receiver import Receiver
 
 pytestmark = pytest.mark.slow
 
@@ -160,18 +161,21 @@ def test_a_step_that_finds_only_equal_rewards_ends(async_config, tmp_path, when_
     unsolvable = tmp_path / "train.jsonl"
     # No token has this character, so that no response can begin like the answer.
     unsolvable.write_text(json.dumps({"prompt": "1+1", "answer": "\N{EURO SIGN}"}) + "\n")
-    config = async_config(
-        {
-            "data.train": str(unsolvable),
-            "grpo.num_steps": 2,
-            "grpo.dynamic_sampling": {"enabled": True, "max_batches": 2, "when_short": when_short},
-        }
-    )
+    changes = {
+        "data.train": str(unsolvable),
+        "grpo.num_steps": 2,
+        "grpo.dynamic_sampling": {"enabled": True, "max_batches": 2, "when_short": when_short},
+    }
     if when_short == "raise":
         with pytest.raises(DynamicSamplingError, match="step 1 were in groups of equal rewards"):
-            grpo_trainer.train(config)
+            grpo_trainer.train(async_config(changes))
         return
-    history = grpo_trainer.train(config).history
+    with Receiver() as receiver:
+        changes |= {"tracing.enabled": True, "tracing.endpoint": receiver.endpoint}
+        history = grpo_trainer.train(async_config(changes)).history
+        events = receiver.snapshot().events
+    steps = {event.attributes.get("rl.step") for event in events if event.name == "dropped"}
+    assert 0 in steps <= {0, 1}
     assert [record["samples"] for record in history] == [PROMPTS * GROUP] * 2
     # The second step generates new groups, instead of training on the filler of the first.
     assert all(record["filtered_groups"] > 0 for record in history)

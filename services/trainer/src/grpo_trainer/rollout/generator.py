@@ -261,8 +261,11 @@ class Generator(RolloutActor):
                 self._report.lost += len(error.sample_ids)
             return
         if filtered:
+            # Step N installs version N. The span has no step, since its trace is no step.
+            version = version_number(self._generation.weight_version())
             with span("drop", "wasted"):
-                emit("dropped", TRAIN, filtered, reason="equal_rewards")
+                with step_context(self._run_id, version, weight_version=version):
+                    emit("dropped", TRAIN, filtered, reason="equal_rewards")
                 self._dp_client.clear_samples(filtered, TRAIN)
 
     def _find_finished(self, sample_id: str) -> FinishedGroup | None:
