@@ -68,6 +68,7 @@ def test_text_and_tokens_are_truncated(sdk: Any) -> None:
     assert (name, attributes["rl.run_id"], attributes["rl.step"]) == ("rl.sample.text", "r", 7)
     assert len(body["turns"][0]["content"]) == 32_768
     assert len(body["tokens"]["text"]) == 4096
+    assert body["tokens_omitted"] == 904
 
 
 def test_nothing_is_recorded_without_an_sdk() -> None:

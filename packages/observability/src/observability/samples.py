@@ -84,7 +84,8 @@ def record_sample_text(
         turns: ``role`` and ``content`` of each message.
         tokens: values by name, one value per token: ``text``, ``generator`` and ``trainer``
             (log-probabilities), ``mask`` (whether the token is trained on), ``version`` (of the
-            weights that generated the token). The first 4,096 tokens are recorded.
+            weights that generated the token). The first 4,096 tokens are recorded, and the
+            number of the others.
         run_id: as in `record_samples`.
         step: as in `record_samples`.
     """
@@ -92,8 +93,15 @@ def record_sample_text(
         name: [_json_value(value) for value in column[:MAX_TOKENS]]
         for name, column in (tokens or {}).items()
     }
+    length = max(map(len, (tokens or {}).values()), default=0)
     messages = [{key: str(text)[:MAX_CONTENT] for key, text in turn.items()} for turn in turns]
-    _emit(TEXT, {"id": sample_id, "turns": messages, "tokens": token_columns}, run_id, step)
+    body = {
+        "id": sample_id,
+        "turns": messages,
+        "tokens": token_columns,
+        "tokens_omitted": max(0, length - MAX_TOKENS),
+    }
+    _emit(TEXT, body, run_id, step)
 
 
 def _json_value(value: object) -> object:

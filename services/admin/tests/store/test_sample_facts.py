@@ -68,9 +68,12 @@ def test_a_match_across_the_maximum_length_is_redacted(job_of, otlp):
         "id": "a",
         "turns": [{"role": "user", "content": before + "sk-abcdef"}],
         "tokens": {"text": tokens},
+        "tokens_omitted": 903,
     }
     job.send(record(otlp, "rl.sample.text", body))
     content = job.get("sample/content", id="a", run="run")
+    assert content["tokens_omitted"] == 904
+    assert "904 later tokens not recorded" in job.client.get("/sample?id=a&run=run").text
     assert content["turns"][0]["content"] == before + "[reda"
     assert [token["text"] for token in content["tokens"]] == [*tokens[:-2], "[redacted]"]
 

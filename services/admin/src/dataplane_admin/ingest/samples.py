@@ -50,9 +50,11 @@ def samples_of(
         [sample] = _ids([body.get("id")], limits)
         version = _integer(record_attributes.get("rl.weight_version"))
         redaction = redaction or Redaction()
+        tokens, omitted = _tokens(body, redaction)
         text = {
             "turns": _turns(body, redaction),
-            "tokens": _tokens(body, redaction),
+            "tokens": tokens,
+            "tokens_omitted": omitted,
             "trainer_version": version,
         }
         return (SampleText(run_id, sample, step, time_ns, json.dumps(text)),)
@@ -100,10 +102,11 @@ def _turns(body: Mapping[str, Any], redaction: Redaction) -> list[dict[str, str]
     ]
 
 
-def _tokens(body: Mapping[str, Any], redaction: Redaction) -> dict[str, list[Any]]:
+def _tokens(body: Mapping[str, Any], redaction: Redaction) -> tuple[dict[str, list[Any]], int]:
+    """Return the columns of tokens, and the number of further tokens of the sample."""
     tokens = body.get("tokens")
     if not isinstance(tokens, dict) or not isinstance(tokens.get("text"), list):
-        return {}
+        return {}, 0
     redacted = redaction.tokens([str(text) for text in tokens["text"]])
     texts = [text[:_MAX_TOKEN] for text in redacted[:MAX_TOKENS]]
     columns: dict[str, list[Any]] = {"text": texts}
@@ -113,7 +116,8 @@ def _tokens(body: Mapping[str, Any], redaction: Redaction) -> dict[str, list[Any
         read = _integer if name == "version" else _number
         column = [read(value) for value in column]
         columns[name] = column + [None] * (len(texts) - len(column))
-    return columns
+    unrecorded = max(0, _integer(body.get("tokens_omitted")) or 0)
+    return columns, min(MAX_INT, unrecorded + len(redacted) - len(texts))
 
 
 def _tags(value: object, redaction: Redaction) -> str:

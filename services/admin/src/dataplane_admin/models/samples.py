@@ -115,6 +115,8 @@ class SampleContent(Model):
     facts: SampleFacts
     turns: list[Turn]
     tokens: list[Token]
+    tokens_omitted: int
+    """Number of further tokens, which were not recorded and are not compared."""
     threshold: float
     """Threshold in nats."""
     divergence: Divergence | None

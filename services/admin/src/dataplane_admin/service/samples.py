@@ -33,6 +33,7 @@ def content(
         facts=facts,
         turns=turns,
         tokens=tokens,
+        tokens_omitted=(text or {}).get("tokens_omitted", 0),
         threshold=threshold,
         divergence=_divergence(tokens, version, threshold),
     )
