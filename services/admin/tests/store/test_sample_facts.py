@@ -32,7 +32,7 @@ def facts(otlp, **more):
 
 
 def text(otlp):
-    tokens = {"text": ["x", HOSTILE], "generator": [-0.1, -0.1], "trainer": [-0.1, -2.0]}
+    tokens = {"text": ["x", HOSTILE], "generator": [-0.12345678, -0.1], "trainer": [-0.1, -2.0]}
     turns = [{"role": "user", "content": HOSTILE}]
     return record(otlp, "rl.sample.text", {"id": "a", "turns": turns, "tokens": tokens})
 
@@ -230,6 +230,7 @@ def test_text_is_stored_only_on_request(job_of, otlp, keep):
     assert ids(job, text=True) == ["a"] * keep
     if keep:
         assert content["divergence"]["place"] == 1
+        assert content["tokens"][0]["generator"] == -0.12346
 
 
 def test_a_group_has_its_prompt_and_the_last_responses(job_of, otlp):

@@ -113,7 +113,7 @@ def _tokens(body: Mapping[str, Any], redaction: Redaction) -> tuple[dict[str, li
     for name in _TOKEN_COLUMNS[1:]:
         column = tokens.get(name)
         column = column[: len(texts)] if isinstance(column, list) else []
-        read = _integer if name == "version" else _number
+        read = _integer if name == "version" else _rounded
         column = [read(value) for value in column]
         columns[name] = column + [None] * (len(texts) - len(column))
     unrecorded = max(0, _integer(body.get("tokens_omitted")) or 0)
@@ -146,6 +146,12 @@ def _number(value: object) -> float | None:
     except OverflowError:  # an integer of hundreds of digits
         return None
     return number if math.isfinite(number) else None
+
+
+def _rounded(value: object) -> float | None:
+    """Return a number with the digits that a page shows, and one more for differences."""
+    number = _number(value)
+    return None if number is None else float(f"{number:.5g}")
 
 
 def _integer(value: object) -> int | None:
