@@ -4,6 +4,7 @@ import math
 import re
 
 import pytest
+from playwright.sync_api import expect
 from test_pages_browser import query
 
 RUN = "learning run"
@@ -105,6 +106,37 @@ def test_one_crosshair_reads_all_panels(watched, run):
     page.mouse.move(2, 2)
     until(page, lambda: loss.inner_text() == "599")
     assert page.locator("#curve-step").inner_text() == ""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_point_links_to_the_samples_and_trace_of_its_step(watched, job, otlp, width):
+    trace_id = b"trace of a point"
+    job.send(
+        otlp.curve([0.5] * 5, run="linked", name="rl.loss"),
+        otlp.trace(trace_id, run="linked", step=4),
+    )
+    page = watched(viewport={"width": width, "height": 900}).go("/run?run=linked")
+    box = drawn(page)
+    page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 40)
+    links = page.locator("#step-links")
+    trace = links.get_by_role("link", name="Trace", exact=True)
+    trace.wait_for(timeout=TIMEOUT_MS)
+    assert trace.get_attribute("href").endswith(f"/trace?id={trace_id.hex()}")
+    shown = links.bounding_box()
+    assert shown["x"] >= 0
+    assert shown["x"] + shown["width"] <= width
+    assert drawn(page) == box
+    page.keyboard.press("Escape")
+    expect(links).to_be_hidden()
+    page.locator("#open-step").press("Enter")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("2")
+    expect(links).to_contain_text("No trace")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/samples?*")
+    state = {"run": "linked", "step": "2", "sort": "reward", "order": "ascending"}
+    assert query(page) == state
 
 
 def test_ticks_of_close_values_differ(watched, job, otlp):

@@ -158,7 +158,59 @@ export function drawCurves() {
   reset.hidden = range.first === null;
   reset.addEventListener("click", () => limit(null, null));
   section.addEventListener("dblclick", (event) => {
-    if (event.target.closest(".curve-plot")) limit(null, null);
+    if (!event.target.closest(".curve-plot")) return;
+    links.hidePopover();
+    limit(null, null);
+  });
+
+  // A click on a point opens links to the samples and the trace of its step, in each run.
+  const links = document.getElementById("step-links");
+  const opener = document.getElementById("open-step");
+  const openLinks = (left, top, stepOf) => {
+    [...links.children].forEach((row, run) => {
+      const input = row.querySelector("input");
+      input.value = stepOf(run) ?? input.value;
+      pointLinks(row);
+    });
+    links.showPopover();
+    links.style.left = `${Math.max(8, Math.min(left, document.documentElement.clientWidth - links.offsetWidth - 8))}px`;
+    links.style.top = `${Math.max(8, Math.min(top, innerHeight - links.offsetHeight - 8))}px`;
+  };
+  const pointLinks = async (row) => {
+    const step = row.querySelector("input").value;
+    const [samples, trace] = row.querySelectorAll("a");
+    samples.href = urlOfStep(samples, step);
+    const url = urlOfStep(trace, step);
+    trace.removeAttribute("href");
+    const traces = await tracesOf(url.search);
+    if (step !== row.querySelector("input").value) return;
+    trace.textContent = ["No trace", "Trace"][traces.length] || "Traces";
+    if (traces.length === 1) trace.href = `${url.pathname.slice(0, -1)}?id=${traces[0].trace_id}`;
+    else if (traces.length) trace.href = url;
+  };
+  const tracesOf = async (search) => {
+    try {
+      const answer = await fetch(new URL(`../traces${search}&limit=2`, new URL(section.dataset.curves, location)));
+      return answer.ok ? (await answer.json()).traces : [];
+    } catch {
+      return [];
+    }
+  };
+  links.addEventListener("input", (event) => pointLinks(event.target.closest("p")));
+  opener.addEventListener("click", () => {
+    const box = opener.getBoundingClientRect();
+    openLinks(box.left, box.bottom + 4, () => null);
+    links.querySelector("input").focus();
+  });
+  let pressed = 0;
+  section.addEventListener("pointerdown", (event) => { pressed = event.clientX; });
+  section.addEventListener("click", (event) => {
+    const chart = event.target.closest(".u-over") && charts.get(event.target.closest("[data-curve]"));
+    if (!chart || Math.abs(event.clientX - pressed) > 4) return; // a drag zooms
+    const { plot, curves } = chart;
+    const x = plot.data[0][plot.posToIdx(event.clientX - plot.over.getBoundingClientRect().left)];
+    openLinks(event.clientX + 8, event.clientY + 8, (run) => axis.step(x, curves.find((curve) => !byRun || curve.run === run)));
+    links.querySelector("a").focus();
   });
 
   const smoothed = () => {
@@ -215,12 +267,24 @@ const DURATIONS = [
   ...[1, 2, 5, 10, 20, 30].map((minutes) => minutes * MINUTE),
   ...[1, 2, 4, 8, 12, ...INTEGERS.map((days) => 24 * days)].map((hours) => hours * HOUR),
 ];
-// `end` returns where a curve ends, 0 if unknown. The last `x` is only the start of the last bucket.
+// `step` returns the step of a curve's point at `x`. `end` returns where a curve ends, 0 if unknown. The last `x` is only the start of the last bucket.
 const AXES = {
-  step: { increments: INTEGERS, tick: short, text: (value) => `step ${value}`, round: Math.round, end: (curve) => curve.last_step },
-  time: { increments: DURATIONS, tick: elapsed, text: elapsed, round: (value) => Number(value.toFixed(1)), end: () => 0 },
-  samples: { increments: INTEGERS, tick: short, text: (value) => `${Math.round(value).toLocaleString("en")} samples`, round: Math.round, end: () => 0 },
+  step: { increments: INTEGERS, tick: short, text: (value) => `step ${value}`, round: Math.round, step: (x) => x, end: (curve) => curve.last_step },
+  time: { increments: DURATIONS, tick: elapsed, text: elapsed, round: (value) => Number(value.toFixed(1)), step: nearestStep, end: () => 0 },
+  samples: { increments: INTEGERS, tick: short, text: (value) => `${Math.round(value).toLocaleString("en")} samples`, round: Math.round, step: nearestStep, end: () => 0 },
 };
+
+function nearestStep(x, curve) {
+  if (!curve) return null;
+  const distances = curve.x.map((other) => Math.abs(other - x));
+  return curve.steps[distances.indexOf(Math.min(...distances))];
+}
+
+function urlOfStep(link, step) {
+  const url = new URL(link.dataset.to, location);
+  url.searchParams.set("step", step);
+  return url;
+}
 
 function belongs(curve, figure) {
   const { curve: name, attributes } = figure.dataset;
