@@ -14,6 +14,8 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 
 RUN = "grpo-7b"
+OTHER_RUN = "grpo-7b-second"
+"""A run with curves only."""
 PARTITION = "train"
 _STEP_NS = 2_000_000_000
 _POLICY = [f"grpo.policy {rank}" for rank in range(4)]
@@ -91,7 +93,9 @@ def large_step(number: int, *, start_ns: int, seed: int = 20_266) -> Step:
     return _step(number, 0, start_ns, random.Random(seed), turns=_LARGE_TURNS, concurrent=32)
 
 
-def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> Iterator[bytes]:
+def curves(
+    metrics: int, steps: int, *, start_ns: int, run: str = RUN, seed: int = 20_265
+) -> Iterator[bytes]:
     """Yield export requests of gauges by step, a thousand steps of one metric each.
 
     The first metrics have the names of `_LEARNING`, so that pages draw them.
@@ -100,6 +104,7 @@ def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> It
         metrics: number of metrics.
         steps: number of steps, one point each.
         start_ns: time of the first point, in nanoseconds since 1970.
+        run: id of the run.
         seed: seed of the values.
     """
     rng = random.Random(seed)
@@ -114,7 +119,7 @@ def curves(metrics: int, steps: int, *, start_ns: int, seed: int = 20_265) -> It
                 point = gauge.data_points.add(
                     as_double=rng.gauss(step / steps, 0.1), time_unix_nano=start_ns + step
                 )
-                add_attributes(point.attributes, {"rl.step": step})
+                add_attributes(point.attributes, {"rl.run_id": run, "rl.step": step})
             yield data.SerializeToString()
 
 

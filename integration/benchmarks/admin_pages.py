@@ -148,8 +148,9 @@ def measure_pages(service: Service, *, full: bool) -> PagesResult:
         memory, filling_s = fill(connection, service.process, steps, samples, marks)
         metrics, points = _FULL_CURVES if full else _QUICK_CURVES
         start_ns = time.time_ns()
-        for body in admin_history.curves(metrics, points, start_ns=start_ns):
-            _send(connection, "/v1/metrics", body)
+        for run, count in ((admin_history.RUN, points), (admin_history.OTHER_RUN, points // 10)):
+            for body in admin_history.curves(metrics, count, start_ns=start_ns, run=run):
+                _send(connection, "/v1/metrics", body)
         for body in admin_history.sample_facts(steps, samples=samples, start_ns=start_ns):
             _send(connection, "/v1/logs", body)
         for body in admin_history.engine_load(_ENGINES, _LOAD_S, end_ns=time.time_ns()):
@@ -272,7 +273,7 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
     trace, other = listed[10]["trace_id"], listed[11]["trace_id"]
     partition = urllib.parse.quote(PARTITION)
     sample = urllib.parse.quote(admin_history.sample_id(steps - 20, 1))
-    run = urllib.parse.quote(admin_history.RUN)
+    run, other_run = map(urllib.parse.quote, (admin_history.RUN, admin_history.OTHER_RUN))
     return [
         "/",
         f"/partition?id={partition}",
@@ -280,7 +281,12 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
         f"/sample?id={sample}",
         "/runs",
         "/run",
+        f"/runs/compare?run={run}&run={other_run}",
         "/samples",
+        f"/samples?run={run}&step={steps - 20}&sort=reward&order=ascending",
+        f"/samples?run={run}&state=dropped",  # no sample matches
+        f"/samples?run={run}&tagged=source%3Dmath",  # no sample matches
+        "/samples?sort=length",
         f"/group?run={run}&group=prompt-{steps - 20:06d}-000",
         "/engines",
         "/alerts",
