@@ -53,6 +53,15 @@ def test_every_help_starts_with_an_example_and_cuts_nothing():
         assert "DATAPLANE_ADMIN_SERVE_PORT" in options
 
 
+def test_shell_completion_lists_the_options_of_an_unfinished_line():
+    for line in (*get_command(app).commands, "serve --db /no/folder/file"):
+        words = ["dataplane-admin", *line.split(), "--"]
+        variables = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        variables["_DATAPLANE_ADMIN_COMPLETE"] = "complete_bash"
+        done = CliRunner(env=variables).invoke(app, prog_name="dataplane-admin")
+        assert (done.exit_code, done.stdout.split()[-1:]) == (0, ["--help"])
+
+
 def test_commands_start_without_the_slow_imports_of_the_service():
     program = (
         "import sys; import dataplane_admin.cli; slow = {'fastapi', 'sqlalchemy', 'uvicorn'}; "

@@ -80,6 +80,15 @@ def test_every_help_starts_with_an_example_and_cuts_nothing():
         assert "REFIT_SERVER_SERVE_ADDRESS" in options
 
 
+def test_shell_completion_lists_the_options_of_an_unfinished_line():
+    for line in (*get_command(app).commands, "serve --address 0.0.0.0:1"):
+        words = ["refit-server", *line.split(), "--"]
+        variables = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        variables["_REFIT_SERVER_COMPLETE"] = "complete_bash"
+        done = CliRunner(env=variables).invoke(app, prog_name="refit-server")
+        assert (done.exit_code, done.stdout.split()[-1:]) == (0, ["--help"])
+
+
 def test_unknown_options_and_commands_have_status_2():
     for arguments in (["serve", "--nothing"], ["check", "--nothing"], ["nothing"]):
         assert CliRunner().invoke(app, arguments).exit_code == 2

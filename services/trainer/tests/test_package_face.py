@@ -60,6 +60,24 @@ def test_every_help_starts_with_an_example_and_cuts_nothing(command: str, app: T
         assert name or "Exit status: 0 on success, 1 on failure, 2 for" in options
 
 
+@pytest.mark.parametrize(
+    ("command", "app", "invalid"),
+    [
+        ("grpo-trainer", cli.app, "train --config /no/file"),
+        ("grpo-trace", trace_cli.app, "--config /no/file"),
+    ],
+)
+def test_shell_completion_lists_the_options_of_an_unfinished_line(
+    command: str, app: Typer, invalid: str
+) -> None:
+    for line in (*get_command(app).commands, invalid):
+        words = [command, *line.split(), "--"]
+        variables = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        variables[f"_{command.upper().replace('-', '_')}_COMPLETE"] = "complete_bash"
+        done = CliRunner(env=variables).invoke(app, prog_name=command)
+        assert (done.exit_code, done.stdout.split()[-1:]) == (0, ["--help"])
+
+
 def test_json_has_the_summary_and_progress_goes_to_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,8 @@ class _Checked:
         Raises:
             typer.Exit: an option is invalid.
         """
+        if ctx.resilient_parsing:  # shell completion, of an unfinished line
+            return self._parsed(ctx, args)
         command: Any = self
         values, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
         trial = type(ctx)(command, info_name=ctx.info_name, parent=ctx.parent)
@@ -67,6 +69,9 @@ class _Checked:
             typer.echo(f"error: {line}", err=True)
         if wrong:
             raise typer.Exit(2)
+        return self._parsed(ctx, args)
+
+    def _parsed(self, ctx: Any, args: list[str]) -> list[str]:
         remaining: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]  # a mixin
         return remaining
 

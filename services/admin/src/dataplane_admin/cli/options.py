@@ -20,6 +20,8 @@ class OptionsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises typer.Exit if an option is wrong."""
+        if ctx.resilient_parsing:  # shell completion, of an unfinished line
+            return super().parse_args(ctx, args)
         values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
         trial = type(ctx)(self, info_name=ctx.info_name, parent=ctx.parent)
         problems = []
