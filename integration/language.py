@@ -1,15 +1,17 @@
 """Checks the language of code and pages as far as a machine can: `make lint`.
 
 It reads names, docstrings, comments and strings of every Python file, the text of every page,
-template and container file, the names of all these files, and the subjects of the commits that are
-about to be pushed, if the branch has an upstream. CONTRIBUTING.md has the rules; a machine can
-check only a few of them. Ruff's D401 checks that docstrings are imperative.
+template and container file, the names of all these files, and the messages of new commits: those
+after BASE_COMMIT, else those that main lacks; on main, those that origin/main lacks.
+CONTRIBUTING.md has the rules; a machine can check only a few of them. Ruff's D401 checks that
+docstrings are imperative.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +24,12 @@ MAX_SUBJECT = 72
 SUFFIXES = ["*.py", "*.md", "*.html.j2", "*.js", "*.yaml", "*.yml", "*.toml", "Makefile"]
 SUFFIXES += ["*Dockerfile", "docker/*"]
 EXEMPT = re.compile(r"/vendor/|CHANGELOG|integration/(?:test_)?language\.py")
+# Since Python 3.12, an f-string is several tokens.
+TEXT_TOKENS = {
+    tokenize.COMMENT,
+    tokenize.STRING,
+    getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING),
+}
 
 # Each pattern with what to write in its place.
 PHRASES = {
@@ -98,9 +106,13 @@ def main() -> int:
         for line, breach in check(path.read_text("utf-8")):
             print(f"{name}:{line}: {breach}")
             breaches += 1
-    for breach in [] if names else subject_breaches():
-        print(breach)
-        breaches += 1
+    if not names:
+        base = base_commit()
+        if base is None:
+            print("language: commit messages are not checked: git has no BASE_COMMIT or main")
+        for breach in message_breaches(base) if base else ():
+            print(breach)
+            breaches += 1
     print(f"language: breaches: {breaches} in {len(listed)} files")
     return min(breaches, 1)
 
@@ -108,7 +120,7 @@ def main() -> int:
 def python_breaches(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and breach of each name, docstring, comment and string of a module."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING):
+        if token.type in TEXT_TOKENS:
             for line, breach in text_breaches(token.string):
                 yield token.start[0] + line - 1, breach
     for node in ast.walk(ast.parse(source)):
@@ -133,24 +145,38 @@ def text_breaches(text: str) -> Iterator[tuple[int, str]]:
         yield line, f"{match[0]!r}: write {ADVICE[number]}"
 
 
-def subject_breaches(root: Path = ROOT) -> Iterator[str]:
-    """Yield a breach for each subject that is too long or has no scope, in unpushed commits.
+def base_commit(root: Path = ROOT) -> str | None:
+    """Return the commit that the new commits follow, or None if git has no such commit."""
+    given = os.environ.get("BASE_COMMIT")
+    head = _git(root, "rev-parse", "HEAD").strip()
+    forks = [
+        fork
+        for ref in ([given] if given else ["main", "origin/main"])
+        if (fork := _git(root, "merge-base", ref, "HEAD").strip())
+    ]
+    return next((fork for fork in forks if fork != head), head if forks else None)
 
-    Without an upstream no commit is read, since others may have written the last ones.
-    """
-    log = subprocess.run(
-        ["git", "log", "--no-merges", "--format=%h %s", "@{upstream}..HEAD"],
-        cwd=root,
-        check=False,
-        text=True,
-        capture_output=True,
-    )
-    for line in log.stdout.splitlines():
-        commit, _, subject = line.partition(" ")
+
+def message_breaches(base: str, root: Path = ROOT) -> Iterator[str]:
+    """Yield a breach for each bad subject, and for each phrase, of the commits after ``base``."""
+    log = _git(root, "log", "-z", "--no-merges", "--format=%h %B", f"{base}..HEAD")
+    for entry in filter(None, log.split("\0")):
+        commit, _, message = entry.partition(" ")
+        subject = message.partition("\n")[0]
         if len(subject) > MAX_SUBJECT:
             yield f"{commit}: subject has {len(subject)} characters, more than {MAX_SUBJECT}"
         if not re.match(r"[\w., /-]+: \S", subject):
             yield f"{commit}: subject {subject!r} is not 'scope: what changes'"
+        for line, breach in text_breaches(message):
+            yield f"{commit}:{line}: {breach}"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """Return the output of a command of git, which is empty if it fails."""
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, check=False, text=True, capture_output=True
+    )
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _name_breaches(name: str) -> Iterator[str]:
