@@ -182,7 +182,7 @@ def test_sample_prints_its_lifecycle(recording: Path) -> None:
     [
         (["show", "nowhere"], "nowhere: no recording; expected traces.otlp"),
         (["show", "."], "no recording; expected traces.otlp"),
-        (["show", "{recording}", "--step", "8"], "no step 8 in the recording, which has steps 7"),
+        (["show", "{recording}", "--step", "8"], "error: no step 8 in the recording"),
         (["show", "{recording}", "--html", "/dev/null/x"], "/dev/null/x: cannot be written"),
         (["why", "{recording}/traces.otlp"], "traces.otlp, line 1: not OTLP in JSON"),
         (["sample", "p0", "{recording}"], "no event names the sample 'p0'; similar ids"),

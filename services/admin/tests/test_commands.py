@@ -184,7 +184,7 @@ def test_a_failed_command_prints_one_line(running, token_file):
         (["runs", "--sort", "x", "--url", running.url, "--token-file", token_file], 2, "sort"),
         (["trace", "x", "--url", running.url, "--token-file", token_file], 2, "id: found 'x'"),
         (["partitions", "--token-file", "no/such/file"], 2, "no/such/file"),
-        (["sample"], 2, "sample_id: missing"),
+        (["sample"], 2, ": ID: missing; see "),
     ):
         status, out, err = command(*arguments)
         assert (status, out, err.count("\n")) == (expected, "", 1)

@@ -119,7 +119,7 @@ def test_a_resume_without_a_checkpoint_is_refused(refused, tmp_path):
     assert refused("resume", tmp_path, status=1) == (
         f"{tmp_path}: no complete checkpoint below {tmp_path / 'checkpoints'}"
     )
-    assert refused("resume") == "folder: missing"
+    assert refused("resume") == "FOLDER: missing; see grpo-trainer resume --help"
 
 
 def test_wrong_options_are_reported_together_without_torch(command_line, config_file):

@@ -221,8 +221,7 @@ def steps_in(records: Records, *, number: int | None = None) -> list[Step]:
     if not selected:
         numbers = [step.number for step in steps]
         raise CommandError(
-            f"--step: no step {number} in the recording, which has steps {min(numbers)} to "
-            f"{max(numbers)}"
+            f"no step {number} in the recording, which has steps {min(numbers)} to {max(numbers)}"
         )
     return selected
 

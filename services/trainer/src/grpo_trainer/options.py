@@ -61,8 +61,11 @@ class _Checked:
             try:
                 parameter.handle_parse_result(trial, dict(values), list(rest))
             except typer.BadParameter as problem:
-                option = max(parameter.opts, key=len)
-                wrong.append(f"{option}: {problem.message or 'missing'}")
+                name = max(parameter.opts, key=len)
+                if parameter.param_type_name == "argument":
+                    name = parameter.metavar or name.upper()
+                reason = problem.message or f"missing; see {ctx.command_path} --help"
+                wrong.append(f"{name}: {reason}")
         if not rest:
             wrong += self.problems(trial.params)
         for line in wrong:

@@ -29,8 +29,11 @@ class OptionsCommand(TyperCommand):
             try:
                 parameter.handle_parse_result(trial, dict(values), list(rest))
             except typer.BadParameter as problem:
-                option = max(parameter.opts, key=len)
-                problems.append(f"{option}: {problem.message or 'missing'}")
+                name = max(parameter.opts, key=len)
+                if parameter.param_type_name == "argument":
+                    name = parameter.metavar or name.upper()
+                reason = problem.message or f"missing; see {ctx.command_path} --help"
+                problems.append(f"{name}: {reason}")
         if problems:
             for line in problems:
                 typer.echo(f"dataplane-admin: {' '.join(line.split())}", err=True)
