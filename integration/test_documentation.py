@@ -75,6 +75,7 @@ APPS = {
     "dataplane-admin": "dataplane_admin.cli:app",
     "grpo-trace": "grpo_trainer.trace_cli:app",
     "grpo-trainer": "grpo_trainer.cli:app",
+    "observability": "observability.cli:app",
     "refit-server": "refit_server.cli:app",
 }
 ENTRY_POINTS = {"dataplane_core.clients", "dataplane_core.middleware", "refit_mx.compile_passes"}
@@ -260,7 +261,11 @@ def test_toml_names_known_entry_points(page: Path) -> None:
             assert set(tables["project"]["entry-points"]) <= ENTRY_POINTS
 
 
-@pytest.mark.parametrize("page", pages_with("bash"))
+@pytest.mark.parametrize(
+    "page",
+    [page for page in sorted({*TEXTS, *OUTSIDE}) if blocks(page, "bash")],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_commands_and_their_options_exist(page: Path) -> None:
     lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     for line in lines:
@@ -268,8 +273,9 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             while words and re.fullmatch(r"\w+=.*", words[0]):
                 del words[0]
             for word in words:
-                if re.match(r"(packages|services|integration)/", word):
-                    assert (ROOT / word).exists(), line
+                check_path(word)
+            if words[1:2] == ["-m"]:
+                del words[:2]
             command = Path(words[0]).name if words else ""
             if command == "make":
                 check_make(words)
@@ -286,13 +292,28 @@ def test_examples_of_the_help_exist(path: str) -> None:
     examples = re.findall(r"Example: (.*)", "\n".join(texts))
     assert len(examples) == len(app.registered_commands) + 1
     for example in examples:
-        check_app(shlex.split(example.partition(" > ")[0]))
+        words = shlex.split(example.partition(" > ")[0])
+        check_app(words[2:] if words[1] == "-m" else words)
 
 
 def piped(line: str) -> list[list[str]]:
     """Return the words of each command in a pipeline."""
     parts = groupby(shlex.split(line, comments=True), "|".__eq__)
     return [list(words) for last, words in parts if not last]
+
+
+def check_path(word: str) -> None:
+    """Check that a path of the repository exists, and the extras of a package to install."""
+    match = re.fullmatch(
+        r"(?:(?:\.|\$REPO)/)?((?:packages|services|integration)/[^[]+)(?:\[(.+)\])?", word
+    )
+    if match is None:
+        return
+    path = ROOT / match[1]
+    assert path.exists(), word
+    if match[2] is not None:
+        project = tomllib.loads((path / "pyproject.toml").read_text())["project"]
+        assert set(match[2].split(",")) <= set(project["optional-dependencies"]), word
 
 
 def check_make(words: list[str]) -> None:
