@@ -1,6 +1,7 @@
 """Commands against a running service."""
 
 import contextlib
+import io
 import json
 import re
 import signal
@@ -13,11 +14,13 @@ from importlib.metadata import version
 from urllib.parse import urlencode
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 from waiting import until
 
 from dataplane_admin.cli import app
+from dataplane_admin.cli.terminal import show
 
 TIMEOUT_S = 60.0
 TOKEN = "3f2b8c0d9e7a6b5c"
@@ -172,6 +175,26 @@ def test_a_table_never_breaks_an_id(running, token_file, columns):
             assert text in done.stdout
         if columns == "80":
             assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("age_s", "state"), [(0, "in progress"), (100, "no root")])
+def test_an_old_trace_without_a_root_fits_80_columns(running, token_file, age_s, state):
+    _, listed, _ = command("traces", "--json", "--url", running.url, "--token-file", token_file)
+    answer = json.loads(listed)
+    answer["traces"][0] |= {
+        "name": "grpo.generate",
+        "has_root": False,
+        "step": 12345,
+        "start_ns": 1_790_000_000_000_000_000,
+        "received_ns": time.time_ns() - age_s * 10**9,
+        "seconds": 3599.0,
+    }
+    console = Console(file=io.StringIO(), width=80)
+    show("/api/v1/traces", json.dumps(answer), console)
+    shown = console.file.getvalue()
+    assert answer["traces"][0]["trace_id"] in shown
+    assert f"grpo.generate ({state})" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_a_failed_command_prints_one_line(running, token_file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from pydantic import TypeAdapter, ValidationError
@@ -208,7 +209,7 @@ def _traces(body: str, width: int) -> RenderableType:
                 _seconds(trace.seconds),
                 trace.step,
                 trace.errors or None,
-                trace.name if trace.has_root else f"{trace.name} (incomplete)",
+                _name(trace),
                 trace.spans,
                 trace.processes,
                 trace.run_id,
@@ -216,11 +217,19 @@ def _traces(body: str, width: int) -> RenderableType:
             for trace in answer.traces
         ],
         width,
-        optional=("run", "processes", "spans", "failed"),
+        optional=("run", "processes", "spans", "failed", "started", "step", "name"),
     )
     if answer.next is not None:
         parts.append(Text("More traces match: set --limit or a filter."))
     return Group(*parts)
+
+
+def _name(trace: models.TraceFacts) -> str:
+    """Return a trace's name; without a root, with the words of the page of traces."""
+    if trace.has_root:
+        return trace.name
+    is_new = time.time_ns() - trace.received_ns < 60e9
+    return f"{trace.name} ({'in progress' if is_new else 'no root'})"
 
 
 def _runs(body: str, width: int) -> RenderableType:
