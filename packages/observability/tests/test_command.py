@@ -163,7 +163,7 @@ def test_why_counts_up_to_the_present_while_records_arrive(tmp_path: Path) -> No
 
 def test_why_reports_that_nothing_is_blocked(tmp_path: Path) -> None:
     (tmp_path / "traces.json").write_text(json_line(step_request()))
-    assert output_of("why", tmp_path).strip() == "Nothing blocked."
+    assert output_of("why", tmp_path).strip() == "No task is blocked."
     assert json.loads(output_of("why", tmp_path, "--json")) == []
 
 

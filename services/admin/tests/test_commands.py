@@ -247,14 +247,14 @@ def test_secrets_are_never_written(start, token_file, tmp_path):
 
 
 def test_why_says_that_the_data_plane_cannot_be_read(start):
-    assert command("why", "--url", start().url) == (0, "Nothing blocked.\n", "")
+    assert command("why", "--url", start().url) == (0, "No task is blocked.\n", "")
     service = start("--ray-address", "127.0.0.1:1", "--db", "other.sqlite")
     shown = until(
         lambda: (
             "Cannot read the data plane" in (out := command("why", "--url", service.url)[1]) and out
         )
     )
-    assert "Nothing blocked." in shown
+    assert "No task is blocked." in shown
 
 
 def test_the_database_file_is_at_the_given_path(start, tmp_path):

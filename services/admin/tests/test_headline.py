@@ -116,7 +116,7 @@ def test_without_a_moving_run_the_headline_names_the_last_step(job, send, monkey
     send(step=9, run="quick", ago_s=120, seconds=1)
     shown = page(job, monkeypatch)
     assert shown.state == "quiet"
-    assert shown.headline.startswith("Nothing blocked; step 9 finished 2 min")
+    assert shown.headline.startswith("No task is blocked; step 9 finished 2 min")
     assert shown.last.facts.step == 9
 
 
@@ -186,4 +186,4 @@ def test_a_host_with_a_wrong_clock_neither_moves_nor_stops_a_run(job, send, monk
     send(step=2, ago_s=650, seconds=10, clock_s=ahead_s)
     shown = page(job, monkeypatch)
     assert shown.state == "quiet"
-    assert shown.headline == "Nothing blocked; step 2 finished 10 min 50 s ago"
+    assert shown.headline == "No task is blocked; step 2 finished 10 min 50 s ago"

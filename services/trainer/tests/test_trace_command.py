@@ -202,7 +202,7 @@ def stuck(shown):
 
 def test_why_finds_nothing_blocked_in_a_finished_run(traced):
     done = run("why", folder=traced[0])
-    assert (done.returncode, done.stdout.strip()) == (0, "Nothing blocked.")
+    assert (done.returncode, done.stdout.strip()) == (0, "No task is blocked.")
 
 
 def test_show_repeats_what_the_run_showed(traced):

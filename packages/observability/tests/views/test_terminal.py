@@ -200,7 +200,7 @@ def test_each_wait_is_one_sentence():
         "1. task 'train' in grpo.policy 0 has been blocked for 2.00 s on 4 samples "
         "of partition 'train'"
     )
-    assert text_of(waits_view([])).strip() == "Nothing blocked."
+    assert text_of(waits_view([])).strip() == "No task is blocked."
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)

@@ -98,7 +98,7 @@ def waits_view(waits: Sequence[OpenWait]) -> RenderableType:
     numbered = list(enumerate(waits, 1))
     blocked = [(number, wait) for number, wait in numbered if not wait.silent_s]
     silent = [(number, wait) for number, wait in numbered if wait.silent_s]
-    groups.append(_sentences(blocked) if blocked else Text("Nothing blocked."))
+    groups.append(_sentences(blocked) if blocked else Text("No task is blocked."))
     if silent:
         groups += [Text("Silent processes:", style="yellow"), _sentences(silent)]
     return AsciiFallback(Group(*groups))

@@ -293,4 +293,4 @@ def _reason(alert: models.Alert, facts: Facts) -> str:
     if alert.run_id and all(run.run_id != alert.run_id for run in facts.runs):
         # The alert may be newer than the facts.
         return facts.absences.get(alert.run_id, "the run ended or is silent")
-    return "nothing is blocked" if alert.kind == "blocked" else "no longer measured"
+    return "no task is blocked" if alert.kind == "blocked" else "no longer measured"

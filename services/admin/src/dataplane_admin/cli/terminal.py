@@ -296,7 +296,7 @@ def _why(body: str, _width: int) -> RenderableType:
     lines = [Text(f"{place}. {printable(wait.sentence)}") for place, wait in enumerate(waits, 1)]
     # Silent processes come last.
     fresh = sum(wait.silent_s is None for wait in waits)
-    parts = lines[:fresh] or [Text("Nothing blocked.")]
+    parts = lines[:fresh] or [Text("No task is blocked.")]
     if lines[fresh:]:
         parts += [Text("Silent processes:", "yellow"), *lines[fresh:]]
     return Group(*parts)

@@ -89,15 +89,15 @@ def headline(
             reason = f": {run.error[:_MAX_ERROR]}" if run.error else ""
             return "quiet", f"Run {run.state}{reason}; {last}"
         if not is_moving:
-            state = "Blocked processes are silent" if silent else "Nothing blocked"
+            state = "Blocked processes are silent" if silent else "No task is blocked"
             return "quiet", f"{state}; {last}"
         return "moving", f"Running: {progress}"
     if silent:
         return "quiet", "Blocked processes are silent"
     if partitions:
-        return "moving", "Nothing blocked"
+        return "moving", "No task is blocked"
     if status.live.attached:
-        return "quiet", "Data plane empty; nothing blocked"
+        return "quiet", "Data plane empty; no task is blocked"
     return "empty", "No telemetry yet"
 
 
