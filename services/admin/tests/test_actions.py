@@ -154,7 +154,7 @@ def test_leased_samples_are_cleared_by_force_only(client, plane):
 
 def test_consumption_is_reset_for_the_named_samples(client, plane):
     plane.acknowledge(plane.claim_meta("train", "t", ["a"], 3, blocking=False))
-    answer = act(client, "reset-consumption", task="t", sample_ids=["s0", "s2", "s3", "nothing"])
+    answer = act(client, "redeliver", task="t", sample_ids=["s0", "s2", "s3", "nothing"])
     assert (answer.status_code, answer.json()["samples"]) == (200, 2)
     assert plane.claim_meta("train", "t", ["a"], 4, blocking=False).sample_ids == ["s0", "s2", "s3"]
 
@@ -176,7 +176,7 @@ def test_an_unexpired_claim_is_ended_on_request_only(client, plane):
         ("clear", {"confirm": "Train"}, 422),
         ("clear", {"confirm": ""}, 422),
         ("clear", {"partition": "other", "confirm": "other"}, 404),
-        ("reset-consumption", {"task": "other", "sample_ids": ["s0"]}, 404),
+        ("redeliver", {"task": "other", "sample_ids": ["s0"]}, 404),
     ],
 )
 def test_a_refused_action_is_recorded(client, plane, action, change, status):
@@ -249,7 +249,7 @@ def test_disabled_actions_have_no_routes(make_app, plane):
     app = make_app(inspector=plane.inspector, token=TOKEN)
     headers = {"authorization": f"Bearer {TOKEN}"}
     client = TestClient(app, base_url="http://localhost", headers=headers)
-    for action in ("clear", "reset-consumption", "end-claim", "tag-run"):
+    for action in ("clear", "redeliver", "end-claim", "tag-run"):
         assert act(client, action).status_code == 404
     assert len(plane.inspector.list_samples("train")) == 4
 

@@ -219,7 +219,7 @@ def test_new_sessions_replace_the_oldest(app_of, monkeypatch):
     assert second.get("/api/v1/status").status_code == 200
 
 
-@pytest.mark.parametrize("action", ["clear", "reset-consumption", "end-claim"])
+@pytest.mark.parametrize("action", ["clear", "redeliver", "end-claim"])
 def test_a_form_without_the_csrf_value_is_refused(app_of, action):
     client = logged_in(app_of(token=TOKEN, allow_actions=True))
     for path in (f"/actions/{action}", f"/api/v1/actions/{action}", "/logout"):

@@ -118,7 +118,7 @@ def test_operation_ids_are_stable(app_of):
         ("get", "/api/v1/series"): "list_series",
         ("get", "/api/v1/live"): "stream_changes",
         ("post", "/api/v1/actions/clear"): "clear_samples",
-        ("post", "/api/v1/actions/reset-consumption"): "reset_consumption",
+        ("post", "/api/v1/actions/redeliver"): "redeliver_samples",
         ("post", "/api/v1/actions/end-claim"): "end_claim",
         ("post", "/api/v1/actions/tag-run"): "tag_run",
     }

@@ -45,7 +45,7 @@ def test_a_run_without_traces_is_shown_by_its_metrics(job, otlp, later):
         assert links[2:] == ["/alerts", "/samples?run=metrics", "/engines?run=metrics"]
         assert "last hour, run metrics" in job.client.get(links[-1]).text
     later(1_000)
-    assert re.search(r">Nothing blocked; step 2 reported 1\d min", job.client.get("/").text)
+    assert re.search(r">No task is blocked; step 2 reported 1\d min", job.client.get("/").text)
     job.send(otlp.run("failed", "metrics", at_s=9, error="OSError"))
     overview = job.client.get("/").text
     assert re.search(r">Run failed: OSError; step 2 reported 1\d min [^<]* ago</h1>", overview)

@@ -41,7 +41,7 @@ class DataPlaneInspector(Protocol):
         Returns:
             Totals that never decrease: ``puts`` (completed), ``puts_aborted``, ``samples_put``
             (new ones), ``claims`` (that got samples), ``samples_claimed``, ``leases_expired``,
-            ``samples_redelivered`` (of expired leases), ``samples_acknowledged``,
+            ``samples_expired`` (held by expired leases), ``samples_acknowledged``,
             ``samples_released``, ``clears``, ``samples_cleared``. A claim ended by `end_claim`
             counts as expired, a withdrawal as a clear; `reset_consumption` is not counted.
         """

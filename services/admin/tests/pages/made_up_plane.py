@@ -213,7 +213,7 @@ class MadeUpPlane:
         self.done.append(("clear", partition_id, sample_ids, force))
 
     def reset_consumption(self, partition_id, task_name, sample_ids):
-        self.done.append(("reset-consumption", partition_id, task_name, sample_ids))
+        self.done.append(("redeliver", partition_id, task_name, sample_ids))
         return len(sample_ids)
 
     def end_claim(self, partition_id, claim, *, expired_only=True):

@@ -80,13 +80,11 @@ def test_a_claim_is_ended_and_samples_are_redelivered(client, done):
     page = client.get("/actions/end-claim?partition=train&claim=train-01bc").text
     assert "8 samples for 10 min 40 s" in page
     client.post("/actions/end-claim", data=hidden(page) | {"confirm": "train"}, headers=SAME_ORIGIN)
-    page = client.get("/actions/reset-consumption?partition=train&task=logprob&ids=x").text
-    client.post(
-        "/actions/reset-consumption", data=hidden(page) | {"confirm": "train"}, headers=SAME_ORIGIN
-    )
+    page = client.get("/actions/redeliver?partition=train&task=logprob&ids=x").text
+    client.post("/actions/redeliver", data=hidden(page) | {"confirm": "train"}, headers=SAME_ORIGIN)
     assert done == [
         ("end-claim", "train", "train-01bc", True),
-        ("reset-consumption", "train", "logprob", ["x"]),
+        ("redeliver", "train", "logprob", ["x"]),
     ]
 
 

@@ -54,7 +54,7 @@ PAGES = [
     "/docs",
     "/login",
     f"/actions/clear?partition={quote(HOSTILE_PARTITION, safe='')}",
-    f"/actions/reset-consumption?partition=train&task=train&ids={quote(HOSTILE, safe='')}",
+    f"/actions/redeliver?partition=train&task=train&ids={quote(HOSTILE, safe='')}",
     "/actions/end-claim?partition=train&claim=train-01bc",
 ]
 

@@ -31,7 +31,7 @@ TOTALS = (
     "claims",
     "samples_claimed",
     "leases_expired",
-    "samples_redelivered",
+    "samples_expired",
     "samples_acknowledged",
     "samples_released",
     "clears",

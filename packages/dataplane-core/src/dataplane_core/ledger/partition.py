@@ -406,7 +406,7 @@ class Partition:
         """End a lease that was not acknowledged; return how many samples it still held."""
         rows = self.leases.take(lease, list(lease.rows))
         self.totals["leases_expired"] += 1
-        self.totals["samples_redelivered"] += len(rows)
+        self.totals["samples_expired"] += len(rows)
         self.reopen(self.task(lease.task.name), rows)
         return len(rows)
 

@@ -86,7 +86,7 @@ def wait_timeout(
     if assigned:
         reasons.append(
             f"{assigned} samples are still assigned to data-parallel ranks; register the partition "
-            "again, or call reset_consumption, to make them claimable by all"
+            "again, or redeliver them (inspector.reset_consumption), so that all can claim them"
         )
     return ClaimTimeoutError(
         f"StreamingDataLoader(partition={partition_id!r}, task={task_name!r}): after "

@@ -401,7 +401,7 @@ class InspectionContract(StateMachineContract):
         assert peer.inspector.end_claim(partition, claim.claim, expired_only=False) == 1
         after = client.inspector.read_totals()
         assert after["leases_expired"] - before["leases_expired"] == 1
-        assert after["samples_redelivered"] - before["samples_redelivered"] == 1
+        assert after["samples_expired"] - before["samples_expired"] == 1
         with pytest.raises(LeaseLostError):
             leasing.acknowledge(meta.subset([0]))
         with pytest.raises(LeaseLostError):

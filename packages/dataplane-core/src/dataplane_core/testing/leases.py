@@ -208,7 +208,7 @@ class LeaseContract(LeaseWaitContract):
             "claims": 1,
             "samples_claimed": 3,
             "leases_expired": 0,
-            "samples_redelivered": 0,
+            "samples_expired": 0,
             "samples_acknowledged": 1,
             "samples_released": 2,
             "clears": 1,

@@ -25,10 +25,10 @@ def actions_router(service: AdminService) -> APIRouter:
         """Clear samples or an entire partition."""
         return json_reply(service.actions.clear(change, caller_of(request).name))
 
-    @routes.post("/reset-consumption", response_model=models.ActionResult)
-    def reset_consumption(request: Request, change: models.ResetConsumption) -> Response:
+    @routes.post("/redeliver", response_model=models.ActionResult)
+    def redeliver_samples(request: Request, change: models.RedeliverSamples) -> Response:
         """Redeliver acknowledged samples to a task."""
-        return json_reply(service.actions.reset_consumption(change, caller_of(request).name))
+        return json_reply(service.actions.redeliver(change, caller_of(request).name))
 
     @routes.post("/end-claim", response_model=models.ActionResult)
     def end_claim(request: Request, change: models.EndClaim) -> Response:

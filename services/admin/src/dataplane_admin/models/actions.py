@@ -23,7 +23,7 @@ class ClearSamples(Model):
     """The partition's id, repeated as confirmation."""
 
 
-class ResetConsumption(Model):
+class RedeliverSamples(Model):
     """Redeliver acknowledged samples to a task."""
 
     partition: str = Field(min_length=1, max_length=4096)
@@ -49,7 +49,7 @@ class EndClaim(Model):
 class ActionResult(Model):
     """Result of an action."""
 
-    action: Literal["clear", "reset-consumption", "end-claim"]
+    action: Literal["clear", "redeliver", "end-claim"]
     partition: Text
     samples: int | None
     """Number of changed samples; None if unknown."""

@@ -71,9 +71,9 @@ def perform(service: AdminService, name: str, params: Params, actor: str) -> mod
     if name == "clear":
         given |= {"sample_ids": _ids(params) or None, "force": params.flag("force")}
         return service.actions.clear(checked(models.ClearSamples, **given), actor)
-    if name == "reset-consumption":
+    if name == "redeliver":
         given |= {"task": params.required("task"), "sample_ids": _ids(params)}
-        return service.actions.reset_consumption(checked(models.ResetConsumption, **given), actor)
+        return service.actions.redeliver(checked(models.RedeliverSamples, **given), actor)
     given |= {"claim": params.required("claim"), "expired_only": not params.flag("running")}
     return service.actions.end_claim(checked(models.EndClaim, **given), actor)
 
@@ -127,7 +127,7 @@ def _confirm_clear(service: AdminService, params: Params, partition: str) -> Con
     )
 
 
-def _confirm_reset(_service: AdminService, params: Params, partition: str) -> Confirmation:
+def _confirm_redelivery(_service: AdminService, params: Params, partition: str) -> Confirmation:
     ids = params.texts("ids")
     task = params.required("task")
     if not ids:
@@ -139,7 +139,7 @@ def _confirm_reset(_service: AdminService, params: Params, partition: str) -> Co
             f"Task '{printable(task)}' will be able to claim {words.plural(len(ids), 'sample')} of "
             f"partition '{printable(partition)}' again, and may process {pronoun} twice."
         ),
-        action=Link("/actions/reset-consumption"),
+        action=Link("/actions/redeliver"),
         button="Redeliver",
         partition=partition,
         back=to("/partition", id=partition),
@@ -215,6 +215,6 @@ def checked(model: type[_Request], **values: Any) -> _Request:
 
 _CONFIRMATIONS: dict[str, Callable[[AdminService, Params, str], Confirmation]] = {
     "clear": _confirm_clear,
-    "reset-consumption": _confirm_reset,
+    "redeliver": _confirm_redelivery,
     "end-claim": _confirm_end,
 }

@@ -28,7 +28,7 @@ from observability.views import printable
 
 logger = structlog.get_logger("dataplane_admin")
 
-Action = Literal["clear", "reset-consumption", "end-claim"]
+Action = Literal["clear", "redeliver", "end-claim"]
 
 _Result = TypeVar("_Result")
 
@@ -67,10 +67,10 @@ class Actions:
             ),
         )
 
-    def reset_consumption(self, change: models.ResetConsumption, actor: str) -> models.ActionResult:
+    def redeliver(self, change: models.RedeliverSamples, actor: str) -> models.ActionResult:
         """Redeliver acknowledged samples to a task."""
         return self._do(
-            "reset-consumption",
+            "redeliver",
             change.partition,
             change.confirm,
             {"task": change.task, "samples": _shortened(change.sample_ids)},
