@@ -97,7 +97,7 @@ class RunRecord(RunDisplay):
             self.trained[len(self.history) + 1][int(name.split()[-1])] = list(meta.sample_ids)
 
     def _all_acknowledged(self) -> Any:
-        """Return the partition once a poll has seen the step's last acknowledgement, else None."""
+        """Return the partition once a poll has seen the step's last acknowledgment, else None."""
         for partition in self.admin.ask("partitions")["partitions"]:
             acknowledged = {task["acknowledged"] for task in partition["tasks"]}
             if partition["id"] == "train" and acknowledged == {SAMPLES}:

@@ -65,7 +65,7 @@ def renewed_samples(client, held):
     return claim.samples
 
 
-def test_rest_is_held_if_renewed_after_the_acknowledgement(holder):
+def test_rest_is_held_if_renewed_after_the_acknowledgment(holder):
     client, store_client, held, meta = holder
     store_client.after = held.renew_all
     held.acknowledge(meta.slice(0, 1))

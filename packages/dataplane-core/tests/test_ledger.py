@@ -205,7 +205,7 @@ def test_put_under_a_claim_cannot_write_released_samples():
     put(ledger, ["c", "d", "new"], ["y"], token=held.token)
 
 
-def test_put_under_a_claim_cannot_write_consumed_samples():
+def test_put_under_a_claim_cannot_write_acknowledged_samples():
     ledger = new_ledger(num_samples=2)
     put(ledger, ["a", "b"])
     held = claimed(ledger, 1, lease_s=9.0)

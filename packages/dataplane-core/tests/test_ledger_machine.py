@@ -165,9 +165,9 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(SamplesLeasedError):
                 reset_consumption(partition, task, sorted(ids))
             return
-        consumed = [each for each in sorted(ids) if places.get(each) == "acknowledged"]
-        assert reset_consumption(partition, task, sorted(ids)) == consumed
-        places.update(dict.fromkeys(consumed, "open"))
+        acknowledged = [each for each in sorted(ids) if places.get(each) == "acknowledged"]
+        assert reset_consumption(partition, task, sorted(ids)) == acknowledged
+        places.update(dict.fromkeys(acknowledged, "open"))
 
     @rule(lease=leases, expired_only=st.booleans())
     def end_a_claim(self, lease, expired_only):

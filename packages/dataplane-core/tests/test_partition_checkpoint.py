@@ -82,7 +82,7 @@ def test_partition_can_be_restored_under_another_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize("lease", [{}, {"claim_lease_s": 1000.0}])
-def test_restore_keeps_acknowledgements_but_not_leases(tmp_path: Path, lease):
+def test_restore_keeps_acknowledgments_but_not_leases(tmp_path: Path, lease):
     client = filled(claim_lease_s=1000.0)
     acknowledge(client, "train", 2)
     client.claim_meta("train", "train", ["x"], 2)

@@ -88,7 +88,7 @@ def test_a_batch_held_longer_than_its_lease_is_renewed():
             loader.ack(meta)
 
 
-def test_lost_lease_raises_at_the_acknowledgement():
+def test_lost_lease_raises_at_the_acknowledgment():
     client = store(4)
     with StreamingDataLoader(dataset(leased())) as loader:
         batches = iter(loader)
@@ -119,7 +119,7 @@ def test_dataset_delivers_what_a_crashed_consumer_held():
     assert client.check_consumption_status("p", ["a"])
 
 
-def test_dataset_without_acknowledgement_times_out():
+def test_dataset_without_acknowledgment_times_out():
     store(4)
     batches = iter(dataset(leased(), timeout_s=0.1))
     next(batches)

@@ -84,7 +84,7 @@ def test_names_with_the_same_text_do_not_shift_the_flags(controller, status):
     partition = partition_of(controller)
     assert list(partition["fields"]) == ["x", r"a\ud800"]
     assert partition["tasks"] == ["score", r"a\ud800"]
-    for name, expected in (("written", [1, 0, 1, 0]), ("consumed", [1, 1, 1, 0])):
+    for name, expected in (("written", [1, 0, 1, 0]), ("acknowledged", [1, 1, 1, 0])):
         bits = np.unpackbits(np.frombuffer(partition[name], dtype=np.uint8), count=4)
         assert bits.tolist() == expected
 

@@ -31,7 +31,7 @@ MIN_INT = -(2**63)
 """Smallest integer argument, for arguments that may be negative."""
 
 MAX_SECONDS = 1e8
-"""Longest deadline, about three years; far longer ones overflow the timeouts of locks."""
+"""Longest deadline, about three years; far longer ones overflow the time-outs of locks."""
 
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = _brief.maxlong = 60

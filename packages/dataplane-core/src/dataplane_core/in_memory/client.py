@@ -195,7 +195,7 @@ class InMemoryDataPlaneClient(LedgerClient):
     def _consumed_checked(self, partition_id: str, task_names: list[str]) -> bool:
         with self._ledger() as ledger:
             partition = ledger.partitions.get(partition_id)
-            return partition is not None and partition.consumed(task_names)
+            return partition is not None and partition.all_acknowledged(task_names)
 
     def _clear_checked(
         self, partition_id: str, ids: list[str] | None, *, force: bool, withdrawn: bool = False

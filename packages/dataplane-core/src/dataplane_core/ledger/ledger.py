@@ -196,8 +196,8 @@ class Ledger:
         """
         if not ticket.open:
             raise InvalidRequestError(
-                f"put_samples(partition={ticket.partition_id!r}): the put took too long and was "
-                "aborted; put again"
+                f"put_samples(partition={ticket.partition_id!r}): the put was aborted before its "
+                "commit; put again"
             )
         partition = ticket.partition
         self.check_registered(partition)

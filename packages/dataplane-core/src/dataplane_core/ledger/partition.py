@@ -475,7 +475,7 @@ class Partition:
         self._retired[:] = [queue for queue in self._retired if not queue.free_entries(2 * count)]
         return rows
 
-    def consumed(self, task_names: Iterable[str]) -> bool:
+    def all_acknowledged(self, task_names: Iterable[str]) -> bool:
         """Return whether the partition has samples and each task has acknowledged all of them."""
         return bool(self.rows) and all(
             name in self.tasks and self.tasks[name].acknowledged == len(self.rows)

@@ -345,7 +345,7 @@ class InspectionContract(StateMachineContract):
         empty = client.inspector.scan_states(partition)
         assert (empty.total, empty.written, empty.states) == (0, b"", b"")
 
-    def test_consumed_samples_can_be_made_claimable_again(
+    def test_acknowledged_samples_can_be_made_claimable_again(
         self, client: DataPlaneClient, peer: DataPlaneClient, partition: str
     ) -> None:
         put(client, partition, list("abcd"))

@@ -239,11 +239,11 @@ class _Walk(RuleBasedStateMachine):
             with pytest.raises(SamplesLeasedError):
                 client.inspector.reset_consumption(self.partition, task, ids)
             return
-        consumed = self.claimed[task] & set(ids)
+        acknowledged = self.claimed[task] & set(ids)
         assert client.inspector.reset_consumption(self.partition, task, ids + ids[:1]) == len(
-            consumed
+            acknowledged
         )
-        self.claimed[task] -= consumed
+        self.claimed[task] -= acknowledged
 
     @rule(caller=st.integers(0, 1), ids=some_ids)
     def clear(self, caller: int, ids: list[str]) -> None:

@@ -73,7 +73,7 @@ class _Partition:
         keys: (samples,), hash of each sample's key.
         since: (samples,), monotonic time at which each was first seen.
         written: (samples, fields), whether a sample has a field.
-        consumed: (samples, tasks), whether a task consumed a sample.
+        acknowledged: (samples, tasks), whether TransferQueue marks a sample as consumed by a task.
     """
 
     fields: dict[str, tuple[str | None, int, int | None]]
@@ -85,7 +85,7 @@ class _Partition:
     keys: Ints
     since: Floats
     written: Flags
-    consumed: Flags
+    acknowledged: Flags
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class _PartitionRead(msgspec.Struct, frozen=True):
     rows: bytes | None = None
     keys: bytes = b""
     written: bytes = b""
-    consumed: bytes = b""
+    acknowledged: bytes = b""
 
 
 class _ControllerRead(msgspec.Struct, frozen=True):
@@ -205,16 +205,16 @@ class QueueInspector:
                 f"{operation}: partition {partition_id!r}: task {task_name!r} has not claimed; "
                 f"tasks that have claimed: {', '.join(partition.tasks) or 'none'}"
             )
-        consumed = partition.consumed[:, partition.tasks.index(task_name)]
-        ready = ~consumed
+        acknowledged = partition.acknowledged[:, partition.tasks.index(task_name)]
+        ready = ~acknowledged
         for name in names:
             ready &= _column(partition, name)
         return TaskCounts(
-            put=len(consumed),
+            put=len(acknowledged),
             ready=int(ready.sum()),
-            not_ready=int((~consumed & ~ready).sum()),
+            not_ready=int((~acknowledged & ~ready).sum()),
             leased=0,
-            acknowledged=int(consumed.sum()),
+            acknowledged=int(acknowledged.sum()),
             cleared=0,
         )
 
@@ -276,7 +276,7 @@ class QueueInspector:
             fields=tuple(partition.fields),
             tasks=partition.tasks,
             written=partition.written[page].astype(np.uint8).tobytes(),
-            states=(partition.consumed[page] * np.uint8(_ACKNOWLEDGED)).tobytes(),
+            states=(partition.acknowledged[page] * np.uint8(_ACKNOWLEDGED)).tobytes(),
         )
 
     def reset_consumption(self, partition_id: str, task_name: str, sample_ids: list[str]) -> int:
@@ -316,9 +316,9 @@ class QueueInspector:
                 fields=tuple(compress(partition.fields, partition.written[place])),
                 tags=tags,
                 tasks={
-                    task: "acknowledged" if consumed else "unclaimed"
-                    for task, consumed in zip(
-                        partition.tasks, partition.consumed[place], strict=True
+                    task: "acknowledged" if acknowledged else "unclaimed"
+                    for task, acknowledged in zip(
+                        partition.tasks, partition.acknowledged[place], strict=True
                     )
                 },
                 age_s=max(0.0, now - float(partition.since[place])),
@@ -407,7 +407,7 @@ def _merge_read(previous: _Partition | None, read: _PartitionRead, now: float) -
         keys=keys,
         since=_first_seen(previous, rows, keys, now),
         written=_unpacked(read.written, len(rows), len(read.fields)),
-        consumed=_unpacked(read.consumed, len(rows), len(read.tasks)),
+        acknowledged=_unpacked(read.acknowledged, len(rows), len(read.tasks)),
     )
 
 
@@ -463,13 +463,13 @@ def _task(
     partition_id: str, partition: _Partition, place: int, blocked_claims: list[_Claim], now: float
 ) -> TaskSummary:
     task = partition.tasks[place]
-    consumed = partition.consumed[:, place]
-    open_since = partition.since[~consumed]
+    acknowledged = partition.acknowledged[:, place]
+    open_since = partition.since[~acknowledged]
     return TaskSummary(
         name=task,
         unclaimed=len(open_since),
         leased=0,
-        acknowledged=len(consumed) - len(open_since),
+        acknowledged=len(acknowledged) - len(open_since),
         leases=0,
         oldest_unclaimed_s=max(0.0, now - float(open_since.min())) if len(open_since) else None,
         blocked_claim_fields=next(

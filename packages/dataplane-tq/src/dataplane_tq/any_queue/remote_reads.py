@@ -50,7 +50,7 @@ def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
 
     If the checksum is not ``last_checksum``, also return ``rows`` (int64, index of each sample),
     ``keys`` (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields)
-    and ``consumed`` (samples x tasks).
+    and ``acknowledged`` (samples x tasks).
     """
     # Keyed by text, so that names and columns agree: names with the same text share one column.
     metadata = _by_text(status.field_metadata)
@@ -73,12 +73,12 @@ def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
     rows = np.concatenate([rows[present], others])
     keys = np.concatenate([keys[present], np.zeros(len(others), dtype=np.int64)])
     written = _flags([production[:, columns[name]] for name in fields], rows)
-    consumed = _flags(list(consumption.values()), rows)
+    acknowledged = _flags(list(consumption.values()), rows)
     parts = {
         "rows": rows.tobytes(),
         "keys": keys.tobytes(),
         "written": np.packbits(written).tobytes(),
-        "consumed": np.packbits(consumed).tobytes(),
+        "acknowledged": np.packbits(acknowledged).tobytes(),
     }
     # The names are included, because a new task of a small partition may not change the bytes: its
     # flags, all 0, can fit into the padding of the last byte.

@@ -42,7 +42,7 @@ def _handler(query: Callable[..., Any], *, timed: bool = True) -> Callable[[Stor
 def _consumed(store: StoreState, request: p.Consumed) -> bool:
     store.expire()
     partition = store.ledger.partitions.get(request.partition_id)
-    return partition is not None and partition.consumed(request.task_names)
+    return partition is not None and partition.all_acknowledged(request.task_names)
 
 
 async def _count(store: StoreState, request: p.Count) -> TaskCounts:

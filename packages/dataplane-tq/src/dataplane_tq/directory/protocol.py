@@ -160,7 +160,7 @@ class Reported(Request, frozen=True):
 
 
 class Consumption(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that a task has consumed."""
+    """Samples to report to TransferQueue as consumed by a task."""
 
     task_name: str
     sample_ids: list[str]
@@ -354,7 +354,7 @@ class ScanStates(Request, frozen=True):
 
 
 class ResetConsumption(Request, frozen=True):
-    """Make consumed samples claimable again. Answer: their number."""
+    """Make acknowledged samples claimable again. Answer: their number."""
 
     partition_id: str
     task_name: str

@@ -13,7 +13,7 @@ to a read the bytes. A malformed frame makes the unit close the connection.
     write   frame, then the concatenated bytes of all ranges            ->  |+|
     read    frame                                                       ->  those bytes
 
-Sockets block, with the kernel's timeouts: one system call then moves an entire frame, without a
+Sockets block, with the kernel's time-outs: one system call then moves an entire frame, without a
 return to Python for each chunk.
 """
 

@@ -136,8 +136,8 @@ class PackedStorageManager(StorageManager):
                 break
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(
-                    f"put(partition={partition_id!r}): other puts kept overwriting the rows for "
-                    f"{raw.timeout_s:g} s"
+                    f"put(partition={partition_id!r}): other puts overwrote the rows repeatedly "
+                    f"for {raw.timeout_s:g} s"
                 )
             cells = current
         for row, cell in zip(metadata._custom_backend_meta, rows, strict=True):

@@ -1,4 +1,4 @@
-"""Live signs of a stuck run: a task that claims nothing, a claim without acknowledgement."""
+"""Live signs of a stuck run: a task that claims nothing, a claim without acknowledgment."""
 
 from __future__ import annotations
 
