@@ -82,7 +82,7 @@ class SlowLink:
 
 @pytest.fixture
 def slowly_over_tcp() -> Iterator[tuple[SlowLink, SourceReads]]:
-    """Yield a link of about 5 MB/s and reads of one batch, which take three stall timeouts."""
+    """Yield a link of about 5 MB/s and reads of one batch, which take three stall time-outs."""
     with SourceProcess(16 * MIB) as source:
         link = SlowLink(source.manifest.endpoint, burst=1 << 18, pause_s=0.05)
         manifest = msgspec.structs.replace(source.manifest, endpoint=link.address)

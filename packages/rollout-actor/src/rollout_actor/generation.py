@@ -22,7 +22,7 @@ from rollout_actor.conversation import Conversation, Response
 from rollout_actor.interfaces import WeightVersionSpan
 
 MAX_LOGPROB = 1e-3
-"""Largest log-probability accepted as a rounding error; such values are kept unchanged.
+"""Largest log-probability accepted as a rounding error; such values are not changed.
 
 An engine that subtracts a rounded normalizer exceeds 0 by about 1e-5 in float32."""
 

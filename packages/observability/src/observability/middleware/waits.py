@@ -94,7 +94,7 @@ class Waits:
             if self._thread is None or not self._thread.is_alive():
                 self._wake_at = -math.inf
                 self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
-                with suppress(RuntimeError):  # no thread can start; the next wait tries again
+                with suppress(RuntimeError):  # no thread can start; the next wait retries
                     self._thread.start()
             name = f"{self._process_token}-{next(self._numbers)}"
             wait = PendingCall(name, due, self._report_every_s, report)

@@ -81,7 +81,7 @@ def save_checkpoint(
         write_policy: writes model and optimizer into an existing folder; returns the
             `written_files`.
         keep_last: number of checkpoints to retain.
-        notice: called for each old checkpoint that cannot be removed; the next save tries again.
+        notice: called for each old checkpoint that cannot be removed; the next save retries.
 
     Returns:
         The checkpoint's folder.
@@ -129,7 +129,7 @@ def _remove_old(folder: Path, keep_last: int, notice: Callable[[str], None]) -> 
             os.replace(old, hidden)
             shutil.rmtree(hidden)
         except OSError as error:
-            notice(f"{old}: cannot be removed: {error}; the next checkpoint tries again")
+            notice(f"{old}: cannot be removed: {error}; the next checkpoint retries")
 
 
 def written_files(folder: Path) -> dict[str, int]:
