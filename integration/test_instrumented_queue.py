@@ -13,7 +13,7 @@ from integration.environments import UV
 from integration.instrumented import instrumented_environment
 
 from observability.receiver import Receiver
-from observability.records import Records
+from observability.records import Records, Span
 
 INSTRUMENT = Path(sys.executable).parent / "opentelemetry-instrument"
 TIMEOUT_S = 120.0
@@ -56,6 +56,15 @@ for _ in range(20):  # a consumer that polls
 meta = client.get_meta(["ids"], 3, "train", task_name="train")
 assert [sorted(tags) for tags in meta.custom_meta] == [["uid"]] * 3, meta.custom_meta
 assert client.get_data(meta)["ids"].shape[0] == 3
+# Like a trainer that adds fields, to a claimed meta and to keys.
+tags = [{"uid": name} for name in "abc"]
+meta = client.put(batch(3, values=torch.zeros(3, 1)), metadata=meta)
+assert meta.custom_meta == tags, meta.custom_meta
+fields = batch(3, rewards=torch.zeros(3, 1))
+assert tq.kv_batch_put(keys=["a", "b", "c"], partition_id="train", fields=fields).tags == tags
+tq.kv_put(key="a", partition_id="train", tag={"uid": "a"})
+for fields in ("ids", ["ids", "values", "rewards"]):
+    tq.kv_batch_get(keys=["a", "b", "c"], partition_id="train", select_fields=fields)
 listed = tq.kv_list("train")["train"]
 assert listed == {name: {"uid": name} for name in "abc"}, listed
 client.put(batch(2, ids=torch.zeros(2, 8, dtype=torch.int64)), partition_id="bare")
@@ -102,28 +111,38 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return receiver.snapshot()
 
 
+def spans_named(records: Records, name: str) -> list[Span]:
+    named = [span for span in records.spans if span.name == name]
+    return sorted(named, key=lambda span: span.start_ns)
+
+
 def test_operations_are_spans(recorded: Records) -> None:
     names = [span.name for span in recorded.spans]
     for name in ("send train", "receive train", "get train", "send bare", "settle train"):
         assert name in names
     assert names.count("receive train") == 1  # polls without samples have no span
-    (put,) = [span for span in recorded.spans if span.name == "send train"]
+    put, *_ = spans_named(recorded, "send train")
     assert put.attributes["messaging.batch.message_count"] == 3
     assert put.attributes["dataplane.bytes"] == 3 * 8 * 8
     assert put.attributes["dataplane.fields"] == ["ids"]
 
 
-def test_claim_in_another_process_links_to_its_put(recorded: Records) -> None:
-    (put,) = [span for span in recorded.spans if span.name == "send train"]
-    (claim,) = [span for span in recorded.spans if span.name == "receive train"]
-    assert put.process.pid != claim.process.pid
-    assert [link.span_id for link in claim.links] == [put.span_id]
+def test_claims_and_reads_link_to_the_puts_of_their_fields(recorded: Records) -> None:
+    puts = spans_named(recorded, "send train")
+    fields = [put.attributes["dataplane.fields"] for put in puts]
+    assert fields == [["ids"], ["values"], ["rewards"]]
+    gets = spans_named(recorded, "get train")[1:3]
+    ids = [put.span_id for put in puts]
+    assert [[link.span_id for link in get.links] for get in gets] == [ids[:1], ids]
+    (claim,) = spans_named(recorded, "receive train")
+    assert puts[0].process.pid != claim.process.pid
+    assert [link.span_id for link in claim.links] == ids[:1]
     assert claim.attributes["messaging.consumer.group.name"] == "train"
 
 
 def test_failed_operation_is_an_error(recorded: Records) -> None:
-    outcomes = [span.outcome for span in recorded.spans if span.name == "get train"]
-    assert outcomes == ["unset", "error"]
+    outcomes = [span.outcome for span in spans_named(recorded, "get train")]
+    assert outcomes == ["unset"] * 3 + ["error"]
 
 
 def test_events_name_the_samples(recorded: Records) -> None:

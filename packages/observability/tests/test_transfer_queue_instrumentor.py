@@ -17,6 +17,8 @@ METHODS = "".join(
         "async_clear_samples",
         "async_clear_partition",
         "async_kv_list",
+        "async_kv_retrieve_meta",
+        "async_set_custom_meta",
     )
 )
 UNINSTRUMENTED = """
@@ -38,13 +40,16 @@ assert Client.async_put is original
 
 
 STUB = """
+import json
 from types import SimpleNamespace
 
 class AsyncTransferQueueClient:
     async def async_get_meta(self, *args, **kwargs):
-        tags = {"uid": "a", "traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01;1;"}
+        origin = "00-" + "1" * 32 + "-" + "2" * 16 + "-01;1;"
+        tags = {"uid": "a", "dataplane.origins": json.dumps({origin: ["x"]})}
         return SimpleNamespace(
-            global_indexes=[0], partition_ids=["train"], field_schema={"x": {}}, custom_meta=[tags]
+            global_indexes=[0], partition_ids=["train"], field_schema={"x": {}}, custom_meta=[tags],
+            _custom_backend_meta=[{}],
         )
 
     async def async_put(self, data, metadata, partition_id): ...
@@ -52,6 +57,8 @@ class AsyncTransferQueueClient:
     async def async_clear_samples(self, metadata): ...
     async def async_clear_partition(self, partition_id): ...
     async def async_kv_list(self, partition_id): ...
+    async def async_kv_retrieve_meta(self, keys, partition_id): ...
+    async def async_set_custom_meta(self, metadata): ...
     async def async_kv_retrieve_keys(self, rows, partition_id):
         raise TypeError("Not all elements in `global_indexes` are int.")
 """

@@ -229,7 +229,9 @@ def _by_row(cells: Cells) -> list[dict[str, int]]:
 def _cells_of(metadata: Any, at: Sequence[int]) -> Cells:
     """Return the meta's cells of the rows ``at``, for fields that all of them have."""
     rows = [metadata._custom_backend_meta[i] for i in at]
-    fields = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
+    # Others may add their own entries: the instrumentor of TransferQueue adds a text.
+    names = [name for name, cell in rows[0].items() if isinstance(cell, int)] if rows else []
+    fields = [name for name in names if all(name in row for row in rows)]
     return {name: np.array([row[name] for row in rows], np.int64) for name in fields}
 
 

@@ -2,8 +2,8 @@
 
 ``opentelemetry-instrument python -m …`` calls it in each process that inherits the environment,
 such as Ray's workers. The program needs no changes. If the span of an operation is recorded, the
-keys of its samples are queried too. A put with tags also stores its span context as a tag, which
-is removed from the results of listings and claims.
+keys of its samples are queried too. A put to a meta or to keys also stores its span context as a
+tag, which no result of a traced client has.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any  # Any: TransferQueue has no types
 
 from opentelemetry import trace
 
+from observability.adapters import transfer_queue_origins as origins
 from observability.middleware.lifecycle import Lifecycle
 from observability.middleware.observers import Observers
 from observability.middleware.operation import Op, Operation
@@ -55,16 +56,10 @@ def _wrap_put(method: Callable[..., Any]) -> Callable[..., Any]:
         call = Operation("put", partition_id or _partition_of(metadata))
         call.put_bytes = bytes_by_field(data)
         call.n_bytes = sum(call.put_bytes.values())
-        tags = [] if metadata is None else metadata.custom_meta
-        call.tags = list(tags) if any(tags) else None
         with _observe(call):
-            try:
-                if call.tags is not None:
-                    metadata.custom_meta = call.tags  # the caller's tags and the origin
-                result = await method(client, data, metadata, partition_id, *args, **kwargs)
-            finally:
-                if call.tags is not None:
-                    metadata.custom_meta = tags
+            if metadata is not None:
+                origins.add(metadata, data.keys())
+            result = await method(client, data, metadata, partition_id, *args, **kwargs)
             await _describe(client, call, result)
             call.fields = list(data.keys())
         return result
@@ -79,7 +74,7 @@ def _wrap_claim(method: Callable[..., Any]) -> Callable[..., Any]:
     async def traced_claim(client: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.get("mode", "fetch") != "fetch":  # other modes consume no samples
-            return _without_origins(await method(client, *args, **kwargs))
+            return origins.hide(await method(client, *args, **kwargs))
         fields, task = arguments.get("data_fields") or (), arguments.get("task_name") or ""
         call = Operation(
             "claim_meta",
@@ -89,7 +84,7 @@ def _wrap_claim(method: Callable[..., Any]) -> Callable[..., Any]:
             started_ns=time.time_ns(),
         )
         try:
-            meta = await method(client, *args, **kwargs)
+            meta = origins.hide(await method(client, *args, **kwargs))
         except BaseException:  # observers see every outcome
             with _observe(call):
                 raise
@@ -98,20 +93,9 @@ def _wrap_claim(method: Callable[..., Any]) -> Callable[..., Any]:
             with _observe(call):
                 await _describe(client, call, meta)
                 call.fields = list(fields)
-        return _without_origins(meta)
+        return meta
 
     return traced_claim
-
-
-def _wrap_listing(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    async def listing_without_origins(*args: Any, **kwargs: Any) -> Any:
-        partitions = await method(*args, **kwargs)
-        for samples in partitions.values():
-            _remove_origins(samples.values())
-        return partitions
-
-    return listing_without_origins
 
 
 WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -120,20 +104,11 @@ WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "async_get_data": _wrap_batch_method("get"),
     "async_clear_samples": _wrap_batch_method("clear"),
     "async_clear_partition": _wrap_batch_method("clear"),
-    "async_kv_list": _wrap_listing,
+    "async_kv_list": origins.wrap_listing,
+    "async_kv_retrieve_meta": origins.wrap_retrieval,
+    "async_set_custom_meta": origins.wrap_tagging,  # puts call it, too
 }
 """Wrappers by name of the method of `transfer_queue.client.AsyncTransferQueueClient`."""
-
-
-def _without_origins(meta: Any) -> Any:
-    # Tags are removed even if the claim's span is not recorded: the put's span may have been.
-    _remove_origins(meta.custom_meta)
-    return meta
-
-
-def _remove_origins(tags_of_samples: Iterable[dict[str, Any]]) -> None:
-    for tags in tags_of_samples:
-        tags.pop(TRACEPARENT_TAG, None)
 
 
 def _partition_of(meta: Any) -> str:
@@ -141,7 +116,7 @@ def _partition_of(meta: Any) -> str:
 
 
 async def _describe(client: Any, call: Operation, meta: Any) -> None:
-    """Set fields, tags and samples of an operation from the metadata, if its span is recorded.
+    """Set fields, origins and samples of an operation from the metadata, if its span is recorded.
 
     The sample ids are those of the first partition.
     """
@@ -149,8 +124,7 @@ async def _describe(client: Any, call: Operation, meta: Any) -> None:
         return
     call.partition_id, call.n_keys = _partition_of(meta), len(meta.global_indexes)
     call.fields = list(meta.field_schema)
-    if call.tags is None and any(meta.custom_meta):
-        call.tags = list(meta.custom_meta)
+    call.tags = [{TRACEPARENT_TAG: origin} for origin in origins.of(meta)]
     partition_by_row = zip(meta.global_indexes, meta.partition_ids, strict=True)
     rows = [row for row, partition in partition_by_row if partition == call.partition_id]
     keys: Sequence[str | None] = [None] * len(rows)
