@@ -113,3 +113,8 @@ def test_sample_that_is_cleared_during_a_read_has_no_key(controller, status):
         [hash("a"), "a", {}],
         [0, None, {}],
     ]
+
+
+def test_origins_of_the_instrumentor_are_no_tags(controller, status):
+    status.custom_meta[0] = {"uid": 1, "dataplane.origins": "{}"}
+    assert remote_reads.read_samples(controller, "train", [0]) == [[hash("a"), "a", {"uid": 1}]]

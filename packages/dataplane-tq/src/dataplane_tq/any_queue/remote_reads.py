@@ -174,6 +174,7 @@ def _by_text(named: dict[Any, Any]) -> dict[str, Any]:
 
 def _tags(held: Any) -> dict[str, Any]:
     tags = _by_text(held) if isinstance(held, dict) else {}
+    tags.pop("dataplane.origins", None)  # of the instrumentor; TransferQueue's clients hide it
     return {name: _tag(value) for name, value in tags.items()}
 
 
