@@ -132,8 +132,9 @@ def test_steps_have_waterfalls_and_critical_paths(admin: Admin, watched: dict[st
     assert (run["state"], run["steps"]) == ("finished", 2)
     assert run["config"]["trainer.experiment_name"] == "my-run"
     assert "secret" not in run["config"].values()
-    curves = ("rl.reward.mean", "rl.response.length", "rl.response.truncated")
-    admin.until_curves("my-run", curves, min_points=2)
+    responses = ("rl.reward.mean", "rl.response.length", "rl.response.truncated")
+    staleness = ("rl.staleness.mean", "rl.staleness.max")
+    admin.until_curves("my-run", (*responses, *staleness), min_points=2)
     assert (first["step"], last["step"]) == (0, 1)  # verl counts steps from 1
     assert stages(first) == [*STAGES, "refit"]
     assert stages(last) == [*STAGES, "save_checkpoint", "refit"]
@@ -185,7 +186,8 @@ def timers_of_verl() -> set[str]:
 
 @ray.remote
 def time_step(names: list[str]) -> None:
-    """Run verl's timers within a step."""
+    """Run verl's timers within a step, and log a validation."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils.profiler import marked_timer
     from verl.utils.tracking import Tracking
 
@@ -194,6 +196,9 @@ def time_step(names: list[str]) -> None:
         for name in names:
             with marked_timer(name, {}):
                 pass
+    rewards = {"reward": [1.0, 0.0], "acc": [1.0, 0.0]}
+    sources, samples = ["openai/gsm8k", "math"], ["a", "b"]
+    tracking.log(PPOTrainer._val_metrics_update(None, sources, samples, rewards, []), step=1)
     tracking.finish(exit_code=0)
 
 
@@ -214,5 +219,7 @@ def test_every_timer_of_verl_has_the_span_of_the_page(
     assert timers_of_verl() == {*expected, *outside}
     ray.get(time_step.remote([name for name in expected if name != "step"]), timeout=120)
     _, [trace] = ended(admin, "timers", steps=1)
+    validation = ("rl.validation.reward", "rl.validation.pass_rate")
+    admin.until_curves("timers", validation, min_points=1)
     recorded = [(row["name"], row["bucket"]) for row in trace["rows"]]
     assert sorted(recorded[1:]) == sorted(span for name, span in expected.items() if name != "step")

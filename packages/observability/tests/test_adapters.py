@@ -355,6 +355,27 @@ with setup("other", endpoint=ENDPOINT):
     assert {event.attributes["rl.run_id"] for event in events} == {"r"}
 
 
+def test_verl_validation_is_the_mean_of_its_data_sources() -> None:
+    with collector(status(200)) as server:
+        run_script(
+            f"""{VERL}
+with setup("other", endpoint=ENDPOINT):
+    tracking = Tracking("p", "r")
+    tracking.log({{
+        "val-core/a/b/acc/mean@4": 0.5, "val-core/a/b/acc/best@4/mean": 0.9,
+        "val-aux/a/b/reward/mean@4": 0.25, "val-aux/a/b/reward/mean@2": 0.0,
+        "val-core/c/reward/mean@1": 0.75, "training/off_policy/trajectory_staleness/max": 2,
+    }}, step=3)
+""",
+            server.endpoint,
+        )
+        values = {name: (value, facts["rl.step"]) for name, _, value, facts in step_points(server)}
+    assert values["rl.validation.reward"] == (0.5, 3)
+    assert values["rl.validation.pass_rate"] == (0.5, 3)
+    assert values["rl.staleness.max"] == (2, 2)
+    assert values["val-core/a/b/acc/best_4/mean"] == (0.9, 3)
+
+
 @pytest.mark.parametrize(
     "program",
     [f"{TRL}\nsteps = trace_steps(trainer, 'r')", f"{SKYRL}\nsteps = skyrl.trace_steps('r')"],

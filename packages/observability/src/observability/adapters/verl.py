@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any  # Any: verl has no types
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.verl_metrics import NAMES, with_means
 from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
@@ -30,18 +31,6 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     "update_actor": ("train", "idle"),
     **dict.fromkeys(("update_weights", "timing_s/param_sync"), ("refit", "overhead")),
     **{name: (name, "overhead") for name in (*_MOVES, "dump_rollout_generations")},
-}
-# Metric names of docs/telemetry.md by verl's metric.
-_METRIC_NAMES = {
-    "critic/score/mean": "rl.reward.mean",
-    "actor/loss": "rl.loss",
-    "actor/kl_loss": "rl.kl",
-    "actor/entropy": "rl.entropy",
-    "actor/pg_clipfrac": "rl.clip_fraction",
-    "actor/grad_norm": "rl.grad_norm",
-    "actor/lr": "rl.learning_rate",
-    "response_length/mean": "rl.response.length",
-    "response_length/clip_ratio": "rl.response.truncated",
 }
 _installed = False
 
@@ -76,7 +65,7 @@ def install() -> None:
 
     def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
         original_log(tracking, data, step, *args, **kwargs)
-        record_trainer_metrics(step, data, _METRIC_NAMES, run_id=run.run_id)
+        record_trainer_metrics(step, with_means(data), NAMES, run_id=run.run_id)
 
     def traced_finish(tracking: Any, *args: Any, **kwargs: Any) -> None:
         try:
