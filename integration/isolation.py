@@ -35,7 +35,7 @@ TEST_TOOLS = ["pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100"]
 TESTED_WITH = {  # further requirements of a package's tests
     "dataplane-core": ["dataplane-core[checkpoint,testing]", "pillow>=10", "pydantic>=2.5"],
     "dataplane-tq": ["dataplane-core[testing]"],
-    "observability": ["dataplane-core[testing]", "observability[sdk,views]"],
+    "observability": ["dataplane-core[testing]", "observability[sdk,verl,views]"],
     "rollout-actor": ["rollout-actor[vllm]"],
     "refit-mx": ["refit-mx[fleet,nixl]", "opentelemetry-sdk>=1.30", "psutil>=5.9"],
 }

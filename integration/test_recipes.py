@@ -121,20 +121,19 @@ class Tracking:
 class SkipManager:
     step = -1  # as in trainers that do not set it
 
-for name in ("", ".utils", ".utils.debug", ".utils.profiler", ".utils.tracking", ".utils.skip",
+for name in ("", ".utils", ".utils.profiler", ".utils.tracking", ".utils.skip",
              ".utils.skip.skip_manager"):
     module = sys.modules["verl" + name] = types.ModuleType("verl" + name)
     parent, _, own = ("verl" + name).rpartition(".")
     if parent:
         setattr(sys.modules[parent], own, module)
-sys.modules["verl.utils.debug"].marked_timer = marked_timer
 sys.modules["verl.utils.profiler"].marked_timer = marked_timer
 sys.modules["verl.utils.tracking"].Tracking = Tracking
 sys.modules["verl.utils.skip.skip_manager"].SkipManager = SkipManager
 """
 
 VERL_TRAINER = """
-from verl.utils.debug import marked_timer
+from verl.utils.profiler import marked_timer
 
 Tracking("my-project", "my-run")
 for _ in range(2):

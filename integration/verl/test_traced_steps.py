@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,6 +172,16 @@ def test_failed_run_of_separate_trainer(admin: Admin, watched: dict[str, Any]) -
     assert last["rows"][0]["outcome"] == "error"
     assert all("failed: RuntimeError" in reason for reason in last["incomplete"])
     assert last["incomplete"]
+
+
+def test_hook_of_ray_workers_imports_neither_verl_nor_torch() -> None:
+    program = """
+import sys
+from observability.adapters.verl import install
+install()
+sys.exit(sorted({"torch", "verl"} & sys.modules.keys()) or 0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def timers_of_verl() -> set[str]:

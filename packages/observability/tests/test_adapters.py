@@ -314,10 +314,8 @@ class Tracking:
 def marked_timer(name, timing_raw, **options):
     yield
 
-for name in ("verl", "verl.utils", "verl.utils.debug", "verl.utils.profiler",
-             "verl.utils.tracking"):
+for name in ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.tracking"):
     sys.modules[name] = ModuleType(name)
-sys.modules["verl.utils.debug"].marked_timer = marked_timer
 sys.modules["verl.utils.profiler"].marked_timer = marked_timer
 sys.modules["verl.utils.tracking"].Tracking = Tracking
 from observability.adapters.verl import install

@@ -12,7 +12,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from importlib.util import find_spec
 from typing import Any  # Any: verl has no types
+
+from wrapt import register_post_import_hook
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
 from observability.adapters.verl_metrics import NAMES, with_means
@@ -32,30 +36,50 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     **dict.fromkeys(("update_weights", "timing_s/param_sync"), ("refit", "overhead")),
     **{name: (name, "overhead") for name in (*_MOVES, "dump_rollout_generations")},
 }
-_installed = False
+_is_installed = False
 
 
 def install() -> None:
-    """Replace verl's timer and tracking; call it in a process before it imports a trainer.
+    """Replace verl's timer and tracking when the process imports them; call it before.
 
-    If it is set as Ray's ``worker_process_setup_hook``, it runs in each Ray worker. A process
-    exports only if it creates a `Tracking`, as verl's trainers do. The id of the run is the
-    environment variable RUN_ID; without it, verl's experiment name. Later calls do nothing.
+    If it is set as Ray's ``worker_process_setup_hook``, it runs in each Ray worker. It imports
+    nothing of verl, because most workers need neither. A process exports only if it creates a
+    `Tracking`, as verl's trainers do. The id of the run is the environment variable RUN_ID; without
+    it, verl's experiment name. Later calls do nothing.
 
     Raises:
         ImportError: verl is not installed.
     """
-    global _installed
-    if _installed:
-        return
-    try:
-        import verl.utils.debug as debug
-        import verl.utils.profiler as profiler
-        from verl.utils.tracking import Tracking
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{__name__} needs verl ({error.name} is missing)") from error
-    original_init, original_log, original_finish = Tracking.__init__, Tracking.log, Tracking.finish
-    original_timer, run = profiler.marked_timer, _Run()
+    global _is_installed
+    if sys.modules.get("verl") is None and find_spec("verl") is None:
+        raise ImportError(f"{__name__} needs verl (it is not installed)")
+    if not _is_installed:
+        _is_installed, run = True, _Run()
+        register_post_import_hook(partial(_trace_timer, run), "verl.utils.profiler")
+        register_post_import_hook(partial(_trace_tracking, run), "verl.utils.tracking")
+
+
+def _trace_timer(run: _Run, profiler: Any) -> None:
+    original = profiler.marked_timer
+
+    @contextmanager
+    def traced_timer(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(original(name, *args, **kwargs))
+            if STEP in step_facts():
+                stack.enter_context(span(*_SPANS.get(name, (name, "idle"))))
+            elif name == "step":
+                step = run.next_step()
+                stack.enter_context(step_context(run.run_id, step, weight_version=step))
+                stack.enter_context(span("grpo.step"))
+            yield  # a timer outside of steps, as in a validation, has no span
+
+    profiler.marked_timer = traced_timer  # `verl.utils.debug`, which trainers use, imports it
+
+
+def _trace_tracking(run: _Run, module: Any) -> None:
+    tracking = module.Tracking
+    original_init, original_log, original_finish = tracking.__init__, tracking.log, tracking.finish
 
     def traced_init(
         tracking: Any, project_name: str, experiment_name: str, *args: Any, **kwargs: Any
@@ -75,21 +99,7 @@ def install() -> None:
             # does not show how the run ended.
             run.finish(is_final=bool(args or kwargs))
 
-    @contextmanager
-    def traced_timer(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(original_timer(name, *args, **kwargs))
-            if STEP in step_facts():
-                stack.enter_context(span(*_SPANS.get(name, (name, "idle"))))
-            elif name == "step":
-                step = run.next_step()
-                stack.enter_context(step_context(run.run_id, step, weight_version=step))
-                stack.enter_context(span("grpo.step"))
-            yield  # a timer outside of steps, as in a validation, has no span
-
-    debug.marked_timer = profiler.marked_timer = traced_timer
-    Tracking.__init__, Tracking.log, Tracking.finish = traced_init, traced_log, traced_finish
-    _installed = True
+    tracking.__init__, tracking.log, tracking.finish = traced_init, traced_log, traced_finish
 
 
 class _Run:
