@@ -72,13 +72,9 @@ class ProfilingContext:
 
 class GRPOTrainer:
     accelerator = types.SimpleNamespace(process_index=0)
-    args = types.SimpleNamespace(to_sanitized_dict=dict)
 
     def add_callback(self, callback):
         self.callback = callback
-
-    def remove_callback(self, callback):
-        self.callback = None
 
     def training_step(self):
         with ProfilingContext("_prepare_inputs"):
@@ -89,7 +85,9 @@ class GRPOTrainer:
             pass
 
     def train(self):
-        arguments, control = None, TrainerControl()  # real arguments need accelerate
+        # Real arguments need accelerate.
+        arguments, control = types.SimpleNamespace(to_sanitized_dict=dict), TrainerControl()
+        self.callback.on_train_begin(arguments, TrainerState(), control)
         for step in range(2):
             state = TrainerState(global_step=step)
             self.callback.on_step_begin(arguments, state, control)
@@ -97,6 +95,7 @@ class GRPOTrainer:
             self.callback.on_pre_optimizer_step(arguments, state, control)
             self.callback.on_optimizer_step(arguments, state, control)
             self.callback.on_step_end(arguments, state, control)
+        self.callback.on_train_end(arguments, state, control)
 
 for name in ("trl", "trl.extras", "trl.extras.profiling"):
     sys.modules[name] = types.ModuleType(name)

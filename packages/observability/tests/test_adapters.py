@@ -8,7 +8,14 @@ import subprocess
 import sys
 
 import pytest
-from setup_processes import collector, run_script, status, step_points
+from setup_processes import (
+    collector,
+    run_script,
+    start_script,
+    status,
+    step_points,
+    wait_for_end,
+)
 
 from observability.receiver import Receiver
 from observability.views import Step, steps_of
@@ -29,44 +36,39 @@ for name in ("transformers", "trl", "trl.extras", "trl.extras.profiling"):
     sys.modules[name] = ModuleType(name)
 sys.modules["transformers"].TrainerCallback = object
 sys.modules["trl.extras.profiling"].ProfilingContext = ProfilingContext
-from observability.adapters.trl import trace_steps
+from observability.adapters.trl import TraceCallback
 
 def block(name):
     with ProfilingContext(name):
         pass
 
-callbacks = []
-trainer = SimpleNamespace(
-    add_callback=callbacks.append, remove_callback=callbacks.remove,
-    args=SimpleNamespace(to_sanitized_dict=lambda: {"beta": 0.1}),
-)
+callback = TraceCallback("r")
+def event(name, step=0, is_first=True, **arguments):
+    arguments = SimpleNamespace(to_sanitized_dict=lambda: {"beta": 0.1}, **arguments)
+    state = SimpleNamespace(global_step=step, is_world_process_zero=is_first)
+    getattr(callback, name)(arguments, state, None)
 def begin(step, **arguments):
-    state = SimpleNamespace(global_step=step)
-    callbacks[0].on_step_begin(SimpleNamespace(**arguments), state, None)
-def event(name):
-    getattr(callbacks[0], name)(None, None, None)
+    event("on_step_begin", step, **arguments)
 def log(step, **logs):
-    callbacks[0].on_log(None, SimpleNamespace(global_step=step), None, logs=logs)
+    state = SimpleNamespace(global_step=step, is_world_process_zero=True)
+    callback.on_log(None, state, None, logs=logs)
 """
 
 
-def run_traced_trl(receiver: Receiver, body: str) -> list[Step]:
-    indented = "\n".join(f"    {line}" for line in body.strip().splitlines())
-    blocks = 'setup("grpo.driver", run_id="r", endpoint=ENDPOINT), trace_steps(trainer, "r")'
-    result = run_script(
-        f"{TRL}\ntry:\n  with {blocks}:\n{indented}\nexcept ValueError: pass\n{REPORT_RESTORED}",
-        receiver.endpoint,
-    )
-    assert result.exit_code == 0
-    assert result.reports == [{"restored": True, "callbacks": 0}]
+def run_traced_trl(receiver: Receiver, body: str, exit_code: int = 0) -> list[Step]:
+    """Train without TRL; ``body`` calls the callback as its trainer would."""
+    program = f"""{TRL}
+setup("grpo.driver", run_id="r", endpoint=ENDPOINT)
+event("on_train_begin")
+{body}
+event("on_train_end")
+report(restored=all(vars(ProfilingContext)[name] is original[name]
+                    for name in ("__enter__", "__exit__")))
+"""
+    result = wait_for_end(start_script(program, receiver.endpoint))
+    assert result.exit_code == exit_code, result.stderr_lines
+    assert result.reports == ([] if exit_code else [{"restored": True}])
     return steps_of(receiver.snapshot())
-
-
-REPORT_RESTORED = """
-restored = all(vars(ProfilingContext)[name] is value for name, value in original.items()
-               if name in ("__enter__", "__exit__"))
-report(restored=restored, callbacks=len(callbacks))
-"""
 
 
 def test_trl_backward_passes_and_the_optimizer_have_spans(receiver: Receiver) -> None:
@@ -125,18 +127,37 @@ def test_trl_blocks_outside_of_a_step_have_no_spans(receiver: Receiver) -> None:
     ids=["backward", "rewards"],
 )
 def test_trl_error_ends_the_step_as_failed(receiver: Receiver, body: str, failed: set[str]) -> None:
-    [step] = run_traced_trl(receiver, f"begin(0)\n{body}")
+    [step] = run_traced_trl(receiver, f"begin(0)\n{body}", exit_code=1)
     errors = {s.name for s in step.spans if s.attributes.get("error.type") == "ValueError"}
     assert errors == {"grpo.step", *failed}
     assert [span.name for span in step.tree.roots] == ["grpo.step"]
     assert not any("sample" in reason for reason in step.incomplete)
+    started, ended = receiver.snapshot().events
+    assert (started.name, ended.name) == ("run_started", "run_failed")
+    assert ended.attributes["error.type"] == "ValueError"
 
 
 def test_trl_step_ends_if_training_stops_within_it(receiver: Receiver) -> None:
-    steps = run_traced_trl(
-        receiver, 'begin(0); block("compute_loss"); begin(0); block("x"); event("on_train_end")'
-    )
+    steps = run_traced_trl(receiver, 'begin(0); block("compute_loss"); begin(0); block("x")')
     assert [step.incomplete for step in steps] == [[], []]
+
+
+def test_trl_run_is_recorded_by_the_first_rank_alone(receiver: Receiver) -> None:
+    run_script(
+        f"""{TRL}
+setup("grpo.driver", instance="1", run_id="r", endpoint=ENDPOINT)
+event("on_train_begin", is_first=False)
+begin(0)
+event("on_step_end")
+state = SimpleNamespace(global_step=1, is_world_process_zero=False)
+callback.on_log(None, state, None, logs={{"loss": 1.0}})
+event("on_train_end")
+""",
+        receiver.endpoint,
+    )
+    records = receiver.snapshot()
+    assert [span.name for span in records.spans] == ["grpo.step"]
+    assert records.events == []
 
 
 SKYRL = """
@@ -375,18 +396,25 @@ with setup("other", endpoint=ENDPOINT):
 
 
 @pytest.mark.parametrize(
-    "program",
-    [f"{TRL}\nsteps = trace_steps(trainer, 'r')", f"{SKYRL}\nsteps = skyrl.trace_steps('r')"],
+    ("program", "end"),
+    [
+        (f"{TRL}\nevent('on_train_begin'); event('on_train_end')", "run_finished"),
+        (f"{TRL}\nevent('on_train_begin')", "run_stopped"),
+        (f"{TRL}\nevent('on_train_begin'); event('on_train_begin')", "run_stopped"),
+        (f"{SKYRL}\nwith suppress(OSError), skyrl.trace_steps('r'): raise OSError", "run_failed"),
+    ],
+    ids=["trl", "trl-stopped", "trl-again", "skyrl"],
 )
-def test_an_adapter_records_the_start_and_the_end_of_the_run(program: str) -> None:
+def test_an_adapter_records_the_start_and_the_end_of_the_run(program: str, end: str) -> None:
     with Receiver() as receiver:
-        body = "\nwith setup('svc', endpoint=ENDPOINT), suppress(OSError), steps: raise OSError"
-        result = run_script(f"from contextlib import suppress\n{program}{body}", receiver.endpoint)
+        preamble = "from contextlib import suppress\nsetup('svc', endpoint=ENDPOINT)\n"
+        result = run_script(f"{preamble}{program}", receiver.endpoint)
         assert result.exit_code == 0
-        started, ended = receiver.snapshot().events
+        started, ended, *others = receiver.snapshot().events
+    assert [event.name for event in others] == [started.name, ended.name] * (len(others) // 2)
     assert (started.name, started.attributes["rl.run_id"]) == ("run_started", "r")
-    assert (ended.name, ended.attributes["rl.run_id"]) == ("run_failed", "r")
-    config = {"beta": "0.1"} if program.startswith(TRL) else None
+    assert (ended.name, ended.attributes["rl.run_id"]) == (end, "r")
+    config = None if "skyrl" in program else {"beta": "0.1"}
     assert started.attributes.get("dataplane.config") == config
 
 
@@ -394,7 +422,7 @@ def test_trl_metrics_get_the_numbers_of_their_steps() -> None:
     with collector(status(200)) as server:
         run_script(
             f"""{TRL}
-with setup("svc", endpoint=ENDPOINT), trace_steps(trainer, "r"):
+with setup("svc", endpoint=ENDPOINT):
     log(1, **{{
         "loss": 0.5, "clip_ratio/region_mean": 0.25, "rewards/accuracy/mean": 0.75,
         "epoch": 0.1, "kl": None,
@@ -417,7 +445,7 @@ with setup("svc", endpoint=ENDPOINT), trace_steps(trainer, "r"):
 @pytest.mark.parametrize(
     ("module", "use", "missing"),
     [
-        ("trl", "trace_steps(None, 'r')", "TRL"),
+        ("trl", "TraceCallback('r')", "TRL"),
         ("verl", "install()", "verl"),
         ("skyrl", "trace_steps('r').__enter__()", "SkyRL"),
     ],

@@ -8,14 +8,15 @@ recorded as the configuration of the run.
 
 from __future__ import annotations
 
-import re
+import atexit
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any  # Any: TRL and transformers have no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.trl_metrics import record_logs
 from observability.runs import record_run
-from observability.step_metrics import record_trainer_metrics
 
 try:
     from transformers import TrainerCallback
@@ -38,41 +39,52 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     "_get_per_token_logps_and_entropies": ("logprobs", "productive"),
     _LOSS: ("forward", "productive"),
 }
-# Metric names of docs/telemetry.md by TRL's metric.
-_METRIC_NAMES = {
-    "reward": "rl.reward.mean",
-    "reward_std": "rl.reward.std",
-    "loss": "rl.loss",
-    "kl": "rl.kl",
-    "entropy": "rl.entropy",
-    "clip_ratio/region_mean": "rl.clip_fraction",
-    "grad_norm": "rl.grad_norm",
-    "learning_rate": "rl.learning_rate",
-    "completions/mean_length": "rl.response.length",
-    "completions/clipped_ratio": "rl.response.truncated",
-    "sampling/sampling_logp_difference/mean": "rl.logprob_gap.mean",
-    "eval_reward": "rl.validation.reward",
-}
-_REWARD_COMPONENT = re.compile(r"rewards/(.+)/mean")
 
 
-class _StepTracer(TrainerCallback):
-    """A callback that records a trainer's steps; `step` holds the contexts of the open step."""
+class TraceCallback(TrainerCallback):
+    """A callback of one trainer that profiles its methods, such as ``GRPOTrainer``.
+
+    Pass it as one of ``callbacks``. Without `observability.setup` in this process, nothing is
+    recorded. Each rank records its steps; the first rank records metrics, start and end of the run.
+    If an error ends the training, that is recorded when the process exits, or trains again.
+
+    Args:
+        run_id: id of the run.
+    """
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self.step = ExitStack()
+        self._training = ExitStack()  # contexts of a training; the last one is `_step`
+        self._step = ExitStack()
         # Span of a backward pass or of the optimizer. TRL profiles neither; callbacks delimit them.
         self._phase = ExitStack()
         self._generates_remotely = False
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_after_error()
+        if state.is_world_process_zero:
+            record = record_run(args.to_sanitized_dict(), run_id=self._run_id)
+            self._training.enter_context(record)
+        self._training.enter_context(self._traced_blocks())
+        self._training.push(self._step)
+        atexit.register(self._end_after_error)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        atexit.unregister(self._end_after_error)
+        self._training.close()
+
+    def _end_after_error(self) -> None:
+        """End a training that is still open."""
+        error = getattr(sys, "last_value", None) or SystemExit()  # the error that Python printed
+        self._training.__exit__(type(error), error, error.__traceback__)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step.close()  # still open if training stopped between two micro-batches
+        self._step.close()  # still open if training stopped between two micro-batches
         self._generates_remotely = getattr(args, "vllm_mode", None) == "server"
         number = state.global_step  # of completed optimizer steps
-        self.step.enter_context(step_context(self._run_id, number, weight_version=number))
-        self.step.enter_context(span("grpo.step"))
-        self._phase = self.step.enter_context(ExitStack())
+        self._step.enter_context(step_context(self._run_id, number, weight_version=number))
+        self._step.enter_context(span("grpo.step"))
+        self._phase = self._step.enter_context(ExitStack())
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._phase.close()
@@ -84,23 +96,14 @@ class _StepTracer(TrainerCallback):
         self._phase.enter_context(span("optimizer_step", "productive"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step.close()
-
-    on_train_end = on_step_end  # ends a step within which training stopped
+        self._step.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        metrics, components = {}, {}
-        for name, value in logs.items():
-            if match := _REWARD_COMPONENT.fullmatch(name):
-                components[match[1]] = value
-            elif not name.startswith("train_"):  # TRL's summary of the training
-                metrics[name] = value
-        record_trainer_metrics(
-            state.global_step, metrics, _METRIC_NAMES, run_id=self._run_id, components=components
-        )
+        if state.is_world_process_zero:
+            record_logs(state.global_step, logs, self._run_id)
 
     @contextmanager
-    def block(self, name: str) -> Iterator[None]:
+    def _block(self, name: str) -> Iterator[None]:
         """Record a profiled block as a span; ``name`` is ``class.method``."""
         if STEP not in step_facts():  # an evaluation
             yield
@@ -115,36 +118,23 @@ class _StepTracer(TrainerCallback):
         if name == _LOSS:
             self._phase.enter_context(span("backward", "productive"))
 
+    @contextmanager
+    def _traced_blocks(self) -> Iterator[None]:
+        original_enter, original_exit = ProfilingContext.__enter__, ProfilingContext.__exit__
 
-@contextmanager
-def trace_steps(trainer: Any, run_id: str) -> Iterator[None]:
-    """Trace the steps of one trainer in the block, which calls ``trainer.train()``.
+        def traced_enter(context: Any) -> Any:
+            context.rl_block = self._block(context.name)
+            context.rl_block.__enter__()
+            return original_enter(context)
 
-    Without `observability.setup` in this process, nothing is recorded.
+        def traced_exit(context: Any, *error: Any) -> Any:
+            try:
+                return original_exit(context, *error)
+            finally:
+                context.rl_block.__exit__(*error)
 
-    Args:
-        trainer: a trainer of TRL that profiles its methods, such as ``GRPOTrainer``.
-        run_id: id of the run.
-    """
-    tracer = _StepTracer(run_id)
-    original_enter, original_exit = ProfilingContext.__enter__, ProfilingContext.__exit__
-
-    def traced_enter(context: Any) -> Any:
-        context.rl_block = tracer.block(context.name)
-        context.rl_block.__enter__()
-        return original_enter(context)
-
-    def traced_exit(context: Any, *error: Any) -> Any:
+        ProfilingContext.__enter__, ProfilingContext.__exit__ = traced_enter, traced_exit
         try:
-            return original_exit(context, *error)
-        finally:
-            context.rl_block.__exit__(*error)
-
-    trainer.add_callback(tracer)
-    ProfilingContext.__enter__, ProfilingContext.__exit__ = traced_enter, traced_exit
-    try:
-        with record_run(trainer.args.to_sanitized_dict(), run_id=run_id), tracer.step:
             yield
-    finally:
-        ProfilingContext.__enter__, ProfilingContext.__exit__ = original_enter, original_exit
-        trainer.remove_callback(tracer)
+        finally:
+            ProfilingContext.__enter__, ProfilingContext.__exit__ = original_enter, original_exit
