@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any  # Any: SkyRL has no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.skyrl_metrics import record_log
 from observability.runs import record_run
 from observability.setup import setup
-from observability.step_metrics import record_trainer_metrics
 
 # Span name (see docs/telemetry.md) and bucket of each of SkyRL's timers. A span of any other timer
 # has the timer's name and the bucket idle: the trainer is blocked on its workers.
@@ -30,19 +30,6 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
     "save_checkpoints": ("save_checkpoints", "overhead"),
     "save_hf_model": ("save_hf_model", "overhead"),
     "sync_weights": ("refit", "overhead"),
-}
-# Metric names of docs/telemetry.md by SkyRL's metric.
-_METRIC_NAMES = {
-    "reward/avg_raw_reward": "rl.reward.mean",
-    "policy/final_loss": "rl.loss",
-    "policy/policy_kl": "rl.kl",
-    "policy/policy_entropy": "rl.entropy",
-    "policy/clip_ratio": "rl.clip_fraction",
-    "policy/grad_norm": "rl.grad_norm",
-    "policy/policy_lr": "rl.learning_rate",
-    "generate/avg_num_tokens": "rl.response.length",
-    "eval/all/avg_score": "rl.validation.reward",
-    "eval/all/pass_at_1": "rl.validation.pass_rate",
 }
 
 
@@ -115,7 +102,7 @@ def trace_steps(run_id: str) -> Iterator[None]:
 
     def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
         original_log(tracking, data, step, *args, **kwargs)
-        record_trainer_metrics(step, data, _METRIC_NAMES, run_id=run_id)
+        record_log(step, data, run_id)
 
     RayPPOTrainer.__init__, Tracking.log = traced_init, traced_log
     Timer.__enter__, Timer.__exit__ = traced_enter, traced_exit
