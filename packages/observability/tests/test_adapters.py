@@ -6,6 +6,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from setup_processes import (
@@ -17,6 +18,7 @@ from setup_processes import (
     wait_for_end,
 )
 
+from observability import adapters
 from observability.receiver import Receiver
 from observability.views import Step, steps_of
 
@@ -307,16 +309,21 @@ def test_skyrl_metrics_get_the_numbers_of_their_steps() -> None:
 with setup("grpo.driver", endpoint=ENDPOINT), skyrl.trace_steps("r"):
     Tracking().log({{"eval/all/avg_score": 0.1}}, step=0, commit=True)
     Tracking().log({{
-        "reward/avg_raw_reward": 0.5, "eval/all/pass_at_1": 0.25, "timing/step": 2.0,
+        "reward/avg_raw_reward": 0.5, "eval/all/pass_at_8": 0.25, "timing/step": 2.0,
+        "async/staleness_max": 3, "policy/minibatch_rollout_logprobs_abs_diff_mean": 0.1,
     }}, step=1, commit=True)
 """,
             server.endpoint,
         )
+        facts = {"rl.step": 0, "rl.run_id": "r"}
         assert sorted(step_points(server)) == [
-            ("rl.reward.mean", "1", 0.5, {"rl.step": 0, "rl.run_id": "r"}),
+            ("policy/minibatch_rollout_logprobs_abs_diff_mean", "1", 0.1, facts),
+            ("rl.logprob_gap.mean", "{nat}", 0.1, facts),
+            ("rl.reward.mean", "1", 0.5, facts),
+            ("rl.staleness.max", "{version}", 3, facts),
             ("rl.validation.pass_rate", "1", 0.25, {"rl.step": 1, "rl.run_id": "r"}),
-            ("rl.validation.reward", "1", 0.1, {"rl.step": 0, "rl.run_id": "r"}),
-            ("timing/step", "1", 2.0, {"rl.step": 0, "rl.run_id": "r"}),
+            ("rl.validation.reward", "1", 0.1, facts),
+            ("timing/step", "1", 2.0, facts),
         ]
 
 
@@ -467,3 +474,9 @@ except ImportError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert f"needs {missing} (" in result.stdout
+
+
+def test_every_module_of_the_adapters_is_short() -> None:
+    [folder] = adapters.__path__
+    lengths = {path.name: path.read_text().count("\n") for path in Path(folder).glob("*.py")}
+    assert max(lengths.values()) <= 150, lengths
