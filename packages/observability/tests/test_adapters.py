@@ -432,7 +432,7 @@ def test_trl_metrics_get_the_numbers_of_their_steps() -> None:
 with setup("svc", endpoint=ENDPOINT):
     log(1, **{{
         "loss": 0.5, "clip_ratio/region_mean": 0.25, "rewards/accuracy/mean": 0.75,
-        "epoch": 0.1, "kl": None,
+        "epoch": 0.1, "kl": None, "sample/staleness_mean": 1.5,
     }})
     log(2, eval_reward=0.6)
     log(2, train_loss=0.5, train_runtime=9.0)
@@ -445,6 +445,7 @@ with setup("svc", endpoint=ENDPOINT):
             ("rl.clip_fraction", "1", 0.25, facts),
             ("rl.loss", "1", 0.5, facts),
             ("rl.reward.component", "1", 0.75, {**facts, "rl.component": "accuracy"}),
+            ("rl.staleness.mean", "{version}", 1.5, facts),
             ("rl.validation.reward", "1", 0.6, {**facts, "rl.step": 2}),
         ]
 

@@ -18,6 +18,8 @@ _NAMES = {
     "learning_rate": "rl.learning_rate",
     "completions/mean_length": "rl.response.length",
     "completions/clipped_ratio": "rl.response.truncated",
+    "sample/staleness_mean": "rl.staleness.mean",  # these two of AsyncGRPOTrainer
+    "sample/staleness_max": "rl.staleness.max",
     "sampling/sampling_logp_difference/mean": "rl.logprob_gap.mean",
     "eval_reward": "rl.validation.reward",
 }
