@@ -1,8 +1,8 @@
 """Bootstrap of the packed backend by ``transfer_queue.init`` itself.
 
-verl imports this module by the entry point ``verl.plugins``. Elsewhere, import it in the process
-that makes the first call of ``transfer_queue.init``, before that call; other processes need no
-import. Pass a configuration such as::
+verl imports this module by the entry point ``verl.plugins``. TransferQueue itself loads no plugins,
+so without verl, import it in the process that makes the first call of ``transfer_queue.init``,
+before that call; other processes need no import. Pass a configuration such as::
 
     backend:
       storage_backend: PackedStorage
