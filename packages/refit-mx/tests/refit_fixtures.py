@@ -27,7 +27,7 @@ from refit_mx.transports import nixl, nixl_library, shm, tcp
 from refit_mx.transports.base import ReadStats, SourceReads
 
 MODEL = "tiny"
-NIXL_MISSING = nixl_library.nixl_available()
+NIXL_MISSING = nixl_library.nixl_obstacle()
 NO_SHARED_MEMORY = shared_memory_missing()
 needs_nixl = pytest.mark.skipif(
     NIXL_MISSING is not None, reason=f"needs the package nixl-cu12: {NIXL_MISSING}"

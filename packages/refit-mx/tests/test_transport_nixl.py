@@ -32,7 +32,7 @@ from refit_mx.receive.scratch import ScratchPool
 from refit_mx.transports import nixl
 from refit_mx.transports.base import ReadTable, SourceReads
 from refit_mx.transports.nixl import NixlTransport
-from refit_mx.transports.nixl_library import nixl_available
+from refit_mx.transports.nixl_library import nixl_obstacle
 from refit_mx.transports.nixl_source import NixlSource
 
 pytestmark = [pytest.mark.slow, needs_nixl]
@@ -297,8 +297,8 @@ def test_fetch_works_without_a_failed_second_lane(two_lanes, monkeypatch):
 
 def test_importing_nixl_does_not_change_logging():
     code = (
-        "import logging; from refit_mx.transports.nixl_library import nixl_available; "
-        "assert nixl_available() is None; assert logging.raiseExceptions"
+        "import logging; from refit_mx.transports.nixl_library import nixl_obstacle; "
+        "assert nixl_obstacle() is None; assert logging.raiseExceptions"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert logging.raiseExceptions
@@ -327,4 +327,4 @@ def test_ucx_variables_are_set_only_without_rdma_or_user_values(tmp_path):
 
 def test_nixl_is_unavailable_with_yuanrong(monkeypatch):
     monkeypatch.setitem(sys.modules, "yr.datasystem", types.ModuleType("yr.datasystem"))
-    assert "this process has loaded yr.datasystem" in (nixl_available() or "")
+    assert "this process has loaded yr.datasystem" in (nixl_obstacle() or "")

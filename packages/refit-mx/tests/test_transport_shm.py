@@ -141,7 +141,7 @@ def test_memory_is_shared_unless_transports_exclude_it(
     world: World, monkeypatch, transports, nixl, shared
 ):
     if nixl is not None:
-        monkeypatch.setattr(served_transports, "nixl_available", lambda: nixl)
+        monkeypatch.setattr(served_transports, "nixl_obstacle", lambda: nixl)
     publisher = world.publisher(transports=transports)
     world.version("v1")
     assert (publisher.publish("v1", weights(1, SHAPES)).shm is not None) == shared

@@ -336,8 +336,8 @@ def test_installed_build_of_nixl_is_used(tmp_path, installed, taken) -> None:
         if package in installed:
             (tmp_path / package / "_api.py").touch()
     code = (
-        "from refit_mx.transports.nixl_library import nixl_available, _api; "
-        "print(nixl_available() or _api().__package__)"
+        "from refit_mx.transports.nixl_library import nixl_obstacle, _api; "
+        "print(nixl_obstacle() or _api().__package__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(

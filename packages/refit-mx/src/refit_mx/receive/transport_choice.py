@@ -13,7 +13,7 @@ from refit_mx.memory.mapping import shared_memory_missing
 from refit_mx.receive.scratch import ScratchPool
 from refit_mx.settings import ReceiverSettings
 from refit_mx.transports.base import Transport
-from refit_mx.transports.nixl_library import has_rdma, nixl_available
+from refit_mx.transports.nixl_library import has_rdma, nixl_obstacle
 from refit_mx.transports.shm import ShmTransport, can_map
 from refit_mx.transports.tcp import TcpTransport
 
@@ -148,7 +148,7 @@ class Transports:
         """Return why this receiver cannot use a transport at all; None if it can."""
         if name == "shm":
             return shared_memory_missing()
-        return nixl_available() if name == "nixl" else None
+        return nixl_obstacle() if name == "nixl" else None
 
     def _new(self, name: str) -> Transport:
         if name == "nixl":

@@ -8,7 +8,7 @@ import torch
 
 from refit_mx.errors import RefitConfigError
 from refit_mx.memory.mapping import shared_memory_missing
-from refit_mx.transports.nixl_library import nixl_available
+from refit_mx.transports.nixl_library import nixl_obstacle
 
 
 def served_transports(transports: Sequence[str] | None, device: torch.device) -> set[str]:
@@ -25,7 +25,7 @@ def served_transports(transports: Sequence[str] | None, device: torch.device) ->
         )
     missing = {
         name: why
-        for name, obstacle in (("nixl", nixl_available), ("shm", lambda: _shm_obstacle(device)))
+        for name, obstacle in (("nixl", nixl_obstacle), ("shm", lambda: _shm_obstacle(device)))
         if name in wanted and (why := obstacle()) is not None
     }
     if transports is not None:

@@ -50,8 +50,8 @@ def has_rdma() -> bool:
     return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
-def nixl_available() -> str | None:
-    """Return None if NIXL can be used, else the reason why not."""
+def nixl_obstacle() -> str | None:
+    """Return the reason why NIXL cannot be used, None if it can."""
     for other in _CONFLICTING_MODULES:
         if other in sys.modules:
             return f"this process has loaded {other}, whose libraries crash together with NIXL's"
@@ -76,7 +76,7 @@ def new_agent(prefix: str, *, serves: bool) -> Any:  # Any: see the import
     Raises:
         RefitConfigError: NIXL is missing, or lacks UCX.
     """
-    why = nixl_available()
+    why = nixl_obstacle()
     if why is not None:
         raise RefitConfigError(why)
     api = _api()
