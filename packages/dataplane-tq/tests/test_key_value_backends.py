@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneError, LeaseLostError
-from dataplane_tq import stores
+from dataplane_tq import value_stores
 from dataplane_tq.mirror import rows as rows_in
 from dataplane_tq.storage import BACKENDS
 
@@ -74,11 +74,11 @@ def test_put_with_an_expired_lease_overwrites_nothing(client, attach, monkeypatc
 
 
 def test_corrupted_bytes_of_a_backend_are_detected():
-    stored = stores._with_checksum(b"data")
-    assert stores._without_checksum("x", stored) == b"data"
+    stored = value_stores._with_checksum(b"data")
+    assert value_stores._without_checksum("x", stored) == b"data"
     for changed in (stored[:-1] + b"?", b"", None, b"abc"):
         with pytest.raises(RuntimeError, match="other bytes"):
-            stores._without_checksum("x", changed)
+            value_stores._without_checksum("x", changed)
 
 
 def test_rows_outlive_their_producer_except_in_rays_store(client, backend, other_process):

@@ -53,7 +53,7 @@ from dataplane_tq.mirror import rows as mirror_rows
 from dataplane_tq.mirror.engine import Engine
 from dataplane_tq.mirror.reporter import Reporter
 from dataplane_tq.storage import BACKENDS
-from dataplane_tq.stores import Encoded, PackedStore, Store, TransferQueueStore
+from dataplane_tq.value_stores import Encoded, PackedStore, Store, TransferQueueStore
 
 T = TypeVar("T")
 
