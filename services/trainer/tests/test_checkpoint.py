@@ -193,6 +193,21 @@ def test_the_folder_itself_is_on_disk_before_it_is_renamed(saved, monkeypatch):
     assert of_it >= {"", "/state.json", "/model", "/model/config.json"}
 
 
+def test_a_checkpoint_with_an_unflushed_name_is_complete(saved, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def fail_for_the_folder(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_the_folder)
+    with pytest.raises(CheckpointError, match=r"step-000002: complete, but .* Input/output error"):
+        saved(2)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert load_state(tmp_path / "step-000002") == state(2)
+
+
 def test_metrics_on_a_full_disk_keep_complete_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     write_history(tmp_path, [{"step": 1}])

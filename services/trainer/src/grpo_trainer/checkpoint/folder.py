@@ -88,8 +88,9 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be written, for example because the disk is full, or
-            the driver does not see the policy's files. Nothing of it remains, and older
-            checkpoints are untouched.
+            the driver does not see the policy's files. Nothing of it remains. Or it is complete,
+            but its name cannot be flushed to disk, so that it may be lost if the machine dies. In
+            both cases older checkpoints are untouched.
     """
     final = folder / f"step-{state.step:06d}"
     partial = _partial(final)
@@ -109,11 +110,16 @@ def save_checkpoint(
         if final.exists():
             raise CheckpointError(f"checkpoint {final}: exists already; move it away")
         os.replace(partial, final)
-        _sync(folder)
     except OSError as error:
         raise CheckpointError(f"checkpoint {final}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _sync(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {final}: complete, but its name cannot be flushed to disk: {error}"
+        ) from error
     _remove_old(folder, keep_last, notice)
     return final
 
