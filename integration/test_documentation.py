@@ -144,18 +144,24 @@ DEMO = yaml.safe_load(DEMO_CONFIG.read_text())
 DOCUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "data-plane": (
         DEMO["data_plane"],
-        {"surprise": 1, "impl": 1, "storage_capacity": 0},
+        {"surprise": 1, "impl": 1, "storage_capacity": 0, "packed_transport": "pigeon"},
     ),
     "packed-storage": (
         {"num_storage_units": 2, "global_segment_size": 1 << 30, "unit_resources": {"big": 1}},
-        {"surprise": 1, "global_segment_size": "1 GB", "allow_pickle": "always"},
+        {
+            "surprise": 1,
+            "global_segment_size": "1 GB",
+            "num_storage_units": 0,
+            "packed_transport": "pigeon",
+            "allow_pickle": "always",
+        },
     ),
     "refit-publisher": (
         {"rpc_timeout_s": 5, "copy_threads": None},
-        {"surprise": 1, "copy_threads": "all", "stale_on_sigterm": 2},
+        {"surprise": 1, "rpc_timeout_s": 0, "copy_threads": 0, "stale_on_sigterm": 2},
     ),
     "refit-receiver": ({"lease_ttl_s": 20.0}, {"surprise": 1, "scratch_copies": 1.5}),
-    "refit-limits": ({"retention": 0}, {"surprise": 1, "retention": "all"}),
+    "refit-limits": ({"retention": 0}, {"surprise": 1, "retention": -1, "max_leases": 0}),
     "rollout-actor": (
         {**DEMO, "env": {"step_timeout_s": 60}},
         {"policy": {}, "grpo": {"max_rollout_turns": "4"}, "env": {"step_timeout_s": "60"}},

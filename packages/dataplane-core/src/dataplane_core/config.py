@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import (
     Annotated,
     Any,  # callbacks receive, and configs hold, open dicts
+    Literal,
     NotRequired,
 )
 
@@ -105,7 +106,7 @@ class DataPlaneConfig(TypedDict):
     ack_timeout_ms: NotRequired[PositiveInt]
     claim_lease_s: NotRequired[PositiveFloat]
     unit_resources: NotRequired[dict[str, NonNegativeFloat]]
-    packed_transport: NotRequired[str]
+    packed_transport: NotRequired[Literal["auto", "shm", "tcp"]]
     claim_order: NotRequired[str]
     sampler: NotRequired[str]
     transfer_queue_mirror: NotRequired[bool]

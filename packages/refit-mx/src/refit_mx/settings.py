@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar  # Any: settings of any class, and JSON
 
 from refit_mx.errors import RefitConfigError
 
@@ -12,6 +12,33 @@ CONTROL_RETRY_S = 6.0
 peers occupy all connections: the control plane drops them after 2 s, and a refused client
 reconnects up to 1.2 s later."""
 MAX_COPY_THREADS = 4
+
+
+def check_bounds(settings: Any) -> None:
+    """Raise `RefitConfigError` unless every number of a dataclass is above 0.
+
+    A class may list fields that may also be 0 as ``_may_be_zero``.
+    """
+    for name in (each.name for each in fields(settings)):
+        value, may_be_zero = getattr(settings, name), _may_be_zero(type(settings), name)
+        if value is None or isinstance(value, bool) or value > 0 or (value == 0 and may_be_zero):
+            continue
+        raise RefitConfigError(
+            f"{type(settings).__name__}: {name} {value!r}; "
+            f"expected {'0 or more' if may_be_zero else 'more than 0'}"
+        )
+
+
+def add_bounds(schema: dict[str, Any], settings: type) -> None:
+    """Add the bounds of `check_bounds` to the JSON schema of ``settings``."""
+    for name, key in schema["properties"].items():
+        for each in key.get("anyOf", [key]):
+            if each.get("type") in ("integer", "number"):
+                each["minimum" if _may_be_zero(settings, name) else "exclusiveMinimum"] = 0
+
+
+def _may_be_zero(settings: type, name: str) -> bool:
+    return name in getattr(settings, "_may_be_zero", ())
 
 
 @dataclass(frozen=True)
@@ -34,7 +61,8 @@ class PublisherSettings:
             version. Use False in a process that handles SIGTERM and continues.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
+    # for a JSON schema
+    __pydantic_config__: ClassVar = {"extra": "forbid", "json_schema_extra": add_bounds}
 
     rpc_timeout_s: float = 10.0
     control_retry_s: float = CONTROL_RETRY_S
@@ -44,7 +72,7 @@ class PublisherSettings:
     stale_on_sigterm: bool = True
 
     def __post_init__(self) -> None:
-        _positive(self)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -72,7 +100,8 @@ class ReceiverSettings:
             arrive.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
+    # for a JSON schema
+    __pydantic_config__: ClassVar = {"extra": "forbid", "json_schema_extra": add_bounds}
 
     lease_ttl_s: float = 15.0
     heartbeat_ttl_s: float = 15.0
@@ -87,13 +116,4 @@ class ReceiverSettings:
     min_overlapped_verify_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
-        _positive(self)
-
-
-def _positive(settings: PublisherSettings | ReceiverSettings) -> None:
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if value is not None and not isinstance(value, bool) and not value > 0:
-            raise RefitConfigError(
-                f"{type(settings).__name__}: {field.name} {value!r}; expected more than 0"
-            )
+        check_bounds(self)

@@ -6,7 +6,7 @@ import secrets
 
 import ray
 
-from dataplane_core import ConfigError, DataPlaneConfig
+from dataplane_core import DataPlaneConfig
 from dataplane_core.config import require_keys
 from dataplane_tq.directory.wire import TOKEN_BYTES
 from dataplane_tq.packed.unit import UnitActor
@@ -21,7 +21,6 @@ from dataplane_tq.storage.base import (
 from dataplane_tq.storage.packed_manager import BACKEND
 
 _MIN_BYTES = 1 << 20
-_TRANSPORTS = ("auto", "shm", "tcp")
 
 
 class Packed(StorageBackend):
@@ -44,12 +43,6 @@ class Packed(StorageBackend):
         require_keys(cfg, ["num_storage_units"], impl=cfg["impl"])
         require_resources(cfg)
         require_bytes(cfg, "global_segment_size", backend="packed", min_bytes=_MIN_BYTES)
-        transport = cfg.get("packed_transport", "auto")
-        if transport not in _TRANSPORTS:
-            raise ConfigError(
-                f"data-plane config: packed_transport: found {transport!r}; expected one of "
-                f"{', '.join(_TRANSPORTS)}"
-            )
 
     def start(self, cfg: DataPlaneConfig, namespace: str) -> None:
         token = secrets.token_bytes(TOKEN_BYTES)

@@ -21,10 +21,11 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar  # Any: Ray handles and OmegaConf nodes have no static types
+from typing import Any, ClassVar, Literal  # Any: Ray handles and OmegaConf nodes have no types
 
 import ray
 from omegaconf import OmegaConf, open_dict
+from pydantic import NonNegativeFloat, PositiveInt
 
 from dataplane_core import ConfigError, validate_config
 from dataplane_core.errors import listed
@@ -56,12 +57,12 @@ class PackedStorageSettings:
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
 
-    num_storage_units: int
-    global_segment_size: int
-    storage_capacity: int = 1_000_000
-    ack_timeout_ms: int = 30_000
-    unit_resources: dict[str, float] = field(default_factory=dict)
-    packed_transport: str = "auto"
+    num_storage_units: PositiveInt
+    global_segment_size: PositiveInt
+    storage_capacity: PositiveInt = 1_000_000
+    ack_timeout_ms: PositiveInt = 30_000
+    unit_resources: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    packed_transport: Literal["auto", "shm", "tcp"] = "auto"
     allow_pickle: bool = False
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
-from refit_mx.errors import RefitConfigError
+from refit_mx.settings import add_bounds, check_bounds
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Limits:
         RefitConfigError: a negative retention, or another limit that is not positive.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema
+    # for a JSON schema
+    __pydantic_config__: ClassVar = {"extra": "forbid", "json_schema_extra": add_bounds}
+    _may_be_zero: ClassVar = ("retention",)
 
     retention: int = 2
     forget_after_s: float = 3600.0
@@ -43,8 +45,4 @@ class Limits:
     max_ttl_s: float = 86_400.0
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
-            value = getattr(self, name)
-            if value < 0 or (value == 0 and name != "retention"):
-                expected = "0 or more" if name == "retention" else "more than 0"
-                raise RefitConfigError(f"{name} {value!r}; expected {expected}")
+        check_bounds(self)
