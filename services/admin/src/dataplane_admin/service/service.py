@@ -308,8 +308,8 @@ class AdminService:
     def newest_run(self) -> str | None:
         """Return the run with a finished step or with curves that was seen last; None without."""
         point = self.store.newest_point()
-        ids = {self.store.run_with_steps(), point.run_id if point else None} - {None}
-        known = [run for run in map(self.store.run, ids) if run is not None]
+        ids = {self.store.run_with_steps(), None if point is None else point.run_id}
+        known = [run for run in map(self.store.run, filter(None, ids)) if run is not None]
         newest = max(known, key=lambda run: (run.seen_ns, run.last_ns), default=None)
         return None if newest is None else newest.run_id
 
