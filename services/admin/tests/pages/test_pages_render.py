@@ -87,7 +87,7 @@ class Document(HTMLParser):
         self.text += data
 
     def links(self):
-        return [held["href"] for tag, held in self.elements if tag == "a"]
+        return [held["href"] for tag, held in self.elements if tag == "a" and "href" in held]
 
 
 @pytest.mark.parametrize("path", PAGES)
