@@ -1,4 +1,7 @@
-"""Commands against a running service."""
+"""Commands against a running service.
+
+Imports internals: a console of 80 columns for answers with traces of other days.
+"""
 
 import contextlib
 import io

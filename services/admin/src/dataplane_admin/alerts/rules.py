@@ -20,7 +20,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from dataplane_admin.models import AlertKind, AlertSeverity
 
@@ -81,7 +80,7 @@ class Rule(_Section):
     def _fits_kind(cls, bound: Any, info: ValidationInfo) -> Any:
         kind = info.data.get("kind")
         if bound is None and kind not in (None, *_WITHOUT_BOUND):
-            raise PydanticCustomError("missing", "Field required")
+            raise ValueError(f"missing; the kind {kind} needs one")
         if bound is not None and kind in _WITHOUT_BOUND:
             raise ValueError(f"found {bound!r}; the kind {kind} has none")
         return 0.0 if bound is None else bound
