@@ -103,7 +103,7 @@ def read_unfinished_runs(
     last: dict[str, dict[str, float]] = {run_id: {} for run_id in ids}
     for run_id, name, attributes, last_step, updated_ns, value in curves:
         labels = ", ".join(map(str, json.loads(attributes).values()))
-        key = storable(f"{name}{{{labels}}}") if labels else name
+        key = name if attributes == "{}" else storable(f"{name}{{{labels}}}")
         changed[run_id][key] = last_step, updated_ns
         last[run_id][key] = math.nan if value is None else value
     return [
