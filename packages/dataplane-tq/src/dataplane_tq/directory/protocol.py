@@ -105,7 +105,7 @@ class SavedBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Live rows of one block, as a checkpoint has them.
 
     Attributes:
-        id: number of the block; it is part of the cells in the metas of TransferQueue's clients.
+        id: number of the block; the metas of TransferQueue's clients name it.
         layout: layout of all rows of the block.
         rows: int64 array with the numbers of the live rows, ascending; empty if all are live.
         sample_ids: sample of each live row.

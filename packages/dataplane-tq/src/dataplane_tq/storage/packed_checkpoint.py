@@ -1,11 +1,11 @@
 """Checkpoints of the rows of TransferQueue's own clients on the packed backend.
 
 TransferQueue saves its controller, then asks the storage manager for the values. Metas in the
-controller name each value by its block's number and its row in the block, so a restored block keeps
-both. Rows that were freed before the save are not stored, and a restore frees their memory::
+controller name each value by its block's number, so a restored block keeps its number. Rows that
+were freed before the save are not stored, and a restore frees their memory::
 
     block 7, rows   a - c -      saved: layout of 4 rows, rows [0, 2], bytes of a and c
-    restored        a . c .      the cells (7, 0) and (7, 2) are valid; 1 and 3 are free
+    restored        a . c .      rows 0 and 2 of block 7 are valid; 1 and 3 are free
 
 A checkpoint is a folder of `dataplane_core.checkpoint.folder`: each file has some blocks of one
 partition, and its SHA-256 is in the manifest.

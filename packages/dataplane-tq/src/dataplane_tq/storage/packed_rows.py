@@ -3,9 +3,9 @@
 A row is packed to bytes when it is put, and becomes TransferQueue's tensors again when it is read.
 
 TransferQueue reuses the index of a cleared row, so an index does not identify a row. Therefore each
-value has a cell, a number that is never reused. A put returns the cells of its values, and each
-meta (TransferQueue's `BatchMeta`) carries them. A meta is refused if all cells that it has for one
-of its rows are out of date: that row was cleared or completely overwritten.
+value has a cell, the number of its block, which is never reused. A put returns the cells of its
+values, and each meta (TransferQueue's `BatchMeta`) carries them. A meta is refused if all cells
+that it has for one of its rows are out of date: that row was cleared or completely overwritten.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class RawStore:
             answer = session.ask(request, p.PutAnswer)
             self._units.write(answer.blocks, encoded)
             session.ask(p.CommitPut(None), type(None))
-        cells: dict[str, list[Indices]] = {field.layout.name: [] for field in encoded}
+        cells = {field.layout.name: np.empty(field.layout.rows, np.int64) for field in encoded}
         for block in answer.blocks:
-            rows = np.arange(block.layout.rows, dtype=np.int64)
-            cells[block.layout.name].append(_cell(np.int64(block.id), rows))
-        return {name: np.concatenate(parts) for name, parts in cells.items()}
+            rows = slice(block.first_row, block.first_row + block.layout.rows)
+            cells[block.layout.name][rows] = block.id
+        return cells
 
     def cells(self, partition_id: str, indexes: Sequence[int], fields: Sequence[str]) -> Cells:
         """Return the current cells of rows.
@@ -242,19 +242,11 @@ def _partition(partition_id: str) -> str:
     return f"{_PREFIX}{partition_id}"
 
 
-def _cell(block_ids: Any, rows: Indices) -> Indices:
-    """Return a unique number for each value, from its block id and its row in the block."""
-    cells: Indices = (block_ids << 32) | rows
-    return cells
-
-
 def _cells(fields: Sequence[str], answer: p.ReadAnswer) -> Cells:
-    cells: Cells = {}
-    for name, parts in zip(fields, answer.parts, strict=True):
-        block_ids = np.array([block.id for block in parts.blocks], np.int64)
-        source, rows = parts.locate()
-        cells[name] = _cell(block_ids[source], rows)
-    return cells
+    return {
+        name: np.array([block.id for block in parts.blocks], np.int64)[parts.locate()[0]]
+        for name, parts in zip(fields, answer.parts, strict=True)
+    }
 
 
 def field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
