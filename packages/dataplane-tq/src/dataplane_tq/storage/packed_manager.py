@@ -37,7 +37,7 @@ from dataplane_tq.storage.packed_rows import (
     field_schema,
     merge_columns,
 )
-from dataplane_tq.upstream import StorageManager, StorageManagerFactory
+from dataplane_tq.upstream import StorageManager, StorageManagerFactory, speed_up_metas
 
 BACKEND = "PackedStorage"
 """Name of the backend in TransferQueue's registries, and of its configuration section."""
@@ -75,6 +75,8 @@ class PackedStorageManager(StorageManager):
         super().__init__(controller_info, config, zmq_context=zmq_context)
         connection = config.get(RAW)
         self._raw = None if connection is None else RawStore(connection)
+        if self._raw is not None:
+            speed_up_metas(field_schema)
 
     async def put_data(
         self, data: TensorDict, metadata: Any, data_parser: Callable[[Any], Any] | None = None
