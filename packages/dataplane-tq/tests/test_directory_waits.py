@@ -22,8 +22,8 @@ SOON_S = 5.0
 class LocalDirectory(Calls):
     """Directory in this process, and a client that makes blocking calls in a thread."""
 
-    def __init__(self, pool):
-        self.directory = Directory(3, [], "127.0.0.1")
+    def __init__(self, pool, *, mirrored=True):
+        self.directory = Directory(3, [], "127.0.0.1", mirrored=mirrored)
         super().__init__(Link(self.directory.start(), timeout_s=TIMEOUT_S))
         self._pool = pool
 
@@ -70,3 +70,19 @@ def test_blocked_put_does_not_enter_a_new_partition(local):
     with pytest.raises(PartitionNotFoundError):
         stale.result(SOON_S)
     assert local.directory.store.ledger.partition("p").held == 0
+
+
+def test_without_a_mirror_reports_of_a_row_have_the_order_of_its_puts():
+    with ThreadPoolExecutor(1) as pool:
+        local = LocalDirectory(pool, mirrored=False)
+        local.register(num_samples=3)
+        with local.link.session("put") as session:
+            begin = p.BeginPut("p", ["a"], {"x": "torch.int64"}, [], "n", None, TIMEOUT_S)
+            session.ask(begin, p.PutAnswer)
+            session.ask(p.CommitPut(None, will_report=True), type(None))
+            blocked = local.block(local.put, ["a", "b"])
+            local.put(["c"])
+            assert not blocked.done()
+            session.send(p.Unpin())  # the rows are reported
+        blocked.result(SOON_S)
+        local.link.close()

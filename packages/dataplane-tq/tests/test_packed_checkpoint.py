@@ -76,9 +76,10 @@ class Model:
 
     def put(self, partition, ids, names):
         self.version += 1
-        cells = self.store.put(partition, ids, fields(names, ids, self.version), {})
+        data = fields(names, ids, self.version)
+        cells = self.store.put(partition, ids, data, {}, lambda cells: None)
         for name in names:
-            values = plain(fields(names, ids, self.version)[name])
+            values = plain(data[name])
             for i, value, cell in zip(ids, values, cells[name].tolist(), strict=True):
                 self.rows.setdefault((partition, i), {})[name] = (value, cell)
 
@@ -135,8 +136,8 @@ def test_load_replaces_what_was_put_since(tmp_path):
         model = Model(store)
         model.put("train", [0, 1], ["dense"])
         store.save(tmp_path)
-        store.put("train", [1, 2], fields(["dense", "text"], [1, 2], 99), {})
-        store.put("other", [5], fields(["dense"], [5], 99), {})
+        for partition, ids in (("train", [1, 2]), ("other", [5])):
+            store.put(partition, ids, fields(["dense", "text"], ids, 99), {}, lambda cells: None)
         store.load(tmp_path)
         model.check(store)
         for partition, index in (("train", 2), ("other", 5)):

@@ -119,6 +119,14 @@ class Backlog:
             sample_id in self.dropping or sample_id in self.pinned for sample_id in sample_ids
         )
 
+    def blocks_commit(self, sample_ids: Sequence[str]) -> bool:
+        """Return True if another put of the samples must be reported before they are put.
+
+        The controller keeps what was reported last, so reports must have the order of the puts. The
+        mirror's reports need no order.
+        """
+        return not (self._mirrored or self.reporting.keys().isdisjoint(sample_ids))
+
 
 def grouped(samples: Fields) -> list[Orphans]:
     """Group samples by their fields."""

@@ -42,7 +42,7 @@ TRANSITIONS: dict[type[Any], dict[State, set[State]]] = {
     p.BeginRestore: {State.IDLE: {State.RESTORING}},
     p.CommitRestore: {State.RESTORING: {State.IDLE}},
     p.Read: {State.IDLE: {State.READING}, State.READING: {State.READING}},
-    p.Unpin: {State.IDLE: {State.IDLE}, State.READING: {State.IDLE}},
+    p.Unpin: {state: {State.IDLE} for state in (State.IDLE, State.READING, State.REPORTING)},
     p.Clear: {State.IDLE: {State.CLEARING}},
     p.NextOrphans: {State.CLEARING: {State.CLEARING}},
     p.Dropped: {State.CLEARING: {State.IDLE}},
@@ -177,6 +177,7 @@ class Connection:
 
     async def _commit_put(self, request: p.CommitPut) -> Deferred:
         putting = self._current_operation(Putting)
+        await putting.wait_for_reports()
         # If the client disconnected, another client may have withdrawn the samples since.
         await self._check_present()
         try:

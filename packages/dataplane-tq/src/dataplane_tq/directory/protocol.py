@@ -90,7 +90,8 @@ class CommitPut(Request, frozen=True):
     Attributes:
         tags: one dict per sample; None leaves their tags as they are.
         will_report: True if the client will report the rows to TransferQueue and then send
-            `Reported`. Until then no client drops the rows in TransferQueue.
+            `Reported`. Until then no client drops the rows in TransferQueue. In a store without a
+            mirror, no other put of the rows is committed until then.
         origin: name of the put.
         acknowledge: also acknowledge the samples that the put's lease holds.
     """
@@ -192,7 +193,7 @@ class ReadAnswer(msgspec.Struct, frozen=True):
 
 
 class Unpin(Request, frozen=True):
-    """End the connection's read. No answer."""
+    """End the connection's read, or its report in a store without a mirror. No answer."""
 
 
 class Claim(Request, frozen=True):

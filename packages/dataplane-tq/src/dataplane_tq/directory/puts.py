@@ -19,6 +19,8 @@ from dataplane_tq.directory.operations import Drops, Idle, Operation, Reading, S
 from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.packed.layout import Block
 
+_RECHECK_S = 1.0
+
 
 class Putting(Operation):
     """Put under way: ids, capacity and bytes are reserved, and nothing is visible yet."""
@@ -37,6 +39,15 @@ class Putting(Operation):
         """Raise a `DataPlaneError` if the put could not be committed now."""
         self._store.expire()
         self._store.ledger.check_commit(self._ticket)
+
+    async def wait_for_reports(self) -> None:
+        """Wait for the reports that must precede this put's."""
+        store, ticket = self._store, self._ticket
+        while (backlog := store.backlog.get(ticket.partition_id)) is not None:
+            if not backlog.blocks_commit(ticket.sample_ids):
+                return
+            store.check_failure()
+            await store.wait(ticket.partition_id, _RECHECK_S)
 
     def check_commit(self, request: p.CommitPut) -> None:
         """Raise a `DataPlaneError` if `commit` would fail."""

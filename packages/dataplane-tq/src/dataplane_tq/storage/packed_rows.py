@@ -10,7 +10,7 @@ that it has for one of its rows are out of date: that row was cleared or complet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any  # Any: TransferQueue's fields have no static types
 
@@ -77,7 +77,12 @@ class RawStore:
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
     def put(
-        self, partition_id: str, indexes: Sequence[int], data: TensorDict, meta: Cells
+        self,
+        partition_id: str,
+        indexes: Sequence[int],
+        data: TensorDict,
+        meta: Cells,
+        report: Callable[[Cells], None],
     ) -> Cells:
         """Write fields of rows; return their cells.
 
@@ -86,6 +91,8 @@ class RawStore:
             indexes: global indexes of the rows.
             data: values of the rows.
             meta: cells in the caller's meta; empty for new rows.
+            report: is called with the cells, once the rows are readable. Until it returns, no other
+                put of the rows is visible, and no clear of them returns.
 
         Raises:
             MissingDataError: the meta is stale.
@@ -96,21 +103,10 @@ class RawStore:
             with self._link.session(f"put(partition={partition_id!r})") as session:
                 self._find(session, partition_id, sample_ids, list(meta), meta)
                 session.send(p.Unpin())
-        try:
-            return self._put(partition_id, sample_ids, data)
-        except PartitionNotFoundError:
-            name = _partition(partition_id)
-            self._link.ask(
-                f"put(partition={partition_id!r})",
-                p.Register(PartitionDeclaration.checked(name, [], 0, [])),
-                type(None),
-            )
-            return self._put(partition_id, sample_ids, data)
-
-    def _put(self, partition_id: str, sample_ids: list[str], data: TensorDict) -> Cells:
         encoded = encode(data, len(sample_ids), allow_pickle=self._allow_pickle)
+        name = _partition(partition_id)
         request = p.BeginPut(
-            _partition(partition_id),
+            name,
             sample_ids,
             {field.layout.name: field.layout.kind for field in encoded},
             [field.layout for field in encoded],
@@ -119,27 +115,21 @@ class RawStore:
             self.timeout_s,
         )
         with self._link.session(f"put(partition={partition_id!r})") as session:
-            answer = session.ask(request, p.PutAnswer)
+            try:
+                answer = session.ask(request, p.PutAnswer)
+            except PartitionNotFoundError:
+                declaration = PartitionDeclaration.checked(name, [], 0, [])
+                session.ask(p.Register(declaration), type(None))
+                answer = session.ask(request, p.PutAnswer)
             self._units.write(answer.blocks, encoded)
-            session.ask(p.CommitPut(None), type(None))
-        cells = {field.layout.name: np.empty(field.layout.rows, np.int64) for field in encoded}
-        for block in answer.blocks:
-            rows = slice(block.first_row, block.first_row + block.layout.rows)
-            cells[block.layout.name][rows] = block.id
-        return cells
-
-    def cells(self, partition_id: str, indexes: Sequence[int], fields: Sequence[str]) -> Cells:
-        """Return the current cells of rows.
-
-        Raises:
-            MissingDataError, PartitionNotFoundError: a row was cleared, or never had a field.
-        """
-        sample_ids = [str(index) for index in indexes]
-        with self._link.session(f"put(partition={partition_id!r})") as session:
-            request = p.Read(_partition(partition_id), sample_ids, list(fields))
-            answer = session.ask(request, p.ReadAnswer)
+            cells = {field.layout.name: np.empty(field.layout.rows, np.int64) for field in encoded}
+            for block in answer.blocks:
+                rows = slice(block.first_row, block.first_row + block.layout.rows)
+                cells[block.layout.name][rows] = block.id
+            session.ask(p.CommitPut(None, will_report=True), type(None))
+            report(cells)
             session.send(p.Unpin())
-        return _cells(fields, answer)
+        return cells
 
     def missing(self, partition_id: str, indexes: Sequence[int]) -> list[int]:
         """Return the rows of ``indexes`` that have no values."""
