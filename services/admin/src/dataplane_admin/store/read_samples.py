@@ -29,6 +29,7 @@ from dataplane_admin.store.texts import (
 from dataplane_admin.store.work import in_groups
 
 _MAX_GROUP = 1000
+_IN_GROUP = SampleGroupModel.id == SampleFactModel.group_key
 _HAS_TEXT = (
     exists()
     .where(SampleTextModel.id == SampleFactModel.id)
@@ -40,7 +41,7 @@ _FACTS = select(
     SampleGroupModel.run_id,
     SampleGroupModel.group_id,
     _HAS_TEXT,
-).join(SampleGroupModel, SampleGroupModel.id == SampleFactModel.group_key)
+).join(SampleGroupModel, _IN_GROUP)
 
 
 @dataclass(frozen=True)
@@ -81,17 +82,19 @@ def read_sample_facts(
     """
     key = SampleFactModel.id
     column: Any = key if sort == "newest" else getattr(SampleFactModel, sort)
-    query = _FACTS.where(*_conditions(chosen))
+    ids = select(key).join(SampleGroupModel, _IN_GROUP).where(*_conditions(chosen))
     if sort != "newest":
-        query = query.where(column.is_not(None))
+        ids = ids.where(column.is_not(None))
     if after is not None:
         value, last = after
         number = last if sort == "newest" else value
         beyond = column > number if ascending else column < number
         further = key > last if ascending else key < last
-        query = query.where(or_(beyond, and_(column == number, further)))
-    for each in dict.fromkeys((column, key)):
-        query = query.order_by(each.asc() if ascending else each.desc())
+        ids = ids.where(or_(beyond, and_(column == number, further)))
+    order = [each.asc() if ascending else each.desc() for each in dict.fromkeys((column, key))]
+    # Only the ids are sorted: of all matching samples, SQLite would sort all columns.
+    ids = ids.order_by(*order).limit(limit + 1).correlate(None)
+    query = _FACTS.where(key.in_(ids)).order_by(*order)
     rows, bottom = reader.page(
         query, limit, lambda row: (float(0 if sort == "newest" else getattr(row, sort)), row.id)
     )
