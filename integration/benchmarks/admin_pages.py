@@ -288,7 +288,7 @@ def _paths(connection: http.client.HTTPConnection, steps: int) -> list[str]:
         f"/samples?run={run}&step={steps - 20}&sort=reward&order=ascending",
         f"/samples?run={run}&state=dropped",  # no sample matches
         f"/samples?run={run}&tagged=source%3Dmath",  # no sample matches
-        "/samples?sort=length",
+        "/samples?sort=step",
         f"/group?run={run}&group=prompt-{steps - 20:06d}-000",
         "/engines",
         "/alerts",
