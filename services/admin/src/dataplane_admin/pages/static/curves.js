@@ -1,6 +1,6 @@
 // Draws the curves of one run or of several with uPlot, which uPlot.iife.min.js defines. All panels
 // share one range of the horizontal axis and one crosshair. The axis is steps, seconds or samples. The
-// URL has the state: smooth, first and last.
+// URL has the state: smooth, metrics, first and last.
 const POINTS_PER_PIXEL = 0.5;
 const FETCH_DELAY_MS = 50;
 const X_AXIS = 22;
@@ -213,6 +213,22 @@ export function drawCurves() {
     links.querySelector("a").focus();
   });
 
+  // Shows the metrics with the typed text in their name or title.
+  const filter = document.getElementById("metric-filter");
+  const choose = () => {
+    const wanted = filter.value.trim().toLowerCase();
+    for (const figure of section.querySelectorAll("[data-curve]")) {
+      const words = `${figure.dataset.curve} ${figure.querySelector(".curve-title").textContent}`;
+      figure.hidden = !words.toLowerCase().includes(wanted);
+    }
+    const others = section.querySelector(".more-curves");
+    if (others && wanted) others.open = true;
+  };
+  filter.value = new URLSearchParams(location.search).get("metrics") || "";
+  filter.addEventListener("input", choose);
+  filter.addEventListener("change", () => remember({ metrics: filter.value.trim() || null }));
+  choose();
+
   const smoothed = () => {
     document.getElementById("smooth-value").textContent = Number(slider.value).toFixed(2);
     for (const { curves, plot } of charts.values()) plot.setData(dataOf(curves, Number(slider.value)));
@@ -254,7 +270,7 @@ export function drawCurves() {
       sizes.observe(plotOf(figure));
     }
   };
-  document.addEventListener("swapped", () => { watch(); changed(); follow(); });
+  document.addEventListener("swapped", () => { choose(); watch(); changed(); follow(); });
   section.querySelector(".curve-tools").hidden = false;
   watch();
 }
