@@ -6,6 +6,7 @@ Imports internals: tests check that the directory has a blocked request, which a
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
 
 import pytest
 from directory_calls import TIMEOUT_S, Calls, until
@@ -85,4 +86,30 @@ def test_without_a_mirror_reports_of_a_row_have_the_order_of_its_puts():
             assert not blocked.done()
             session.send(p.Unpin())  # the rows are reported
         blocked.result(SOON_S)
+        local.link.close()
+
+
+def test_without_a_mirror_the_next_put_is_committed_after_the_last_report():
+    next_report = Semaphore(0)
+
+    def report(local):
+        with local.link.session("put") as session:
+            begin = p.BeginPut("p", ["a"], {"x": "torch.int64"}, [], "n", None, TIMEOUT_S)
+            session.ask(begin, p.PutAnswer)
+            session.ask(p.CommitPut(None, will_report=True), type(None))
+            assert next_report.acquire(timeout=SOON_S)
+            session.send(p.Unpin())
+
+    with ThreadPoolExecutor(3) as pool:
+        local = LocalDirectory(pool, mirrored=False)
+        local.register(num_samples=3)
+        store = local.directory.store
+        puts = [pool.submit(report, local) for _ in range(3)]
+        until(lambda: len(store._changed.get("p", ())) == 2)
+        for blocked in (2, 1, 0):
+            until(lambda: len(store._changed.get("p", ())) == blocked)  # noqa: B023  # at once
+            assert store.backlog["p"].reporting["a"] == 1
+            next_report.release()
+        for put in puts:
+            put.result(SOON_S)
         local.link.close()

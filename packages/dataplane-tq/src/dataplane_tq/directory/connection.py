@@ -177,10 +177,15 @@ class Connection:
 
     async def _commit_put(self, request: p.CommitPut) -> Deferred:
         putting = self._current_operation(Putting)
-        await putting.wait_for_reports()
-        # If the client disconnected, another client may have withdrawn the samples since.
-        await self._check_present()
+        deadline = time.monotonic() + putting.timeout_s
         try:
+            while True:
+                # If the client disconnected, another client may have withdrawn the samples since.
+                await self._check_present()
+                if not putting.is_blocked():
+                    break
+                await putting.wait(deadline)
+            # Until the effect, nothing gives way to another put of the samples.
             putting.check_commit(request)
         except DataPlaneError:
             putting.undo()

@@ -28,8 +28,14 @@ class Putting(Operation):
     state = State.PUTTING
 
     def __init__(
-        self, store: StoreState, ticket: PutTicket, blocks: list[Block], drops: Drops
+        self,
+        store: StoreState,
+        ticket: PutTicket,
+        blocks: list[Block],
+        drops: Drops,
+        timeout_s: float,
     ) -> None:
+        self.timeout_s = timeout_s
         self._store = store
         self._ticket = ticket
         self._blocks = blocks
@@ -40,14 +46,21 @@ class Putting(Operation):
         self._store.expire()
         self._store.ledger.check_commit(self._ticket)
 
-    async def wait_for_reports(self) -> None:
-        """Wait for the reports that must precede this put's."""
-        store, ticket = self._store, self._ticket
-        while (backlog := store.backlog.get(ticket.partition_id)) is not None:
-            if not backlog.blocks_commit(ticket.sample_ids):
-                return
-            store.check_failure()
-            await store.wait(ticket.partition_id, _RECHECK_S)
+    def is_blocked(self) -> bool:
+        """Return True if another put's report must precede this put."""
+        backlog = self._store.backlog.get(self._ticket.partition_id)
+        return backlog is not None and backlog.blocks_commit(self._ticket.sample_ids)
+
+    async def wait(self, deadline: float) -> None:
+        """Wait for a change of the partition, for at most a second."""
+        self._store.check_failure()
+        partition_id = self._ticket.partition_id
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(
+                f"put_samples(partition={partition_id!r}): after {self.timeout_s:g} s, an earlier "
+                f"put of the same samples was not reported to TransferQueue yet"
+            )
+        await self._store.wait(partition_id, _RECHECK_S)
 
     def check_commit(self, request: p.CommitPut) -> None:
         """Raise a `DataPlaneError` if `commit` would fail."""
@@ -183,7 +196,7 @@ async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer
                 orphans = {} if backlog is None else backlog.take(request.sample_ids)
                 drops = Drops(store, request.partition_id, orphans)
                 answer = p.PutAnswer(partition.declaration.enums, blocks, grouped(orphans))
-                return answer, Putting(store, ticket, blocks, drops)
+                return answer, Putting(store, ticket, blocks, drops, request.timeout_s)
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             if busy:

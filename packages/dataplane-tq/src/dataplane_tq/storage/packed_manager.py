@@ -37,6 +37,7 @@ from dataplane_tq.storage.packed_rows import (
     merge_columns,
 )
 from dataplane_tq.upstream import (
+    TQ_DATA_UPDATE_RESPONSE_TIMEOUT,
     StorageManager,
     StorageManagerFactory,
     ZMQMessage,
@@ -51,6 +52,8 @@ RAW = "raw"
 """Key of the manager's config; only `dataplane_tq.storage.packed_bootstrap` sets it."""
 
 _SHAPES = "per_sample_shapes"
+_MAX_REPORT_S = max(1, TQ_DATA_UPDATE_RESPONSE_TIMEOUT - 1)
+"""Seconds for a report; after a second more, TransferQueue ends it without an error."""
 
 _REFUSALS = (CapacityExceeded, InvalidRequestError, UnsupportedError)
 """Errors after which a put has stored nothing."""
@@ -96,6 +99,8 @@ class PackedStorageManager(StorageManager):
             UnsupportedError: (a NotImplementedError) ``data_parser`` is given, or the queue belongs
                 to a data plane.
             InvalidRequestError: the rows are of several partitions, or a value cannot be stored.
+            DeadlineExceededError: the rows are stored, but it is unknown whether TransferQueue's
+                controller knows of them; or an earlier put of the rows is not reported yet.
             DataPlaneError: as `RawStore.put`.
         """
         raw = self._require_raw("write")
@@ -164,12 +169,15 @@ class PackedStorageManager(StorageManager):
             ZMQRequestType.NOTIFY_DATA_UPDATE, self.storage_manager_id, UserDict(body)
         )
         exchange = self._notify_and_wait(message.serialize())
+        notified = asyncio.run_coroutine_threadsafe(exchange, self._notify_loop)
+        limit_s = min(timeout_s, _MAX_REPORT_S)
         try:
-            asyncio.run_coroutine_threadsafe(exchange, self._notify_loop).result(timeout_s)
+            notified.result(limit_s)
         except TimeoutError:
+            notified.cancel()  # sent later, it could overtake the report of a later put
             raise DeadlineExceededError(
-                f"put(partition={partition_id!r}): no answer from TransferQueue's controller after "
-                f"{timeout_s:g} s"
+                f"put(partition={partition_id!r}): the rows are stored, but TransferQueue's "
+                f"controller did not confirm their report within {limit_s:g} s"
             ) from None
 
     async def _forget_new_keys(self, raw: RawStore, metadata: Any) -> None:
