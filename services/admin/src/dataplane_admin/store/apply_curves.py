@@ -168,6 +168,8 @@ def _value(point: SeriesPoint) -> float | None:
 
 def _aggregate(work: Work, blocks: set[tuple[int, int]]) -> None:
     """Compute the aggregates of blocks from their points."""
+    if not blocks:
+        return
     names = ("points", "mean", "low", "high")
     work.connection.exec_driver_sql(
         f"INSERT INTO curve_blocks (curve, block, {', '.join(names)}) "  # noqa: S608  # constants

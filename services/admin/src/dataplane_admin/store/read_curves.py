@@ -57,6 +57,9 @@ _FROM_BLOCKS = (
 )
 
 
+_VALIDATION = "rl.validation."
+
+
 class NewestPoint(NamedTuple):
     """Newest step of the curves of a run, stored at ``updated_ns`` by this service's clock."""
 
@@ -69,11 +72,12 @@ def read_newest_point(reader: Reader, run_id: str | None = None) -> NewestPoint 
     """Return the newest point of a run, by default of all runs; None without curves."""
     # A validation after the last step has a time, but is no step.
     query = select(CurveModel.run_id, CurveModel.last_step, CurveModel.updated_ns).where(
-        CurveModel.name != TIME
+        CurveModel.name != TIME, CurveModel.name.not_like(f"{_VALIDATION}%")
     )
     if run_id is not None:
         query = query.where(CurveModel.run_id == storable(run_id))
-    rows = reader.rows(query.order_by(CurveModel.updated_ns.desc()).limit(1))
+    newest = CurveModel.updated_ns.desc(), CurveModel.last_step.desc()
+    rows = reader.rows(query.order_by(*newest).limit(1))
     return NewestPoint(*rows[0]) if rows else None
 
 
