@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -25,6 +26,7 @@ from dataplane_admin.store.apply_alerts import (
     hold_lease,
     is_holder,
 )
+from dataplane_admin.store.read_alerts import MAX_RAISED
 from dataplane_admin.store.work import Work
 
 _MIN_LEASE_S = 30.0
@@ -106,6 +108,8 @@ class Watch:
         facts = self._facts()
         raised = self._store.raised_alerts()
         decision = decide(self.rules.rules, facts, raised, self._since)
+        room = max(0, MAX_RAISED - len(raised))  # `raised` has no more than these
+        decision = replace(decision, raised=decision.raised[:room])
         alerts = _changed(decision, facts.now_ns)
         if alerts:
             self._save(decision, alerts)

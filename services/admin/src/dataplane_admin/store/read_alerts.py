@@ -23,7 +23,8 @@ from dataplane_admin.store.texts import storable
 
 MAX_RUNS = 100
 """Maximum number of unfinished runs."""
-_MAX_RAISED = 1_000
+MAX_RAISED = 1_000
+"""Maximum number of raised alerts."""
 _STEP_NS = (
     select(TraceModel.updated_ns)
     .where(
@@ -96,14 +97,19 @@ def read_unfinished_runs(
                 CurveModel.last_step,
                 CurveModel.updated_ns,
                 CurveModel.last_value,
-            ).where(of_runs, CurveModel.name.in_([storable(name) for name in names]))
+            )
+            .where(of_runs, CurveModel.name.in_([storable(name) for name in names]))
+            .order_by(CurveModel.id)
         ).all()
     newest = {run_id: time_ns for run_id, time_ns in newest_points}  # noqa: C416  # rows
     changed: dict[str, dict[str, tuple[int, int]]] = {run_id: {} for run_id in ids}
     last: dict[str, dict[str, float]] = {run_id: {} for run_id in ids}
     for run_id, name, attributes, last_step, updated_ns, value in curves:
-        labels = ", ".join(map(str, json.loads(attributes).values()))
-        key = name if attributes == "{}" else storable(f"{name}{{{labels}}}")
+        labels = json.loads(attributes)
+        key = name if not labels else storable(f"{name}{{{', '.join(map(str, labels.values()))}}}")
+        if key in last[run_id]:  # equal values of other attributes
+            named = ", ".join(f"{label}={each}" for label, each in labels.items())
+            key = storable(f"{name}{{{named}}}")
         changed[run_id][key] = last_step, updated_ns
         last[run_id][key] = math.nan if value is None else value
     return [
@@ -127,7 +133,7 @@ def read_raised_alerts(reader: Reader) -> list[Alert]:
         .where(AlertModel.cleared_ns.is_(None))
         .order_by(AlertModel.severity == "warning", AlertModel.raised_ns.desc(), AlertModel.id)
     )
-    return [Alert.of(row) for row in reader.rows(query.limit(_MAX_RAISED))]
+    return [Alert.of(row) for row in reader.rows(query.limit(MAX_RAISED))]
 
 
 def read_cleared_alerts(reader: Reader, limit: int) -> list[Alert]:
