@@ -215,19 +215,25 @@ export function drawCurves() {
 
   // Shows the metrics with the typed text in their name or title.
   const filter = document.getElementById("metric-filter");
-  const choose = () => {
+  const choose = (opens) => {
     const wanted = filter.value.trim().toLowerCase();
     for (const figure of section.querySelectorAll("[data-curve]")) {
       const words = `${figure.dataset.curve} ${figure.querySelector(".curve-title").textContent}`;
       figure.hidden = !words.toLowerCase().includes(wanted);
     }
     const others = section.querySelector(".more-curves");
-    if (others && wanted) others.open = true;
+    if (others && wanted && opens) others.open = true;
   };
   filter.value = new URLSearchParams(location.search).get("metrics") || "";
-  filter.addEventListener("input", choose);
-  filter.addEventListener("change", () => remember({ metrics: filter.value.trim() || null }));
-  choose();
+  const keep = () => remember({ metrics: filter.value.trim() || null });
+  filter.addEventListener("input", () => choose(true));
+  filter.addEventListener("change", keep);
+  filter.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault(); // the form would load the page without the rest of its state
+    keep();
+  });
+  choose(true);
 
   const smoothed = () => {
     document.getElementById("smooth-value").textContent = Number(slider.value).toFixed(2);
@@ -270,7 +276,7 @@ export function drawCurves() {
       sizes.observe(plotOf(figure));
     }
   };
-  document.addEventListener("swapped", () => { choose(); watch(); changed(); follow(); });
+  document.addEventListener("swapped", () => { choose(false); watch(); changed(); follow(); });
   section.querySelector(".curve-tools").hidden = false;
   watch();
 }
