@@ -12,7 +12,10 @@ import atexit
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any  # Any: TRL and transformers have no types that hold for all releases
+from typing import (  # Any: TRL and transformers have no types that hold for all releases
+    Any,
+    ClassVar,
+)
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
 from observability.adapters.trl_metrics import record_logs
@@ -52,6 +55,8 @@ class TraceCallback(TrainerCallback):
         run_id: id of the run.
     """
 
+    _open: ClassVar[TraceCallback | None] = None
+
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._training = ExitStack()  # contexts of a training; the last one is `_step`
@@ -61,9 +66,13 @@ class TraceCallback(TrainerCallback):
         self._generates_remotely = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end_after_error()
+        if TraceCallback._open is not None:  # an error ended its training
+            TraceCallback._open._end_after_error()
+        TraceCallback._open = self
         if state.is_world_process_zero:
-            record = record_run(args.to_sanitized_dict(), run_id=self._run_id)
+            resumed_from = state.global_step or None
+            config = args.to_sanitized_dict()
+            record = record_run(config, resumed_from=resumed_from, run_id=self._run_id)
             self._training.enter_context(record)
         self._training.enter_context(self._traced_blocks())
         self._training.push(self._step)
@@ -71,6 +80,7 @@ class TraceCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         atexit.unregister(self._end_after_error)
+        TraceCallback._open = None
         self._training.close()
 
     def _end_after_error(self) -> None:

@@ -2,8 +2,8 @@
 
 verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
 records each timer inside a step as a span. Workers are not traced: their work is idle time of the
-trainer. What the trainer logs with `Tracking` is recorded as metrics of the step. The
-trainer's configuration, without ``ray_kwargs``, is recorded as the configuration of the run.
+trainer. What the trainer logs with `Tracking` becomes metrics of the step, its configuration,
+without ``ray_kwargs``, that of the run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def _trace_timer(run: _Run, profiler: Any) -> None:
                 stack.enter_context(span("grpo.step"))
             yield  # a timer outside of steps, as in a validation, has no span
 
-    profiler.marked_timer = traced_timer  # `verl.utils.debug`, which trainers use, imports it
+    profiler.marked_timer = traced_timer
+    # Trainers use the name of `verl.utils.debug`, which may have copied the original.
+    share = lambda debug: setattr(debug, "marked_timer", traced_timer)  # noqa: E731
+    register_post_import_hook(share, "verl.utils.debug")
 
 
 def _trace_tracking(run: _Run, module: Any) -> None:
@@ -95,8 +98,7 @@ def _trace_tracking(run: _Run, module: Any) -> None:
         try:
             original_finish(tracking, *args, **kwargs)
         finally:
-            # verl's task runner passes an exit code. `Tracking.__del__` passes none, so its call
-            # does not show how the run ended.
+            # `Tracking.__del__` passes no exit code: it does not know how the run ended.
             run.finish(is_final=bool(args or kwargs))
 
     tracking.__init__, tracking.log, tracking.finish = traced_init, traced_log, traced_finish
@@ -124,10 +126,9 @@ class _Run:
         self._record.enter_context(record_run(config, run_id=self.run_id))
 
     def finish(self, *, is_final: bool) -> None:
-        """Export telemetry now, since Ray may kill the process next.
+        """Record the end of the run if this call is final, and export telemetry now.
 
-        In the final call, record the end of the run first. If an error ended the run, verl makes
-        this call while it handles the error.
+        Ray may kill the process next. verl makes the call while it handles the run's error.
         """
         telemetry = self._telemetry
         if is_final:
