@@ -12,10 +12,7 @@ import atexit
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import (  # Any: TRL and transformers have no types that hold for all releases
-    Any,
-    ClassVar,
-)
+from typing import Any, ClassVar  # Any: TRL has no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
 from observability.adapters.trl_metrics import record_logs
