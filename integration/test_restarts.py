@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sysconfig
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 from integration.conftest import configured
+from integration.ports import address_of, hold_port
 from integration.waiting import wait_until
 
 from grpo_trainer import RunDisplay, train
@@ -41,12 +41,8 @@ class Service:
     """
 
     def __init__(self, folder: Path, *command: str) -> None:
-        # A bound socket that does not listen reserves the port, but a server that sets SO_REUSEADDR
-        # can still listen on it.
-        self._holder = socket.socket()
-        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._holder.bind(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._holder.getsockname()[1]}"
+        self._holder = hold_port()
+        self.address = address_of(self._holder)
         port = self.address.partition(":")[2]
         name, *words = command
         self._command = [str(SCRIPTS / name), *(word.format(port=port) for word in words)]

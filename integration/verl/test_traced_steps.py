@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import verl
 from hydra import compose, initialize_config_module
 from integration.admin_service import Admin, serving
 from integration.lean_ray import lean_ray
+from integration.ports import hold_port
 from integration.recipes import RECIPES, blocks
 from integration.verl.stand_in import OVERRIDES, Runner, settings
 from integration.waiting import wait_until
@@ -33,9 +33,8 @@ STAGES = ["rollout", "reward", "logprobs", "reference", "advantages", "train"]
 @pytest.fixture(scope="module")
 def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
     """Start the service as the page does, before Ray."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    holder = hold_port()
+    port = holder.getsockname()[1]
     [options] = re.findall(r"^dataplane-admin serve (.*)$", PAGE, re.MULTILINE)
     options = options.replace("auto", f"127.0.0.1:{port}")  # other tests may run a cluster, too
     folder = tmp_path_factory.mktemp("admin")
@@ -47,6 +46,7 @@ def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
             yield admin
         finally:
             ray.shutdown()
+            holder.close()
 
 
 def train(admin: Admin, run: str, *overrides: str) -> None:

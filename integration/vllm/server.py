@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
+from integration.ports import hold_port
 
 MAX_MODEL_LEN = 512
 START_S = 200.0
@@ -207,9 +208,7 @@ def start_server(
         environment: further variables.
     """
     # Both sockets allow reuse. Only vLLM's listens, so all connections reach it.
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    held = hold_port()
     port = held.getsockname()[1]
     options = {
         "--model": str(model),

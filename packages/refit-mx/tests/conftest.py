@@ -41,6 +41,15 @@ def many_descriptors():
 
 
 @pytest.fixture
+def port():
+    """Reserve a port for a server that restarts."""
+    from ports import held_port
+
+    with held_port() as reserved:
+        yield reserved
+
+
+@pytest.fixture
 def state():
     """Return the state of a control plane that retains all versions."""
     from refit_mx.control import Limits

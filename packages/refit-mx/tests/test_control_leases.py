@@ -130,10 +130,9 @@ def test_limit_of_the_first_call_is_not_that_of_renewals(client, monkeypatch):
     assert timeouts_s[1] == 1
 
 
-def test_lease_and_heartbeat_outlast_a_restart(tmp_path):
+def test_lease_and_heartbeat_outlast_a_restart(tmp_path, port):
     path = tmp_path / "state.db"
-    first = EmbeddedControlServer(store=SqliteStore(path))
-    port = int(first.address.rpartition(":")[2])
+    first = EmbeddedControlServer(port=port, store=SqliteStore(path))
     with (
         ControlClient(first.address, rpc_timeout_s=2.0) as client,
         Heartbeat(client, "w", TRAINER, "m", ttl_s=20, on_sigterm=False),

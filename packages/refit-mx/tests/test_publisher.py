@@ -286,10 +286,9 @@ def test_without_a_control_plane_nothing_starts():
         MxV2TrainingPublisher(MODEL, "fsdp-0", control=address, transports=["tcp"])
 
 
-def test_publish_succeeds_once_the_control_plane_is_back(tmp_path):
+def test_publish_succeeds_once_the_control_plane_is_back(tmp_path, port):
     state = tmp_path / "state"
-    server = EmbeddedControlServer(store=SqliteStore(state))
-    port = int(server.address.rpartition(":")[2])
+    server = EmbeddedControlServer(port=port, store=SqliteStore(state))
 
     def away(phase):
         if phase == "register" and not failed:
@@ -311,9 +310,8 @@ def test_publish_succeeds_once_the_control_plane_is_back(tmp_path):
                 assert control.get_version("v1").state.name == "READY"
 
 
-def test_forgotten_publisher_registers_again():
-    server = EmbeddedControlServer()
-    port = int(server.address.rpartition(":")[2])
+def test_forgotten_publisher_registers_again(port):
+    server = EmbeddedControlServer(port=port)
     without_a_beat = {"heartbeat_ttl_s": 600}
     with (
         server,

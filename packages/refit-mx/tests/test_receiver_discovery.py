@@ -6,6 +6,7 @@ These tests use internals: the test's own service serves false manifests.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import msgspec
@@ -188,12 +189,16 @@ def leave_out(world: World, data: bytes, says: str) -> None:
         assert len(sources.manifests) == 4
 
 
-def test_restarted_publisher_is_not_the_old_one(world, ranks):
+def test_restarted_publisher_is_not_the_old_one(world, port, monkeypatch):
+    on_port = functools.partial(ManifestService, port=port)
+    with monkeypatch.context() as patch:
+        patch.setattr("refit_mx.source.publisher.ManifestService", on_port)
+        first = world.publisher(SLOTS[0])
+    world.publish([first, *map(world.publisher, SLOTS[1:])], "v1", 1)
     # The control plane still lists the old one, whose time to live has not passed.
     old = next(each for each in world.control.list_shards("v1") if each.source_slot_id == "fsdp-0")
-    port = int(old.manifest_endpoint.rpartition(":")[2])
-    ranks[0]._manifests.close()
-    with contextlib.closing(ManifestService(port=port)) as service:
+    first._manifests.close()
+    with contextlib.closing(on_port()) as service:
         service.put("v1", "fsdp-0", b"of the next life")
         sources = discover(world)
         assert "its manifest of v1 has the digest" in sources.excluded[old.worker_id]

@@ -227,10 +227,9 @@ def test_stopped_source_that_never_connected_is_lost(kind):
     transport.close()
 
 
-def test_restarted_source_is_another_source(kind, transport):
-    with source(kind) as old, registered(transport, MIB) as scratch:
+def test_restarted_source_is_another_source(kind, transport, port):
+    with source(kind, port=port) as old, registered(transport, MIB) as scratch:
         transport.read([SourceReads(old.manifest, rows(1))], scratch, deadline=soon())
-        port = int(old.manifest.endpoint.rpartition(":")[2])
         old.kill()
         with source(kind, seed=2, port=port) as new:
             assert new.manifest.endpoint == old.manifest.endpoint

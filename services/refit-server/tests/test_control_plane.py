@@ -8,6 +8,7 @@ import urllib.request
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from integration.ports import address_of, hold_port
 from integration.waiting import wait_until
 from modelexpress import p2p_pb2, p2p_pb2_grpc
 from modelexpress.auth import TokenProvider, with_auth
@@ -30,9 +31,14 @@ COMMAND = (sys.executable, "-m", "refit_server", "serve")
 
 
 @pytest.fixture
-def connect():
-    with contextlib.ExitStack() as held:
-        yield lambda *arguments, **options: held.enter_context(ControlClient(*arguments, **options))
+def held():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def connect(held):
+    return lambda *arguments, **options: held.enter_context(ControlClient(*arguments, **options))
 
 
 def shard(version_id, slot="a", worker="w"):
@@ -58,10 +64,11 @@ def until(condition):
 
 
 @pytest.mark.slow
-def test_killed_server_restores_its_state_after_a_restart(start, connect, tmp_path):
-    state = ("--state", str(tmp_path / "state.db"))
-    first = start(*state)
-    client = connect(first.address)
+def test_killed_server_restores_its_state_after_a_restart(start, connect, tmp_path, held):
+    address = address_of(held.enter_context(hold_port()))
+    command = (*COMMAND, "--address", address, "--state", str(tmp_path / "state.db"))
+    first = start(command=command)
+    client = connect(address)
     client.register_worker("w", WorkerRole.TRAINER, "m", ttl_s=60)
     ready = publish(client, "1")
     staging = client.create_version("m", ("a", "b"), idempotency_key="2").version_id
@@ -73,8 +80,7 @@ def test_killed_server_restores_its_state_after_a_restart(start, connect, tmp_pa
         first.signal(signal.SIGKILL)
         first.process.wait(TIMEOUT_S)
 
-        port = first.address.rpartition(":")[2]
-        start(command=(*COMMAND, "--address", f"127.0.0.1:{port}", *state))
+        start(command=command)
         until(lambda: client.get_version(ready))
         assert [client.get_version(uid) for uid in (ready, staging, released)] == before
         assert [client.get_version(version.version_id) for version in more] == more

@@ -6,11 +6,11 @@ Nothing is started or written before all input has been read.
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 from pathlib import Path
 
 import pytest
+from integration.ports import address_of, hold_port
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +51,8 @@ def refused_config(refused, config_file):
 @pytest.fixture
 def unused():
     """Address on which no process listens or can listen."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
+    with hold_port() as holder:
+        yield address_of(holder)
 
 
 def test_a_missing_configuration_is_named(refused):

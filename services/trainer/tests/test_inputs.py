@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import socket
 import string
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from integration.ports import address_of, hold_port
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -241,9 +241,8 @@ def test_a_refit_server_that_does_not_answer_is_named(config, begin_run, monkeyp
         begin_run(config({"refit.control": server.address}))
     shutil.rmtree(config().run.output)
     monkeypatch.setattr(GRACE, 0.3)
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    with hold_port() as holder:
+        address = address_of(holder)
         message = refusal(config({"refit.control": address}), WorkerError)
     assert message.startswith(f"refit: control plane at {address}: ")
 
@@ -256,22 +255,22 @@ def test_a_missing_refit_server_token_is_reported_at_once(config, monkeypatch):
 
 
 def test_a_refit_server_that_starts_late_is_retried(config, begin_run, monkeypatch):
-    with EmbeddedControlServer() as first:
-        address = first.address
+    holder = hold_port()
     servers = []
 
     class Late(ControlClient):
         def close(self):
             super().close()
             if not servers:
-                servers.append(EmbeddedControlServer(port=int(address.rpartition(":")[2])))
+                servers.append(EmbeddedControlServer(port=holder.getsockname()[1]))
 
     monkeypatch.setattr("grpo_trainer.refit.settings.connect", lambda where, access: Late(where))
     monkeypatch.setattr(GRACE, 60)
     try:
-        begin_run(config({"refit.control": address}))
+        begin_run(config({"refit.control": address_of(holder)}))
         assert len(servers) == 1
     finally:
+        holder.close()
         for server in servers:
             server.close()
 

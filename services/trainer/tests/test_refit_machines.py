@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from integration.ports import hold_port
 from ray.cluster_utils import Cluster
 
 from grpo_trainer.actors import address
@@ -172,11 +173,12 @@ class ForgetfulControlPlane:
         times: number of restarts.
     """
 
-    def __init__(self, times):
-        self.server = EmbeddedControlServer()
+    def __init__(self, times, port):
+        self.server = EmbeddedControlServer(port=port)
         self.address = self.server.address
         self.left = 0
         self.after = 0
+        self._port = port
         self._times = times
         self._answers = 0
 
@@ -190,14 +192,15 @@ class ForgetfulControlPlane:
                 self.left -= 1
                 self._answers = 0
                 self.server.close()
-                self.server = EmbeddedControlServer(port=int(self.address.rpartition(":")[2]))
+                self.server = EmbeddedControlServer(port=self._port)
 
 
 @pytest.fixture
 def forgetful(machines, request):
-    plane = ForgetfulControlPlane(request.param)
-    yield plane
-    plane.server.close()
+    with hold_port() as holder:
+        plane = ForgetfulControlPlane(request.param, holder.getsockname()[1])
+        yield plane
+        plane.server.close()
 
 
 @pytest.fixture

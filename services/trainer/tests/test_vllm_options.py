@@ -6,11 +6,11 @@ So internals are imported.
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
 import pytest
+from integration.ports import address_of, hold_port
 
 import grpo_trainer
 from grpo_trainer import DEMO_CONFIG, load_config
@@ -33,9 +33,8 @@ def test_a_missing_command_is_refused_before_the_run(tmp_path):
 
 
 def test_an_address_without_a_listener_is_refused_before_the_run():
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{held.getsockname()[1]}"
+    with hold_port() as holder:
+        address = f"http://{address_of(holder)}"
         message = refusal("policy.generation.servers=0", f"policy.generation.addresses=[{address}]")
     assert message.startswith(f"policy.generation.addresses: '{address}'")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from integration.ports import hold_port
 from test_pages_browser import try_out
 
 TOKEN = "3f2b8c0d9e7a6b5c"
@@ -43,10 +44,7 @@ PASSED_ON = "location /rl { proxy_pass http://127.0.0.1:8080; }"
 
 @pytest.fixture(scope="module")
 def port():
-    """Reserve a port: the socket does not listen, so nginx can, and no other process gets it."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+    with hold_port() as holder:
         yield holder.getsockname()[1]
 
 

@@ -7,7 +7,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from integration.ports import hold_port
 
 from dataplane_admin import Limits, Settings, create_app
 from dataplane_admin.ingest.events import batch_of_logs  # see `Batches`
@@ -58,10 +58,7 @@ class PostgreSQL:
             timeout=TIMEOUT_S,
             **self._user,
         )
-        # Bound and not listening, the socket reserves the port.
-        self._holder = socket.socket()
-        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._holder.bind(("127.0.0.1", 0))
+        self._holder = hold_port()
         self.port = self._holder.getsockname()[1]
         settings = ["fsync=off", "synchronous_commit=off", "full_page_writes=off"]
         self.process = subprocess.Popen(
