@@ -141,12 +141,11 @@ verl: $(UV) ## Install verl, and the packages that it uses, into .venv-verl; fet
 
 .PHONY: test-verl
 test-verl: verl ## Run verl's replay buffer, resume and own tests with the packed backend, and trace its loop
-	$(NICE) $(VERL)/bin/pytest --confcutdir integration/verl --durations=5 -m "not long" integration/verl
+	$(VERL)/bin/pytest --confcutdir integration/verl --durations=5 -m "not long" integration/verl
 
-# Tests of refit are blocked until deadlines while those of verl import.
 .PHONY: test-refit-and-verl
 test-refit-and-verl: sync verl
-	$(MAKE) --jobs=2 --output-sync=target test-refit test-verl NICE="nice -n 10"
+	$(MAKE) --jobs=2 --output-sync=target test-refit test-verl
 
 .PHONY: test-together
 test-together: sync ## Run the tests of the trainer and of integration/

@@ -91,11 +91,11 @@ def test_replica_replaces_a_failed_source_in_the_same_call(
     world.publisher(transports=[transport]).publish("v1", weights(1, SHAPES))
     assert "done" in victim.ask(do="publish", version="v1", seed=1)
     receiver, hook = a_receiver(
-        stack, world.server.address, transport, stall_timeout_s=1.0, digest_timeout_s=1.0
+        stack, world.server.address, transport, stall_timeout_s=2.0, digest_timeout_s=2.0
     )
     hook.at(phase, lambda: victim.signal(number))
     live = zeros()
-    error = attempt(receiver, "v1", live)
+    error = attempt(receiver, "v1", live, deadline_s=RECOVERY_S)
     assert error is None, error
     assert same(live, live_after(1))
 
