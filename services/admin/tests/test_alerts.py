@@ -58,6 +58,23 @@ def test_no_step_is_raised_and_cleared_by_a_step(alerted, otlp, later, now_s):
     assert entries[1]["outcome"].startswith("raised: no step finished for 11 min")
 
 
+def test_a_failed_run_is_raised_until_it_resumes(alerted, otlp, later, now_s):
+    job = alerted(rule("run_failed", None))
+    for run in ("run", "other"):
+        start_run(job, otlp, now_s, run)
+        job.send(otlp.run("failed", run, at_s=now_s(), error=f"OutOfMemoryError: {HOSTILE}"))
+    until(lambda: len(raised(job)) == 2)
+    [alert, _] = job.get("alerts")["raised"]
+    assert alert["sentence"] == f"the run failed: OutOfMemoryError: {HOSTILE}"
+    assert HOSTILE not in job.client.get("/alerts").text
+    job.send(otlp.run("started", at_s=now_s(), resumed_from=3))
+    until(lambda: cleared(job) == [("run-failed", "run")])
+    assert job.all("audit", "entries")[0]["outcome"] == "cleared: the run was resumed"
+    later(86_500)
+    until(lambda: not raised(job))
+    assert job.all("audit", "entries")[0]["outcome"] == "cleared: the run failed a day ago"
+
+
 @pytest.mark.parametrize("end", ["finished", "stopped", "failed"])
 def test_an_ended_run_raises_nothing(alerted, otlp, later, now_s, end):
     job = alerted(rule("no_step", 600), rule("telemetry_lost", 600), rule("staleness", 1))
@@ -127,6 +144,26 @@ def test_a_blocked_task_is_raised_and_cleared_by_its_claim(alerted, otlp, later,
     until(lambda: cleared(job) == [("blocked", "run")])
 
 
+def test_silence_does_not_clear_a_blocked_task(alerted, otlp, later, now_s):
+    wait = {"wait": "w", "task": "train", "fields": ["x"], "report_every_s": 30}
+    rules = [rule("blocked", 60), rule("telemetry_lost", 600)]
+    first = alerted(*rules)
+    start_run(first, otlp, now_s)
+    first.send(otlp.log("waiting", at_s=now_s(), samples=4, **wait))
+    later(100)
+    until(lambda: raised(first) == [("blocked", "run")])
+    first.__exit__(None, None, None)
+    later(1_000)
+    second = alerted(*rules)  # the service did not run, so the process was not silent
+    evaluate(second)
+    assert (raised(second), second.get("why")[0]["silent_s"]) == ([("blocked", "run")], None)
+    later(700)
+    until(lambda: set(raised(second)) == {("blocked", "run"), ("telemetry-lost", "run")})
+    assert second.get("why")[0]["silent_s"] > 1_000
+    second.send(otlp.log("claimed", ["a"], at_s=now_s(), **wait))
+    until(lambda: not raised(second))
+
+
 def test_plane_that_answers_no_clients_is_raised_with_the_cause(alerted, otlp, later):
     with InMemoryDataPlaneClient({"enabled": True, "impl": "in_memory"}) as plane:
         plane.register_partition("train", ["x"], 2, ["t"])
@@ -178,7 +215,7 @@ def test_lost_telemetry_is_raised_and_cleared_by_any_record(alerted, otlp, later
     until(lambda: cleared(job) == [("telemetry-lost", "run")])
 
 
-def test_dropped_telemetry_is_raised_until_the_run_ends(alerted, otlp, now_s):
+def test_dropped_telemetry_is_raised_until_the_run_restarts(alerted, otlp, now_s):
     job = alerted(rule("telemetry_dropped", 0))
     start_run(job, otlp, now_s)
     start_run(job, otlp, now_s, "other")
@@ -189,7 +226,7 @@ def test_dropped_telemetry_is_raised_until_the_run_ends(alerted, otlp, now_s):
     [alert] = until(lambda: job.get("alerts")["raised"])
     assert (alert["name"], alert["run_id"], alert["value"]) == ("telemetry-dropped", "run", 9)
     assert alert["sentence"] == "its processes dropped 2 events, 7 spans"
-    job.send(otlp.run("finished", at_s=now_s()))
+    job.send(otlp.run("started", at_s=now_s() + 1, resumed_from=3))  # by other processes
     until(lambda: cleared(job) == [("telemetry-dropped", "run")])
 
 
@@ -360,7 +397,7 @@ def test_a_removed_rule_clears_its_alert(alerted, otlp):
 
 def test_the_built_in_rules_apply_without_a_file(job_of, otlp, later, now_s):
     job = job_of(alerts_every_s=0.02)
-    assert job.get("alerts")["rules"] == 9
+    assert job.get("alerts")["rules"] == 10
     assert job.get("alerts")["webhooks"] == []
     start_run(job, otlp, now_s)
     later(2_000)

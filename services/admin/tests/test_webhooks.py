@@ -151,15 +151,30 @@ def test_an_attempt_does_not_wait_for_a_hung_name_resolution(alerted, otlp, monk
         ended.set()
 
 
-def test_a_notification_is_dropped_after_an_hour(alerted, otlp, receiver, later):
+def test_a_notification_is_dropped_an_hour_after_its_alert_ended(alerted, otlp, receiver, later):
     receiver.statuses = [500] * 100
     job = alerted(chat=receiver.url)
     job.send(otlp.run("started"))
     send(job, otlp, 9.0, 0)
     until(lambda: status(job)["failed"] == 1)
     later(4_000)
+    evaluate(job)
+    assert (status(job)["pending"], status(job)["dropped"]) == (1, 0)
+    send(job, otlp, 1.0, 1)
     until(lambda: status(job)["dropped"] == 1)
+    later(4_000)
+    until(lambda: status(job)["dropped"] == 2)
     assert (status(job)["pending"], status(job)["delivered"]) == (0, 0)
+
+
+def test_a_notification_that_is_refused_delays_no_other(alerted, otlp, receiver):
+    receiver.statuses = [400]
+    job = alerted(chat=receiver.url)
+    send(job, otlp, 9.0, 0)
+    until(lambda: status(job)["dropped"] == 1)
+    send(job, otlp, 1.0, 1)
+    until(lambda: status(job)["delivered"] == 1)
+    assert receiver.events()[-1] == ("alert.cleared", "run")
 
 
 def test_notifications_beyond_the_maximum_are_counted(alerted, otlp, receiver, monkeypatch):
@@ -184,9 +199,11 @@ def test_notifications_of_a_removed_webhook_expire(alerted, otlp, receiver, late
     first.__exit__(None, None, None)
     receiver.statuses = []
     second = alerted(chat=receiver.url)
+    send(second, otlp, 1.0, 1)
+    until(lambda: not raised(second))
     later(4_000)
     evaluate(second)
-    send(second, otlp, 1.0, 1)
+    send(second, otlp, 9.0, 2)
     until(lambda: status(second)["delivered"] == 1)
 
 

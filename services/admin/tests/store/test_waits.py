@@ -276,13 +276,23 @@ def test_an_unrepeated_wait_is_silent_by_the_services_clock(job_of, url, otlp, l
 
 
 def test_metrics_show_that_a_wait_continues(job, otlp, later):
-    job.send(wait_now(otlp, report_every_s=30), otlp.gauge("driver"))
+    job.send(wait_now(otlp), otlp.gauge("driver"))
     later(400)
     assert silent(job) == {"driver"}
     job.send(otlp.gauge("driver"))
     [wait] = job.get("why")
     assert wait["silent_s"] is None
     assert "last seen" not in wait["sentence"]
+
+
+def test_wait_that_its_live_process_no_longer_repeats_has_ended(job, otlp, later):
+    job.send(wait_now(otlp, report_every_s=30), otlp.gauge("driver"))
+    later(400)
+    assert silent(job) == {"driver"}
+    job.send(otlp.gauge("driver"))
+    assert job.get("why") == []
+    job.send(wait_now(otlp, report_every_s=30))
+    assert len(job.get("why")) == 1
 
 
 def test_waits_of_one_run_do_not_displace_anothers(job, otlp):

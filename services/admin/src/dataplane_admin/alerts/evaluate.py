@@ -2,8 +2,8 @@
 
 A value that has been beyond the bound for `Rule.for_s` raises an alert. The alert is cleared once
 the value has been within the bound by `_MARGIN` for that duration, so that a value near the bound
-does not raise it repeatedly. A value that is not finite does neither. An alert of a run that ended
-is cleared at once.
+does not raise it repeatedly. A value that is not finite does neither. Alerts of a run that ended
+are cleared at once, except ``run_failed``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Facts:
 
     Attributes:
         uptime_s: seconds since the service started; before its start, it received no telemetry.
-        waits: blocked tasks of live processes and of the data plane.
+        waits: blocked tasks. Those of silent processes raise nothing and clear nothing.
+        failed: error of each run that failed within the last day, by run.
         used_shares: used share of each store, by subject.
         absences: why a run with a raised alert is not among the runs, by run.
         knows_plane: False while the data plane has been unreachable for less than ten minutes;
@@ -83,6 +84,7 @@ class Facts:
     uptime_s: float
     runs: Sequence[RunFacts]
     waits: Sequence[models.Wait]
+    failed: Mapping[str, str]
     used_shares: Mapping[str, float]
     absences: Mapping[str, str]
     knows_plane: bool
@@ -167,11 +169,15 @@ def decide(
             cleared.append((alert, f"{side} the bound: {measure.sentence}"))
         elif measure.is_beyond:
             kept.append((alert, measure))
+    silent = {wait.run_id for wait in facts.waits if wait.silent_s is not None}
+    silent &= {run.run_id for run in facts.runs}
     for key, alert in by_key.items():
+        if key in measures or (alert.kind == "blocked" and alert.run_id in silent):
+            continue
         of_plane = (alert.kind == "store_full" and alert.subject != TELEMETRY) or (
             alert.kind == "blocked" and not alert.run_id
         )
-        if key not in measures and (facts.knows_plane or not of_plane):
+        if facts.knows_plane or not of_plane:
             cleared.append((alert, _reason(alert, facts)))
     decided = {measure.key for measure in raised}
     decided.update((alert.name, alert.run_id, alert.subject) for alert, _ in cleared)
@@ -195,6 +201,11 @@ def measure_all(rule: Rule, facts: Facts) -> Iterator[Measure]:
             yield Measure(rule, "", name, share, rule.bound, f"{what} is {100 * share:.0f} % full")
     elif rule.kind == "blocked":
         yield from _blocked(rule, facts)
+    elif rule.kind == "run_failed":
+        for run_id, error in facts.failed.items():
+            if fnmatchcase(run_id, rule.runs):
+                sentence = f"the run failed: {printable(error)}" if error else "the run failed"
+                yield Measure(rule, run_id, "", 1.0, rule.bound, sentence)
     else:
         for run in facts.runs:
             if fnmatchcase(run.run_id, rule.runs):
@@ -207,6 +218,8 @@ def _blocked(rule: Rule, facts: Facts) -> Iterator[Measure]:
     # Name a fault as the cause, even if a task was blocked before the fault was first reported.
     causes = {wait.run_id: wait.sentence for wait in facts.waits if wait.kind == "fault"}
     for wait in facts.waits:
+        if wait.silent_s is not None:
+            continue
         before = longest.get(wait.run_id)
         if before is None or wait.seconds > before.seconds:
             longest[wait.run_id] = wait
@@ -293,4 +306,6 @@ def _reason(alert: models.Alert, facts: Facts) -> str:
     if alert.run_id and all(run.run_id != alert.run_id for run in facts.runs):
         # The alert may be newer than the facts.
         return facts.absences.get(alert.run_id, "the run ended or is silent")
+    if alert.kind == "run_failed":
+        return "the run was resumed"
     return "no task is blocked" if alert.kind == "blocked" else "no longer measured"

@@ -30,7 +30,7 @@ _MIN_SECRET_BYTES = 24
 SHARES = frozenset({"store_full"})
 """Kinds whose bound is a fraction below 1."""
 
-_WITHOUT_BOUND = ("metric", "not_finite")
+_WITHOUT_BOUND = ("metric", "not_finite", "run_failed")
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
@@ -64,10 +64,11 @@ class Rule(_Section):
         float,
         Field(strict=True, ge=0, validate_default=True, json_schema_extra=_without_default),
     ] = None  # type: ignore[assignment]  # `_fits_kind` replaces it
-    """Maximum value without an alert, required except for ``metric`` and ``not_finite``, which have
-    none. Seconds for ``no_step``, ``blocked`` and ``telemetry_lost``; items for
-    ``telemetry_dropped``; a fraction for ``store_full``; the lost fraction of the best reward for
-    ``reward_collapsed``; weight versions for ``staleness``; nats for ``logprob_gap``."""
+    """Maximum value without an alert, required except for ``metric``, ``not_finite`` and
+    ``run_failed``, which have none. Seconds for ``no_step``, ``blocked`` and ``telemetry_lost``;
+    items for ``telemetry_dropped``; a fraction for ``store_full``; the lost fraction of the best
+    reward for ``reward_collapsed``; weight versions for ``staleness``; nats for
+    ``logprob_gap``."""
     for_s: Annotated[float, Field(strict=True, ge=0, le=86_400)] = 0.0
     """Seconds for which the value must be beyond the bound to raise the alert, and by 10 % of the
     bound within it to clear it."""

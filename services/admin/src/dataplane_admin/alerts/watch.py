@@ -25,6 +25,7 @@ from dataplane_admin.store.apply_alerts import (
     drop_expired,
     hold_lease,
     is_holder,
+    message_of,
 )
 from dataplane_admin.store.read_alerts import MAX_RAISED
 from dataplane_admin.store.work import Work
@@ -140,10 +141,8 @@ class Watch:
         facts = alert.model_dump() | {"reason": reason}
         facts["run"] = facts.pop("run_id")
         body = json.dumps({"type": f"alert.{event}", "data": facts})
-        # Alert ids start over in a new database; times do not.
-        message = f"alert-{alert.id}-{alert.raised_ns}-{event}"
         return [
-            (webhook.name, message, body)
+            (webhook.name, message_of(alert), body)
             for webhook in self.rules.webhooks
             if alert.severity == "critical" or webhook.min_severity == "warning"
         ]

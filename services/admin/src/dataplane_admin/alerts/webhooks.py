@@ -34,6 +34,8 @@ _FIRST_RETRY_S = 1.0
 _MAX_RETRY_S = 300.0
 _POLL_S = 1.0
 _STOP_S = 2.0
+_REFUSED = frozenset({400, 413, 415, 422})
+"""Statuses by which a receiver refuses one notification, which is then dropped."""
 
 logger = structlog.get_logger("dataplane_admin")
 
@@ -104,14 +106,17 @@ class Sender:
     def _attempt(self, notification: Notification) -> bool:
         loop = asyncio.new_event_loop()
         try:
-            problem = loop.run_until_complete(self._post(notification))
+            result = loop.run_until_complete(self._post(notification))
         finally:
             # Unlike `asyncio.run`, this does not wait for a name resolution that hangs.
             loop.close()
+        problem = _problem(result)
+        is_done = problem is None or result in _REFUSED
 
         def save(work: Work) -> bool:
-            if problem is None:
+            if is_done:
                 return finish_notification(work, notification.id)
+            assert problem is not None
             wait_s = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** min(20, notification.attempts - 1))
             next_ns = work.now_ns + int(wait_s * 1e9)
             return retry_notification(work, notification.id, problem, next_ns)
@@ -120,13 +125,14 @@ class Sender:
             self.sent.delivered += 1
         else:
             self.sent.failed += 1
+            self.sent.dropped += is_done
             if notification.attempts == 1:
                 logger.warning("webhook_failed", webhook=self.webhook.name, reason=problem)
         self._store.write(Batch(changes=(save,)))
-        return problem is None
+        return is_done
 
-    async def _post(self, notification: Notification) -> str | None:
-        """Send a notification within the deadline; return the error, None if it was accepted."""
+    async def _post(self, notification: Notification) -> int | str:
+        """Send a notification within the deadline; return the status, or why there is none."""
         body = notification.body.encode()
         sent_s = str(time.time_ns() // 10**9)
         headers = {
@@ -147,16 +153,22 @@ class Sender:
                         "POST", self.webhook.url, content=body, headers=headers
                     ) as answer,
                 ):
-                    status = answer.status_code
+                    return answer.status_code
         except (TimeoutError, httpx.TimeoutException):
             return f"no answer within {_ATTEMPT_S:g} s"
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             # The error's text may have the URL, whose path may be a secret.
             return f"cannot be reached: {type(error).__name__}"
-        if 200 <= status < 300:
-            return None
-        what = ", a redirect, which is not followed" if 300 <= status < 400 else ""
-        return f"answered with status {status}{what}"
+
+
+def _problem(result: int | str) -> str | None:
+    """Return the error of an attempt; None if the notification was accepted."""
+    if isinstance(result, str):
+        return result
+    if 200 <= result < 300:
+        return None
+    what = ", a redirect, which is not followed" if 300 <= result < 400 else ""
+    return f"answered with status {result}{what}"
 
 
 def signature(secret: bytes, message: str, sent_s: str, body: bytes) -> str:

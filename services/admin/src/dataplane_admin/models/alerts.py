@@ -7,6 +7,7 @@ from typing import Literal
 from dataplane_admin.models.base import Model, Text
 
 AlertKind = Literal[
+    "run_failed",
     "no_step",
     "blocked",
     "reward_collapsed",

@@ -8,7 +8,7 @@ from dataplane_admin.pages.learning import number
 from dataplane_admin.pages.links import Link, to
 
 _SECONDS = frozenset({"no_step", "blocked", "telemetry_lost"})
-_TELEMETRY = frozenset({"telemetry_lost", "telemetry_dropped"})
+_OF_RUN = frozenset({"run_failed", "telemetry_lost", "telemetry_dropped"})
 _SHARES = frozenset({"store_full", "reward_collapsed"})
 
 
@@ -17,11 +17,13 @@ def cause(alert: models.Alert) -> Link:
     if alert.kind in ("blocked", "no_step", "store_full"):
         return to("/", run=alert.run_id)
     run = to("/run", run=alert.run_id)
-    return run if alert.kind in _TELEMETRY else Link(f"{run}#learning")
+    return run if alert.kind in _OF_RUN else Link(f"{run}#learning")
 
 
 def figure(kind: str, value: float) -> str:
-    """Return a value or bound of an alert in the unit of its kind."""
+    """Return a value or bound of an alert in the unit of its kind; empty if it has none."""
+    if kind == "run_failed":
+        return ""
     if kind in _SECONDS:
         return words.ago(value)
     return f"{100 * value:.3g} %" if kind in _SHARES else number(value)

@@ -14,10 +14,11 @@ from dataplane_admin.settings import Settings
 from dataplane_admin.store import Store
 from dataplane_admin.store.read_alerts import MAX_RUNS, UnfinishedRun
 from dataplane_admin.store.read_runs import REWARD
+from dataplane_admin.store.rows import Downtime
 
 MAX_CLEARED = 100
 _FORGET_S = 86_400.0
-"""Seconds without a record after which a run raises nothing."""
+"""Seconds after its last record, or its failure, after which a run raises nothing."""
 _GONE_S = 600.0
 """Seconds after which the units of an unreachable data plane count as gone."""
 _MAX_REWARDS = 20_000
@@ -25,9 +26,11 @@ _MAX_REWARDS = 20_000
 
 
 def facts_of(
-    store: Store, live: Live | None, settings: Settings, started_ns: int
+    store: Store, live: Live | None, settings: Settings, downtime: Downtime
 ) -> Callable[[], Facts]:
-    """Return a function that reads the facts of the service, which started at ``started_ns``."""
+    """Return a function that reads the facts of the service, which started after ``downtime``."""
+    started_ns = downtime.until_ns
+    silent_ns = int(settings.silent_after_s * 1e9)
     cache: dict[str, tuple[tuple[int, int], list[float]]] = {}
     names = (REWARD, *metrics_of(settings.alerts.rules))
 
@@ -44,13 +47,13 @@ def facts_of(
             run
             for run in seen
             # Skip silent runs that report no end: they may be finished.
-            if run.reports_end or now_ns - run.seen_ns <= settings.silent_after_s * 1e9
+            if run.reports_end or downtime.silence_ns(run.seen_ns, now_ns) <= silent_ns
         ]
         for gone in set(cache).difference(run.run_id for run in unfinished):
             del cache[gone]
         limits = paces(store, [run.run_id for run in unfinished], now_ns, settings.stuck_after_s)
         dropped = store.dropped_items()
-        blocked = waits(store, live, silent_after_s=settings.silent_after_s)
+        blocked = waits(store, live, silent_after_s=settings.silent_after_s, downtime=downtime)
         return Facts(
             now_ns=now_ns,
             uptime_s=(now_ns - started_ns) / 1e9,
@@ -68,7 +71,8 @@ def facts_of(
                 )
                 for run in unfinished
             ],
-            waits=[wait for wait in blocked if wait.silent_s is None],
+            waits=blocked,
+            failed=store.failed_runs(since_ns=now_ns - int(_FORGET_S * 1e9)),
             absences=_absences(store, now_ns, seen, unfinished),
             used_shares=_used_shares(store, live, settings.retention.max_bytes),
             knows_plane=_knows_plane(live, now_ns, started_ns),
@@ -108,6 +112,8 @@ def _absences(
         run = store.run(run_id)
         if run is None:
             absences[run_id] = "the run is no longer stored"
+        elif run.state == "failed" and now_ns - run.seen_ns > _FORGET_S * 1e9:
+            absences[run_id] = "the run failed a day ago"
         elif run.state not in ("running", "silent"):
             absences[run_id] = f"the run {run.state}"
         elif now_ns - run.seen_ns > _FORGET_S * 1e9:

@@ -35,6 +35,7 @@ from dataplane_admin.service.samples import THRESHOLD
 from dataplane_admin.service.traces import Selection
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import SampleFilter, Store, TraceFilter
+from dataplane_admin.store.rows import Downtime
 
 NAME = "dataplane-admin"
 _READY_PROBE_S = 5.0
@@ -58,7 +59,8 @@ class AdminService:
         self.actions = Actions(store, live, allowed=settings.allow_actions)
         self._started_ns = time.time_ns()
         self._subscribers = 0
-        facts = alerts.facts_of(store, live, settings, self._started_ns)
+        self._downtime = Downtime(store.last_seen_ns() or self._started_ns, self._started_ns)
+        facts = alerts.facts_of(store, live, settings, self._downtime)
         self.watch = Watch(store, settings.alerts, facts, every_s=settings.alerts_every_s)
         self.version = version(NAME)
 
@@ -252,7 +254,11 @@ class AdminService:
         """
         limits.check_id("run", run)
         return waits.waits(
-            self.store, self._live, silent_after_s=self._settings.silent_after_s, run=run
+            self.store,
+            self._live,
+            silent_after_s=self._settings.silent_after_s,
+            downtime=self._downtime,
+            run=run,
         )
 
     def paces(self, runs: Iterable[str], now_ns: int, stuck_after_s: float) -> dict[str, Pace]:

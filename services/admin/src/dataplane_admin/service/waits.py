@@ -10,6 +10,7 @@ from dataclasses import replace
 from dataplane_admin import models
 from dataplane_admin.live import Live, Stuck
 from dataplane_admin.store import Store
+from dataplane_admin.store.rows import Downtime
 from dataplane_admin.store.texts import storable
 from observability.views import OpenWait, printable, why
 from observability.views.quantities import duration
@@ -18,7 +19,12 @@ _MAX_WAITS = 100
 
 
 def waits(
-    store: Store, live: Live | None, *, silent_after_s: float, run: str | None = None
+    store: Store,
+    live: Live | None,
+    *,
+    silent_after_s: float,
+    downtime: Downtime,
+    run: str | None = None,
 ) -> list[models.Wait]:
     """Return blocked tasks, longest first, those of silent processes last.
 
@@ -26,11 +32,12 @@ def waits(
 
     Args:
         silent_after_s: seconds without telemetry after which a process counts as silent.
+        downtime: time in which silence does not count.
         run: run to filter by. What the data plane itself shows belongs to no run.
     """
     now_ns = time.time_ns()
     snapshot = None if live is None or not live.snapshot.attached else live.snapshot
-    records = store.wait_records(run_id=run, silent_after_s=silent_after_s)
+    records = store.wait_records(run_id=run, silent_after_s=silent_after_s, downtime=downtime)
     partitions = snapshot.partitions if snapshot else None
     # `why` does not know when processes sent metrics; the store does, and sets `records.silent`.
     waits = why(records, now_ns, partitions, silent_after_s=math.inf)

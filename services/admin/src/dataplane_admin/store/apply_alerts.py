@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import ColumnElement, and_, delete, func, select
 
 from dataplane_admin.models import Alert, AuditEntry
 from dataplane_admin.store.apply import apply_audit
@@ -22,7 +22,7 @@ from dataplane_admin.store.work import Work
 MAX_NOTIFICATIONS = 1_000
 """Maximum number of stored notifications of all webhooks."""
 MAX_AGE_S = 3_600.0
-"""Seconds after which a notification is dropped."""
+"""Seconds after which a notification is dropped, unless its alert is still raised."""
 _MAX_CLEARED = 1_000
 _HOLDER = 1
 
@@ -35,6 +35,13 @@ class Notification:
     message: str
     body: str
     attempts: int
+
+
+def message_of(alert: Alert) -> str:
+    """Return the id of the notification that an alert is raised or, once it is, cleared."""
+    # Alert ids start over in a new database; times do not.
+    event = "raised" if alert.cleared_ns is None else "cleared"
+    return f"alert-{alert.id}-{alert.raised_ns}-{event}"
 
 
 def hold_lease(work: Work, holder: str, until_ns: int) -> bool:
@@ -121,7 +128,12 @@ def drop_expired(work: Work) -> Counter[str]:
 
 
 def _is_expired(work: Work) -> ColumnElement[bool]:
-    return NotificationModel.created_ns < work.now_ns - int(MAX_AGE_S * 1e9)
+    raised = select(AlertModel.__table__).where(AlertModel.cleared_ns.is_(None))
+    messages = [message_of(Alert.of(row)) for row in work.connection.execute(raised)]
+    return and_(
+        NotificationModel.created_ns < work.now_ns - int(MAX_AGE_S * 1e9),
+        NotificationModel.message.not_in(messages),
+    )
 
 
 def _audit(work: Work, alert: Alert, reason: str) -> None:

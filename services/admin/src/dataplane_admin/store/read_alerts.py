@@ -126,6 +126,17 @@ def read_unfinished_runs(
     ]
 
 
+def read_failed_runs(reader: Reader, *, since_ns: int) -> dict[str, str]:
+    """Return the errors of at most 100 failed runs seen since a time, by run."""
+    query = (
+        select(RunModel.run_id, RunModel.error)
+        .where(RunModel.state == "failed", RunModel.updated_ns >= since_ns)
+        .order_by(*NEWEST_RUN)
+        .limit(MAX_RUNS)
+    )
+    return {row.run_id: row.error for row in reader.rows(query)}
+
+
 def read_raised_alerts(reader: Reader) -> list[Alert]:
     """Return the raised alerts, the most severe first, then the newest."""
     query = (

@@ -61,6 +61,12 @@ def read_runs(reader: Reader, *, silent_after_s: float = 300.0) -> list[Run]:
     return [Run.of(row, **_facts(row, silent_after_s)) for row in rows]
 
 
+def read_last_seen(reader: Reader) -> int:
+    """Return the time of the newest record of any run, nanoseconds since 1970; 0 without one."""
+    [row] = reader.rows(select(func.max(RunModel.updated_ns).label("last_ns")))
+    return row.last_ns or 0
+
+
 def read_run(reader: Reader, run_id: str, *, silent_after_s: float = 300.0) -> RunDetail | None:
     """Return one run as `read_runs` does, with its configuration; None if it is not stored."""
     wanted = _RUNS.add_columns(RunModel.config).where(RunModel.run_id == storable(run_id))

@@ -12,7 +12,7 @@ from sqlalchemy import select
 from dataplane_admin.models import AuditEntry, Series
 from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.rows import AuditCursor
-from dataplane_admin.store.tables import AuditModel, SeriesModel
+from dataplane_admin.store.tables import AuditModel, RunModel, SeriesModel
 from dataplane_admin.store.texts import storable
 
 _MAX_SERIES = 10_000
@@ -52,11 +52,17 @@ def read_dropped_spans(reader: Reader) -> dict[str, int]:
 
 
 def read_dropped_items(reader: Reader) -> dict[str, dict[str, int]]:
-    """Return how many items the processes of each run report as dropped, by run and signal."""
+    """Return how many items the processes of each run report as dropped, by run and signal.
+
+    Processes that reported nothing since the run's last start do not count.
+    """
     dropped: dict[str, dict[str, int]] = {}
+    starts = select(RunModel.run_id, RunModel.started_ns)
+    started = {row.run_id: row.started_ns for row in reader.rows(starts)}
     for row in _series(reader, _DROPPED):
         signal = json.loads(row.attributes).get("dataplane.signal")
-        if row.run_id and row.value and signal in _SIGNALS:
+        ended = row.time_ns < started.get(row.run_id, 0)
+        if row.run_id and row.value and signal in _SIGNALS and not ended:
             of_run = dropped.setdefault(row.run_id, {})
             of_run[signal] = of_run.get(signal, 0) + int(row.value)
     return dropped

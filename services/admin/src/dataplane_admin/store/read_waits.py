@@ -20,7 +20,7 @@ from dataplane_admin.store.compressed import expand
 from dataplane_admin.store.lives import EVENT_NAME
 from dataplane_admin.store.packed import names_any, pack_blocks, unpack_block, unpack_keys
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader
-from dataplane_admin.store.rows import WaitRecords
+from dataplane_admin.store.rows import NO_DOWNTIME, Downtime, WaitRecords
 from dataplane_admin.store.tables import (
     IS_LIVE,
     EventModel,
@@ -49,12 +49,17 @@ _WITHDRAWN = "dataplane.withdrawn"
 
 
 def read_wait_records(
-    reader: Reader, *, run_id: str | None = None, silent_after_s: float = 300.0
+    reader: Reader,
+    *,
+    run_id: str | None = None,
+    silent_after_s: float = 300.0,
+    downtime: Downtime = NO_DOWNTIME,
 ) -> WaitRecords:
     """Return what `observability.views.why` needs: open waits and events of their partitions.
 
     Of more than 200 waits, those of live processes are preferred, then the newest. A process counts
-    as silent after ``silent_after_s`` seconds without telemetry.
+    as silent after ``silent_after_s`` seconds without telemetry in which a service ran. A wait that
+    its live process no longer repeats is finished: the event of its end was lost.
     """
     open_waits = (
         select(
@@ -75,9 +80,18 @@ def read_wait_records(
     newest = select(EventModel.record).order_by(EventModel.id.desc()).limit(1)
     with reader.connect() as connection:
         waits = connection.execute(open_waits).all()
+        after_ns = int(silent_after_s * 1e9)
+        silent = _silent(connection, waits, after_ns, downtime)
+        now_ns = time.time_ns()
+        waits = [
+            row
+            for row in waits
+            if not row.is_periodic
+            or _source(row) in silent
+            or downtime.silence_ns(row.received_ns, now_ns) <= after_ns
+        ]
         if not waits:
             return WaitRecords()
-        silent = _silent(connection, waits, int(silent_after_s * 1e9))
         chosen = sorted(waits, key=lambda row: (_source(row) in silent, -row.event_id))
         chosen = chosen[:_MAX_WAITS]
         chosen.sort(key=lambda row: row.event_id)
@@ -95,7 +109,7 @@ def read_wait_records(
 
 
 def _silent(
-    connection: Connection, waits: Sequence[Any], after_ns: int
+    connection: Connection, waits: Sequence[Any], after_ns: int, downtime: Downtime
 ) -> dict[tuple[str, str], int]:
     """Return when each silent process with an open wait was last seen, by process and run.
 
@@ -129,7 +143,7 @@ def _silent(
             now_ns, last_ns = time.time_ns(), max(waited_ns, metrics.get(process, 0))
         else:
             now_ns, last_ns = newest_ns, max(waited_ns, reported.get(run_id, 0))
-        if now_ns - last_ns > after_ns:
+        if downtime.silence_ns(last_ns, now_ns) > after_ns:
             silent[process, run_id] = last_ns
     return silent
 

@@ -22,6 +22,22 @@ SampleCursor: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True)
+class Downtime:
+    """Time in which no service ran: from the last record before its start to its start."""
+
+    since_ns: int = 0
+    until_ns: int = 0
+
+    def silence_ns(self, last_ns: int, now_ns: int) -> int:
+        """Return the nanoseconds from ``last_ns`` to ``now_ns`` in which a service ran."""
+        down_ns = min(self.until_ns, now_ns) - max(self.since_ns, last_ns)
+        return now_ns - last_ns - max(0, down_ns)
+
+
+NO_DOWNTIME = Downtime()
+
+
+@dataclass(frozen=True)
 class StepRow:
     """A finished step: a trace of a run with a step number and a finished root."""
 

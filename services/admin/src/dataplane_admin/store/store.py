@@ -146,6 +146,7 @@ class Store:
     # Each of these methods is a function of a `read_*` module, bound to this store's reader.
     runs = _bound(read_runs.read_runs)
     run = _bound(read_runs.read_run)
+    last_seen_ns = _bound(read_runs.read_last_seen)
     run_with_steps = _bound(read_traces.read_run_with_steps)
     run_steps = _bound(read_traces.read_run_steps)
     traces = _bound(read_traces.read_traces)
@@ -175,6 +176,7 @@ class Store:
     dropped_items = _bound(read_series.read_dropped_items)
     audit = _bound(read_series.read_audit)
     unfinished_runs = _bound(read_alerts.read_unfinished_runs)
+    failed_runs = _bound(read_alerts.read_failed_runs)
     raised_alerts = _bound(read_alerts.read_raised_alerts)
     cleared_alerts = _bound(read_alerts.read_cleared_alerts)
     pending_notifications = _bound(read_alerts.read_pending)
