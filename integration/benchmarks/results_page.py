@@ -125,16 +125,12 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "here / Ray's flat buffers": _ratios("tq.put_get_{}.ratio_vs_ray_flat"),
         "here / Ray, padded": _ratios("tq.put_get_{}.ratio_vs_ray_flat_padded"),
         "get in eight slices, usual adapter / here": _ratios("tq.slices8_{}.ratio_vs_usual"),
-        "get in eight slices, usual adapter / here over TCP": _ratios(
-            "tq.slices8_{}_tcp.ratio_vs_usual"
-        ),
     },
     "512 rows of 200 to 2,048 tokens, ms": {
         "put": _durations("put"),
         "get": _durations("get"),
         "put and get": _durations("put_get"),
         "get in eight slices, one after the other": _durations("slices8"),
-        "one small field": _durations("one_field"),
         "write back one token column": _durations("write_back"),
         "claim 32, right after the put": _durations("claim32"),
         "clear all rows": _durations("clear"),
@@ -148,7 +144,6 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "among a million rows, ms": _grown("p50_ms"),
         "among a million, times as long as among 1,024": _grown("ratio_vs_1k", spread=True),
         "from another node, times as long": _from_another_node("ratio_vs_same_node", spread=True),
-        "34 MB from another node, ms": _bulk_from_another_node("other_p50_ms"),
         "34 MB from another node, times as long": _bulk_from_another_node(
             "ratio_vs_same_node", spread=True
         ),
@@ -182,7 +177,6 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
         "refit-mx, TCP": _refits("tcp"),
         "Ray's object store": _refits("ray"),
         "safetensors on tmpfs": _refits("file"),
-        "raw NIXL, fetch from trainers' memory": _refits("raw_nixl"),
         "raw NIXL, fetch in long reads": _refits("raw_nixl_long"),
         "gloo broadcast, publish and fetch together": _refits("gloo"),
         "memcpy of as many bytes": _refits("memcpy"),
@@ -190,7 +184,6 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
     "refit-mx, times as fast": {
         "shared memory against Ray": [_range("shm", "ray_both_steps"), _range("shm", "ray")],
         "NIXL against Ray": [_range("nixl", "ray_both_steps"), _range("nixl", "ray")],
-        "NIXL against raw NIXL": [Cell(()), _range("nixl", "raw_nixl")],
         "NIXL against raw NIXL in long reads": [Cell(()), _range("nixl", "raw_nixl_long")],
     },
     "admin service": {
