@@ -195,9 +195,8 @@ def test_dashboard_queries_existing_metrics(
 def test_alerts_use_metrics_that_exist(run: Series, refit_server: Series, admin: Series) -> None:
     exported = {**run, **refit_server, **admin, "up": set()}
     [group] = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
-    page = (ROOT / "docs" / "recipes" / "alerts.md").read_text()
     for rule in group["rules"]:
-        assert f"| `{rule['alert']}` |" in page
+        assert rule["annotations"]["summary"]
         for name, labels in selectors(rule["expr"]):
             assert name in exported, f"{rule['alert']}: no metric {name}"
             assert labels <= exported[name] | ADDED_LABELS, rule["alert"]

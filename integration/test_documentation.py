@@ -51,7 +51,7 @@ HERE = (
     "recipes/capacity",
     "recipes/consumer-with-leases",
 )
-APART = ("trace-a-step", "compare", "telemetry")
+APART = ("trace-a-step", "compare")
 """Pages that set up telemetry, which a process can do only once."""
 ON_RAY = ("quickstart",)
 """Pages that start and stop a separate Ray."""
