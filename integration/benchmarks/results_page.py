@@ -143,7 +143,9 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
     "operation on 32 rows": {
         "among a million rows, ms": _grown("p50_ms"),
         "among a million, times as long as among 1,024": _grown("ratio_vs_1k", spread=True),
-        "from another node, times as long": _from_another_node("ratio_vs_same_node", spread=True),
+        "from another node, times as long as on the same": _from_another_node(
+            "ratio_vs_same_node", spread=True
+        ),
         "34 MB from another node, times as long": _bulk_from_another_node(
             "ratio_vs_same_node", spread=True
         ),
