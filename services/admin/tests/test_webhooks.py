@@ -4,11 +4,13 @@ Imports internals: a command of the service in a test's process would not end.
 """
 
 import io
+import json
 import logging
 import re
 import socket
 import sys
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -50,16 +52,36 @@ def status(job, name="chat"):
     return webhook
 
 
-def test_raised_and_cleared_alerts_are_sent_signed(alerted, otlp, receiver):
-    job = alerted(chat=f"{receiver.url}/hook")
-    send(job, otlp, 9.0, 0)
+def test_raised_and_cleared_alerts_are_sent_signed(job_of, otlp, receiver, tmp_path):
+    job = job_of(
+        alerts=rules_in(tmp_path, RULE, webhooks=[("chat", f"{receiver.url}/hook")]),
+        alerts_every_s=0.02,
+        allowed_hosts=("127.0.0.1", "localhost", "admin.example"),
+        # Pages of the first two may only send requests.
+        allowed_origins=("https://app.example", "http://localhost:3000", "https://admin.example"),
+        root_path="/rl",
+    )
+    send(job, otlp, 9.0, 0, run="a&<!channel>")
     until(lambda: status(job)["delivered"] == 1)
-    send(job, otlp, 1.0, 1)
+    send(job, otlp, 1.0, 1, run="a&<!channel>")
     until(lambda: status(job)["delivered"] == 2)
     evaluate(job)
-    assert receiver.events() == [("alert.raised", "run"), ("alert.cleared", "run")]
-    body = verified(receiver.requests[0])["data"]
-    assert (body["name"], body["value"], body["bound"]) == ("staleness", 9.0, 4.0)
+    bodies = [verified(request) for request in receiver.requests]
+    assert [body["type"] for body in bodies] == ["alert.raised", "alert.cleared"]
+    assert {body["data"]["run"] for body in bodies} == {"a&<!channel>"}
+    alert = bodies[0]["data"]
+    assert (alert["name"], alert["value"], alert["bound"]) == ("staleness", 9.0, 4.0)
+    url = "https://admin.example/rl/run?run=a%26%3C%21channel%3E"
+    assert {body["url"] for body in bodies} == {url}
+    time_s = datetime.fromtimestamp(alert["raised_ns"] // 10**9, UTC)
+    subject = "for run a&amp;&lt;!channel&gt;"
+    figures = f"value 9, bound 4, since {time_s:%Y-%m-%d %H:%M:%S} UTC. {url}"
+    assert [body["text"] for body in bodies] == [
+        f"staleness (warning) raised {subject}: the mean staleness is 9 versions at the newest "
+        f"step; {figures}",
+        f"staleness (warning) cleared {subject}: below the bound: the mean staleness is 1 "
+        f"versions at the newest step; {figures}",
+    ]
     assert status(job) == {
         "name": "chat", "pending": 0, "error": "", "delivered": 2, "failed": 0, "dropped": 0
     }  # fmt: skip
@@ -76,6 +98,7 @@ def test_the_function_of_the_docs_verifies_a_request(alerted, otlp, receiver):
     [(_, headers, body)] = receiver.requests
     headers = {name.lower(): value for name, value in headers.items()}
     assert names["verify"](SECRET, headers, body)
+    assert "url" not in json.loads(body), "the address of the service is unknown"
     assert not names["verify"](SECRET, headers, body + b" ")
     old = {**headers, "webhook-timestamp": "1700000000"}
     assert not names["verify"](SECRET, old, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from dataplane_admin.alerts import AlertRules, load_rules
 from dataplane_admin.checks import (
@@ -98,3 +99,16 @@ class Settings:
                     check_link(url)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
+
+    @property
+    def public_url(self) -> str | None:
+        """URL of the service for people; None if unknown.
+
+        Its host is both an allowed host and that of an allowed origin. An origin alone may be
+        another site.
+        """
+        for origin in self.allowed_origins:
+            host = urlsplit(origin).hostname
+            if host in self.allowed_hosts and host not in LOOPBACK_HOSTS:
+                return f"{origin}{self.root_path}"
+        return None

@@ -27,8 +27,10 @@ _DEFAULT = Path(__file__).with_name("default.yaml")
 _MAX_RULES = 100
 _MAX_WEBHOOKS = 10
 _MIN_SECRET_BYTES = 24
-SHARES = frozenset({"store_full"})
-"""Kinds whose bound is a fraction below 1."""
+SECONDS = frozenset({"no_step", "blocked", "telemetry_lost"})
+"""Kinds whose value is a duration in seconds."""
+FRACTIONS = frozenset({"store_full", "reward_collapsed"})
+"""Kinds whose value is a fraction."""
 
 _WITHOUT_BOUND = ("metric", "not_finite", "run_failed")
 
@@ -93,7 +95,7 @@ class Rule(_Section):
             raise ValueError("expected metric, and either above or below")
         if self.kind != "metric" and (sides or (self.metric and self.kind != "not_finite")):
             raise ValueError(f"the kind {self.kind} has no metric, above and below")
-        if self.kind in SHARES and self.bound >= 1:
+        if self.kind == "store_full" and self.bound >= 1:
             raise ValueError(f"bound: found {self.bound:g}; expected a fraction below 1")
         if self.kind == "store_full" and self.runs != "*":
             raise ValueError(f"runs: found {self.runs!r}; a store belongs to no run, expected '*'")

@@ -12,12 +12,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from html import escape
+from urllib.parse import quote
 
 import structlog
 
 from dataplane_admin import models
 from dataplane_admin.alerts.evaluate import Decision, Facts, Key, Measure, decide
-from dataplane_admin.alerts.rules import AlertRules
+from dataplane_admin.alerts.rules import FRACTIONS, SECONDS, AlertRules
 from dataplane_admin.alerts.webhooks import Sender
 from dataplane_admin.store import Batch, Store, StoreError
 from dataplane_admin.store.apply_alerts import (
@@ -29,6 +32,8 @@ from dataplane_admin.store.apply_alerts import (
 )
 from dataplane_admin.store.read_alerts import MAX_RAISED
 from dataplane_admin.store.work import Work
+from observability.views.printable import printable
+from observability.views.quantities import duration
 
 _MIN_LEASE_S = 30.0
 _STOP_S = 5.0
@@ -40,7 +45,13 @@ class Watch:
     """Thread that evaluates the rules until closed, and the senders of the webhooks."""
 
     def __init__(
-        self, store: Store, rules: AlertRules, facts: Callable[[], Facts], *, every_s: float
+        self,
+        store: Store,
+        rules: AlertRules,
+        facts: Callable[[], Facts],
+        *,
+        every_s: float,
+        public_url: str | None = None,
     ) -> None:
         self.rules = rules
         self.senders = [Sender(store, webhook) for webhook in rules.webhooks]
@@ -49,6 +60,7 @@ class Watch:
         self._store = store
         self._facts = facts
         self._every_s = every_s
+        self._public_url = public_url
         self._holder = secrets.token_hex(8)
         self._since: Mapping[Key, int] = {}
         self._failing = False
@@ -140,12 +152,38 @@ class Watch:
         event = "raised" if alert.cleared_ns is None else "cleared"
         facts = alert.model_dump() | {"reason": reason}
         facts["run"] = facts.pop("run_id")
-        body = json.dumps({"type": f"alert.{event}", "data": facts})
+        text, link = _text(alert, reason), {}
+        if self._public_url is not None:
+            run = quote(alert.run_id, safe="", errors="backslashreplace")
+            url = f"{self._public_url}{f'/run?run={run}' if run else '/alerts'}"
+            text, link = f"{text} {url}", {"url": url}
+        body = json.dumps({"type": f"alert.{event}", "text": text, **link, "data": facts})
         return [
             (webhook.name, message_of(alert), body)
             for webhook in self.rules.webhooks
             if alert.severity == "critical" or webhook.min_severity == "warning"
         ]
+
+
+def _text(alert: models.Alert, reason: str) -> str:
+    """Return a sentence about an alert, for chats."""
+    subject = f"run {alert.run_id}" if alert.run_id else alert.subject or "data plane"
+    if alert.run_id and alert.subject:
+        subject += f" {alert.subject}"
+    since = datetime.fromtimestamp(alert.raised_ns // 10**9, UTC)
+    text = (
+        f"{alert.name} ({alert.severity}) {'cleared' if reason else 'raised'} for {subject}: "
+        f"{reason or alert.sentence}; value {_figure(alert.kind, alert.value)}, "
+        f"bound {_figure(alert.kind, alert.bound)}, since {since:%Y-%m-%d %H:%M:%S} UTC."
+    )
+    # Slack and Mattermost read <...> as a link or a mention.
+    return escape(printable(text), quote=False)
+
+
+def _figure(kind: str, value: float) -> str:
+    if kind in SECONDS:
+        return duration(value)
+    return f"{100 * value:.3g} %" if kind in FRACTIONS else f"{value:.4g}"
 
 
 def _changed(decision: Decision, now_ns: int) -> list[tuple[models.Alert, str]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataplane_admin import models
+from dataplane_admin.alerts.rules import FRACTIONS, SECONDS
 from dataplane_admin.pages import words
 from dataplane_admin.pages.learning import number
 from dataplane_admin.pages.links import Link, to
 
-_SECONDS = frozenset({"no_step", "blocked", "telemetry_lost"})
 _OF_RUN = frozenset({"run_failed", "telemetry_lost", "telemetry_dropped"})
-_SHARES = frozenset({"store_full", "reward_collapsed"})
 
 
 def cause(alert: models.Alert) -> Link:
@@ -24,6 +23,6 @@ def figure(kind: str, value: float) -> str:
     """Return a value or bound of an alert in the unit of its kind; empty if it has none."""
     if kind == "run_failed":
         return ""
-    if kind in _SECONDS:
+    if kind in SECONDS:
         return words.ago(value)
-    return f"{100 * value:.3g} %" if kind in _SHARES else number(value)
+    return f"{100 * value:.3g} %" if kind in FRACTIONS else number(value)

@@ -61,7 +61,13 @@ class AdminService:
         self._subscribers = 0
         self._downtime = Downtime(store.last_seen_ns() or self._started_ns, self._started_ns)
         facts = alerts.facts_of(store, live, settings, self._downtime)
-        self.watch = Watch(store, settings.alerts, facts, every_s=settings.alerts_every_s)
+        self.watch = Watch(
+            store,
+            settings.alerts,
+            facts,
+            every_s=settings.alerts_every_s,
+            public_url=settings.public_url,
+        )
         self.version = version(NAME)
 
     @property
