@@ -78,11 +78,15 @@ def test_many_engines_leave_lanes_for_nodes(job_of):
     now_s = time.time_ns() // NS - 60
     job.send(*(engine(now_s, running=1, name=f"engine-{number:02}:8000") for number in range(18)))
     job.send(node(now_s, memory={"used": 40e9, "free": 88e9}))
+    gpus = [("hw.gpu.utilization", {"hw.id": str(gpu)}, (1 + gpu) / 20) for gpu in range(19)]
+    job.send(gauges({"host.name": "node-1"}, now_s, gpus))
     page = job.client.get("/engines").text
     assert "engine-15:8000" in page
     assert "engine-16:8000" not in page
     assert "2 more engines omitted" in page
     assert "node node-1, " in page
+    assert "GPU 15, max 80.0 %" in page
+    assert "mean of 3 more GPUs, max of any 95.0 %" in page
 
 
 def test_engines_without_load_say_how_to_send_it(bare_client):

@@ -203,9 +203,11 @@ def _lane(
             ]
             # Columns are means. A stack has a maximum only in these.
             peak = max(known if len(stacked) > 1 else known + _values_of(subject, metrics, part))
+            devices = sum(metric in metrics for metric, _ in part)
+            label = "max" if devices <= len(stacked) else "max of any"  # the line is their mean
             maximum = _figure(metrics[0], peak).removesuffix(" running").removesuffix(" tokens/s")
             pitch = _LOW_STRIP if name != title or metrics[0] in _LOW else _STRIP
-            strips.append(Strip(f"{name}, max {maximum}", y, pitch - _GAP, areas))
+            strips.append(Strip(f"{name}, {label} {maximum}", y, pitch - _GAP, areas))
             y += pitch
     width = 100 / COLUMNS
     place = f"{subject.kind} {subject.name}"
