@@ -4,7 +4,7 @@ import math
 import time
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, event, text
 
 from dataplane_admin import Retention
 
@@ -61,6 +61,32 @@ def test_a_resume_drops_the_points_of_repeated_steps(job, otlp, late, at):
     assert curves(job, max_points=2)["rl.reward.mean",]["low"] == [0.0, -2.0]
     [run] = [run for run in job.get("runs")["runs"] if run["run_id"] == "run"]
     assert (run["steps"], run["reward"]) == (at + 2, -2.0)
+
+
+def test_many_resumes_in_a_request_delete_each_curve_once(job, otlp):
+    now_s = otlp.start_ns / 1e9
+    job.send(
+        otlp.curve([float(step) for step in range(60)]),
+        otlp.curve([now_s + step for step in range(60)], name="rl.time"),
+    )
+    resumes = otlp.run("started", at_s=45, resumed_from=40)
+    resumes.MergeFrom(otlp.run("started", at_s=12, resumed_from=10))
+    for number in range(200):
+        resumes.MergeFrom(otlp.run("started", at_s=5 + number / 1000, resumed_from=30))
+    statements = []
+
+    def keep(_connection, _cursor, statement, *_):
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", keep)
+    try:
+        job.send(resumes)
+    finally:
+        event.remove(Engine, "before_cursor_execute", keep)
+    # The steps from 12 on ran after the first of both resumes, those from 45 on after the last.
+    assert curves(job)["rl.reward.mean",]["steps"] == [*range(10), *range(12, 40), *range(45, 60)]
+    assert sum(statement.startswith("DELETE FROM curve_points") for statement in statements) == 2
+    assert sum(statement.startswith("UPDATE runs SET") for statement in statements) == 2
 
 
 def test_a_resent_point_changes_nothing(job, otlp):

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any  # Any: rows
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import bindparam, delete, func, select
 
-from dataplane_admin.store.apply_runs import Resume, apply_runs
+from dataplane_admin.store.apply_runs import Resumes, apply_runs
 from dataplane_admin.store.batch import SeriesPoint
+from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.read_curves import TIME
 from dataplane_admin.store.tables import BLOCK, CurveBlockModel, CurveModel, CurvePointModel
 from dataplane_admin.store.texts import storable
@@ -64,31 +65,61 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
         drop_curves(work, work.beyond(CurveModel.id, CurveModel.updated_ns, MAX_CURVES))
 
 
-def rewind_curves(work: Work, resume: Resume) -> None:
-    """Delete the points of steps that a resume repeats.
+def rewind_curves(work: Work, resumes: Resumes) -> None:
+    """Delete the points of steps that resumes repeat.
 
     Processes export independently: points of the resumed run may arrive before its start. They are
     retained if their steps have a later time.
     """
-    of_run = CurveModel.run_id == storable(resume.run_id)
-    query = select(CurveModel.__table__).where(of_run, CurveModel.last_step >= resume.first_step)
+    first_step = min(step for step, _ in resumes.starts)
+    of_run = CurveModel.run_id == resumes.run_id
+    query = select(CurveModel.__table__).where(of_run, CurveModel.last_step >= first_step)
     curves = work.connection.execute(query).all()
-    times = [row.id for row in curves if row.name == TIME and row.attributes == "{}"]
+    times = [row for row in curves if row.name == TIME and row.attributes == "{}"]
+    # The times of repeated steps are deleted first: the other curves retain the steps of the rest.
+    for row in times:
+        earlier = CurvePointModel.step.between(bindparam("first"), bindparam("last")) & (
+            CurvePointModel.value.is_(None) | (CurvePointModel.value < bindparam("time_s"))
+        )
+        _rewind(work, row, first_step, earlier, _repeated(resumes.starts))
     retained = select(CurvePointModel.step).where(
-        CurvePointModel.curve.in_(times),
-        CurvePointModel.step >= resume.first_step,
-        CurvePointModel.value >= resume.time_ns / 1e9,
+        CurvePointModel.curve.in_([row.id for row in times]), CurvePointModel.step >= first_step
     )
+    repeated = (CurvePointModel.step >= first_step) & CurvePointModel.step.not_in(retained)
     for row in curves:
-        _rewind(work, row, resume.first_step, retained)
+        if row not in times:
+            _rewind(work, row, first_step, repeated)
 
 
-def _rewind(work: Work, row: Any, first_step: int, retained: Any) -> None:
+def _repeated(starts: Iterable[tuple[int, int]]) -> list[dict[str, float]]:
+    """Return ranges of repeated steps, and the time before which the steps of each are deleted.
+
+    Of the starts that repeat a step, the last one counts:
+
+        starts   (3, 10 s)  (5, 20 s)  (6, 15 s)
+        ranges   3 to 4 before 10 s, 5 and later before 20 s
+    """
+    ranges: list[dict[str, float]] = []
+    for step, time_ns in sorted(starts):
+        time_s = time_ns / 1e9
+        if ranges and time_s <= ranges[-1]["time_s"]:
+            continue
+        if ranges:
+            ranges[-1]["last"] = step - 1
+        ranges.append({"first": step, "last": MAX_INT, "time_s": time_s})
+    return ranges
+
+
+def _rewind(
+    work: Work,
+    row: Any,
+    first_step: int,
+    chosen: Any,
+    parameters: Sequence[Mapping[str, float]] = ({},),
+) -> None:
     of_curve = CurvePointModel.curve == row.id
     dropped = work.connection.execute(
-        delete(CurvePointModel).where(
-            of_curve, CurvePointModel.step >= first_step, CurvePointModel.step.not_in(retained)
-        )
+        delete(CurvePointModel).where(of_curve, chosen), parameters
     ).rowcount
     if not dropped:
         return

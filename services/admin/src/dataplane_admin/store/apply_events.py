@@ -123,8 +123,8 @@ def _store(work: Work, events: list[LifecycleEvent]) -> None:
     _save_samples(work, samples)
     _track_waits(work, rows, events)
     apply_runs(work, ((storable(event.run_id), event.time_ns, event.time_ns) for event in events))
-    for resume in apply_run_changes(work, events):
-        rewind_curves(work, resume)
+    for resumes in apply_run_changes(work, events):
+        rewind_curves(work, resumes)
 
 
 def _place_key(event: LifecycleEvent) -> _PlaceKey:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple  # Any: values of rows
 
 from sqlalchemy import select, update
 
-from dataplane_admin.store.batch import LifecycleEvent
+from dataplane_admin.store.batch import LifecycleEvent, RunChange
 from dataplane_admin.store.tables import RunModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
+_STATES = select(RunModel.run_id, RunModel.state_ns, RunModel.started_ns).where(
+    RunModel.run_id.in_(WANTED)
+)
 _TIMES = select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns).where(
     RunModel.run_id.in_(WANTED)
 )
 
 
-class Resume(NamedTuple):
-    """A start of a run that repeats the steps from ``first_step`` on."""
+class Resumes(NamedTuple):
+    """Starts of a run that repeat steps: the first repeated step and the time of each."""
 
     run_id: str
-    first_step: int
-    time_ns: int
+    starts: list[tuple[int, int]]
 
 
 def apply_runs(work: Work, times: Iterable[tuple[str, int, int]]) -> None:
@@ -62,31 +65,33 @@ def mark_seen(work: Work, run_ids: Iterable[str]) -> None:
         work.connection.execute(seen.values(updated_ns=work.now_ns))
 
 
-def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resume]:
+def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resumes]:
     """Apply new starts and ends of stored runs, each unless a later one is known.
 
     Returns:
-        The resumes among them.
+        The resumes among them, by run.
     """
+    changes: dict[str, list[tuple[int, RunChange]]] = {}
+    for event in events:
+        if event.run is not None:
+            changes.setdefault(storable(event.run_id), []).append((event.time_ns, event.run))
     resumes = []
-    changes = [(event, event.run) for event in events if event.run is not None]
-    for event, change in sorted(changes, key=lambda pair: pair[0].time_ns):
-        of_run = RunModel.run_id == storable(event.run_id)
-        stored = work.connection.execute(
-            select(RunModel.state_ns, RunModel.started_ns).where(of_run)
-        ).first()
-        values: dict[str, Any] = {}
-        if stored is not None and event.time_ns >= stored.state_ns:
-            values |= {"state": change.state, "state_ns": event.time_ns}
-            values["error"] = storable(change.error)
-        if stored is not None and change.state == "running" and event.time_ns >= stored.started_ns:
-            values |= {"started_ns": event.time_ns, "resumed_from": change.resumed_from}
-            if change.config is not None:
-                values["config"] = json.dumps(change.config)
-            if change.resumed_from is not None:
-                resumes.append(Resume(event.run_id, change.resumed_from, event.time_ns))
-        if values:
-            work.connection.execute(update(RunModel).where(of_run).values(values))
+    for run_id, state_ns, started_ns in list(work.rows(_STATES, changes)):
+        values: dict[str, Any] = {"state_ns": state_ns, "started_ns": started_ns}
+        starts = []
+        for time_ns, change in sorted(changes[run_id], key=itemgetter(0)):
+            if time_ns >= values["state_ns"]:
+                values |= {"state": change.state, "state_ns": time_ns}
+                values["error"] = storable(change.error)
+            if change.state == "running" and time_ns >= values["started_ns"]:
+                values |= {"started_ns": time_ns, "resumed_from": change.resumed_from}
+                if change.config is not None:
+                    values["config"] = json.dumps(change.config)
+                if change.resumed_from is not None:
+                    starts.append((change.resumed_from, time_ns))
+        work.change(RunModel, "run_id", [{"run_id": run_id, **values}])
+        if starts:
+            resumes.append(Resumes(run_id, starts))
     return resumes
 
 
