@@ -57,6 +57,18 @@ def test_the_url_of_the_list_has_filters_and_order(client, runs):
     assert "No matching runs" in client.get("/runs?q=nothing").text
 
 
+def test_a_list_without_all_runs_says_so(job_of, otlp):
+    job = job_of()
+    started = otlp.run("started", "run 0")
+    for number in range(1, 1_002):
+        started.MergeFrom(otlp.run("started", f"run {number}"))
+    job.send(started)
+    page = job.client.get("/runs?all=runs").text
+    assert page.count('data-key="run-') == 1_000
+    assert "2 older runs omitted." in page
+    assert "data-omitted" in page
+
+
 def test_the_pages_of_a_run_show_how_it_started_and_ended(client, runs):
     for address in ("/runs?q=cmp", "/run?run=cmp%2Fa"):
         text = " ".join(Document(client.get(address).text).text.split())

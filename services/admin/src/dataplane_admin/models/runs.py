@@ -55,6 +55,8 @@ class Runs(Model):
     """Number of runs that match the filters, also those beyond the limit."""
     total: int
     """Number of runs before filters."""
+    omitted: int
+    """Number of stored runs that are not among the 1,000."""
     tags: list[Text]
     """Tags of the runs before filters, sorted."""
 

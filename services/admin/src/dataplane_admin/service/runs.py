@@ -40,8 +40,12 @@ def choose(
     *,
     ascending: bool,
     limit: int,
+    stored: int,
 ) -> models.Runs:
-    """Return the runs that match all filters, sorted; runs without a value to sort by come last."""
+    """Return the runs that match all filters, sorted; runs without a value to sort by come last.
+
+    ``stored`` is the number of stored runs, which may be more than ``runs`` has.
+    """
     wanted = (q or "").casefold()
     chosen = [
         run
@@ -57,6 +61,7 @@ def choose(
         runs=[*(run for _, run in known), *unknown][:limit],
         matching=len(chosen),
         total=len(runs),
+        omitted=max(0, stored - len(runs)),
         tags=sorted({tag for run in runs for tag in run.tags}),
     )
 

@@ -35,6 +35,7 @@ from dataplane_admin.service.samples import THRESHOLD
 from dataplane_admin.service.traces import Selection
 from dataplane_admin.settings import Settings
 from dataplane_admin.store import SampleFilter, Store, TraceFilter
+from dataplane_admin.store.read_runs import MAX_RUNS
 from dataplane_admin.store.rows import Downtime
 
 NAME = "dataplane-admin"
@@ -310,7 +311,10 @@ class AdminService:
             q: part of id, tag or error; case is ignored.
         """
         known = self.store.runs(silent_after_s=self._settings.silent_after_s)
-        return runs.choose(known, q, state, tag, sort, ascending=ascending, limit=limit)
+        stored = len(known) if len(known) < MAX_RUNS else self.store.count_runs()
+        return runs.choose(
+            known, q, state, tag, sort, ascending=ascending, limit=limit, stored=stored
+        )
 
     def run(self, run: str) -> models.RunDetail:
         """Return one run with its configuration. Raises NotFound."""

@@ -19,7 +19,7 @@ REWARD = "rl.reward.mean"
 
 # Ordered by this service's clock: a sender's clock may be a day ahead.
 NEWEST_RUN = (RunModel.updated_ns.desc(), RunModel.last_ns.desc(), RunModel.run_id)
-_MAX_RUNS = 1000
+MAX_RUNS = 1_000
 
 _IS_REWARD = and_(CurveModel.name == REWARD, CurveModel.attributes == "{}")
 _CURVES = (
@@ -57,7 +57,7 @@ def read_runs(reader: Reader, *, silent_after_s: float = 300.0) -> list[Run]:
 
     A run without a reported end is silent ``silent_after_s`` seconds after its last record.
     """
-    rows = reader.rows(_RUNS.order_by(*NEWEST_RUN).limit(_MAX_RUNS))
+    rows = reader.rows(_RUNS.order_by(*NEWEST_RUN).limit(MAX_RUNS))
     return [Run.of(row, **_facts(row, silent_after_s)) for row in rows]
 
 
@@ -65,6 +65,11 @@ def read_last_seen(reader: Reader) -> int:
     """Return the time of the newest record of any run, nanoseconds since 1970; 0 without one."""
     [row] = reader.rows(select(func.max(RunModel.updated_ns).label("last_ns")))
     return row.last_ns or 0
+
+
+def count_runs(reader: Reader) -> int:
+    """Return the number of stored runs."""
+    return int(reader.rows(select(func.count()).select_from(RunModel))[0][0])
 
 
 def read_run(reader: Reader, run_id: str, *, silent_after_s: float = 300.0) -> RunDetail | None:

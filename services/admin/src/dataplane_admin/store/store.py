@@ -147,6 +147,7 @@ class Store:
     runs = _bound(read_runs.read_runs)
     run = _bound(read_runs.read_run)
     last_seen_ns = _bound(read_runs.read_last_seen)
+    count_runs = _bound(read_runs.count_runs)
     run_with_steps = _bound(read_traces.read_run_with_steps)
     run_steps = _bound(read_traces.read_run_steps)
     traces = _bound(read_traces.read_traces)
