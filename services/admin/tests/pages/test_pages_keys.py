@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from datetime import datetime
 from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
@@ -162,12 +163,17 @@ def downloaded(page, form):
 def test_all_rows_of_a_table_are_downloaded(watched, job):
     page = watched().go("/traces")
     head, *rows = csv.reader(downloaded(page, "csv").splitlines())
-    assert head[:4] == ["Step", "Name", "Duration", "Spans"]
-    stored = len(job.get("traces", limit=1_000)["traces"])
-    assert len(rows) == stored > page.locator("main tbody tr").count()
+    assert head[:4] == ["Step", "Name", "Duration (s)", "Spans"]
+    stored = job.get("traces", limit=1_000)["traces"]
+    assert len(rows) == len(stored) > page.locator("main tbody tr").count()
     listed = json.loads(downloaded(page, "json"))
     assert [list(row.values()) for row in listed] == rows
     assert "grpo.step" in listed[0]["Name"]
+    assert [float(row["Duration (s)"]) for row in listed] == pytest.approx(
+        [trace["seconds"] for trace in stored]
+    )
+    started = [datetime.fromisoformat(row["Started"]).timestamp() for row in listed]
+    assert started == pytest.approx([trace["start_ns"] / 1e9 for trace in stored], abs=2e-3)
 
 
 def test_a_download_reads_further_pages_up_to_its_limit(watched):
@@ -198,7 +204,7 @@ def test_links_that_act_on_a_row_are_not_downloaded(watched):
     with page.expect_download() as download:
         claims.locator("[data-download=csv]").click()
     head = next(csv.reader(download.value.path().read_text().splitlines()))
-    assert head == ["Task", "Owner", "Samples", "Age", "Lease expires"]
+    assert head == ["Task", "Owner", "Samples", "Age (s)", "Lease expires (s)"]
 
 
 def test_tokens_are_one_tab_stop(watched):

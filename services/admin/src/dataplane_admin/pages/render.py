@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from datetime import UTC
 from functools import cache
 from typing import Any  # Any: what a template is given
 
@@ -12,6 +14,14 @@ from dataplane_admin.pages import learning, marks, words
 from dataplane_admin.pages.comparison import signed
 from dataplane_admin.pages.links import Link, to
 from observability.views.printable import printable
+
+_FORMS: Mapping[str, tuple[Callable[[Any], str], str]] = {
+    "ago": (words.ago, "s"),
+    "duration": (words.duration, "s"),
+    "figure": (learning.number, ""),
+    "size": (words.size, "bytes"),
+}
+"""Formats of numbers in tables, each with the unit of the number."""
 
 
 @cache
@@ -45,6 +55,7 @@ def environment(root_path: str) -> Environment:
         ago=words.ago,
         breakable=_breakable,
         capital=words.capital,
+        cell=_cell,
         count=words.count,
         duration=words.duration,
         exact=_exact,
@@ -56,7 +67,13 @@ def environment(root_path: str) -> Environment:
         size=words.size,
     )
     templates.globals.update(
-        clock=words.clock, marks=marks, plural=words.plural, percent=words.percent, to=to
+        clock=words.clock,
+        marks=marks,
+        moment=_moment,
+        plural=words.plural,
+        percent=words.percent,
+        to=to,
+        valued=_valued,
     )
     return templates
 
@@ -64,6 +81,28 @@ def environment(root_path: str) -> Environment:
 def _exact(value: object) -> Markup:
     """Return escaped text that is otherwise unchanged, for values that a form sends back."""
     return escape(str(value))
+
+
+def _cell(value: float | None, form: str) -> Markup | str:
+    """Return a formatted number of a table, with its value for downloads; see ``tables.js``."""
+    write, unit = _FORMS[form]
+    return write(value) if value is None else _valued(value, write(value), unit)
+
+
+def _valued(value: float, text: str, unit: str = "") -> Markup:
+    """Return a text with the number that downloads have instead, in ``unit``."""
+    number = f"{value:.12g}" if isinstance(value, float) else value
+    named = Markup(' data-unit="{}"').format(unit) if unit else ""
+    return Markup('<data value="{}"{}>{}</data>').format(number, named, text)
+
+
+def _moment(time_ns: int | None, now_ns: int) -> Markup | str:
+    """Return a time of a table as `words.clock` does, in UTC for downloads."""
+    text = words.clock(time_ns, now_ns)
+    if time_ns is None:
+        return text
+    at = words.instant(time_ns).astimezone(UTC).isoformat(timespec="milliseconds")
+    return Markup('<time datetime="{}">{}</time>').format(at.replace("+00:00", "Z"), text)
 
 
 def _breakable(name: object) -> Markup:

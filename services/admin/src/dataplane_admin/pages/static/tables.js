@@ -35,9 +35,10 @@ export async function download(controls, format) {
   try {
     const name = nameOf(controls).replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "table";
     const head = [...(tableOf(controls).tHead?.rows[0]?.cells || [])];
-    const { rows, cut } = controls.dataset.all ? await readAll(controls, state) : { rows: rowsOf(tableOf(controls)) };
+    const units = [];
+    const { rows, cut } = controls.dataset.all ? await readAll(controls, state, units) : { rows: rowsOf(tableOf(controls), units) };
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([WRITERS[format](columnsOf(head, rows))], { type: `${TYPES[format]};charset=utf-8` }));
+    link.href = URL.createObjectURL(new Blob([WRITERS[format](columnsOf(head, rows, units))], { type: `${TYPES[format]};charset=utf-8` }));
     link.download = `${name}${cut ? `-only-${rows.length}-rows` : ""}.${format}`;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
@@ -54,7 +55,7 @@ function tableOf(controls) {
 }
 
 // Returns all rows of a table, and whether some are missing: those above the limits here, or the server's.
-async function readAll(controls, state) {
+async function readAll(controls, state, units) {
   const { all } = controls.dataset;
   const rows = [];
   let characters = 0;
@@ -67,7 +68,7 @@ async function readAll(controls, state) {
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     const own = page.querySelector(`[data-all="${all}"]`);
     if (!own) return { rows, cut: false }; // its rows were removed
-    for (const row of rowsOf(tableOf(own))) {
+    for (const row of rowsOf(tableOf(own), units)) {
       rows.push(row);
       for (const text of row) characters += text.length;
       if (characters > MAX_CHARACTERS || rows.length > MAX_ROWS) return { rows: rows.slice(0, -1), cut: true };
@@ -78,23 +79,31 @@ async function readAll(controls, state) {
   }
 }
 
-function rowsOf(table) {
-  return [...table.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells].map(textOf));
+// Returns the plain values of all cells, and writes the units of the columns to `units`.
+function rowsOf(table, units) {
+  return [...table.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells].map((cell, at) => {
+    units[at] ||= cell.querySelector("[data-unit]")?.dataset.unit;
+    const text = textOf(cell);
+    return /^\d{1,3}(,\d{3})+$/.test(text) && cell.classList.contains("n") ? text.replaceAll(",", "") : text;
+  }));
 }
 
 // Returns the columns' names, and the rows. Columns without any text, and those of links that act on a row
 // (data-no-export), are left out.
-function columnsOf(head, rows) {
+function columnsOf(head, rows, units) {
   const width = rows.reduce((most, row) => Math.max(most, row.length), head.length);
   const used = [...Array(width).keys()].filter((at) => !head[at]?.hasAttribute("data-no-export") && rows.some((row) => row[at]));
-  const names = used.map((at) => (head[at] && textOf(head[at])) || `column ${at + 1}`);
+  const names = used.map((at) => ((head[at] && textOf(head[at])) || `column ${at + 1}`) + (units[at] ? ` (${units[at]})` : ""));
   return { names: names.map((name, at) => (names.indexOf(name) < at ? `${name} ${at + 1}` : name)), rows: rows.map((row) => used.map((at) => row[at] || "")) };
 }
 
-// Returns what a screen reader reads: the description of a drawing, nothing of hidden elements.
+// Returns what a screen reader reads: the description of a drawing, nothing of hidden elements. Of a formatted
+// number or time, it returns the value.
 function textOf(node) {
   if (node.nodeType === Node.TEXT_NODE) return node.nodeValue;
   if (node.nodeType !== Node.ELEMENT_NODE || node.getAttribute("aria-hidden") === "true") return "";
+  if (node.localName === "data") return node.value;
+  if (node.localName === "time") return node.dateTime;
   const own = node.localName === "svg" ? node.getAttribute("aria-label") || "" : [...node.childNodes].map(textOf).join(node.childElementCount ? " " : "");
   return own.replace(/\s+/g, " ").trim();
 }
