@@ -135,7 +135,10 @@ def test_selected_runs_are_overlaid(watched, runs):
         page.get_by_label(f"Compare {run}").check()
     page.get_by_role("button", name="Compare").click()
     page.wait_for_url("**/runs/compare?*")
-    drawn(page, "rl.reward.mean")
+    box = drawn(page, "rl.reward.mean")
+    mark = figure(page, "rl.reward.mean").get_by_title("cmp/a resumed at step 7", exact=True)
+    place = mark.bounding_box()
+    assert place["x"] + place["width"] / 2 - box["x"] == pytest.approx(box["width"] * 7 / 99, abs=9)
     page.locator("#smooth").fill("0.9")
     until(page, lambda: query(page).get("smooth") == "0.9")
     page.get_by_role("link", name="time", exact=True).click()
@@ -149,6 +152,8 @@ def test_selected_runs_are_overlaid(watched, runs):
     # The longer run takes 200 min, so a quarter of the axis is 50 min.
     hours = page.locator("#curve-step").inner_text()
     assert 45 <= int(hours.removesuffix(" min")) <= 55
+    place = mark.bounding_box()  # step 7 is at 8 min
+    assert place["x"] + place["width"] / 2 - box["x"] == pytest.approx(box["width"] / 25, abs=9)
     page.get_by_role("link", name="samples", exact=True).click()
     page.wait_for_url("**axis=samples*")
     box = drawn(page, "rl.reward.mean")
@@ -182,6 +187,7 @@ def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):
 def test_new_points_of_compared_runs_appear(watched, runs, job, otlp):
     page = watched().go(COMPARE)
     drawn(page, "rl.reward.mean")
+    assert page.get_by_title("cmp/b resumed").count() == 0
     job.send(otlp.curve([12.5], run="cmp/b", first=100))
     values = figure(page, "rl.reward.mean").locator(".curve-value")
     until(page, lambda: values.all_inner_texts()[1] == "12.5")

@@ -24,6 +24,7 @@ export function drawCurves() {
   const byRun = "byRun" in section.dataset; // colors distinguish runs, else the curves of a panel
   const inkOf = (curve, place) => (byRun ? curve.run : place);
   let shown = [0, 1]; // range of the axis
+  let runs = [];
   let due = 0;
 
   const colors = () => [...section.querySelectorAll(".curve-colors > *")].map((node) => getComputedStyle(node).color);
@@ -51,6 +52,7 @@ export function drawCurves() {
     } catch {
       return; // the live indicator shows that the service does not respond
     }
+    runs = answer.runs;
     const first = range.first ?? Math.min(...answer.curves.map((curve) => Math.min(...curve.x)));
     const last = range.last ?? Math.max(...answer.curves.map((curve) => Math.max(...curve.x, axis.end(curve))));
     if (Number.isFinite(first) && Number.isFinite(last)) shown = [first, last > first ? last : first + 1];
@@ -118,8 +120,25 @@ export function drawCurves() {
       ],
       series,
       bands,
-      hooks: { setCursor: [(plot) => showValues(figure, chart, plot)], setSelect: [zoom] },
+      hooks: { draw: [(plot) => markResumes(chart, plot)], setCursor: [(plot) => showValues(figure, chart, plot)], setSelect: [zoom] },
     };
+  };
+
+  // Marks where each run was last resumed.
+  const markResumes = (chart, plot) => {
+    const steps = JSON.parse(section.dataset.resumed);
+    const marks = [...new Map(chart.curves.map((curve) => [curve.run, curve])).values()].map((curve) => {
+      const step = steps[curve.run];
+      const x = step === null ? null : axis.place(step, curve);
+      if (x === null || x < shown[0] || x > shown[1]) return null;
+      const mark = document.createElement("i");
+      mark.className = "resume";
+      mark.title = `${byRun ? `${runs[curve.run]} ` : ""}resumed at step ${step}`;
+      mark.style.left = `${plot.valToPos(x, "x")}px`;
+      return mark;
+    });
+    for (const old of plot.over.querySelectorAll(".resume")) old.remove();
+    plot.over.append(...marks.filter(Boolean));
   };
 
   // Writes the values at the crosshair, or the last ones without a crosshair. A curve has no value
@@ -289,17 +308,21 @@ const DURATIONS = [
   ...[1, 2, 5, 10, 20, 30].map((minutes) => minutes * MINUTE),
   ...[1, 2, 4, 8, 12, ...INTEGERS.map((days) => 24 * days)].map((hours) => hours * HOUR),
 ];
-// `step` returns the step of a curve's point at `x`. `end` returns where a curve ends, 0 if unknown. The last `x` is only the start of the last bucket.
+// `step` returns the step of a curve's point at `x`, `place` the `x` of a step, null if unknown. `end` returns where a curve ends, 0 if unknown. The last `x` is only the start of the last bucket.
 const AXES = {
-  step: { increments: INTEGERS, tick: short, text: (value) => `step ${value}`, round: Math.round, step: (x) => x, end: (curve) => curve.last_step },
-  time: { increments: DURATIONS, tick: elapsed, text: elapsed, round: (value) => Number(value.toFixed(1)), step: nearestStep, end: () => 0 },
-  samples: { increments: INTEGERS, tick: short, text: (value) => `${Math.round(value).toLocaleString("en")} samples`, round: Math.round, step: nearestStep, end: () => 0 },
+  step: { increments: INTEGERS, tick: short, text: (value) => `step ${value}`, round: Math.round, step: (x) => x, place: (step) => step, end: (curve) => curve.last_step },
+  time: { increments: DURATIONS, tick: elapsed, text: elapsed, round: (value) => Number(value.toFixed(1)), step: nearestStep, place: placeOf, end: () => 0 },
+  samples: { increments: INTEGERS, tick: short, text: (value) => `${Math.round(value).toLocaleString("en")} samples`, round: Math.round, step: nearestStep, place: placeOf, end: () => 0 },
 };
 
 function nearestStep(x, curve) {
   if (!curve) return null;
   const distances = curve.x.map((other) => Math.abs(other - x));
   return curve.steps[distances.indexOf(Math.min(...distances))];
+}
+
+function placeOf(step, curve) {
+  return curve.x[curve.steps.findIndex((other) => other >= step)] ?? null;
 }
 
 function urlOfStep(link, step) {
