@@ -18,7 +18,18 @@ MAX_SHIFT = 0.03
 """Maximum sum of layout-shift scores of an update; browsers rate up to 0.1 as good."""
 
 _NUMBERS = itertools.count()
-_METRICS = iter(("rl.loss", "rl.entropy", "rl.clip_fraction", "rl.grad_norm"))
+_METRICS = iter(
+    [
+        *("rl.loss", "rl.entropy", "rl.clip_fraction"),
+        *("rl.grad_norm", "rl.learning_rate", "rl.tokens_per_s"),
+    ]
+)
+_PANELS = iter(
+    [
+        *("rl.kl", "rl.reward.std", "rl.validation.reward"),
+        *("rl.validation.pass_rate", "rl.response.length", "rl.response.truncated"),
+    ]
+)
 
 
 def now_s(otlp):
@@ -41,7 +52,8 @@ def add_step(job, otlp, name):
 
 
 def add_curves(job, otlp, name):
-    job.send(*[otlp.curve([1.0, 2.0], run=RUN, name=metric) for metric in ("rl.kl", name)])
+    metrics = [*itertools.islice(_PANELS, 3), name]  # more panels than fit into a row
+    job.send(*[otlp.curve([1.0, 2.0], run=RUN, name=metric) for metric in metrics])
 
 
 def add_waits(job, otlp, name):
@@ -131,7 +143,7 @@ SCREENS = [(width, *page) for width in (390, 1280) for page in PAGES]
 SCREENS += [(390, *page) for page in MORE_PAGES]
 SCREENS += [pytest.param(1280, *page, marks=pytest.mark.long) for page in MORE_PAGES]
 LISTS = [page for page in PAGES if page[0] in ("/audit", "/samples", "/runs", "/traces")]
-LISTS += [(_COMPARE, add_metric)]
+LISTS += [(_COMPARE, add_metric), (f"/run?{_OF_RUN}", add_metric)]
 
 
 def named(value):
@@ -158,7 +170,8 @@ def grow(job, otlp):
 
 
 def live(page):
-    """Wait until a page shows the newest state."""
+    """Use the page, and wait until it shows the newest state."""
+    page.mouse.move(2, 2)
     page.wait_for_selector('#live[data-state="live"]')
     page.evaluate(
         "() => { window.swaps = 0; document.addEventListener('swapped', () => { swaps += 1; }); }"
@@ -196,9 +209,11 @@ def wait_for_text(page, text):
 
 @pytest.mark.parametrize(("width", "path", "rows"), SCREENS, ids=named)
 def test_new_rows_move_nothing(watched, grow, path, rows, width):
-    if rows in (add_point, add_metric):
+    if rows in (add_point, add_metric, add_curves):
         grow(add_point)  # the first metric of all is shown at once
-    page = watched(viewport={"width": width, "height": 900}).go(path)
+    # The sections below the curves are in view.
+    height = 3_000 if rows is add_curves else 900
+    page = watched(viewport={"width": width, "height": height}).go(path)
     live(page)
     watch_shifts(page)
     wait_for_text(page, grow(rows))

@@ -223,6 +223,8 @@ def test_new_steps_appear_without_moving_the_page(watched, run, job, otlp):
     loss = figure(page, "rl.loss").locator(".curve-value")
     until(page, lambda: loss.inner_text() == "1234")
     assert figure(page, "rl.loss").bounding_box() == before
+    job.send(otlp.curve([0.5], run=RUN, name="rl.kl"))
+    drawn(page, "rl.kl")  # the page has had no input
 
 
 def test_hostile_names_are_drawn_as_text(watched, run):

@@ -308,7 +308,8 @@ const DURATIONS = [
   ...[1, 2, 5, 10, 20, 30].map((minutes) => minutes * MINUTE),
   ...[1, 2, 4, 8, 12, ...INTEGERS.map((days) => 24 * days)].map((hours) => hours * HOUR),
 ];
-// `step` returns the step of a curve's point at `x`, `place` the `x` of a step, null if unknown. `end` returns where a curve ends, 0 if unknown. The last `x` is only the start of the last bucket.
+// `step` returns the step of a curve's point at `x`, `place` the `x` of a step, null if unknown. `end`
+// returns where a curve ends, 0 if unknown. The last `x` is only the start of the last bucket.
 const AXES = {
   step: { increments: INTEGERS, tick: short, text: (value) => `step ${value}`, round: Math.round, step: (x) => x, place: (step) => step, end: (curve) => curve.last_step },
   time: { increments: DURATIONS, tick: elapsed, text: elapsed, round: (value) => Number(value.toFixed(1)), step: nearestStep, place: placeOf, end: () => 0 },

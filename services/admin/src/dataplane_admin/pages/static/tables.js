@@ -97,8 +97,8 @@ function columnsOf(head, rows, units) {
   return { names: names.map((name, at) => (names.indexOf(name) < at ? `${name} ${at + 1}` : name)), rows: rows.map((row) => used.map((at) => row[at] || "")) };
 }
 
-// Returns what a screen reader reads: the description of a drawing, nothing of hidden elements. Of a formatted
-// number or time, it returns the value.
+// Returns what a screen reader reads: the description of a drawing, nothing of hidden elements. Of a
+// formatted number or time, it returns the value.
 function textOf(node) {
   if (node.nodeType === Node.TEXT_NODE) return node.nodeValue;
   if (node.nodeType !== Node.ELEMENT_NODE || node.getAttribute("aria-hidden") === "true") return "";
