@@ -216,22 +216,36 @@ def test_too_many_points_are_refused(job):
     assert answer.status_code == 422
 
 
-def test_old_curves_are_deleted_with_their_points(url, job_of, otlp, monkeypatch):
-    job = job_of(store_url=url, retention=Retention(max_age_s=86_400.0))
+@pytest.mark.parametrize(
+    ("limits", "retained"),
+    [
+        ({}, {"new"}),
+        ({"max_run_age_s": 10 * 86_400.0}, {"new", "old"}),
+        ({"max_run_age_s": math.inf}, {"new", "old", "oldest"}),
+    ],
+)
+def test_old_curves_are_deleted_with_their_points(url, job_of, otlp, monkeypatch, limits, retained):
+    job = job_of(store_url=url, retention=Retention(max_age_s=86_400.0, **limits))
     now_ns = time.time_ns()
     with monkeypatch.context() as then:
-        then.setattr(time, "time_ns", lambda: now_ns - 3 * DAY)
-        job.send(otlp.curve([1.0] * 40, run="old"))
+        for run, days in (("oldest", 20), ("old", 3)):
+            then.setattr(time, "time_ns", lambda days=days: now_ns - days * DAY)
+            job.send(otlp.curve([1.0] * 40, run=run), otlp.trace(run=run))
     job.send(otlp.curve([1.0] * 40, run="new"))
     deadline = time.monotonic() + 20
-    while {run["run_id"] for run in job.get("runs")["runs"]} != {"new"}:
+    while (
+        job.get("traces")["traces"]
+        or {run["run_id"] for run in job.get("runs")["runs"]} != retained
+    ):
         assert time.monotonic() < deadline
         job.send(otlp.curve([1.0], run="new"))
-    assert curves(job, "new")["rl.reward.mean",]["points"] == 40
+    for run in retained:
+        assert curves(job, run)["rl.reward.mean",]["points"] == 40
     engine = create_engine(url)
     with engine.connect() as connection:
         for table, rows in (("curves", 1), ("curve_points", 40), ("curve_blocks", 3)):
-            assert connection.scalar(text(f"SELECT count(*) FROM {table}")) == rows
+            stored = connection.scalar(text(f"SELECT count(*) FROM {table}"))
+            assert stored == rows * len(retained)
     engine.dispose()
 
 

@@ -4,6 +4,7 @@ These tests use the store, to write megabytes a second and to count rows.
 So internals are imported.
 """
 
+import math
 import os
 import sqlite3
 import time
@@ -115,6 +116,17 @@ def test_logs_are_deleted_with_their_trace_or_by_age(url, batches, with_trace):
         wait_until(lambda: rows(url, "trace_logs", "traces") == [0, 0], store)
         wait_until(lambda: store.totals().events == 0, store)
     assert counted_bytes(url) == 0
+
+
+@pytest.mark.parametrize(("run_age_s", "curves"), [(None, 0), (math.inf, 1)])
+def test_a_full_store_retains_old_curves_if_set(url, batches, otlp, run_age_s, curves):
+    limits = Retention(max_bytes=1 << 20, max_run_age_s=run_age_s)
+    with Store.open(url, retention=limits) as store:
+        store.write(batches.metrics(otlp.curve([1.0] * 40)))
+        for _ in range(20):
+            store.write(large(batches, 100_000))
+        wait_until(lambda: store.totals().traces < 15, store)
+        assert rows(url, "curves") == [curves]
 
 
 def test_a_run_without_records_is_deleted(url, batches):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -162,6 +163,15 @@ def serve(
             help="Days to retain the load of engines and nodes; 0 for no limit.",
         ),
     ] = 2.0,
+    run_days: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=_MAX_DAYS,
+            help="Days to retain runs and their curves, at least --retention-days; 0 for no limit.",
+            show_default="as --retention-days",
+        ),
+    ] = None,
     keep_sample_text: Annotated[
         bool,
         typer.Option(
@@ -237,6 +247,7 @@ def serve(
                 max_bytes=retention_bytes or None,
                 max_text_age_s=sample_text_days * _DAY_S or None,
                 max_load_age_s=load_days * _DAY_S or None,
+                max_run_age_s=None if run_days is None else run_days * _DAY_S or math.inf,
             ),
             ray_address=ray_address,
             poll_s=poll_s,

@@ -8,6 +8,7 @@ counts from their own time; ingest rejects times more than an hour ahead.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any  # Any: a model
@@ -66,19 +67,24 @@ class Retention:
             written records without the overhead of tables.
         max_text_age_s: maximum age of turns and tokens of samples, as ``max_age_s``.
         max_load_age_s: maximum age of the load of engines and nodes, as ``max_age_s``.
+        max_run_age_s: maximum age of runs and their curves, at least ``max_age_s``; None for the
+            same. If it is set, ``max_bytes`` deletes curves only once nothing else is stored.
     """
 
     max_age_s: float | None = 7 * 86_400.0
     max_bytes: int | None = 2 << 30
     max_text_age_s: float | None = 86_400.0
     max_load_age_s: float | None = 2 * 86_400.0
+    max_run_age_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check the limits. Raises ValueError if a limit is not above 0."""
-        for name in ("max_age_s", "max_bytes", "max_text_age_s", "max_load_age_s"):
+        for name in ("max_age_s", "max_bytes", "max_text_age_s", "max_load_age_s", "max_run_age_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: expected more than 0, or None for no limit")
+        if self.max_run_age_s is not None and self.max_run_age_s < (self.max_age_s or math.inf):
+            raise ValueError("runs must be retained at least as long as other telemetry")
 
 
 class Sweeper:
@@ -95,10 +101,12 @@ class Sweeper:
         with self._database.writer.begin() as connection:
             self._database.lock(connection)
             work = Work.begin(connection, is_sqlite=self._database.is_sqlite)
-            before_ns = self._too_old(work, log_bytes)
+            before_ns, before_run_ns = self._too_old(work, log_bytes)
             gone = bool(_drop_texts(work, self._retention.max_text_age_s))
             gone |= drop_load(work, _before_s(before_ns, self._retention.max_load_age_s))
-            gone |= bool(_drop_oldest(work, before_ns)) or _drop_rest(work, before_ns)
+            gone |= bool(_drop_oldest(work, before_ns, before_run_ns)) or _drop_rest(
+                work, before_ns, before_run_ns
+            )
             if gone:
                 work.state.save(connection, changed=True)
         return self._database.shrink(_PAGES_A_STEP) or gone
@@ -112,19 +120,34 @@ class Sweeper:
             return log_bytes
         return self._database.log_bytes() if self._database.empty_log() else 0
 
-    def _too_old(self, work: Work, log_bytes: int) -> int:
-        """Return the receive time, in nanoseconds since 1970, before which records are deleted."""
+    def _too_old(self, work: Work, log_bytes: int) -> tuple[int, int]:
+        """Return the receive times before which records, and runs with curves, are deleted.
+
+        Both are nanoseconds since 1970.
+        """
         state: State = work.state
-        maximum, age = self._retention.max_bytes, self._retention.max_age_s
+        maximum, run_age = self._retention.max_bytes, self._retention.max_run_age_s
+        before_ns = _before_ns(self._retention.max_age_s)
+        before_run_ns = before_ns if run_age is None else _before_ns(run_age)
         live_bytes = self._database.live_bytes(work.connection, state.nbytes)
         if maximum is not None and live_bytes + log_bytes > maximum:
-            end_ns = _step_end_ns(work)
+            end_ns = _step_end_ns(work, with_curves=run_age is None)
+            if end_ns is not None and run_age is not None:
+                return end_ns + 1, before_run_ns
+            end_ns = _step_end_ns(work, with_curves=True) if end_ns is None else end_ns
             if end_ns is not None:
-                return end_ns + 1
-        return 0 if age is None else max(0, time.time_ns() - int(age * 1e9))
+                return end_ns + 1, end_ns + 1
+        return before_ns, before_run_ns
 
 
-def _step_end_ns(work: Work) -> int | None:
+def _before_ns(max_age_s: float | None) -> int:
+    """Return the time, in nanoseconds since 1970, before which records are too old."""
+    if max_age_s is None or max_age_s == math.inf:
+        return 0
+    return max(0, time.time_ns() - int(max_age_s * 1e9))
+
+
+def _step_end_ns(work: Work, *, with_curves: bool) -> int | None:
     """Return the receive time up to which one step deletes records; None without records.
 
     Traces, events, logs, curves and facts of the same age are deleted together.
@@ -137,6 +160,8 @@ def _step_end_ns(work: Work) -> int | None:
         (SampleFactModel.received_ns, SampleFactModel.id, _FACTS_A_STEP),
         (LogModel.received_ns, LogModel.id, _LOGS_A_STEP),
     ):
+        if received_ns is CurveModel.updated_ns and not with_curves:
+            continue
         query = select(received_ns).order_by(order).limit(limit)
         times = work.connection.scalars(query).all()
         ends_ns += [max(times)] if times else []
@@ -152,7 +177,7 @@ def _before_s(before_ns: int, max_age_s: float | None) -> int:
     return before_s if max_age_s is None else max(before_s, int(time.time_ns() / 1e9 - max_age_s))
 
 
-def _drop_oldest(work: Work, before_ns: int) -> int:
+def _drop_oldest(work: Work, before_ns: int, before_run_ns: int) -> int:
     """Delete some traces, events, logs, curves, facts received before a time; return how many."""
     traces = work.connection.execute(
         select(TraceModel.trace_id, TraceModel.arrival, TraceModel.spans, TraceModel.nbytes)
@@ -170,7 +195,7 @@ def _drop_oldest(work: Work, before_ns: int) -> int:
     work.state.nbytes -= sum(row.nbytes for row in traces)
     curves = work.connection.scalars(
         select(CurveModel.id)
-        .where(CurveModel.updated_ns < before_ns)
+        .where(CurveModel.updated_ns < before_run_ns)
         .order_by(CurveModel.updated_ns)
         .limit(_CURVES_A_STEP)
     ).all()
@@ -248,11 +273,11 @@ def _drop_events(work: Work, before_ns: int) -> int:
     return len(dropped)
 
 
-def _drop_rest(work: Work, before_ns: int) -> bool:
+def _drop_rest(work: Work, before_ns: int, before_run_ns: int) -> bool:
     """Delete old series, and some old runs; return whether there were any."""
     done = work.connection.execute(delete(SeriesModel).where(SeriesModel.updated_ns < before_ns))
     runs = work.connection.scalars(
-        select(RunModel.run_id).where(RunModel.updated_ns < before_ns).limit(_RUNS_A_STEP)
+        select(RunModel.run_id).where(RunModel.updated_ns < before_run_ns).limit(_RUNS_A_STEP)
     ).all()
     work.drop(RunModel.run_id, runs)
     return bool(done.rowcount or runs)
