@@ -237,6 +237,8 @@ with setup("grpo.driver", run_id="r"), skyrl.trace_steps("r"):
         assert (train.name, train.attributes["rl.bucket"]) == ("train", "idle")
         assert [span.name for span in step.children(train.span_id)] == ["policy_train"]
     assert len(receiver.snapshot().spans) == 8  # evaluations have no spans
+    started, _ = receiver.snapshot().events
+    assert started.attributes["dataplane.resumed_from"] == 3
 
 
 def test_skyrl_dynamic_sampling_continues_its_step(receiver: Receiver) -> None:
@@ -368,17 +370,39 @@ tracking.finish(exit_code=0)
         ]
 
 
-def test_verl_run_uses_the_telemetry_that_its_program_set_up() -> None:
+@pytest.mark.parametrize(
+    ("call", "resumed_from"),
+    [
+        ("pass", None),
+        ("tracking.log({'train/loss': 0.5}, step=1)", None),
+        ("tracking.log({'val-aux/a/reward/mean@1': 0.5}, step=4)", 4),
+        ("step(5)", 4),
+    ],
+    ids=["no-step", "new", "validation", "step"],
+)
+def test_verl_run_in_telemetry_of_its_program_is_resumed_at_its_first_step(
+    call: str, resumed_from: int | None
+) -> None:
     with Receiver() as receiver:
-        body = """
+        body = f"""
+def step(number):
+    skip_manager = sys.modules["verl.utils.skip.skip_manager"] = ModuleType("skip_manager")
+    skip_manager.SkipManager = type("SkipManager", (), {{"step": number}})
+    with sys.modules["verl.utils.profiler"].marked_timer("step", {{}}):
+        pass
+    tracking.log({{"actor/loss": 0.5}}, step=number)
+
 with setup("other", endpoint=ENDPOINT):
-    Tracking("p", "r").finish(exit_code=0)
+    tracking = Tracking("p", "r")
+    {call}
+    tracking.finish(exit_code=0)
 """
         result = run_script(f"{VERL}\n{body}", receiver.endpoint)
         assert result.exit_code == 0
         events = receiver.snapshot().events
     assert [event.name for event in events] == ["run_started", "run_finished"]
     assert {event.attributes["rl.run_id"] for event in events} == {"r"}
+    assert events[0].attributes.get("dataplane.resumed_from") == resumed_from
 
 
 def test_verl_validation_is_the_mean_of_its_data_sources() -> None:

@@ -305,14 +305,25 @@ class Otlp:
             _set(point.attributes, {"dataplane.signal": signal})
         return data
 
-    def curve(self, values, *, run="run", name="rl.reward.mean", unit="1", first=0, **attributes):
+    def curve(
+        self,
+        values,
+        *,
+        run="run",
+        name="rl.reward.mean",
+        unit="1",
+        first=0,
+        at_s=0.0,
+        **attributes,
+    ):
         """Return a gauge with a point per step from ``first``; None leaves a step out."""
+        start_ns = START_NS + int(at_s * 1e9)
         data = MetricsData()
         scope = _resource(data.resource_metrics.add(), "grpo.driver", run).scope_metrics.add()
         points = scope.metrics.add(name=name, unit=unit).gauge.data_points
         for step, value in enumerate(values, first):
             if value is not None:
-                point = points.add(as_double=value, time_unix_nano=START_NS + step % 10**9)
+                point = points.add(as_double=value, time_unix_nano=start_ns + step % 10**9)
                 _set(point.attributes, {"rl.step": step, **attributes})
         return data
 

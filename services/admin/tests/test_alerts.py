@@ -354,8 +354,9 @@ def test_a_resume_clears_alerts_of_repeated_steps(alerted, otlp, now_s):
     job.send(otlp.curve([1.0, 5.0], name="rl.staleness.mean", first=38))
     until(lambda: len(raised(job)) == 2)
     job.send(otlp.run("started", at_s=now_s(), resumed_from=30))
-    job.send(otlp.curve([1.0] * 10, first=30))
-    job.send(otlp.curve([1.0], name="rl.staleness.mean", first=30))
+    at_s = now_s()
+    job.send(otlp.curve([1.0] * 10, first=30, at_s=at_s))
+    job.send(otlp.curve([1.0], name="rl.staleness.mean", first=30, at_s=at_s))
     until(lambda: not raised(job))
 
 

@@ -22,7 +22,9 @@ def test_the_default_is_the_newest_run_with_a_finished_step(job, otlp):
     job.send(otlp.trace(run="newest", step=1, root=False))
     job.send(otlp.trace(run="newest", step=None, names=["call"]))
     page = job.client.get("/run").text
-    assert "1 traced step; step duration 1.00 s in step 1" in page
+    [heading] = re.findall('<div id="run-head" data-live>(.*?)</div>', page, re.DOTALL)
+    assert "1 traced step; step duration 1.00 s in step 1" in heading
+    assert job.client.get("/run?run=unknown").status_code == 404
     assert job.get("run/steps")["run_id"] == "older"
     of_the_newest = job.client.get("/run?run=newest").text
     assert "No finished step in this run" in of_the_newest

@@ -276,6 +276,18 @@ def test_a_live_change_keeps_focus_and_input(watched, served):
     assert page.evaluate("scrollY") == scrolled
 
 
+def test_a_page_without_changes_is_updated_as_ages_grow(watched):
+    watch = watched()
+    watch.context.add_init_script("EventSource = class extends EventTarget { close() {} }")
+    watch.page.clock.install()
+    page = watch.go("/run?metrics=x")
+    shown = page.locator("#run").get_attribute("data-run")
+    with page.expect_response(lambda answer: "/run?" in answer.url) as updated:
+        page.clock.fast_forward(15_000)
+    # A newer run must not replace the one shown.
+    assert query(updated.value) == {"metrics": "x", "run": shown}
+
+
 def test_a_live_change_keeps_open_details_and_zoom(watched, served):
     page = watched().go(f"/trace?id={LAST}")
     page.wait_for_selector('#live[data-state="live"]')

@@ -184,10 +184,22 @@ def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):
     assert page.locator("#curve-reset").is_visible()
 
 
-def test_new_points_of_compared_runs_appear(watched, runs, job, otlp):
+def test_compared_runs_are_smoothed_alike_and_new_points_appear(watched, runs, job, otlp):
+    for run, steps in zip(runs, (20, 100), strict=True):
+        job.send(otlp.curve([0.0, 1.0] * (steps // 2), run=run, name="rl.loss"))
     page = watched().go(COMPARE)
     drawn(page, "rl.reward.mean")
     assert page.get_by_title("cmp/b resumed").count() == 0
+    drawn(page, "rl.loss")
+    page.evaluate(
+        "() => { const { join } = uPlot; uPlot.join = (curves) => {"
+        " if (curves[0]?.[0].length === 20) window.smoothed = curves.map((curve) => curve[4][19]);"
+        " return join(curves); }; }"
+    )
+    page.locator("#smooth").fill("0.9")
+    shorter, longer = page.evaluate("smoothed")
+    assert 0 < shorter < 1
+    assert longer == pytest.approx(shorter)
     job.send(otlp.curve([12.5], run="cmp/b", first=100))
     values = figure(page, "rl.reward.mean").locator(".curve-value")
     until(page, lambda: values.all_inner_texts()[1] == "12.5")

@@ -1,10 +1,12 @@
 """Metrics with a step are stored by run, name, attributes and step, and read in bounded size."""
 
 import math
+import os
 import time
 
 import pytest
 from sqlalchemy import Engine, create_engine, event, text
+from structlog.testing import capture_logs
 
 from dataplane_admin import Retention
 
@@ -47,10 +49,11 @@ def test_a_resume_drops_the_points_of_repeated_steps(job, otlp, late, at):
     )
     resume = otlp.run("started", at_s=100, resumed_from=at)
     replayed = (
-        otlp.curve([-1.0, -2.0], first=at),
-        otlp.curve([now_s + 101] * 2, name="rl.time", first=at),
+        otlp.curve([-1.0, -2.0], first=at, at_s=101),
+        otlp.curve([now_s + 101] * 2, name="rl.time", first=at, at_s=101),
     )
-    requests = [*replayed, resume] if late else [resume, *replayed]
+    earlier = otlp.curve([9.0] * 60, first=at, at_s=99)  # exported late
+    requests = [*replayed, resume] if late else [resume, *replayed, earlier]
     for request in [*requests, resume]:
         job.send(request)
     known = curves(job)
@@ -204,11 +207,21 @@ def test_hostile_names_and_attributes_stay_text(job, otlp, name):
     assert curves(job, name=name[:2000])
 
 
-def test_an_answer_has_a_bounded_number_of_curves(job, otlp):
-    for number in range(210):
-        job.send(otlp.curve([1.0], name=f"m{number:03}"))
-    assert len(curves(job)) == 200
-    assert len(curves(job, name="m209")) == 1
+def test_a_run_and_an_answer_have_a_bounded_number_of_curves(job, otlp):
+    run = os.urandom(8).hex()  # a run is logged once
+
+    def send(*numbers):
+        job.send(*(otlp.curve([1.0], run=run, name=f"m{number:04}") for number in range(*numbers)))
+
+    send(990)
+    with capture_logs() as logs:
+        for _ in range(2):
+            send(980, 1010)
+    assert len(curves(job, run)) == 200
+    assert len(curves(job, run, name="m0999")) == 1
+    assert curves(job, run, name="m1000") == {}
+    logged = [(log["run_id"], log["max_curves"]) for log in logs if "curves" in log["event"]]
+    assert logged == [(run, 1_000)]
 
 
 def test_too_many_points_are_refused(job):
@@ -231,6 +244,7 @@ def test_old_curves_are_deleted_with_their_points(url, job_of, otlp, monkeypatch
         for run, days in (("oldest", 20), ("old", 3)):
             then.setattr(time, "time_ns", lambda days=days: now_ns - days * DAY)
             job.send(otlp.curve([1.0] * 40, run=run), otlp.trace(run=run))
+        job.send(otlp.curve([0.5], run="new", name="rl.validation.reward"))
     job.send(otlp.curve([1.0] * 40, run="new"))
     deadline = time.monotonic() + 20
     while (
@@ -245,7 +259,7 @@ def test_old_curves_are_deleted_with_their_points(url, job_of, otlp, monkeypatch
     with engine.connect() as connection:
         for table, rows in (("curves", 1), ("curve_points", 40), ("curve_blocks", 3)):
             stored = connection.scalar(text(f"SELECT count(*) FROM {table}"))
-            assert stored == rows * len(retained)
+            assert stored == rows * len(retained) + 1
     engine.dispose()
 
 

@@ -58,6 +58,12 @@ def test_a_failed_run_has_its_error_until_it_is_resumed(job, otlp):
     resumed = run_of(job)
     assert (resumed["state"], resumed["error"]) == ("running", "")
     assert (resumed["resumed_from"], resumed["config"]) == (40, {"lr": "2"})
+    job.send(otlp.curve([0.25, 0.5]), otlp.run("started", at_s=30))  # of another process
+    assert run_of(job)["steps"] == 2
+    job.send(otlp.run("stopped", at_s=40), otlp.run("started", at_s=50))
+    restarted = run_of(job)
+    assert (restarted["state"], restarted["steps"]) == ("running", 0)
+    assert restarted["resumed_from"] == 0
 
 
 def test_events_count_in_the_order_of_their_times(job, otlp):

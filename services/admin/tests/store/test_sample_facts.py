@@ -1,6 +1,7 @@
 """Facts and text of samples: stored, filtered, grouped, and text only on request."""
 
 import json
+import os
 import re
 
 import pytest
@@ -21,14 +22,14 @@ def record(otlp, name, body, **facts):
     return data
 
 
-def facts(otlp, **more):
+def facts(otlp, ids=("a", "b", HOSTILE), **more):
     columns = {
         "group": ["g", "g", "h"],
         "reward": [1.0, 0.0, None],
         "length": [10, 20, None],
         "truncated": [False, True, None],
     }
-    return record(otlp, "rl.sample.facts", {"ids": ["a", "b", HOSTILE], **columns}, **more)
+    return record(otlp, "rl.sample.facts", {"ids": list(ids), **columns}, **more)
 
 
 def text(otlp):
@@ -87,6 +88,24 @@ def test_texts_are_deleted_before_facts(job_of, otlp, later):
     until(lambda: not job.get("sample/content", id="a", run="run")["tokens"])
     content = job.get("sample/content", id="a", run="run")
     assert (content["facts"]["reward"], content["turns"], content["tokens"]) == (1.0, [], [])
+
+
+def test_a_full_store_deletes_older_texts_first(job_of, otlp):
+    job = job_of(keep_sample_text=True, retention=Retention(max_bytes=4_000_000))
+    job.send(otlp.trace(), otlp.curve([1.0]))
+    ids = [f"s{number:04}" for number in range(1_400)]
+    for first in range(0, len(ids), 200):
+        turns = [{"role": "user", "content": os.urandom(2_000).hex()}]
+        bodies = [{"id": name, "turns": turns} for name in ids[first : first + 200]]
+        job.send(*(record(otlp, "rl.sample.text", body) for body in bodies))
+
+    def has_text(name):
+        return bool(job.get("sample/content", id=name, run="run")["turns"])
+
+    until(lambda: not has_text(ids[0]))
+    assert has_text(ids[-1])
+    assert len(job.get("traces")["traces"]) == 1
+    assert len(job.get("runs/curves", run="run")["curves"]) == 1
 
 
 def test_groups_are_deleted_with_their_last_facts(job_of, url, otlp, later):
@@ -247,6 +266,11 @@ def test_a_group_has_its_prompt_and_the_last_responses(job_of, otlp):
     assert group["prompt"] == turns[:2]
     assert group["responses"] == [None, "2."]
     assert job.get("samples/group", run="run", group="h")["prompt"] == []
+    job.send(facts(otlp, step=8, ids=["c", "d", "e"]))
+    assert len(job.get("samples/group", run="run", group="g")["samples"]) == 4
+    of_step = job.get("samples/group", run="run", group="g", step=8)["samples"]
+    assert [sample["sample_id"] for sample in of_step] == ["c", "d"]
+    assert "/group?run=run&amp;group=g&amp;step=8" in job.client.get("/samples?step=8").text
     page = job.client.get("/group?run=run&group=g").text
     assert page.index("Be brief.") < page.index("1 + 1?") < page.index("2.</p>")
 

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any  # Any: SkyRL has no types that hold for all releases
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.first_step import LateRun
 from observability.adapters.skyrl_metrics import record_log
-from observability.runs import record_run
 from observability.setup import setup
 
 # Span name (see docs/telemetry.md) and bucket of each of SkyRL's timers. A span of any other timer
@@ -36,8 +36,8 @@ _SPANS: dict[str, tuple[str, Bucket]] = {
 class _Steps:
     """The steps of this process's trainer; `step` holds the contexts of the open step."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run: LateRun) -> None:
+        self._run = run
         self.step = ExitStack()
         self._number: int | None = None  # of the open step
         self.trainer: Any = None  # until a trainer is created
@@ -47,7 +47,8 @@ class _Steps:
         number = self.trainer.global_step - 1  # SkyRL counts steps from 1
         if number != self._number:
             self.step.close()
-            self.step.enter_context(step_context(self._run_id, number, weight_version=number))
+            self._run.start(number)
+            self.step.enter_context(step_context(self._run.run_id, number, weight_version=number))
             self.step.enter_context(span("grpo.step"))
             self._number = number
 
@@ -76,7 +77,8 @@ def trace_steps(run_id: str) -> Iterator[None]:
         from skyrl.train.utils.tracking import Tracking
     except ModuleNotFoundError as error:
         raise ImportError(f"{__name__} needs SkyRL ({error.name} is missing)") from error
-    steps = _Steps(run_id)
+    run = LateRun(run_id)
+    steps = _Steps(run)
     original_init, original_log = RayPPOTrainer.__init__, Tracking.log
     original_enter, original_exit = Timer.__enter__, Timer.__exit__
 
@@ -102,12 +104,13 @@ def trace_steps(run_id: str) -> Iterator[None]:
 
     def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
         original_log(tracking, data, step, *args, **kwargs)
+        run.start_at_log(step, data)
         record_log(step, data, run_id)
 
     RayPPOTrainer.__init__, Tracking.log = traced_init, traced_log
     Timer.__enter__, Timer.__exit__ = traced_enter, traced_exit
     try:
-        with record_run(run_id=run_id), steps.step:
+        with run, steps.step:
             yield
     finally:
         RayPPOTrainer.__init__, Tracking.log = original_init, original_log

@@ -1,9 +1,8 @@
 """Adapter for verl: one trace per training step, with verl's timers as spans.
 
-verl times the stages of a step with `marked_timer`, in the process that runs its trainer. `install`
-records each timer inside a step as a span. Workers are not traced: their work is idle time of the
-trainer. What the trainer logs with `Tracking` becomes metrics of the step, its configuration,
-without ``ray_kwargs``, that of the run.
+`install` records each `marked_timer` inside a step of the trainer as a span. Workers are not
+traced: their work is idle time of the trainer. What the trainer logs with `Tracking` becomes
+metrics of the step, its configuration, without ``ray_kwargs``, that of the run.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any  # Any: verl has no types
 from wrapt import register_post_import_hook
 
 from dataplane_core.telemetry import STEP, Bucket, span, step_context, step_facts
+from observability.adapters.first_step import LateRun
 from observability.adapters.verl_metrics import NAMES, with_means
-from observability.runs import record_run
 from observability.setup import setup
 from observability.step_metrics import record_trainer_metrics
 
@@ -70,7 +69,7 @@ def _trace_timer(run: _Run, profiler: Any) -> None:
                 stack.enter_context(span(*_SPANS.get(name, (name, "idle"))))
             elif name == "step":
                 step = run.next_step()
-                stack.enter_context(step_context(run.run_id, step, weight_version=step))
+                stack.enter_context(step_context(run.record.run_id, step, weight_version=step))
                 stack.enter_context(span("grpo.step"))
             yield  # a timer outside of steps, as in a validation, has no span
 
@@ -87,12 +86,14 @@ def _trace_tracking(run: _Run, module: Any) -> None:
     def traced_init(
         tracking: Any, project_name: str, experiment_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        run.start(experiment_name, kwargs.get("config"))  # verl's trainers pass it by keyword
+        if not run.record.run_id:
+            run.start(experiment_name, kwargs.get("config"))  # verl's trainers pass it by keyword
         original_init(tracking, project_name, experiment_name, *args, **kwargs)
 
     def traced_log(tracking: Any, data: Any, step: int, *args: Any, **kwargs: Any) -> None:
         original_log(tracking, data, step, *args, **kwargs)
-        record_trainer_metrics(step, with_means(data), NAMES, run_id=run.run_id)
+        run.record.start_at_log(step, data)
+        record_trainer_metrics(step, with_means(data), NAMES, run_id=run.record.run_id)
 
     def traced_finish(tracking: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -108,22 +109,19 @@ class _Run:
     """The run of this process."""
 
     def __init__(self) -> None:
-        self.run_id = ""  # until the first `Tracking`
+        self.record = LateRun("")  # until the first `Tracking`
         self._steps = 0  # number of the next step, if verl does not count its steps
         self._telemetry: Any = None  # from the first `Tracking` until it finishes
-        self._record = ExitStack()
 
     def start(self, experiment_name: str, config: Any) -> None:
-        """Set up telemetry and record the start of the run, once."""
-        if self.run_id:
-            return
-        self.run_id = os.environ.get("RUN_ID") or str(experiment_name)
+        """Set up telemetry and the record of the run."""
+        run_id = os.environ.get("RUN_ID") or str(experiment_name)
         # `setup` raises if the program has set up telemetry, which is then used.
         with suppress(RuntimeError):
-            self._telemetry = setup("grpo.driver", run_id=self.run_id)
+            self._telemetry = setup("grpo.driver", run_id=run_id)
         config = dict(config or {})
         config.pop("ray_kwargs", None)  # its environment variables may have tokens
-        self._record.enter_context(record_run(config, run_id=self.run_id))
+        self.record = LateRun(run_id, config)
 
     def finish(self, *, is_final: bool) -> None:
         """Record the end of the run if this call is final, and export telemetry now.
@@ -133,7 +131,7 @@ class _Run:
         telemetry = self._telemetry
         if is_final:
             self._telemetry = None  # `__del__` will call this again
-            self._record.__exit__(*sys.exc_info())
+            self.record.__exit__(*sys.exc_info())
         if telemetry is not None:
             telemetry.flush()
 
@@ -145,6 +143,8 @@ class _Run:
         """
         from verl.utils.skip.skip_manager import SkipManager
 
-        number = SkipManager.step - 1 if SkipManager.step > 0 else self._steps
-        self._steps = number + 1
-        return number
+        if SkipManager.step > 0:
+            self._steps = SkipManager.step - 1
+            self.record.start(self._steps)
+        self._steps += 1
+        return self._steps - 1

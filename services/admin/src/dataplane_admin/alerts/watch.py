@@ -170,11 +170,12 @@ def _text(alert: models.Alert, reason: str) -> str:
     subject = f"run {alert.run_id}" if alert.run_id else alert.subject or "data plane"
     if alert.run_id and alert.subject:
         subject += f" {alert.subject}"
+    value, bound = (_figure(alert.kind, each) for each in (alert.value, alert.bound))
+    figures = "" if alert.kind == "run_failed" else f"; value {value}, bound {bound}"
     since = datetime.fromtimestamp(alert.raised_ns // 10**9, UTC)
     text = (
         f"{alert.name} ({alert.severity}) {'cleared' if reason else 'raised'} for {subject}: "
-        f"{reason or alert.sentence}; value {_figure(alert.kind, alert.value)}, "
-        f"bound {_figure(alert.kind, alert.bound)}, since {since:%Y-%m-%d %H:%M:%S} UTC."
+        f"{reason or alert.sentence}{figures}, since {since:%Y-%m-%d %H:%M:%S} UTC."
     )
     # Slack and Mattermost read <...> as a link or a mention.
     return escape(printable(text), quote=False)

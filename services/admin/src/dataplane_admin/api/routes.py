@@ -237,9 +237,9 @@ def _history(service: AdminService) -> APIRouter:
         )
 
     @routes.get("/samples/group", response_model=models.SampleGroup, responses=_ITEM_RESPONSES)
-    def get_sample_group(request: Request, run: Text, group: Id) -> Response:
-        """Return the samples of one prompt."""
-        return conditional_reply(request, lambda: service.group(run, group))
+    def get_sample_group(request: Request, run: Text, group: Id, step: Integer = None) -> Response:
+        """Return the samples of one prompt, by default in all steps."""
+        return conditional_reply(request, lambda: service.group(run, group, step=step))
 
     @routes.get("/sample/content", response_model=models.SampleContent, responses=_ITEM_RESPONSES)
     def get_sample_content(

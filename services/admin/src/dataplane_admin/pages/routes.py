@@ -176,8 +176,9 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
     def group(request: Request) -> Response:
         params = Params(request.query_params)
         # Without a run, the group is of samples without one.
-        shown = service.group(params.text("run"), params.required("group"))
-        return shell.page(request, "group.html.j2", group=shown, members=members(shown))
+        step = params.integer("step")
+        shown = service.group(params.text("run"), params.required("group"), step=step)
+        return shell.page(request, "group.html.j2", group=shown, step=step, members=members(shown))
 
     @routes.get("/staleness")
     def staleness(request: Request) -> Response:
@@ -274,7 +275,7 @@ def _add_traces(routes: APIRouter, shell: Shell, service: AdminService, settings
             "run.html.j2",
             view=view,
             numbers=numbers,
-            facts=service.find_run(shown),
+            facts=service.run(run_id) if run_id else service.find_run(shown),
             newest=traces[0] if traces else None,
             seen_ago=seen_ago,
             shown=shown,

@@ -39,11 +39,12 @@ def content(
     )
 
 
-def group(store: Store, run: str, name: str) -> models.SampleGroup:
-    """Return the samples of one prompt. Raises NotFound."""
-    samples = store.group(run, name)
+def group(store: Store, run: str, name: str, step: int | None) -> models.SampleGroup:
+    """Return the samples of one prompt, in one step or all. Raises NotFound."""
+    samples = store.group(run, name, step)
     if not samples:
-        raise NotFound(f"group '{printable(name[:100])}' does not exist in this run")
+        where = "in this run" if step is None else f"in step {step} of this run"
+        raise NotFound(f"group '{printable(name[:100])}' does not exist {where}")
     # g10 comes after g9.
     samples.sort(key=lambda each: (len(each.sample_id), each.sample_id))
     turns = [_turns(store, each) for each in samples]

@@ -243,9 +243,9 @@ class AdminService:
         )
         return models.SampleFactsPage(samples=page, next=cursors.FACTS.write(after))
 
-    def group(self, run: str, group: str) -> models.SampleGroup:
-        """Return the samples of one prompt. Raises NotFound."""
-        return samples.group(self.store, run, group)
+    def group(self, run: str, group: str, *, step: int | None = None) -> models.SampleGroup:
+        """Return the samples of one prompt, by default in all steps. Raises NotFound."""
+        return samples.group(self.store, run, group, step)
 
     def sample_content(
         self, sample_id: str, *, run: str | None = None, threshold: float = THRESHOLD

@@ -4,39 +4,72 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any  # Any: rows
 
+import structlog
 from sqlalchemy import bindparam, delete, func, select
 
 from dataplane_admin.store.apply_runs import Resumes, apply_runs
 from dataplane_admin.store.batch import SeriesPoint
 from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.read_curves import TIME
-from dataplane_admin.store.tables import BLOCK, CurveBlockModel, CurveModel, CurvePointModel
+from dataplane_admin.store.tables import (
+    BLOCK,
+    CurveBlockModel,
+    CurveModel,
+    CurvePointModel,
+    RunModel,
+)
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
 MAX_CURVES = 10_000
 """Maximum number of curves; beyond it, those reported longest ago are deleted."""
+MAX_RUN_CURVES = 1_000
+"""Maximum number of curves of a run; further ones are not stored."""
 POINT_BYTES = 40
 """Approximate bytes of a stored point, with its share of a block."""
 
+logger = structlog.get_logger("dataplane_admin")
+
 _STORED = select(CurveModel.__table__).where(CurveModel.digest.in_(WANTED))
 _COUNTS = select(CurveModel.points).where(CurveModel.id.in_(WANTED))
+_PER_RUN = (
+    select(CurveModel.run_id, func.count().label("curves"))
+    .where(CurveModel.run_id.in_(WANTED))
+    .group_by(CurveModel.run_id)
+)
+_RESUMED = select(RunModel.run_id, RunModel.resumed_from, RunModel.started_ns).where(
+    RunModel.run_id.in_(WANTED), RunModel.resumed_from.is_not(None)
+)
 
 
 def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
-    """Store the points that have a run and a step."""
+    """Store the points that have a run and a step.
+
+    Those of a step that the run has repeated since their time are omitted.
+    """
+    reported = [
+        (storable(point.run_id), point.step, point)
+        for point in points
+        if point.step is not None and point.run_id
+    ]
+    resumed = {row.run_id: row for row in work.rows(_RESUMED, {run_id for run_id, *_ in reported})}
     by_curve: dict[bytes, dict[int, SeriesPoint]] = {}
-    for point in points:
-        if point.step is not None and point.run_id:
-            key = json.dumps([storable(point.run_id), storable(point.name), point.attributes])
+    for run_id, step, point in reported:
+        if not _is_repeated(step, point, resumed.get(run_id)):
+            key = json.dumps([run_id, storable(point.name), point.attributes])
             digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-            by_curve.setdefault(digest, {})[point.step] = point
+            by_curve.setdefault(digest, {})[step] = point
     if not by_curve:
         return
     stored = {row.digest: row for row in work.rows(_STORED, by_curve)}
+    for digest in _surplus(work, by_curve, stored):
+        del by_curve[digest]
+    if not by_curve:
+        return
     ids = {
         digest: stored[digest].id if digest in stored else work.state.next_id()
         for digest in by_curve
@@ -63,6 +96,35 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
     )
     if len(stored) < len(by_curve):
         drop_curves(work, work.beyond(CurveModel.id, CurveModel.updated_ns, MAX_CURVES))
+
+
+def _is_repeated(step: int, point: SeriesPoint, start: Any) -> bool:
+    """Return whether a point is earlier than the last resume, which repeats its step."""
+    return start is not None and step >= start.resumed_from and 0 < point.time_ns < start.started_ns
+
+
+def _surplus(
+    work: Work, by_curve: Mapping[bytes, Mapping[int, SeriesPoint]], stored: Container[bytes]
+) -> list[bytes]:
+    """Return the new curves beyond the limit of their runs."""
+    new: dict[str, list[bytes]] = {}
+    for digest, points in by_curve.items():
+        if digest not in stored:
+            run_id = storable(next(iter(points.values())).run_id)
+            new.setdefault(run_id, []).append(digest)
+    counts = {row.run_id: row.curves for row in work.rows(_PER_RUN, new)}
+    surplus = []
+    for run_id, digests in new.items():
+        beyond = digests[max(0, MAX_RUN_CURVES - counts.get(run_id, 0)) :]
+        surplus += beyond
+        if beyond:
+            _log_surplus(run_id)
+    return surplus
+
+
+@lru_cache(maxsize=1_000)  # logs a run once
+def _log_surplus(run_id: str) -> None:
+    logger.warning("curves_not_stored", run_id=run_id, max_curves=MAX_RUN_CURVES)
 
 
 def rewind_curves(work: Work, resumes: Resumes) -> None:

@@ -14,7 +14,9 @@ from dataplane_admin.store.tables import RunModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
-_STATES = select(RunModel.run_id, RunModel.state_ns, RunModel.started_ns).where(
+_ENDED = ("finished", "stopped", "failed")
+
+_STATES = select(RunModel.run_id, RunModel.state, RunModel.state_ns, RunModel.started_ns).where(
     RunModel.run_id.in_(WANTED)
 )
 _TIMES = select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns).where(
@@ -68,6 +70,9 @@ def mark_seen(work: Work, run_ids: Iterable[str]) -> None:
 def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resumes]:
     """Apply new starts and ends of stored runs, each unless a later one is known.
 
+    A start after the end of the run repeats all steps, unless it says from which step on. Before
+    the end, it may be that of another process of the run.
+
     Returns:
         The resumes among them, by run.
     """
@@ -76,19 +81,22 @@ def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resu
         if event.run is not None:
             changes.setdefault(storable(event.run_id), []).append((event.time_ns, event.run))
     resumes = []
-    for run_id, state_ns, started_ns in list(work.rows(_STATES, changes)):
-        values: dict[str, Any] = {"state_ns": state_ns, "started_ns": started_ns}
+    for run_id, state, state_ns, started_ns in list(work.rows(_STATES, changes)):
+        values: dict[str, Any] = {"state_ns": state_ns, "started_ns": started_ns, "state": state}
         starts = []
         for time_ns, change in sorted(changes[run_id], key=itemgetter(0)):
+            first_step = change.resumed_from
+            if first_step is None and values["state"] in _ENDED and time_ns > values["state_ns"]:
+                first_step = 0
             if time_ns >= values["state_ns"]:
                 values |= {"state": change.state, "state_ns": time_ns}
                 values["error"] = storable(change.error)
             if change.state == "running" and time_ns >= values["started_ns"]:
-                values |= {"started_ns": time_ns, "resumed_from": change.resumed_from}
+                values |= {"started_ns": time_ns, "resumed_from": first_step}
                 if change.config is not None:
                     values["config"] = json.dumps(change.config)
-                if change.resumed_from is not None:
-                    starts.append((change.resumed_from, time_ns))
+                if first_step is not None:
+                    starts.append((first_step, time_ns))
         work.change(RunModel, "run_id", [{"run_id": run_id, **values}])
         if starts:
             resumes.append(Resumes(run_id, starts))

@@ -101,14 +101,13 @@ def read_sample_facts(
     return [_facts(row) for row in rows], bottom
 
 
-def read_group(reader: Reader, run_id: str, group: str) -> list[SampleFacts]:
+def read_group(reader: Reader, run_id: str, group: str, step: int | None) -> list[SampleFacts]:
     """Return the samples of a group, at most 1,000, in the order of their ids as stored.
 
-    See `texts.shortened`.
+    See `texts.shortened`. A group that is named by its prompt has samples of several steps, of
+    which only those of ``step`` are returned unless it is None.
     """
-    query = _FACTS.where(
-        SampleGroupModel.run_id == storable(run_id), SampleGroupModel.group_id == storable(group)
-    )
+    query = _FACTS.where(*_conditions(SampleFilter(run=run_id, group=group, step=step)))
     rows = reader.rows(query.order_by(SampleFactModel.sample).limit(_MAX_GROUP))
     return [_facts(row) for row in rows]
 

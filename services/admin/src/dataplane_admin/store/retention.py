@@ -2,7 +2,9 @@
 
 Age counts from the receive time, since senders' clocks are not trusted. A trace or a curve is
 deleted entirely once it has received nothing for that long. Log records are deleted with their
-trace, or earlier if they are that old, since their trace may never arrive. The age of load points
+trace, or earlier if they are that old, since their trace may never arrive. A curve is as old as the
+newest point of its run. Beyond the size limit, text of samples is deleted first, as it is by far
+the largest; the newest texts are then deleted with the facts. The age of load points
 counts from their own time; ingest rejects times more than an hour ahead.
 """
 
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any  # Any: a model
 
 from sqlalchemy import delete, exists, func, select
+from sqlalchemy.orm import aliased
 
 from dataplane_admin.store.apply_curves import drop_curves
 from dataplane_admin.store.apply_events import EVENT_BYTES, SAMPLE_BYTES
@@ -47,6 +50,9 @@ _TRACES_A_STEP = 16
 _EVENTS_A_STEP = 128
 _SAMPLES_A_STEP = 8192
 _FACTS_A_STEP = 512
+_TEXTS_A_STEP = 64
+# Texts that may displace other records, so that a store full of traces has some.
+_MAX_KEPT_TEXTS = 512
 _LOGS_A_STEP = 512
 _CURVES_A_STEP = 1
 _LOAD_S_A_STEP = 600
@@ -101,8 +107,9 @@ class Sweeper:
         with self._database.writer.begin() as connection:
             self._database.lock(connection)
             work = Work.begin(connection, is_sqlite=self._database.is_sqlite)
-            before_ns, before_run_ns = self._too_old(work, log_bytes)
-            gone = bool(_drop_texts(work, self._retention.max_text_age_s))
+            is_full = self._is_full(work, log_bytes)
+            gone = bool(_drop_texts(work, self._retention.max_text_age_s, is_full=is_full))
+            before_ns, before_run_ns = self._too_old(work, is_full=is_full and not gone)
             gone |= drop_load(work, _before_s(before_ns, self._retention.max_load_age_s))
             gone |= bool(_drop_oldest(work, before_ns, before_run_ns)) or _drop_rest(
                 work, before_ns, before_run_ns
@@ -120,17 +127,21 @@ class Sweeper:
             return log_bytes
         return self._database.log_bytes() if self._database.empty_log() else 0
 
-    def _too_old(self, work: Work, log_bytes: int) -> tuple[int, int]:
+    def _is_full(self, work: Work, log_bytes: int) -> bool:
+        state: State = work.state
+        maximum = self._retention.max_bytes
+        live_bytes = self._database.live_bytes(work.connection, state.nbytes)
+        return maximum is not None and live_bytes + log_bytes > maximum
+
+    def _too_old(self, work: Work, *, is_full: bool) -> tuple[int, int]:
         """Return the receive times before which records, and runs with curves, are deleted.
 
         Both are nanoseconds since 1970.
         """
-        state: State = work.state
-        maximum, run_age = self._retention.max_bytes, self._retention.max_run_age_s
+        run_age = self._retention.max_run_age_s
         before_ns = _before_ns(self._retention.max_age_s)
         before_run_ns = before_ns if run_age is None else _before_ns(run_age)
-        live_bytes = self._database.live_bytes(work.connection, state.nbytes)
-        if maximum is not None and live_bytes + log_bytes > maximum:
+        if is_full:
             end_ns = _step_end_ns(work, with_curves=run_age is None)
             if end_ns is not None and run_age is not None:
                 return end_ns + 1, before_run_ns
@@ -156,15 +167,16 @@ def _step_end_ns(work: Work, *, with_curves: bool) -> int | None:
     for received_ns, order, limit in (
         (TraceModel.updated_ns, TraceModel.updated_ns, _TRACES_A_STEP),
         (EventModel.received_ns, EventModel.id, _EVENTS_A_STEP),
-        (CurveModel.updated_ns, CurveModel.updated_ns, _CURVES_A_STEP),
         (SampleFactModel.received_ns, SampleFactModel.id, _FACTS_A_STEP),
         (LogModel.received_ns, LogModel.id, _LOGS_A_STEP),
     ):
-        if received_ns is CurveModel.updated_ns and not with_curves:
-            continue
         query = select(received_ns).order_by(order).limit(limit)
         times = work.connection.scalars(query).all()
         ends_ns += [max(times)] if times else []
+    if with_curves:
+        newest = select(func.max(CurveModel.updated_ns).label("ns")).group_by(CurveModel.run_id)
+        oldest_run_ns = work.connection.scalar(select(func.min(newest.subquery().c.ns)))
+        ends_ns += [] if oldest_run_ns is None else [oldest_run_ns]
     oldest_load_s = work.connection.scalar(select(func.min(LoadSeriesModel.first_s)))
     if oldest_load_s is not None:
         ends_ns.append((oldest_load_s + _LOAD_S_A_STEP) * 10**9)
@@ -193,9 +205,11 @@ def _drop_oldest(work: Work, before_ns: int, before_run_ns: int) -> int:
     work.state.traces -= len(traces)
     work.state.spans -= sum(row.spans for row in traces)
     work.state.nbytes -= sum(row.nbytes for row in traces)
+    newer = aliased(CurveModel)
+    is_live = exists().where(newer.run_id == CurveModel.run_id, newer.updated_ns >= before_run_ns)
     curves = work.connection.scalars(
         select(CurveModel.id)
-        .where(CurveModel.updated_ns < before_run_ns)
+        .where(CurveModel.updated_ns < before_run_ns, ~is_live)
         .order_by(CurveModel.updated_ns)
         .limit(_CURVES_A_STEP)
     ).all()
@@ -212,15 +226,19 @@ def _old(work: Work, model: Any, limit: int, before_ns: int) -> list[int]:
     return [row.id for row in work.connection.execute(query) if row.received_ns < before_ns]
 
 
-def _drop_texts(work: Work, max_age_s: float | None) -> int:
-    """Delete some texts of samples that are too old; return how many."""
-    if max_age_s is None:
-        return 0
-    before_ns = time.time_ns() - int(max_age_s * 1e9)
+def _drop_texts(work: Work, max_age_s: float | None, *, is_full: bool) -> int:
+    """Delete some texts of samples that are too old, or the oldest of many; return how many."""
+    received_ns = SampleTextModel.received_ns
+    before_ns = 0 if max_age_s is None else time.time_ns() - int(max_age_s * 1e9)
+    if is_full:
+        newest = select(received_ns).order_by(received_ns.desc())
+        surplus_ns = work.connection.scalar(newest.offset(_MAX_KEPT_TEXTS).limit(1))
+        before_ns = max(before_ns, 0 if surplus_ns is None else surplus_ns + 1)
     chosen = (
         select(SampleTextModel.id)
-        .where(SampleTextModel.received_ns < before_ns)
-        .limit(_FACTS_A_STEP)
+        .where(received_ns < before_ns)
+        .order_by(received_ns)
+        .limit(_TEXTS_A_STEP if is_full else _FACTS_A_STEP)
     )
     ids = work.connection.scalars(chosen).all()
     drop_texts(work, ids)

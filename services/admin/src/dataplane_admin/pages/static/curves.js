@@ -379,19 +379,20 @@ function follow() {
 // Four columns per curve: largest, smallest, mean, and smoothed mean of each bucket of steps.
 function dataOf(curves, smoothing) {
   if (!curves.length) return [[]];
+  const ends = curves.flatMap(({ steps }) => [steps[0], steps[steps.length - 1]]).filter(Number.isFinite);
+  const range = Math.max(1, Math.max(...ends) - Math.min(...ends));
   return window.uPlot.join(curves.map((curve) => {
     const none = curve.x.map(() => null);
     const high = curve.high.length ? curve.high : none;
     const low = curve.low.length ? curve.low : none;
-    return [curve.x, high, low, curve.values, smoothing > 0 ? average(curve, smoothing) : none];
+    return [curve.x, high, low, curve.values, smoothing > 0 ? average(curve, range, smoothing) : none];
   }));
 }
 
 // Exponential moving average without a bias to the first value. A value's weight grows with its distance
-// from the previous one, relative to the shown steps. So down-sampled, sparse and zoomed curves look alike,
-// over any axis.
-function average({ steps, values }, smoothing) {
-  const range = Math.max(1, steps[steps.length - 1] - steps[0]);
+// from the previous one, relative to the `range` of steps of all curves shown. So down-sampled, sparse and
+// zoomed curves look alike, over any axis, and runs of different lengths are smoothed alike.
+function average({ steps, values }, range, smoothing) {
   const base = Math.sqrt(smoothing);
   let sum = 0;
   let weight = 0;

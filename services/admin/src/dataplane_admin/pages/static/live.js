@@ -1,9 +1,11 @@
-// Follows the service's event stream. After a change it fetches the page and swaps the parts marked
-// data-live: at most once a second, and not while the page is hidden. It skips a part marked data-pause
+// Follows the service's event stream. After a change, and without one every ten seconds since ages grow, it
+// fetches the page and swaps the parts marked data-live: at most once a second, and not while the page is
+// hidden. It skips a part marked data-pause
 // while the pointer or the focus is in it, so that no link changes under a click.
-import { visit } from "./swap.js";
+import { linkOfPage, visit } from "./swap.js";
 
 const MIN_INTERVAL_MS = 1000;
+const MAX_INTERVAL_MS = 10_000;
 const RETRY_MS = 10_000;
 // On a touch screen, the last element touched stays hovered.
 const IN_USE = matchMedia("(hover: hover)").matches ? ":is(:hover, :focus-within)" : ":focus-within";
@@ -34,7 +36,7 @@ export function follow() {
         for (const end of ["mouseleave", "focusout"]) part.addEventListener(end, changed, { once: true });
       }
       const ids = parts().filter((id) => !paused.some((part) => part.id === id));
-      if (await visit(location.href, ids, { live: true })) show("live", "live");
+      if (await visit(linkOfPage(), ids, { live: true })) show("live", "live");
       else changed();
     } catch (error) {
       if (error.name === "AbortError") changed();
@@ -57,13 +59,14 @@ export function follow() {
   };
   document.getElementById("newer")?.addEventListener("click", async () => {
     try {
-      await visit(location.href, parts());
+      await visit(linkOfPage(), parts());
       document.getElementById("main").focus({ preventScroll: true });
     } catch (error) {
       if (error.name !== "AbortError") location.reload();
     }
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) changed(); });
+  setInterval(() => { if (performance.now() - last >= MAX_INTERVAL_MS) changed(); }, MAX_INTERVAL_MS / 4);
   addEventListener("pagehide", () => stream?.close());
   addEventListener("pageshow", (event) => { if (event.persisted) listen(); });
   listen();

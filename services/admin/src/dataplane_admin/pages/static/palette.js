@@ -1,6 +1,7 @@
 // The command palette: goes to a page, run, partition, sample or trace, or acts on this page.
 import { copy } from "./copy.js";
 import { showKeys } from "./keys.js";
+import { linkOfPage } from "./swap.js";
 import { download, nameOf, tables } from "./tables.js";
 import { showIn } from "./zone.js";
 
@@ -68,14 +69,6 @@ function localEntries() {
     ...tables().flatMap((table) => ["CSV", "JSON"].map((format) => [`Download ${nameOf(table)} as ${format}`, () => download(table, format.toLowerCase())])),
   ];
   return [...pages, ...actions.map(([name, act]) => ({ kind: "action", name, act }))];
-}
-
-// A page that was opened without a run shows the newest one; its link names this run.
-function linkOfPage() {
-  const url = new URL(location.href);
-  const shown = document.querySelector("[data-run]")?.dataset.run;
-  if (shown && !url.searchParams.get("run")) url.searchParams.set("run", shown);
-  return url.href;
 }
 
 function linkEntry(kind, name, path, query) {

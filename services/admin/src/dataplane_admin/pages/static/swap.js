@@ -32,6 +32,14 @@ export async function visit(url, ids, { live = false } = {}) {
   }
 }
 
+// A page that was opened without a run shows the newest one; its link names this run.
+export function linkOfPage() {
+  const url = new URL(location.href);
+  const shown = document.querySelector("[data-run]")?.dataset.run;
+  if (shown && !url.searchParams.get("run")) url.searchParams.set("run", shown);
+  return url.href;
+}
+
 // Links with data-swap="id id", on them or on their group, swap these parts; data-history="replace"
 // adds no history entry.
 export function swapOnClick() {
