@@ -218,10 +218,10 @@ def test_cancelled_claim_is_released_when_it_succeeds_later():
 def test_claim_cancelled_before_its_delivery_is_released():
     async def scenario():
         inner = store(claim_lease_s=1000.0)
-        inner.put_samples(["a"], "train", ones(1))
         async with AsyncDataPlaneClient(inner) as client:
             claim = asyncio.create_task(client.claim_meta("train", "train", ["x"], 1))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # Python 3.14 would deliver a claim that ends before its await
+            inner.put_samples(["a"], "train", ones(1))
             deadline = time.monotonic() + TIMEOUT_S
             # The loop does not run meanwhile, so the task cannot have got the result.
             while inner.inspector.count_samples("train", "train", ["x"]).leased == 0:

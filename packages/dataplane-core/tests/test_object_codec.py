@@ -128,6 +128,18 @@ def test_python_values_beyond_json_come_back_equal(value):
     assert stored({"a": [value]}) == {"a": [value]}
 
 
+def test_values_nest_up_to_500_levels():
+    value = 1
+    for _ in range(500):
+        value = [value]
+    assert stored(value) == value
+    for deeper in ([value], {1: value}, (value,)):
+        with pytest.raises(InvalidRequestError, match=r"field 'f': .*more than 500 nested levels"):
+            stored(deeper)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode_object(b"\x91" * 100_000 + b"\x01")
+
+
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 def test_nested_tensors_inside_values_keep_their_rows(layout):
     rows = [torch.arange(3), torch.arange(1)]

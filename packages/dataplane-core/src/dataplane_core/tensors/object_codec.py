@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from itertools import chain
 from typing import Any, TypeVar  # Any: values of object columns are the caller's own
 
 import msgspec
@@ -31,6 +32,11 @@ _NESTED = 3
 _INTEGER = 4
 _TYPE = 5
 _PICKLE = 6
+
+_MAX_DEPTH = 500
+"""Maximum nesting; how deep msgspec reads and writes depends on Python's version and the stack."""
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_LEAVES = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def _encode_unknown(value: Any) -> Any:
@@ -106,6 +112,21 @@ def _without_large_integers(value: Any) -> Any:
     return value
 
 
+def _check_depth(value: Any) -> None:
+    """Raise a TypeError if containers are nested deeper than `_MAX_DEPTH`."""
+    level = [value] if isinstance(value, _CONTAINERS) else []
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for each in level:
+            items = list(chain(each, each.values())) if isinstance(each, dict) else each
+            if not _LEAVES.issuperset(map(type, items)):
+                inner += [item for item in items if isinstance(item, _CONTAINERS)]
+        if not inner:
+            return
+        level = inner
+    raise TypeError(f"a value with more than {_MAX_DEPTH} nested levels cannot be stored")
+
+
 def _is_plain(dtype: np.dtype[Any]) -> bool:
     """Return whether ``dtype.str`` identifies the dtype; false for objects, records, extensions."""
     return not dtype.hasobject and dtype.kind != "V" and np.dtype(dtype.str) == dtype
@@ -166,7 +187,7 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
     records or another library's dtypes are refused, because they would decode as something else.
     Images of Pillow, models of pydantic, and ``BatchFeature`` and ``BatchEncoding`` of transformers
     are stored; add other types with
-    `dataplane_core.tensors.object_types.register_object_type`.
+    `dataplane_core.tensors.object_types.register_object_type`. Containers nest up to 500 levels.
 
     Args:
         what: name for the error.
@@ -178,7 +199,10 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
             ``what`` and the type.
     """
     try:
-        return _encode(value, _pickling_encoder if allow_pickle else _encoder)
+        encoded = _encode(value, _pickling_encoder if allow_pickle else _encoder)
+        if len(encoded) > _MAX_DEPTH:  # each level takes at least one byte
+            _check_depth(value)
+        return encoded
     except Exception as error:  # noqa: BLE001  # a value's own code can raise anything
         raise InvalidTypeError(f"{what}: {error}") from None
 
@@ -191,9 +215,13 @@ def decode_object(data: bytes, *, allow_pickle: bool = False) -> Any:
         allow_pickle: decode pickles, which runs code of whoever wrote ``data``.
 
     Raises:
-        ValueError: ``data`` is not an encoded value, or is a pickle that is not allowed.
+        ValueError: ``data`` is not an encoded value, is nested too deeply, or is a pickle that is
+            not allowed.
     """
-    return (_pickling_decoder if allow_pickle else _decoder).decode(data)
+    try:
+        return (_pickling_decoder if allow_pickle else _decoder).decode(data)
+    except RecursionError as error:
+        raise ValueError(f"stored value is nested too deeply to be read: {error}") from None
 
 
 def decode_struct(data: bytes, struct: type[_T]) -> _T:
