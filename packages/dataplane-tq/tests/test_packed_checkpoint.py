@@ -145,7 +145,7 @@ def test_load_replaces_what_was_put_since(tmp_path):
                 store.get(partition, [index], ["dense"], {})
 
 
-def test_changed_checkpoint_changes_nothing(tmp_path):
+def test_changed_or_older_checkpoint_changes_nothing(tmp_path):
     with opened(1 << 20) as store:
         model = Model(store)
         model.put("train", [0, 1], ["dense", "text"])
@@ -153,6 +153,10 @@ def test_changed_checkpoint_changes_nothing(tmp_path):
         [file] = (tmp_path / "packed_storage").glob("*.msgpack")
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         with pytest.raises(CheckpointError, match=r"000000\.msgpack.*changed since"):
+            store.load(tmp_path)
+        with write_folder(tmp_path / "packed_storage") as writer:
+            writer.finish({"partitions": ["tq:train"]})  # as before cells became block numbers
+        with pytest.raises(CheckpointError, match=r"packed_storage: format 1; expected 2; load it"):
             store.load(tmp_path)
         model.check(store)
 
@@ -174,7 +178,7 @@ def test_malformed_file_is_a_checkpoint_error(tmp_path, rows, data, copies):
     file = {"partition_id": "tq:train", "blocks": [block] * copies, "data": data}
     with write_folder(tmp_path / "packed_storage") as writer:
         writer.add("000000.msgpack", msgspec.msgpack.encode(file))
-        writer.finish({"partitions": ["tq:train"]})
+        writer.finish({"format": 2, "partitions": ["tq:train"]})
     with opened(1 << 20) as store:
         with pytest.raises(CheckpointError, match=r"000000\.msgpack"):
             store.load(tmp_path)

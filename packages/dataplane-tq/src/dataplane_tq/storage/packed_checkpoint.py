@@ -8,7 +8,8 @@ were freed before the save are not stored, and a restore frees their memory::
     restored        a . c .      rows 0 and 2 of block 7 are valid; 1 and 3 are free
 
 A checkpoint is a folder of `dataplane_core.checkpoint.folder`: each file has some blocks of one
-partition, and its SHA-256 is in the manifest.
+partition, and its SHA-256 is in the manifest. The manifest's metadata has the format of the metas:
+in format 2 a cell is a block's number. Older checkpoints have no format; their metas fit no cell.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataplane_tq.packed.access import UnitAccess
 from dataplane_tq.packed.layout import Block, Indices
 
 _FOLDER = "packed_storage"
+_FORMAT = 2
 _FILE_BYTES = 64 << 20
 """Minimum size of a full file: a file gets no more blocks once it has this size."""
 _SAMPLES_AT_ONCE = 1000
@@ -77,7 +79,7 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
         for partition_id in partition_ids:
             for file in _files(link, units, partition_id):
                 writer.add(f"{next(numbers):06d}.msgpack", msgspec.msgpack.encode(file))
-        writer.finish({"partitions": partition_ids})
+        writer.finish({"format": _FORMAT, "partitions": partition_ids})
 
 
 def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path) -> None:
@@ -93,12 +95,18 @@ def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path
         checkpoint: folder that `save` wrote to.
 
     Raises:
-        CheckpointError: a file is missing or changed, and the store is as before; or a file is
-            malformed, and the partitions are empty.
+        CheckpointError: a file is missing or changed, or the checkpoint has another format, and the
+            store is as before; or a file is malformed, and the partitions are empty.
         CapacityExceeded: the store is smaller than what was saved.
         DataPlaneError: a part of the store is gone.
     """
     folder = open_folder(checkpoint / _FOLDER)
+    stored_format = folder.metadata.get("format", 1)
+    if stored_format != _FORMAT:
+        raise CheckpointError(
+            f"checkpoint {folder.folder}: format {stored_format}; expected {_FORMAT}; load it with "
+            "the dataplane-tq that saved it, or save the queue again with this one"
+        )
     _clear(link, prefix)
     try:
         for name in folder.files:
