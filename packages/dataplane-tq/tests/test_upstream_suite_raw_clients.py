@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import threading
 import time
 
@@ -210,6 +212,28 @@ def test_clear_frees_the_bytes(client, partition_id):
     before = used_bytes(client)
     client.put(column([[1.0] * 1000] * 8), partition_id=partition_id)
     assert used_bytes(client) > before
+    client.clear_partition(partition_id)
+    assert used_bytes(client) == before
+
+
+def test_rows_of_a_writer_that_died_before_its_report_are_cleared(client, partition_id):
+    before = used_bytes(client)
+    meta = client.put(column([[1], [2]]), partition_id=partition_id)
+
+    @ray.remote(num_cpus=1, max_retries=0)
+    def overwrite(meta, data):
+        import transfer_queue
+
+        from dataplane_tq.storage.packed_manager import PackedStorageManager
+
+        transfer_queue.init()
+        PackedStorageManager._report = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        transfer_queue.get_client().put(data, metadata=meta)
+
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(overwrite.remote(meta, column([[5], [6]])), timeout=120)
+    with pytest.raises(MissingDataError, match="get the meta again"):
+        client.get_data(fetched(client, partition_id))
     client.clear_partition(partition_id)
     assert used_bytes(client) == before
 

@@ -30,7 +30,7 @@ async def forget_new_keys(
     Raises:
         RuntimeError, TimeoutError: the controller failed, or did not answer in time.
     """
-    answer = await _ask(
+    answer = await ask_controller(
         manager,
         "KV_RETRIEVE_KEYS",
         {"global_indexes": list(indexes), "partition_id": partition_id},
@@ -39,7 +39,7 @@ async def forget_new_keys(
     keys = [key for key in answer["keys"] if key is not None]
     if not keys:
         return
-    answer = await _ask(
+    answer = await ask_controller(
         manager,
         "KV_RETRIEVE_META",
         {"keys": keys, "partition_id": partition_id, "create": False},
@@ -51,13 +51,13 @@ async def forget_new_keys(
     new = [index for index, tags in rows if not tags]
     if new:
         body = {"global_indexes": new, "partition_ids": [partition_id] * len(new)}
-        await _ask(manager, "CLEAR_META", body, timeout_s)
+        await ask_controller(manager, "CLEAR_META", body, timeout_s)
 
 
-async def _ask(
+async def ask_controller(
     manager: StorageManager, request: str, body: dict[str, Any], timeout_s: float
 ) -> dict[str, Any]:
-    """Return the controller's answer to a request.
+    """Return the controller's answer to a request, for example ``CLEAR_META``.
 
     The sockets of the manager's pool belong to its own event loop.
     """

@@ -25,10 +25,11 @@ from dataplane_core import (
     CapacityExceeded,
     DeadlineExceededError,
     InvalidRequestError,
+    MissingDataError,
     UnsupportedError,
 )
 from dataplane_core.errors import listed
-from dataplane_tq.storage.new_keys import forget_new_keys
+from dataplane_tq.storage.new_keys import ask_controller, forget_new_keys
 from dataplane_tq.storage.packed_rows import (
     Cells,
     RawStore,
@@ -215,6 +216,9 @@ class PackedStorageManager(StorageManager):
     async def clear_data(self, metadata: Any) -> None:
         """Free the meta's rows; in a data plane the directory has freed them before.
 
+        A writer that died before its report leaves values that no meta fits. They are freed by the
+        newest meta that the controller has.
+
         Raises:
             DataPlaneError: as `RawStore.clear`.
         """
@@ -223,7 +227,28 @@ class PackedStorageManager(StorageManager):
         for partition_id, at in _by_partition(metadata).items():
             indexes = [metadata.global_indexes[i] for i in at]
             cells = _cells_of(metadata, at)
-            await asyncio.to_thread(self._raw.clear, partition_id, indexes, cells)
+            try:
+                await asyncio.to_thread(self._raw.clear, partition_id, indexes, cells)
+            except MissingDataError:
+                if not await self._has_cells(self._raw, partition_id, indexes, cells):
+                    raise
+                await asyncio.to_thread(self._raw.clear, partition_id, indexes, {})
+
+    async def _has_cells(
+        self, raw: RawStore, partition_id: str, indexes: Sequence[int], cells: Cells
+    ) -> bool:
+        """Return whether the controller's meta has these cells, so that none is newer."""
+        body = {"partition_id": partition_id}
+        answer = await ask_controller(self, "GET_PARTITION_META", body, raw.timeout_s)
+        meta = answer["metadata"]
+        if meta is None:
+            return False
+        known = dict(zip(meta.global_indexes, meta._custom_backend_meta, strict=True))
+        return all(
+            known.get(index, {}).get(name) == cell
+            for name, column in cells.items()
+            for index, cell in zip(indexes, column.tolist(), strict=True)
+        )
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write all rows into a folder of TransferQueue's checkpoint.
