@@ -11,13 +11,15 @@ import ray
 from directory_calls import stop, until
 
 from dataplane_core import (
+    ConfigError,
     PartitionNotFoundError,
     StoreInspector,
     UnavailableError,
     UnknownTaskError,
     UnsupportedError,
 )
-from dataplane_tq import QueueInspector, has_foreign_queue
+from dataplane_tq import QueueInspector, TQDataPlaneClient
+from dataplane_tq.actor_names import CONTROLLER
 
 TIMEOUT_S = 20.0
 START_S = 120.0
@@ -104,11 +106,15 @@ def address(long_claim_timeout, cluster):
     return ray.get_runtime_context().gcs_address
 
 
+def has_queue():
+    return any(each["name"] == CONTROLLER for each in ray.util.list_named_actors(True))
+
+
 @contextmanager
 def started(address, statement="init()", *flags):
     """Start a job with a queue, and an inspector of it; both are stopped afterwards."""
     with ExitStack() as stack:
-        stack.callback(until, lambda: not has_foreign_queue(TIMEOUT_S))
+        stack.callback(until, lambda: not has_queue())
         job = Job(address, *flags)
         stack.callback(job.close)
         job.run(statement)
@@ -128,8 +134,19 @@ def summary_of(inspector, name, wanted=lambda summary: True):
 
 
 def test_cluster_without_a_queue_is_refused(address):
-    assert not has_foreign_queue(TIMEOUT_S)
     with pytest.raises(UnavailableError, match="no TransferQueue"):
+        QueueInspector(address, timeout_s=0.5)
+
+
+def test_data_plane_of_this_package_is_refused(address):
+    plane = {"enabled": True, "impl": "transfer_queue", "transfer_queue_mirror": False}
+    store = {"backend": "packed", "storage_capacity": 1, "num_storage_units": 1}
+    sizes = {"global_segment_size": 1 << 20, "local_buffer_size": 0}
+    poll = {"claim_meta_poll_interval_s": 0.1}
+    with (
+        TQDataPlaneClient({**plane, **store, **sizes, **poll}),
+        pytest.raises(ConfigError, match="attach a client"),
+    ):
         QueueInspector(address, timeout_s=TIMEOUT_S)
 
 

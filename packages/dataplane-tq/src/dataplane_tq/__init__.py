@@ -13,12 +13,10 @@ if TYPE_CHECKING:
     from dataplane_tq.any_queue.inspector import QueueInspector
     from dataplane_tq.client import TQDataPlaneClient
     from dataplane_tq.local_ray import join_ray, start_local_ray
-    from dataplane_tq.topology import has_foreign_queue
 
 __all__ = [
     "QueueInspector",
     "TQDataPlaneClient",
-    "has_foreign_queue",
     "join_ray",
     "start_local_ray",
 ]
@@ -26,7 +24,6 @@ __all__ = [
 _MODULES = {
     "QueueInspector": "dataplane_tq.any_queue.inspector",
     "TQDataPlaneClient": "dataplane_tq.client",
-    "has_foreign_queue": "dataplane_tq.topology",
     "join_ray": "dataplane_tq.local_ray",
     "start_local_ray": "dataplane_tq.local_ray",
 }

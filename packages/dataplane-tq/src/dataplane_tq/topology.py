@@ -221,18 +221,6 @@ def _call_ray(timeout_s: float, call: Callable[[], T]) -> T:
         raise UnavailableError(_SILENT.format(timeout_s)) from None
 
 
-def has_foreign_queue(timeout_s: float) -> bool:
-    """Return whether this Ray cluster runs a TransferQueue that another program started.
-
-    The answer is also True while this package starts a TransferQueue; `QueueInspector` refuses it.
-
-    Raises:
-        UnavailableError: Ray is not initialized, or does not answer within ``timeout_s``.
-    """
-    _require_ray()
-    return _call_ray(timeout_s, lambda: _find(DIRECTORY) is None and _find(CONTROLLER) is not None)
-
-
 def attach(timeout_s: float) -> Topology:
     """Find the TransferQueue of this Ray cluster, waiting up to ``timeout_s`` for its start.
 

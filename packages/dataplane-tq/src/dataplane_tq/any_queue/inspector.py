@@ -139,7 +139,10 @@ class QueueInspector:
             None if it answers. Either way, the controller's state can be read.
 
     Raises:
-        UnavailableError: no cluster answers, or it runs no TransferQueue, or one older than 0.1.8.
+        ConfigError: (a ValueError) the cluster's TransferQueue belongs to a data plane of this
+            package: attach a client.
+        UnavailableError: no cluster answers, or after ``timeout_s`` it runs no TransferQueue, or
+            one older than 0.1.8.
     """
 
     fault: str | None = None

@@ -8,6 +8,7 @@ closes the socket or dies.
 from __future__ import annotations
 
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any  # Any: Ray handles, and msgpack values
 
@@ -16,14 +17,15 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
-from dataplane_core import DataPlaneError, StorageSummary, UnavailableError
-from dataplane_tq.actor_names import CONTROLLER, NAMESPACE
+from dataplane_core import ConfigError, DataPlaneError, StorageSummary, UnavailableError
+from dataplane_tq.actor_names import CONTROLLER, DIRECTORY, NAMESPACE
 from dataplane_tq.any_queue import remote_reads
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Failure, Link, Reply
 from dataplane_tq.local_ray import join_ray
 
 _PACKED = "PackedStorage"
+_LOOK_S = 0.1
 
 
 class QueueReader:
@@ -33,14 +35,25 @@ class QueueReader:
         timeout_s: deadline of one query, in seconds.
 
     Raises:
-        UnavailableError: the cluster runs no TransferQueue, or one older than 0.1.8.
+        ConfigError: the TransferQueue belongs to a data plane of this package.
+        UnavailableError: after ``timeout_s`` the cluster runs no TransferQueue, or one older than
+            0.1.8.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        try:
-            self._controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
-        except ValueError:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._controller = _find(CONTROLLER)
+            if _find(DIRECTORY) is not None:
+                raise ConfigError(
+                    f"this Ray cluster runs a data plane of dataplane-tq: there is an actor "
+                    f"{DIRECTORY}; attach a client to it"
+                )
+            if self._controller is not None or time.monotonic() >= deadline:
+                break
+            time.sleep(_LOOK_S)
+        if self._controller is None:
             others = [
                 actor["namespace"]
                 for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -51,7 +64,7 @@ class QueueReader:
                 "read; update it"
                 if others
                 else f"this Ray cluster runs no TransferQueue: there is no actor {CONTROLLER}"
-            ) from None
+            )
         self._units: dict[str, Any] | None = None
         self._packed: Link | None = None
 
@@ -107,7 +120,7 @@ class QueueReader:
                 if name in named
             }
         except (ValueError, RayError) as error:  # an actor that is ending has no handle
-            raise UnavailableError(f"TransferQueue cannot be read: {error}") from None
+            raise UnavailableError(f"TransferQueue cannot be read: {_first_line(error)}") from None
 
     def _results(self, references: list[Any]) -> list[Any]:
         try:
@@ -117,7 +130,18 @@ class QueueReader:
                 f"TransferQueue did not answer within {self._timeout_s:g} s"
             ) from None
         except RayError as error:
-            raise UnavailableError(f"TransferQueue cannot be read: {error}") from None
+            raise UnavailableError(f"TransferQueue cannot be read: {_first_line(error)}") from None
+
+
+def _find(name: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def serve(connection: Connection, address: str, timeout_s: float) -> None:

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from dataplane_core import DataPlaneClient, DataPlaneError, StoreInspector, UnavailableError
+from dataplane_core import (
+    ConfigError,
+    DataPlaneClient,
+    DataPlaneError,
+    StoreInspector,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from dataplane_tq import QueueInspector
@@ -66,32 +72,37 @@ class RayConnector:
         self.source = f"Ray at {address}"
 
     def connect(self) -> StoreInspector:
-        _enable_token()  # Ray reads the mode on import
+        _prepare_environment()  # Ray reads it on import
         try:
             import ray
 
             from dataplane_core import build_data_plane_client
-            from dataplane_tq import QueueInspector, has_foreign_queue
+            from dataplane_tq import QueueInspector
         except ImportError:
             raise UnavailableError(
                 "Ray is not installed; to inspect a data plane on Ray, install dataplane-admin[ray]"
             ) from None
+        # When a cluster ends, Ray ends every process that has joined it. So a separate process
+        # looks for the queue, and this one joins only while it attaches to a data plane.
+        try:
+            _check_listener(self._address)
+            queue = self._client = QueueInspector(self._address, timeout_s=self._timeout_s)
+            return queue
+        except ConfigError:
+            pass  # a data plane, not another program's queue
+        except (UnavailableError, OSError) as error:
+            raise self._unavailable(error) from None
         if not ray.is_initialized():
             self._join()
         try:
-            if not has_foreign_queue(self._timeout_s):
-                timeout_ms = max(1, int(self._timeout_s * 1000))
-                client = build_data_plane_client(
-                    {**_PLANE, "ack_timeout_ms": timeout_ms}, bootstrap=False
-                )
-                self._client = client
-                return client.inspector
+            timeout_ms = max(1, int(self._timeout_s * 1000))
+            client = build_data_plane_client(
+                {**_PLANE, "ack_timeout_ms": timeout_ms}, bootstrap=False
+            )
+            self._client = client
+            return client.inspector
         finally:
-            # Leave Ray, because Ray kills every connected process when the cluster ends. Queries
-            # do not need Ray: they go to the data plane's directory, or to a separate process.
-            self._leave()
-        queue = self._client = QueueInspector(self._address, timeout_s=self._timeout_s)
-        return queue
+            self._leave()  # queries go to the data plane's directory
 
     def disconnect(self) -> None:
         if self._client is not None:
@@ -102,12 +113,8 @@ class RayConnector:
     def _join(self) -> None:
         from dataplane_tq import join_ray
 
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        # By default Ray refuses another patch release of Python, too.
-        os.environ.setdefault("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", "minor")
         self._joined = True
         try:
-            _check_listener(self._address)
             with _sigterm_restored():
                 join_ray(
                     self._address,
@@ -117,10 +124,15 @@ class RayConnector:
                 )
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             self._leave()
-            reason = one_line(error)
-            differs = "Version mismatch" in reason
-            sentence = _USE_SAME_VERSIONS if differs else "no Ray cluster"
-            raise UnavailableError(f"{sentence} at {self._address!r}: {reason}") from None
+            raise self._unavailable(error) from None
+
+    def _unavailable(self, error: Exception) -> UnavailableError:
+        reason = one_line(error)
+        if "Version mismatch" in reason:
+            return UnavailableError(f"{_USE_SAME_VERSIONS} at {self._address!r}: {reason}")
+        if isinstance(error, UnavailableError):
+            return UnavailableError(reason)
+        return UnavailableError(f"no Ray cluster at {self._address!r}: {reason}")
 
     def _leave(self) -> None:
         """Leave the cluster if `_join` joined it."""
@@ -166,11 +178,15 @@ def _check_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
-def _enable_token() -> None:
-    """Let Ray send this user's stored token, as it does by default for ``auto`` only.
+def _prepare_environment() -> None:
+    """Set Ray's options for this process and those that it starts.
 
-    Clusters require a token by default since Ray 2.60; older clusters ignore it.
+    Ray sends this user's stored token, as it does by default for ``auto`` only. Clusters require a
+    token by default since Ray 2.60; older clusters ignore it.
     """
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    # By default Ray refuses another patch release of Python, too.
+    os.environ.setdefault("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", "minor")
     names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     stored = Path.home() / ".ray" / "auth_token"
     if any(os.environ.get(name) for name in names) or stored.is_file():
