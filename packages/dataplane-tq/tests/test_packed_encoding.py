@@ -3,6 +3,10 @@
 Imports internals: tests check exact bytes and index arithmetic; a client shows only values.
 """
 
+import io
+import threading
+from collections import Counter
+
 import msgspec
 import numpy as np
 import pytest
@@ -226,6 +230,22 @@ def test_lazy_stack_is_encoded():
     }
     assert fields["a"].tolist() == [[0], [1], [2]]
     assert fields["b"].tolist() == ["0", "1", "2"]
+
+
+def test_values_that_msgpack_lacks_are_pickled_if_allowed():
+    unusual = [threading.Event, "\ud800", Counter(a=2**70), {2**70: 1}]
+    fields = TensorDict({"f": NonTensorStack(*unusual)}, [4])
+    (field,) = encode(fields, 4, allow_pickle=True)
+    pieces = [Piece(field.layout, field.slices.joined())]
+    assert decode(pieces, allow_pickle=True).tolist() == unusual
+    with pytest.raises(ValueError, match="is a pickle"):
+        decode(pieces)
+    images = pytest.importorskip("PIL.Image")
+    frames = [images.new("L", (2, 2), shade) for shade in (0, 99)]
+    frames[0].save(file := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:])
+    animated = TensorDict({"f": NonTensorStack(images.open(file))}, [1])
+    with pytest.raises(InvalidRequestError, match="field 'f': an image of 2 frames"):
+        encode(animated, 1, allow_pickle=True)
 
 
 def test_wrong_number_of_rows_is_refused():

@@ -15,6 +15,7 @@ Such a column of six rows in two blocks, rows 0..3 and 4..5, is written from sli
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any  # Any: a leaf of a TensorDict, a row of an object field
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
+from dataplane_core import InvalidTypeError
 from dataplane_core.tensors.columns import Column, bytes_of, count_rows, jagged_from_padded
 from dataplane_core.tensors.object_codec import encode_object
 from dataplane_core.tensors.rows import OBJECT, checked_leaves
@@ -115,7 +117,8 @@ def encode(fields: TensorDictBase, count: int, *, allow_pickle: bool = False) ->
     Args:
         fields: see `dataplane_core.tensors.rows.split_rows`.
         count: expected number of rows.
-        allow_pickle: see `dataplane_core.tensors.object_codec.encode_object`.
+        allow_pickle: see `dataplane_core.tensors.object_codec.encode_object`. A value with text or
+            integers that msgpack lacks is pickled as one value.
 
     Raises:
         InvalidRequestError: (a ValueError) as `checked_leaves`, or a value cannot be stored.
@@ -212,7 +215,27 @@ def _raw(tensor: torch.Tensor) -> Bytes:
 
 def _encode_objects(name: str, values: Sequence[Any], allow_pickle: bool = False) -> EncodedField:
     what = f"field {name!r}"
-    encoded = [encode_object(what, value, allow_pickle=allow_pickle) for value in values]
+    encoded = [_encode_object(what, value, allow_pickle) for value in values]
     ends = np.cumsum([len(data) for data in encoded], dtype="<i8")
     layout = _ragged_layout(name, OBJECT, (), ends)
     return _one_slice(layout, np.frombuffer(b"".join(encoded), np.uint8))
+
+
+def _encode_object(what: str, value: Any, allow_pickle: bool) -> bytes:
+    try:
+        return encode_object(what, value, allow_pickle=allow_pickle)
+    except InvalidTypeError as error:
+        # Pickle would change other refused values, such as animated images.
+        if allow_pickle and isinstance(error.__context__, OverflowError | UnicodeEncodeError):
+            return encode_object(what, _Pickled(value), allow_pickle=True)
+        raise
+
+
+class _Pickled:
+    """Wrapper that only pickle can encode, and that is read back as the value in it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((self._value,), 0)
