@@ -384,7 +384,9 @@ def test_queue_starts_from_a_struct_config_and_closes_quietly(cluster, caplog, m
     OmegaConf.set_struct(conf, True)
     monkeypatch.setattr(logging.getLogger("transfer_queue"), "propagate", True)
     with caplog.at_level(logging.WARNING):
-        tq.init(conf)
+        with pytest.raises(ConfigError, match="color"):
+            tq.init(config(color="red"))
+        tq.init(conf)  # the failed init left no controller
         unusual = TensorDict({"x": NonTensorStack({1, 2}, threading.Event)}, [2])
         tq.kv_batch_put(["a", "b"], "p", unusual)
         assert tq.kv_batch_get(["b"], "p")["x"].tolist() == [threading.Event]

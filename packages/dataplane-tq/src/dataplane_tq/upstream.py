@@ -34,7 +34,7 @@ def _without(name: str) -> Iterator[None]:
 
 
 with _without("yr"):
-    from transfer_queue import metadata
+    from transfer_queue import interface, metadata
     from transfer_queue.client import AsyncTransferQueueClient
     from transfer_queue.controller import TransferQueueController
     from transfer_queue.metadata import BatchMeta, extract_field_schema
@@ -69,6 +69,7 @@ __all__ = [
     "ZMQMessage",
     "ZMQRequestType",
     "extract_field_schema",
+    "interface",
     "set_yuanrong_timeout",
     "speed_up_metas",
 ]

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal  # Any: Ray handles and OmegaConf nodes have no types
 
@@ -33,7 +35,7 @@ from dataplane_tq.directory.actor import DirectoryActor
 from dataplane_tq.storage.base import ACTOR_CPUS, collect_results
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.packed_manager import BACKEND, RAW, RawConnection
-from dataplane_tq.upstream import StorageBootstrapProvider
+from dataplane_tq.upstream import StorageBootstrapProvider, interface
 
 _DIRECTORY = "DataPlanePackedDirectory"
 
@@ -79,7 +81,20 @@ class _WithoutCloseWarning(logging.Filter):
 logging.getLogger("transfer_queue.interface").addFilter(_WithoutCloseWarning())
 
 
+@contextmanager
+def _close_queue_on_error() -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        # `init` has started the controller, and has set this to {} just before it called `start`.
+        # The next `init` would attach to that controller and wait forever for its configuration.
+        if interface._TQ_STORAGE == {}:
+            interface.close()
+        raise
+
+
 @StorageBootstrapProvider.register_provider(BACKEND)
+@_close_queue_on_error()
 def start(conf: Any) -> dict[str, Any]:
     """Start the units and their directory, and add their addresses to ``conf``.
 
@@ -92,6 +107,7 @@ def start(conf: Any) -> dict[str, Any]:
     Raises:
         ConfigError: (a ValueError) a key of the section is unknown, missing or wrong.
         UnavailableError: the actors did not start in time; all were stopped.
+        Exception: after any error, TransferQueue is closed, so that its next ``init`` starts anew.
     """
     section = OmegaConf.to_container(conf.backend.get(BACKEND) or OmegaConf.create({}))
     keys = [each.name for each in fields(PackedStorageSettings)]
