@@ -268,9 +268,9 @@ def test_a_full_storage_unit_is_raised_and_cleared(alerted):
         assert (alert["subject"], alert["value"]) == ("storage unit unit", 0.95)
         assert alert["sentence"] == "storage unit unit is 95 % full"
         plane.reachable = False
-        until(lambda: not job.get("status")["live"]["attached"])
+        until(lambda: job.get("partitions")["storage_error"])
         evaluate(job)
-        assert raised(job), "an unreachable data plane does not clear its alerts"
+        assert raised(job), "an unreachable unit does not clear its alerts"
         plane.used, plane.reachable = 50, True
         until(lambda: cleared(job) == [("store-full", "")])
 

@@ -37,13 +37,14 @@ class Watched:
     def __init__(self, plane):
         self.plane = plane
         self.is_away = False
+        self.lost = set()
         self.free = threading.Event()
         self.free.set()
         self.calls = []
 
     def __getattr__(self, name):
         def ask(*args, **kwargs):
-            if self.is_away:
+            if self.is_away or name in self.lost:
                 raise UnavailableError("the directory does not answer")
             self.calls.append((name, *args))
             if name == "list_samples":
@@ -131,6 +132,12 @@ def test_the_last_snapshot_survives_a_lost_store(plane, watched, start_polling):
     job = start_polling()
     until(lambda: present(job))
     seen_ns = live(job)["at_ns"]
+    watched.lost = {"list_storage"}
+    until(lambda: job.get("partitions")["storage_error"] == "the directory does not answer")
+    assert (live(job)["attached"], live(job)["error"]) == (True, None)
+    assert "Cannot read the storage units" in job.client.get("/").text
+    watched.lost = set()
+    until(lambda: job.get("partitions")["storage_error"] is None)
     watched.is_away = True
     error = until(lambda: live(job)["error"])
     assert error == "Watched: the directory does not answer"

@@ -47,6 +47,9 @@ def _partitions(body: str, width: int) -> RenderableType:
         parts.append(Text(f"{printable(live.source)}: no partition is registered"))
     for partition in answer.partitions:
         parts += [_heading(partition), *_tasks(partition, width), *_fields(partition, width), ""]
+    if answer.storage_error:
+        reason = printable(answer.storage_error)
+        parts.append(Text(f"Cannot read the storage units: {reason}.", "yellow"))
     if answer.storage:
         parts += _table(
             ("unit", "node", "used", "capacity", "free"),

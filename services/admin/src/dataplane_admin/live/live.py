@@ -20,7 +20,7 @@ from dataplane_admin.live.scan import Scanner
 from dataplane_admin.live.snapshot import Snapshot
 from dataplane_admin.live.stuck import find_stuck
 from dataplane_admin.live.trend import Trends
-from dataplane_core import DataPlaneError, StoreInspector, UnsupportedError
+from dataplane_core import DataPlaneError, StorageSummary, StoreInspector, UnsupportedError
 
 T = TypeVar("T")
 
@@ -35,6 +35,8 @@ _AGES_S = 5.0
 _HISTORY_INTERVAL_S = 30.0
 """Seconds between the points of a history; `POLLS` points cover an hour."""
 _MAX_BACKOFF_S = 30.0
+_STORAGE_PAUSE = 10.0
+"""Pause after a failed read of the storage units, as a multiple of the read's duration."""
 _STOP_S = 5.0
 
 logger = structlog.get_logger("dataplane_admin.live")
@@ -81,6 +83,7 @@ class Live:
         self._trends = Trends()
         self._history = Trends(_HISTORY_INTERVAL_S)
         self._scanner = Scanner()
+        self._next_storage_s = 0.0
         self._query_slots = threading.BoundedSemaphore(_MAX_QUERIES)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dataplane-admin-live", daemon=True)
@@ -185,6 +188,7 @@ class Live:
         fault: str | None = getattr(inspector, "fault", None)
         wanted = [name for name, since in self._prioritized.items() if read_s - since < _PRIORITY_S]
         scans = self._scanner.scan(inspector, followed, wanted, self._ending.is_set)
+        storage, storage_error = self._read_storage(inspector)
         self._publish(
             Snapshot(
                 attached=True,
@@ -193,8 +197,9 @@ class Live:
                 at_ns=at_ns,
                 read_s=read_s,
                 partitions=partitions,
-                storage=tuple(_if_supported(inspector.list_storage, list)),
-                totals=_if_supported(inspector.read_totals, dict),
+                storage=storage,
+                storage_error=storage_error,
+                totals=_read_totals(inspector),
                 trends=trends,
                 history=self._history.add(at_ns, followed),
                 scans=scans,
@@ -203,6 +208,25 @@ class Live:
                 ),
             )
         )
+
+    def _read_storage(
+        self, inspector: StoreInspector
+    ) -> tuple[tuple[StorageSummary, ...], str | None]:
+        """Return the storage units; if they cannot be read, the last ones and the reason."""
+        last, began = self._snapshot, time.monotonic()
+        if last.storage_error is not None and began < self._next_storage_s:
+            return last.storage, last.storage_error
+        try:
+            return tuple(inspector.list_storage()), None
+        except UnsupportedError:
+            return (), None
+        except DataPlaneError as error:
+            if last.storage_error is None:
+                logger.warning("storage_not_read", source=self.source, reason=str(error))
+            # A unit that does not answer must not delay every poll and query until its deadline.
+            now = time.monotonic()
+            self._next_storage_s = now + _STORAGE_PAUSE * (now - began)
+            return last.storage, str(error)
 
     def _fail(self, error: Exception, *, first: bool) -> None:
         self._inspector = None
@@ -227,9 +251,9 @@ class Live:
             self._snapshot = replace(snapshot, revision=last.revision)
 
 
-def _if_supported(read: Callable[[], T], empty: Callable[[], T]) -> T:
-    """Return what ``read`` returns, or an empty value if the store does not support it."""
+def _read_totals(inspector: StoreInspector) -> dict[str, int]:
+    """Return the counters; none if the store does not support them."""
     try:
-        return read()
+        return inspector.read_totals()
     except UnsupportedError:
-        return empty()
+        return {}

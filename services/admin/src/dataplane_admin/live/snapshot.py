@@ -25,6 +25,8 @@ class Snapshot:
         at_ns: time of the read, in nanoseconds since 1970; None before the first read.
         read_s: the same time by `time.monotonic`.
         partitions: partitions in the data plane's order.
+        storage: storage units, as of the last poll that could read them.
+        storage_error: one sentence on why this poll could not read them; else None.
         totals: counters since the store was created.
         trends: partition to its numbers over the last polls.
         history: partition to its numbers over the last hour.
@@ -40,6 +42,7 @@ class Snapshot:
     read_s: float = 0.0
     partitions: tuple[PartitionSummary, ...] = ()
     storage: tuple[StorageSummary, ...] = ()
+    storage_error: str | None = None
     totals: Mapping[str, int] = field(default_factory=dict)
     trends: Mapping[str, Trend] = field(default_factory=dict)
     history: Mapping[str, Trend] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class Snapshot:
                 for item in self.partitions
             ],
             self.storage,
+            self.storage_error,
             self.totals,
             [(scan.partition_id, scan.revision, scan.total) for scan in self.scans.values()],
             [

@@ -169,7 +169,9 @@ class Partitions(Model):
 
     partitions: list[Partition]
     storage: list[Unit]
-    """Storage units; empty if the backend reports none."""
+    """Storage units, as last read; empty if the backend reports none."""
+    storage_error: Text | None = None
+    """Reason why the storage units cannot be read; None if they can."""
     totals: dict[Text, int]
     """Counters since the store was created: ``samples_put``, ``leases_expired``, ..."""
     live: LiveStatus

@@ -80,6 +80,7 @@ class Overview:
     last: StepOnOverview | None
     point: NewestPoint | None
     units: Sequence[UnitOnOverview]
+    storage_error: str | None
     put_per_s: float | None
     run: str | None
     runs: Sequence[models.Run]
@@ -166,6 +167,7 @@ def overview(
         last=last,
         point=point,
         units=[_unit(unit) for unit in data_plane.storage],
+        storage_error=data_plane.storage_error,
         put_per_s=sum(rates) if rates else None,
         run=run,
         runs=service.runs().runs[:_RUNS],

@@ -127,6 +127,7 @@ class AdminService:
                 for summary in snapshot.partitions
             ],
             storage=[models.Unit.of(unit) for unit in snapshot.storage],
+            storage_error=snapshot.storage_error,
             totals=dict(snapshot.totals),
             live=partitions.live_status(self._live, snapshot),
         )
