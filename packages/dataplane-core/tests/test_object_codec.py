@@ -15,10 +15,10 @@ from dataplane_core import InMemoryDataPlaneClient, InvalidRequestError
 from dataplane_core.tensors.object_codec import decode_object, encode_object
 from dataplane_core.tensors.object_types import register_object_type
 
-text = st.text(st.characters(exclude_categories=["Cs"]))
+text = st.text(st.characters())  # with lone surrogates
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(text, inner),
+    lambda inner: st.lists(inner) | st.dictionaries(text | st.integers(), inner),
     max_leaves=12,
 )
 
@@ -68,7 +68,6 @@ def test_numpy_scalars_become_python_numbers():
     [
         object(),
         np.array([object()]),
-        "\ud800",
         np.longdouble(1),
         np.zeros(1, [("x", "f4")])[0],
         np.datetime64(1, "ns"),
@@ -78,7 +77,6 @@ def test_numpy_scalars_become_python_numbers():
     ids=[
         "an object",
         "an array of objects",
-        "a lone surrogate",
         "a number type that Python lacks",
         "a record",
         "a date of numpy",

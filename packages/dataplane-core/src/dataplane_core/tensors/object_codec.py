@@ -1,8 +1,8 @@
 """Encoding of Python values of object columns, without pickle.
 
 The format is msgpack with extension types: numpy arrays, tensors, nested tensors, integers of any
-size, and the types of `dataplane_core.tensors.object_types`. All clients use it, so that all accept
-and return the same values. Public to authors of adapters.
+size, text that UTF-8 cannot hold, and the types of `dataplane_core.tensors.object_types`. All
+clients use it, so that all accept and return the same values. Public to authors of adapters.
 
 A caller can allow pickle as a fallback, to encode and to decode. Decoding a pickle runs code of
 whoever wrote it.
@@ -32,6 +32,15 @@ _NESTED = 3
 _INTEGER = 4
 _TYPE = 5
 _PICKLE = 6
+_TEXT = 7
+
+
+class _Extension:
+    """msgpack extension that, unlike msgspec's, can be a key."""
+
+    def __init__(self, code: int, data: bytes) -> None:
+        self.code = code
+        self.data = data
 
 _MAX_DEPTH = 500
 """Maximum nesting; how deep msgspec reads and writes depends on Python's version and the stack."""
@@ -40,6 +49,8 @@ _LEAVES = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def _encode_unknown(value: Any) -> Any:
+    if type(value) is _Extension:
+        return msgspec.msgpack.Ext(value.code, value.data)
     # Dates of numpy would become integers or texts, depending on their unit.
     if isinstance(value, np.generic) and value.dtype.kind not in "VMm":
         plain = value.item()
@@ -97,18 +108,24 @@ def _encode(value: Any, encoder: msgspec.msgpack.Encoder | None = None) -> bytes
     encoder = encoder or _encoder
     try:
         return encoder.encode(value)
-    except OverflowError:  # an integer of more than 64 bits, which msgpack does not have
-        return encoder.encode(_without_large_integers(value))
+    except (OverflowError, UnicodeEncodeError):
+        return encoder.encode(_encodable(value))
 
 
-def _without_large_integers(value: Any) -> Any:
+def _encodable(value: Any) -> Any:
+    """Replace integers of more than 64 bits, and text with a lone surrogate, by extensions."""
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return _Extension(_TEXT, value.encode(errors="surrogatepass"))
     if type(value) is int and not -(2**63) <= value < 2**64:
         size = value.bit_length() // 8 + 1
-        return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(size, "little", signed=True))
+        return _Extension(_INTEGER, value.to_bytes(size, "little", signed=True))
     if type(value) is dict:
-        return {key: _without_large_integers(each) for key, each in value.items()}
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
     if type(value) in (list, tuple, set, frozenset):
-        return [_without_large_integers(each) for each in value]
+        return tuple(map(_encodable, value))  # a key must be hashable
     return value
 
 
@@ -139,6 +156,8 @@ def _packed(dtype: str, shape: tuple[int, ...], raw: bytes) -> bytes:
 def _decode_extension(code: int, data: memoryview) -> Any:
     if code == _INTEGER:
         return int.from_bytes(data, "little", signed=True)
+    if code == _TEXT:
+        return bytes(data).decode(errors="surrogatepass")
     if code == _NESTED:
         return _nested_tensor(*_decoder.decode(data))
     if code == _TYPE:
