@@ -80,7 +80,7 @@ def test_cells_of_a_put_follow_its_blocks(data, count):
         starts = [0, *(cut for cut in cuts if cut < count)]
         for start, stop in zip(starts, [*starts[1:], count], strict=True):
             layout = FieldLayout(name, "torch.int64", False, (), b"", 8, stop - start)
-            block = Block(len(blocks), "u", 0, layout, start)
+            block = Block(len(blocks), "u", 0, layout, start, 0)
             blocks.append(block)
             for row in range(start, stop):
                 expected[row][name] = block, row - start

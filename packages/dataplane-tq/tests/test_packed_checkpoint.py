@@ -4,6 +4,7 @@ Imports internals: the checkpoint is behind TransferQueue's storage manager.
 """
 
 from contextlib import ExitStack, contextmanager
+from itertools import count, islice
 
 import msgspec
 import numpy as np
@@ -162,19 +163,18 @@ def test_changed_or_older_checkpoint_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "data", "copies"),
+    ("sample_ids", "data", "copies"),
     [
-        ([5], [bytes(8)], 1),
-        ([-1], [bytes(8)], 1),
-        ([1, 1], [bytes(16)], 1),
-        ([1], [bytes(9)], 1),
-        ([1], [], 1),
-        ([1], [bytes(8)] * 2, 2),  # two blocks with one number
+        ([], [b""], 1),
+        (["0", "1"], [bytes(8)], 1),
+        (["0"], [bytes(9)], 1),
+        (["0"], [], 1),
+        (["0"], [bytes(8)] * 2, 2),  # one sample has two blocks of a field
     ],
 )
-def test_malformed_file_is_a_checkpoint_error(tmp_path, rows, data, copies):
-    layout = FieldLayout("x", "torch.int64", False, (), b"", 8, 3)
-    block = [7, layout, np.array(rows, np.int64).tobytes(), [str(at) for at in range(len(rows))]]
+def test_malformed_file_is_a_checkpoint_error(tmp_path, sample_ids, data, copies):
+    layout = FieldLayout("x", "torch.int64", False, (), b"", 8, 1)
+    block = [7, layout, sample_ids]
     file = {"partition_id": "tq:train", "blocks": [block] * copies, "data": data}
     with write_folder(tmp_path / "packed_storage") as writer:
         writer.add("000000.msgpack", msgspec.msgpack.encode(file))
@@ -183,6 +183,36 @@ def test_malformed_file_is_a_checkpoint_error(tmp_path, rows, data, copies):
         with pytest.raises(CheckpointError, match=r"000000\.msgpack"):
             store.load(tmp_path)
         assert used(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("units", "before", "cleared", "last"),
+    [
+        (1, [4], [0, 2, 3], 3),  # without the cleared rows, 4 of the unit's 5 rows
+        (2, [3, 3, 2], [3, 4, 5], 5),  # the last put filled a unit, but is split by the restore
+    ],
+)
+def test_full_store_fits_into_units_of_the_same_size(tmp_path, units, before, cleared, last):
+    rows = count()
+    capacities = [5 * 1600] * units
+    with (
+        opened(*capacities) as saved,
+        opened(*capacities) as restored,
+        opened(*capacities) as again,
+    ):
+        model = Model(saved)
+        for size in before:
+            model.put("train", list(islice(rows, size)), ["large"])
+        model.clear("train", cleared)
+        model.put("train", list(islice(rows, last)), ["large"])
+        assert used(saved) >= 0.8 * sum(capacities)
+        saved.save(tmp_path / "first")
+        restored.load(tmp_path / "first")
+        model.check(restored)
+        restored.save(tmp_path / "second")
+        again.load(tmp_path / "second")
+        model.check(again)
+        assert used(again) == used(saved)
 
 
 def test_store_that_is_too_small_is_left_empty(tmp_path):

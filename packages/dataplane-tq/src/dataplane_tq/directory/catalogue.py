@@ -9,10 +9,11 @@ so freeing all rows of a put frees exactly what the put allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any  # Any: a row's owner is of the caller's type
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from dataplane_core import CapacityExceeded, StorageSummary
@@ -109,7 +110,7 @@ class Catalogue:
     def _check_possible(self, layouts: Sequence[FieldLayout], sizes: Sequence[int]) -> None:
         if sum(sizes) > self.capacity:
             raise CapacityExceeded(
-                f"the put's {sum(sizes)} bytes exceed the {self.capacity} bytes of "
+                f"{sum(sizes)} bytes exceed the {self.capacity} bytes of "
                 f"{len(self._units)} storage units; put fewer rows or give the units more memory"
             )
         largest = max(memory.capacity for memory in self._memory.values())
@@ -170,31 +171,18 @@ class Catalogue:
         return blocks
 
     def _block(self, unit: str, offset: int, layout: FieldLayout, first_row: int) -> Block:
-        block = Block(self._next, unit, offset, layout, first_row)
+        block = Block(self._next, unit, offset, layout, first_row, cell=self._next)
         self._next += 1
         self._alive[block.id] = True
         return block
 
     def restore(
-        self, number: int, layout: FieldLayout, *, preferred_node: str | None
-    ) -> Block | None:
-        """Allocate memory for a block that keeps its number from a checkpoint.
-
-        Returns:
-            The block; None if no unit has an extent of its size free.
-
-        Raises:
-            ValueError: a block of that number exists.
-        """
-        if number in self._alive:
-            raise ValueError(f"restore: block {number} of field {layout.name!r} exists")
-        for unit in self._preferred(preferred_node):
-            offset = self._memory[unit].allocate(_padded(layout.nbytes))
-            if offset is not None:
-                self._next = max(self._next, number + 1)
-                self._alive[number] = True
-                return Block(number, unit, offset, layout, 0)
-        return None
+        self, layouts: Sequence[FieldLayout], cells: Mapping[str, int], *, preferred_node: str
+    ) -> list[Block] | None:
+        """Allocate memory as `place` does, for fields whose cells are those of a checkpoint."""
+        self._next = max(self._next, *(cell + 1 for cell in cells.values()))
+        blocks = self.place(layouts, preferred_node=preferred_node)
+        return blocks and [replace(block, cell=cells[block.layout.name]) for block in blocks]
 
     def own(self, block: Block, rows: list[Any]) -> None:
         """Record the owners of a block's rows, in row order, for `owners`."""

@@ -49,18 +49,3 @@ def _cells_in(kinds: Mapping[str, str], blocks: Sequence[Block], count: int) -> 
         else:
             for row in range(start, stop):
                 yield shared, tuple(row - first for first in firsts)
-
-
-def cells_of_restore(columns: Mapping[str, tuple[Block, list[int]]]) -> SharedCells:
-    """Return the cells of restored samples.
-
-    Args:
-        columns: field to a block, and the number of each sample's row in it.
-    """
-    layers: list[list[int]] = []
-    shared: dict[str, tuple[Block, int]] = {}
-    for name, (block, rows) in columns.items():
-        if rows not in layers:
-            layers.append(rows)
-        shared[name] = block, layers.index(rows)
-    return SharedCells(tuple(columns), zip(repeat(shared), zip(*layers, strict=True)))

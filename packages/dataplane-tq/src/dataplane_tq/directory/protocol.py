@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any  # Any: tags hold the caller's own primitives
 
 import msgspec
-import numpy as np
 
 from dataplane_core.boundary import LeaseAction
 from dataplane_core.declaration import PartitionDeclaration
 from dataplane_core.ledger import ClaimRequest
 from dataplane_core.schema import Form
-from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts, Indices
+from dataplane_tq.packed.layout import Block, FieldLayout, FieldParts
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):
@@ -103,36 +102,24 @@ class CommitPut(Request, frozen=True):
 
 
 class SavedBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Live rows of one block, as a checkpoint has them.
+    """Rows of one block, as a checkpoint has them.
 
     Attributes:
-        id: number of the block; the metas of TransferQueue's clients name it.
-        layout: layout of all rows of the block.
-        rows: int64 array with the numbers of the live rows, ascending; empty if all are live.
-        sample_ids: sample of each live row.
+        cell: cell of the block.
+        layout: layout of the rows.
+        sample_ids: sample of each row.
     """
 
-    id: int
+    cell: int
     layout: FieldLayout
-    rows: bytes
     sample_ids: list[str]
 
     def __post_init__(self) -> None:
-        count = len(self.rows) // 8 if self.rows else self.layout.rows
-        if count and count == len(self.sample_ids):
-            rows = self.live_rows()
-            if rows[0] >= 0 and rows[-1] < self.layout.rows and (rows[1:] > rows[:-1]).all():
-                return
-        raise ValueError(
-            f"block {self.id} of field {self.layout.name!r} with {self.layout.rows} rows: {count} "
-            f"row numbers for {len(self.sample_ids)} samples; expected one for each, ascending"
-        )
-
-    def live_rows(self) -> Indices:
-        """Return the numbers of the live rows."""
-        if not self.rows:
-            return np.arange(self.layout.rows, dtype=np.int64)
-        return np.frombuffer(self.rows, np.int64)
+        if not 0 < self.layout.rows == len(self.sample_ids):
+            raise ValueError(
+                f"block {self.cell} of field {self.layout.name!r}: {self.layout.rows} rows for "
+                f"{len(self.sample_ids)} samples"
+            )
 
 
 class BeginRestore(Request, frozen=True):
@@ -147,9 +134,9 @@ class BeginRestore(Request, frozen=True):
 
 
 class RestoreAnswer(msgspec.Struct, frozen=True):
-    """Memory that a restore may write: one block for each block of the request."""
+    """Memory that a restore may write: one or more blocks for each block of the request."""
 
-    blocks: list[Block]
+    blocks: list[list[Block]]
 
 
 class CommitRestore(Request, frozen=True):

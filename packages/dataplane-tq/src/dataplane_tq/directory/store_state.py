@@ -52,7 +52,7 @@ class StoreState:
         mirrored: bool,
     ) -> None:
         # Without a mirror the store may serve TransferQueue's own clients. Their metas have block
-        # numbers, and a restored block keeps its number. The first number is random, so a block
+        # numbers, and a restored value keeps that number. The first number is random, so a value
         # restored from another store is unlikely to have the number of a block cleared here.
         first_block = 0 if mirrored else secrets.randbits(30)
         self.catalogue = Catalogue(units, first_block) if units else None

@@ -94,21 +94,19 @@ class UnitAccess:
             lambda name, part: self._column(part, pad_values.get(name, 0), widths[name]),
         )
 
-    def read_rows(self, block: Block, rows: Indices | None) -> bytes:
-        """Return the bytes of rows of a block; None means all rows. Raise as `read`."""
-        spans = [span for span in _layout_and_ranges(block, rows)[1] if span[0] < span[1]]
-        return self._unit(block.unit).read(spans, self._timeout_s).tobytes() if spans else b""
+    def read_rows(self, block: Block, rows: Indices) -> tuple[FieldLayout, bytes]:
+        """Return a layout for copies of rows of a block, and their bytes. Raise as `read`."""
+        layout, spans = _layout_and_ranges(block, rows)
+        unit = self._unit(block.unit)
+        return layout, unit.read(spans, self._timeout_s).tobytes() if spans else b""
 
-    def write_rows(self, filled: Iterable[tuple[Block, Indices | None, bytes]]) -> None:
-        """Write to each block what `read_rows` returned for these rows. Raise as `write`."""
+    def write_saved(self, saved: Iterable[tuple[Iterable[Block], FieldLayout, bytes]]) -> None:
+        """Fill blocks that the directory placed for what `read_rows` returned. Raise as `write`."""
         by_unit: dict[str, list[tuple[int, Slices]]] = {}
-        for block, rows, data in filled:
-            flat, at = np.frombuffer(data, np.uint8), 0
-            for start, stop in _layout_and_ranges(block, rows)[1]:
-                if start < stop:
-                    slices = Slices(flat, [at], [stop - start])
-                    by_unit.setdefault(block.unit, []).append((start, slices))
-                    at += stop - start
+        for blocks, layout, data in saved:
+            slices = Slices(np.frombuffer(data, np.uint8), [0], [len(data)])
+            for unit, to_write in writes(blocks, [EncodedField(layout, slices)]).items():
+                by_unit.setdefault(unit, []).extend(to_write)
         for unit, to_write in by_unit.items():
             self._unit(unit).write(to_write, self._timeout_s)
 

@@ -165,11 +165,13 @@ class Block(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Contiguous run of rows of one field in one unit.
 
     Attributes:
-        id: number of the block, unique in the store; a restored block keeps it.
+        id: number of the block, unique in the store.
         unit: name of the unit.
         offset: start of the block in the unit's memory, in bytes.
         layout: layout of these rows; its byte ranges are relative to ``offset``.
         first_row: number of the first row within the put.
+        cell: the number that the metas of TransferQueue's clients have: the block's id, or, after a
+            restore, the saved cell. So several blocks may have the same cell.
     """
 
     id: int
@@ -177,6 +179,7 @@ class Block(msgspec.Struct, frozen=True, gc=False, array_like=True):
     offset: int
     layout: FieldLayout
     first_row: int
+    cell: int
 
 
 class FieldParts(msgspec.Struct, frozen=True, array_like=True):

@@ -1,22 +1,23 @@
 """Checkpoints of the rows of TransferQueue's own clients on the packed backend.
 
 TransferQueue saves its controller, then asks the storage manager for the values. Metas in the
-controller name each value by its block's number, so a restored block keeps its number. Rows that
-were freed before the save are not stored, and a restore frees their memory::
+controller name each value by its cell, so a restored block has the cell of the saved one. Rows that
+were freed before the save are not stored, and a restore may split a block::
 
-    block 7, rows   a - c -      saved: layout of 4 rows, rows [0, 2], bytes of a and c
-    restored        a . c .      rows 0 and 2 of block 7 are valid; 1 and 3 are free
+    block 7, rows   a - c -      saved: cell 7, layout of 2 rows, bytes of a and c
+    restored        block 20     a c        or, without so large a free extent,
+                    block 20, 21 a, c       all with cell 7
 
 A checkpoint is a folder of `dataplane_core.checkpoint.folder`: each file has some blocks of one
-partition, and its SHA-256 is in the manifest. The manifest's metadata has the format of the metas:
-in format 2 a cell is a block's number. Older checkpoints have no format; their metas fit no cell.
+partition, and its SHA-256 is in the manifest. The manifest's metadata has the format of the files and
+metas: in format 2 a file has only live rows, and each block its cell. Older checkpoints have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ from dataplane_core.ledger import SampleState
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Link
 from dataplane_tq.packed.access import UnitAccess
-from dataplane_tq.packed.layout import Block, Indices
+from dataplane_tq.packed.layout import Block, FieldParts, Indices
 
 _FOLDER = "packed_storage"
 _FORMAT = 2
@@ -38,23 +39,15 @@ _SAMPLES_AT_ONCE = 1000
 
 
 class _File(msgspec.Struct, frozen=True):
-    """Blocks of one partition, and the bytes of the live rows of each."""
+    """Rows of one partition, by block, and the bytes of each block's rows."""
 
     partition_id: str
     blocks: list[p.SavedBlock]
     data: list[bytes]
 
     def __post_init__(self) -> None:
-        sizes = [saved.layout.take(saved.live_rows()).nbytes for saved in self.blocks]
-        if [len(data) for data in self.data] != sizes:
+        if [len(data) for data in self.data] != [saved.layout.nbytes for saved in self.blocks]:
             raise ValueError("the bytes of a block do not have the size of its rows")
-
-
-class _Live(msgspec.Struct):
-    """Live rows of one block, by number, each with its sample."""
-
-    block: Block
-    samples: dict[int, str]
 
 
 def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
@@ -67,7 +60,7 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
         checkpoint: folder of TransferQueue's checkpoint.
 
     Raises:
-        CheckpointError: the folder cannot be written, or rows were overwritten meanwhile.
+        CheckpointError: the folder cannot be written.
         DataPlaneError: a part of the store is gone, or rows were cleared meanwhile.
     """
     summaries = link.ask("save_checkpoint", p.ListPartitions(), list[PartitionSummary])
@@ -97,7 +90,7 @@ def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path
     Raises:
         CheckpointError: a file is missing or changed, or the checkpoint has another format, and the
             store is as before; or a file is malformed, and the partitions are empty.
-        CapacityExceeded: the store is smaller than what was saved.
+        CapacityExceeded: the store has no capacity for what was saved; the partitions are empty.
         DataPlaneError: a part of the store is gone.
     """
     folder = open_folder(checkpoint / _FOLDER)
@@ -145,24 +138,19 @@ def _clear(link: Link, prefix: str) -> None:
 
 
 def _files(link: Link, units: UnitAccess, partition_id: str) -> Iterator[_File]:
-    """Yield the partition's blocks with their bytes, in files of about `_FILE_BYTES`."""
-    what = f"save_checkpoint(partition={partition_id!r})"
+    """Yield the partition's rows with their bytes, in files of about `_FILE_BYTES`."""
     blocks: list[p.SavedBlock] = []
     data: list[bytes] = []
     size = 0
-    with link.session(what) as session:
-        for samples, live in _block_groups(_live_blocks(link, partition_id)):
+    with link.session(f"save_checkpoint(partition={partition_id!r})") as session:
+        for sample_ids, fields in _sample_groups(link, partition_id):
             # The rows are pinned while their bytes are read.
-            fields = list({each.block.layout.name: None for each in live})
-            answer = session.ask(p.Read(partition_id, samples, fields), p.ReadAnswer)
-            current = {block.id for parts in answer.parts for block in parts.blocks}
-            if current != {each.block.id for each in live}:
-                raise CheckpointError(f"{what}: rows were overwritten during the save")
-            for each in live:
-                saved, rows = _saved(each)
-                blocks.append(saved)
-                data.append(units.read_rows(each.block, rows))
-                size += len(data[-1])
+            answer = session.ask(p.Read(partition_id, sample_ids, fields), p.ReadAnswer)
+            for block, at, rows in chain.from_iterable(map(_rows_by_block, answer.parts)):
+                layout, values = units.read_rows(block, rows)
+                blocks.append(p.SavedBlock(block.cell, layout, [sample_ids[i] for i in at]))
+                data.append(values)
+                size += len(values)
                 if size >= _FILE_BYTES:
                     yield _File(partition_id, blocks, data)
                     blocks, data, size = [], [], 0
@@ -171,65 +159,21 @@ def _files(link: Link, units: UnitAccess, partition_id: str) -> Iterator[_File]:
         yield _File(partition_id, blocks, data)
 
 
-def _live_blocks(link: Link, partition_id: str) -> list[_Live]:
-    """Return the partition's blocks with their live rows."""
-    live: dict[int, _Live] = {}
-    with link.session(f"save_checkpoint(partition={partition_id!r})") as session:
-        for sample_ids, fields in _sample_groups(link, partition_id):
-            answer = session.ask(p.Read(partition_id, sample_ids, fields), p.ReadAnswer)
-            for parts in answer.parts:
-                places, rows = (numbers.tolist() for numbers in parts.locate())
-                for place, row, sample_id in zip(places, rows, sample_ids, strict=True):
-                    block = parts.blocks[place]
-                    live.setdefault(block.id, _Live(block, {})).samples[row] = sample_id
-        session.send(p.Unpin())
-    return list(live.values())
-
-
-def _block_groups(live: list[_Live]) -> Iterator[tuple[list[str], list[_Live]]]:
-    """Yield samples and blocks of their values, so that one request pins many blocks.
-
-    A group joins puts of the same fields, so all of its samples have blocks of the same fields. A
-    sample that several puts wrote may be in several groups.
-    """
-    puts: dict[tuple[str, ...], list[_Live]] = {}
-    for each in live:
-        puts.setdefault(tuple(each.samples.values()), []).append(each)
-    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for sample_ids, blocks in puts.items():
-        fields = tuple(sorted(each.block.layout.name for each in blocks))
-        alike.setdefault(fields, []).append(sample_ids)
-    for groups in alike.values():
-        samples: list[str] = []
-        together: list[_Live] = []
-        for sample_ids in groups:
-            samples += sample_ids
-            together += puts[sample_ids]
-            if len(samples) >= _SAMPLES_AT_ONCE:
-                yield samples, together
-                samples, together = [], []
-        if samples:
-            yield samples, together
-
-
-def _saved(live: _Live) -> tuple[p.SavedBlock, Indices | None]:
-    """Return a block as it is saved, and the numbers of its live rows; None for all."""
-    numbers = sorted(live.samples)
-    sample_ids = [live.samples[row] for row in numbers]
-    layout = live.block.layout
-    if len(numbers) == layout.rows:
-        return p.SavedBlock(live.block.id, layout, b"", sample_ids), None
-    rows = np.array(numbers, np.int64)
-    return p.SavedBlock(live.block.id, layout, rows.tobytes(), sample_ids), rows
+def _rows_by_block(parts: FieldParts) -> Iterator[tuple[Block, list[int], Indices]]:
+    """Yield each block with the positions in ``parts`` of its rows, and their numbers in it."""
+    source, rows = parts.locate()
+    for number, block in enumerate(parts.blocks):
+        at = np.flatnonzero(source == number)
+        yield block, at.tolist(), rows[at]
 
 
 def _restore(link: Link, units: UnitAccess, node: str, file: _File) -> None:
     with link.session(f"load_checkpoint(partition={file.partition_id!r})") as session:
         request = p.BeginRestore(file.partition_id, file.blocks, node)
         answer = session.ask(request, p.RestoreAnswer)
-        units.write_rows(
-            (block, np.frombuffer(saved.rows, np.int64) if saved.rows else None, data)
-            for block, saved, data in zip(answer.blocks, file.blocks, file.data, strict=True)
+        units.write_saved(
+            (blocks, saved.layout, data)
+            for blocks, saved, data in zip(answer.blocks, file.blocks, file.data, strict=True)
         )
         session.ask(p.CommitRestore(), type(None))
 

@@ -3,9 +3,10 @@
 A row is packed to bytes when it is put, and becomes TransferQueue's tensors again when it is read.
 
 TransferQueue reuses the index of a cleared row, so an index does not identify a row. Therefore each
-value has a cell, the number of its block, which is never reused. A put returns the cells of its
-values, and each meta (TransferQueue's `BatchMeta`) carries them. A meta is refused if all cells
-that it has for one of its rows are out of date: that row was cleared or completely overwritten.
+value has a cell, the number of the block that it was put into, which is never reused. A put returns
+the cells of its values, and each meta (TransferQueue's `BatchMeta`) carries them. A meta is refused
+if all cells that it has for one of its rows are out of date: that row was cleared or completely
+overwritten.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class RawStore:
             cells = {field.layout.name: np.empty(field.layout.rows, np.int64) for field in encoded}
             for block in answer.blocks:
                 rows = slice(block.first_row, block.first_row + block.layout.rows)
-                cells[block.layout.name][rows] = block.id
+                cells[block.layout.name][rows] = block.cell
             session.ask(p.CommitPut(None, will_report=True), type(None))
             report(cells)
             session.send(p.Unpin())
@@ -234,7 +235,7 @@ def _partition(partition_id: str) -> str:
 
 def _cells(fields: Sequence[str], answer: p.ReadAnswer) -> Cells:
     return {
-        name: np.array([block.id for block in parts.blocks], np.int64)[parts.locate()[0]]
+        name: np.array([block.cell for block in parts.blocks], np.int64)[parts.locate()[0]]
         for name, parts in zip(fields, answer.parts, strict=True)
     }
 
