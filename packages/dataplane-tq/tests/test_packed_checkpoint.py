@@ -227,12 +227,23 @@ def test_store_that_is_too_small_is_left_empty(tmp_path):
                 store.get("train", [0], ["large"], {})
 
 
-def test_large_stores_are_saved_in_several_files(tmp_path, monkeypatch):
+def test_large_stores_are_saved_in_several_files_during_clears(tmp_path, monkeypatch):
     monkeypatch.setattr("dataplane_tq.storage.packed_checkpoint._FILE_BYTES", 1 << 12)
+    monkeypatch.setattr("dataplane_tq.storage.packed_checkpoint._SAMPLES_AT_ONCE", 10)
     with opened(1 << 20) as saved, opened(1 << 20) as restored:
         model = Model(saved)
         for i in range(30):
             model.put("train", [2 * i, 2 * i + 1], ["large", "text"])
+        cleared = iter([0, 59, 5, 30, 17, 1])
+        ask = saved._link.ask
+
+        def ask_then_clear(what, request, answer):
+            page = ask(what, request, answer)
+            if isinstance(request, p.ListSamples):
+                model.clear("train", [next(cleared)])
+            return page
+
+        monkeypatch.setattr(saved._link, "ask", ask_then_clear)
         saved.save(tmp_path)
         assert len(list((tmp_path / "packed_storage").glob("*.msgpack"))) > 5
         restored.load(tmp_path)

@@ -23,11 +23,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from dataplane_core import CheckpointError, DataPlaneError, InvalidRequestError, PartitionSummary
+from dataplane_core import (
+    CheckpointError,
+    DataPlaneError,
+    InvalidRequestError,
+    MissingDataError,
+    PartitionSummary,
+)
 from dataplane_core.checkpoint.folder import open_folder, write_folder
 from dataplane_core.ledger import SampleState
 from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.wire import Link
+from dataplane_tq.directory.wire import Link, Session
 from dataplane_tq.packed.access import UnitAccess
 from dataplane_tq.packed.layout import Block, FieldParts, Indices
 
@@ -53,6 +59,9 @@ class _File(msgspec.Struct, frozen=True):
 def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
     """Write all rows of the partitions whose id starts with ``prefix``.
 
+    Rows that are put or cleared meanwhile may be missing; of overwritten rows, either value is
+    written.
+
     Args:
         link: connection to the directory.
         units: connections to the units.
@@ -61,18 +70,18 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
 
     Raises:
         CheckpointError: the folder cannot be written.
-        DataPlaneError: a part of the store is gone, or rows were cleared meanwhile.
+        DataPlaneError: a part of the store is gone, or a partition was cleared meanwhile.
     """
     summaries = link.ask("save_checkpoint", p.ListPartitions(), list[PartitionSummary])
-    partition_ids = [
-        each.partition_id for each in summaries if each.partition_id.startswith(prefix)
-    ]
+    partitions = [each for each in summaries if each.partition_id.startswith(prefix)]
     with write_folder(checkpoint / _FOLDER) as writer:
         numbers = count()
-        for partition_id in partition_ids:
-            for file in _files(link, units, partition_id):
+        for partition in partitions:
+            for file in _files(link, units, partition.partition_id, partition.present):
                 writer.add(f"{next(numbers):06d}.msgpack", msgspec.msgpack.encode(file))
-        writer.finish({"format": _FORMAT, "partitions": partition_ids})
+        writer.finish(
+            {"format": _FORMAT, "partitions": [each.partition_id for each in partitions]}
+        )
 
 
 def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path) -> None:
@@ -137,15 +146,15 @@ def _clear(link: Link, prefix: str) -> None:
                 session.ask(p.Dropped(), type(None))
 
 
-def _files(link: Link, units: UnitAccess, partition_id: str) -> Iterator[_File]:
-    """Yield the partition's rows with their bytes, in files of about `_FILE_BYTES`."""
+def _files(link: Link, units: UnitAccess, partition_id: str, count: int) -> Iterator[_File]:
+    """Yield the first ``count`` rows with their bytes, in files of about `_FILE_BYTES`."""
     blocks: list[p.SavedBlock] = []
     data: list[bytes] = []
     size = 0
     with link.session(f"save_checkpoint(partition={partition_id!r})") as session:
-        for sample_ids, fields in _sample_groups(link, partition_id):
+        for listed, fields in _sample_groups(link, partition_id, count):
             # The rows are pinned while their bytes are read.
-            answer = session.ask(p.Read(partition_id, sample_ids, fields), p.ReadAnswer)
+            sample_ids, answer = _pin(session, partition_id, listed, fields)
             for block, at, rows in chain.from_iterable(map(_rows_by_block, answer.parts)):
                 layout, values = units.read_rows(block, rows)
                 blocks.append(p.SavedBlock(block.cell, layout, [sample_ids[i] for i in at]))
@@ -178,19 +187,35 @@ def _restore(link: Link, units: UnitAccess, node: str, file: _File) -> None:
         session.ask(p.CommitRestore(), type(None))
 
 
-def _sample_groups(link: Link, partition_id: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield all samples with their fields, in groups of samples with the same fields."""
+def _sample_groups(
+    link: Link, partition_id: str, count: int
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the first ``count`` samples with their fields, in groups with the same fields.
+
+    A clear moves all later samples forward. The last page is read first, so they move to pages that
+    are still to be read, and none is missed.
+    """
     what = f"save_checkpoint(partition={partition_id!r})"
-    start = 0
-    while True:
+    fields_of: dict[str, tuple[str, ...]] = {}
+    for start in reversed(range(0, count, _SAMPLES_AT_ONCE)):
         request = p.ListSamples(partition_id, start, _SAMPLES_AT_ONCE)
-        page = link.ask(what, request, list[SampleState])
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for sample in page:
-            groups.setdefault(tuple(sorted(sample.fields)), []).append(sample.sample_id)
-        for fields, sample_ids in groups.items():
-            if fields:
-                yield sample_ids, list(fields)
-        start += len(page)
-        if len(page) < _SAMPLES_AT_ONCE:
-            return
+        for sample in reversed(link.ask(what, request, list[SampleState])):
+            fields_of[sample.sample_id] = tuple(sorted(sample.fields))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for sample_id in reversed(fields_of):
+        groups.setdefault(fields_of[sample_id], []).append(sample_id)
+    for fields, sample_ids in groups.items():
+        for start in range(0, len(sample_ids) if fields else 0, _SAMPLES_AT_ONCE):
+            yield sample_ids[start : start + _SAMPLES_AT_ONCE], list(fields)
+
+
+def _pin(
+    session: Session, partition_id: str, sample_ids: list[str], fields: list[str]
+) -> tuple[list[str], p.ReadAnswer]:
+    """Find and pin the samples that were not cleared since they were listed."""
+    while True:
+        try:
+            return sample_ids, session.ask(p.Read(partition_id, sample_ids, fields), p.ReadAnswer)
+        except MissingDataError as error:
+            cleared = set(error.sample_ids)
+            sample_ids = [each for each in sample_ids if each not in cleared]
