@@ -5,12 +5,14 @@ Imports internals: TransferQueue loads the modules of the packed backend by name
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -236,6 +238,22 @@ def test_rows_of_a_writer_that_died_before_its_report_are_cleared(client, partit
         client.get_data(fetched(client, partition_id))
     client.clear_partition(partition_id)
     assert used_bytes(client) == before
+
+
+def test_clear_unblocks_more_puts_than_the_loop_has_threads(client, partition_id):
+    store = client.storage_manager
+    stored = client.put(column([[0] * (3 << 19)] * 2), partition_id=partition_id)  # 12 of 16 MiB
+    blocked = column([[0] * (5 << 17)])
+    metas = [client.get_meta(["x"], 1, partition_id, mode="insert") for _ in range(3)]
+
+    async def put_then_clear():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        puts = [asyncio.create_task(store.put_data(blocked, meta)) for meta in metas]
+        await asyncio.sleep(0)  # each put asks for a thread
+        await store.clear_data(stored)
+        await asyncio.gather(*puts)
+
+    asyncio.run(put_then_clear())
 
 
 def test_process_that_only_calls_init_finds_the_manager(client, partition_id):

@@ -14,6 +14,8 @@ import asyncio
 import logging
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any  # Any: TransferQueue's metas have no static types
@@ -52,6 +54,8 @@ BACKEND = "PackedStorage"
 RAW = "raw"
 """Key of the manager's config; only `dataplane_tq.storage.packed_bootstrap` sets it."""
 
+_MAX_PUTS = 32
+"""Maximum puts of a process that run at once; others are blocked until one ends."""
 _SHAPES = "per_sample_shapes"
 _MAX_REPORT_S = max(1, TQ_DATA_UPDATE_RESPONSE_TIMEOUT - 1)
 """Seconds for a report; after a second more, TransferQueue ends it without an error."""
@@ -85,6 +89,8 @@ class PackedStorageManager(StorageManager):
     ) -> None:
         super().__init__(controller_info, config, zmq_context=zmq_context)
         connection = config.get(RAW)
+        # A put blocks its thread while the store is full; clears and gets need other threads.
+        self._putters = ThreadPoolExecutor(_MAX_PUTS, "packed-put")
         self._raw = None if connection is None else RawStore(connection)
         if self._raw is not None:
             speed_up_metas(field_schema)
@@ -139,7 +145,9 @@ class PackedStorageManager(StorageManager):
             report = partial(self._report, partition_id, indexes, field_schema(data), raw.timeout_s)
             return raw.put(partition_id, indexes, data, stored, report)
 
-        cells = await asyncio.to_thread(store)
+        # The copied context makes the caller's span the parent, as asyncio.to_thread does.
+        run = partial(copy_context().run, store)
+        cells = await asyncio.get_running_loop().run_in_executor(self._putters, run)
         for name, column in cells.items():
             for row, cell in zip(metadata._custom_backend_meta, column.tolist(), strict=True):
                 row[name] = cell
@@ -280,6 +288,7 @@ class PackedStorageManager(StorageManager):
         raw = getattr(self, "_raw", None)  # absent if the handshake failed
         if raw is not None:
             raw.close()
+            self._putters.shutdown(wait=False, cancel_futures=True)
         super().close()
 
 
