@@ -20,7 +20,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
-from transfer_queue import interface
+from transfer_queue import interface, metadata
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 
@@ -40,6 +40,8 @@ from dataplane_tq.storage import packed_manager as manager
 from dataplane_tq.storage.packed_rows import as_transfer_queue
 
 pytestmark = pytest.mark.slow
+
+chunk_by_partition = BatchMeta.chunk_by_partition  # as TransferQueue has it
 
 SECTION = {
     "num_storage_units": 2,
@@ -158,8 +160,14 @@ def test_controller_gets_the_schema_that_transfer_queue_extracts(client, partiti
     }
     data = TensorDict(columns, batch_size=[3])
     client.put(data, partition_id=partition_id)
-    schema = fetched(client, partition_id, columns, 3).field_schema
-    assert as_sent(schema) == as_sent(extract_field_schema(data))
+    meta = fetched(client, partition_id, columns, 3)
+    assert as_sent(meta.field_schema) == as_sent(extract_field_schema(data))
+    meta.update_custom_meta([{"scores": [1]}] * 3)
+    [chunk] = meta.chunk_by_partition()
+    chunk.custom_meta[0]["scores"].append(2)
+    chunk.field_schema["jagged"]["per_sample_shapes"].clear()
+    assert meta.custom_meta[0] == {"scores": [1]}
+    assert len(meta.field_schema["jagged"]["per_sample_shapes"]) == 3
 
 
 @pytest.mark.parametrize("jagged", [True, False])
@@ -408,5 +416,8 @@ def test_queue_starts_from_a_struct_config_and_closes_quietly(cluster, caplog, m
         unusual = TensorDict({"x": NonTensorStack({1, 2}, threading.Event)}, [2])
         tq.kv_batch_put(["a", "b"], "p", unusual)
         assert tq.kv_batch_get(["b"], "p")["x"].tolist() == [threading.Event]
+        assert metadata.extract_field_schema is not extract_field_schema
         tq.close()
+    assert metadata.extract_field_schema is extract_field_schema
+    assert BatchMeta.chunk_by_partition is chunk_by_partition
     assert not [record for record in caplog.records if "not supported" in record.getMessage()]

@@ -7,8 +7,10 @@ this module delays the import until a client of the backend ``yuanrong`` first u
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -69,37 +71,60 @@ __all__ = [
     "ZMQMessage",
     "ZMQRequestType",
     "extract_field_schema",
+    "fast_metas",
     "interface",
     "set_yuanrong_timeout",
-    "speed_up_metas",
 ]
 
 
-def speed_up_metas(extract: Callable[[Any], dict[str, dict[str, Any]]]) -> None:
+_users = 0
+_patching = threading.RLock()  # a collection in the block may close a manager
+
+
+@contextmanager
+def fast_metas(extract: Callable[[Any], dict[str, dict[str, Any]]]) -> Iterator[None]:
     """Replace, in this process, two slow functions that TransferQueue calls after each put.
+
+    The end of the last block in the process restores them.
 
     Args:
         extract: has the result of `extract_field_schema`.
     """
-    metadata.extract_field_schema = extract
-    BatchMeta.chunk_by_partition = _chunk_by_partition
+    global _users
+    with _patching:
+        _users += 1
+        metadata.extract_field_schema = extract
+        BatchMeta.chunk_by_partition = _chunk_by_partition
+    try:
+        yield
+    finally:
+        with _patching:
+            _users -= 1
+            if not _users:
+                metadata.extract_field_schema = extract_field_schema
+                BatchMeta.chunk_by_partition = _chunk_row_by_row
 
 
-_chunk_with_copies = BatchMeta.chunk_by_partition
+_chunk_row_by_row = BatchMeta.chunk_by_partition
 
 
 def _chunk_by_partition(meta: Any) -> list[Any]:
-    """Return metas of one partition each; unlike TransferQueue's function, without deep copies."""
+    """Return copies of one partition each; TransferQueue's function copies row by row."""
     if len(set(meta.partition_ids)) != 1:
-        return _chunk_with_copies(meta)
+        return _chunk_row_by_row(meta)
+    # BatchMeta copies the lists and dicts that it gets, but not the values in them.
+    shapes = "per_sample_shapes"
     return [
         BatchMeta(
             global_indexes=meta.global_indexes,
             partition_ids=meta.partition_ids,
-            field_schema=meta.field_schema,
+            field_schema={
+                name: {**field, shapes: list(field[shapes])} if field.get(shapes) else field
+                for name, field in meta.field_schema.items()
+            },
             production_status=meta.production_status,
             extra_info=meta.extra_info,
-            custom_meta=meta.custom_meta,
+            custom_meta=copy.deepcopy(meta.custom_meta),
             _custom_backend_meta=meta._custom_backend_meta,
         )
     ]

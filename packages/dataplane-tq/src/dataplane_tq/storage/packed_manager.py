@@ -15,6 +15,7 @@ import logging
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ from dataplane_tq.upstream import (
     StorageManagerFactory,
     ZMQMessage,
     ZMQRequestType,
-    speed_up_metas,
+    fast_metas,
 )
 
 BACKEND = "PackedStorage"
@@ -92,8 +93,9 @@ class PackedStorageManager(StorageManager):
         # A put blocks its thread while the store is full; clears and gets need other threads.
         self._putters = ThreadPoolExecutor(_MAX_PUTS, "packed-put")
         self._raw = None if connection is None else RawStore(connection)
+        self._fast_metas = ExitStack()
         if self._raw is not None:
-            speed_up_metas(field_schema)
+            self._fast_metas.enter_context(fast_metas(field_schema))
 
     async def put_data(
         self, data: TensorDict, metadata: Any, data_parser: Callable[[Any], Any] | None = None
@@ -288,6 +290,7 @@ class PackedStorageManager(StorageManager):
         raw = getattr(self, "_raw", None)  # absent if the handshake failed
         if raw is not None:
             raw.close()
+            self._fast_metas.close()
             self._putters.shutdown(wait=False, cancel_futures=True)
         super().close()
 
