@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -211,10 +212,13 @@ def test_kept_session_outlives_its_link(stepped):
     assert session.connection.fileno() == -1
 
 
-def test_closed_idle_connection_is_replaced(stepped):
-    partitions(stepped.link)
-    (idle,) = stepped.link._idle
-    idle.shutdown(socket.SHUT_RDWR)
+def test_idle_connections_are_few_and_replaced_once_closed(stepped):
+    with ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(stepped.link.session("test"))
+    assert len(stepped.link._idle) == 8
+    for idle in stepped.link._idle:
+        idle.shutdown(socket.SHUT_RDWR)
     assert partitions(stepped.link)
 
 

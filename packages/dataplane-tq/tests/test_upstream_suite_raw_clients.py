@@ -133,10 +133,13 @@ def test_repeated_clear_is_ignored(client, partition_id):
 
 
 def test_meta_of_cleared_rows_is_refused(client, partition_id):
-    meta = client.put(column([[1], [2]]), partition_id=partition_id)
+    allocated = client.get_meta(["x"], 1, partition_id, mode="insert")
+    meta = client.put(column([[1]]), partition_id=partition_id)
     client.clear_partition(partition_id)
     with pytest.raises(MissingDataError):
         client.get_data(meta)
+    with pytest.raises(UnavailableError, match="controller refused their report"):
+        client.put(column([[3]]), metadata=allocated)
 
 
 def as_sent(value):

@@ -45,7 +45,6 @@ with _without("yr"):
     from transfer_queue.storage.clients import yuanrong_client
     from transfer_queue.storage.clients.ray_storage_client import RayObjectRefStorage
     from transfer_queue.storage.managers.base import (
-        TQ_DATA_UPDATE_RESPONSE_TIMEOUT,
         KVStorageManager,
         StorageManager,
         StorageManagerFactory,
@@ -55,7 +54,6 @@ with _without("yr"):
     from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 __all__ = [
-    "TQ_DATA_UPDATE_RESPONSE_TIMEOUT",
     "AsyncSimpleStorageManager",
     "AsyncTransferQueueClient",
     "BaseSampler",

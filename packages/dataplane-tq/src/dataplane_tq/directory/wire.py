@@ -36,6 +36,7 @@ MAX_FRAME = 1 << 28
 TOKEN_BYTES = 32
 _CONNECT_S = 5.0
 _GRACE_S = 1.0
+_MAX_IDLE = 8
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -122,10 +123,11 @@ class Link:
             self.end(session)
 
     def end(self, session: Session) -> None:
-        """End a successful operation, and keep its connection for the next one."""
+        """End a successful operation, and keep its connection unless enough are idle."""
         with self._lock:
             self._open.discard(session)
-            if not self._closed and os.getpid() == self._pid:
+            unused = len(self._idle) < _MAX_IDLE and not self._closed
+            if unused and os.getpid() == self._pid:
                 self._idle.append(session.connection)
                 return
         session.close()
@@ -248,7 +250,10 @@ class Session:
             return DeadlineExceededError(
                 f"{self._what}: no answer from the partition directory after {limit:g} s"
             )
-        return UnavailableError(f"{self._what}: the partition directory is gone: {error}")
+        return UnavailableError(
+            f"{self._what}: the partition directory is gone: {error}; or it has too many "
+            "connections, and its log has connection_refused"
+        )
 
     def detach(self) -> None:
         """Let the session outlive its ``with`` block, until `Link.end` or `close`."""

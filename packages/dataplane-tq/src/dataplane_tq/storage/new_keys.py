@@ -18,7 +18,8 @@ async def forget_new_keys(
 ) -> None:
     """Remove from the controller the keys that have no tags.
 
-    A row without a key stays: the caller has its meta and can put again. The removal acts like a
+    A row without a key stays, because the caller may have its meta and put again. After a put
+    without a meta, it stays until TransferQueue's partition is cleared. The removal acts like a
     clear: a concurrent put to one of these keys is lost if it is reported before the removal.
 
     Args:
@@ -61,15 +62,20 @@ async def ask_controller(
 
     The sockets of the manager's pool belong to its own event loop.
     """
-    exchange = asyncio.run_coroutine_threadsafe(
-        _exchange(manager, request, body, timeout_s), manager._notify_loop
+    answered = exchange(manager, request, f"{request}_RESPONSE", body, timeout_s)
+    return await asyncio.wrap_future(
+        asyncio.run_coroutine_threadsafe(answered, manager._notify_loop)
     )
-    return await asyncio.wrap_future(exchange)
 
 
-async def _exchange(
-    manager: StorageManager, request: str, body: dict[str, Any], timeout_s: float
+async def exchange(
+    manager: StorageManager, request: str, response: str, body: Any, timeout_s: float
 ) -> dict[str, Any]:
+    """Return the body of the controller's answer; call it in the manager's own event loop.
+
+    Raises:
+        RuntimeError, TimeoutError: the controller failed, or did not answer in time.
+    """
     message = ZMQMessage.create(
         request_type=ZMQRequestType[request], sender_id=manager.storage_manager_id, body=body
     )
@@ -82,7 +88,7 @@ async def _exchange(
             socket.close(linger=0)
             raise
     answer = ZMQMessage.deserialize(parts)
-    if answer.request_type != ZMQRequestType[f"{request}_RESPONSE"]:
+    if answer.request_type != ZMQRequestType[response]:
         raise RuntimeError(f"{request}: {answer.body.get('message', answer.request_type)}")
     answered: dict[str, Any] = answer.body
     return answered

@@ -29,10 +29,11 @@ from dataplane_core import (
     DeadlineExceededError,
     InvalidRequestError,
     MissingDataError,
+    UnavailableError,
     UnsupportedError,
 )
 from dataplane_core.errors import listed
-from dataplane_tq.storage.new_keys import ask_controller, forget_new_keys
+from dataplane_tq.storage.new_keys import ask_controller, exchange, forget_new_keys
 from dataplane_tq.storage.packed_rows import (
     Cells,
     RawStore,
@@ -41,11 +42,8 @@ from dataplane_tq.storage.packed_rows import (
     merge_columns,
 )
 from dataplane_tq.upstream import (
-    TQ_DATA_UPDATE_RESPONSE_TIMEOUT,
     StorageManager,
     StorageManagerFactory,
-    ZMQMessage,
-    ZMQRequestType,
     fast_metas,
 )
 
@@ -58,8 +56,6 @@ RAW = "raw"
 _MAX_PUTS = 32
 """Maximum puts of a process that run at once; others are blocked until one ends."""
 _SHAPES = "per_sample_shapes"
-_MAX_REPORT_S = max(1, TQ_DATA_UPDATE_RESPONSE_TIMEOUT - 1)
-"""Seconds for a report; after a second more, TransferQueue ends it without an error."""
 
 _REFUSALS = (CapacityExceeded, InvalidRequestError, UnsupportedError)
 """Errors after which a put has stored nothing."""
@@ -110,6 +106,7 @@ class PackedStorageManager(StorageManager):
             InvalidRequestError: the rows are of several partitions, or a value cannot be stored.
             DeadlineExceededError: the rows are stored, but it is unknown whether TransferQueue's
                 controller knows of them; or an earlier put of the rows is not reported yet.
+            UnavailableError: the rows are stored, but the controller refused their report.
             DataPlaneError: as `RawStore.put`.
         """
         raw = self._require_raw("write")
@@ -162,7 +159,10 @@ class PackedStorageManager(StorageManager):
         timeout_s: float,
         cells: Cells,
     ) -> None:
-        """Do what `notify_data_update` does, with a message that the controller decodes faster."""
+        """Do what `notify_data_update` does, with a message that the controller decodes faster.
+
+        TransferQueue's method only logs that the controller did not answer, and ignores a refusal.
+        """
         body = {
             "partition_id": partition_id,
             "global_indexes": indexes,
@@ -176,20 +176,25 @@ class PackedStorageManager(StorageManager):
             "custom_backend_meta": dict(zip(indexes, _by_row(cells), strict=True)),
         }
         # The controller copies plain dicts and lists element by element; a UserDict is one pickle.
-        message = ZMQMessage.create(
-            ZMQRequestType.NOTIFY_DATA_UPDATE, self.storage_manager_id, UserDict(body)
+        answered = exchange(
+            self, "NOTIFY_DATA_UPDATE", "NOTIFY_DATA_UPDATE_ACK", UserDict(body), timeout_s
         )
-        exchange = self._notify_and_wait(message.serialize())
-        notified = asyncio.run_coroutine_threadsafe(exchange, self._notify_loop)
-        limit_s = min(timeout_s, _MAX_REPORT_S)
+        reported = asyncio.run_coroutine_threadsafe(answered, self._notify_loop)
+        what = (
+            f"put(partition={partition_id!r}): the rows are stored, but TransferQueue's controller"
+        )
         try:
-            notified.result(limit_s)
+            answer = reported.result(timeout_s)
         except TimeoutError:
-            notified.cancel()  # sent later, it could overtake the report of a later put
+            reported.cancel()  # sent later, it could overtake the report of a later put
             raise DeadlineExceededError(
-                f"put(partition={partition_id!r}): the rows are stored, but TransferQueue's "
-                f"controller did not confirm their report within {limit_s:g} s"
+                f"{what} did not confirm their report within {timeout_s:g} s"
             ) from None
+        if not answer["success"]:
+            raise UnavailableError(
+                f"{what} refused their report; was the partition cleared meanwhile? See the "
+                "controller's log"
+            )
 
     async def _forget_new_keys(self, raw: RawStore, metadata: Any) -> None:
         """Remove the keys of rows that have neither values nor tags; log a failure."""
