@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import ModuleType
 
 import pytest
@@ -22,7 +22,7 @@ from queue_setup import local_ray
 
 from dataplane_tq.storage import packed_bootstrap  # noqa: F401
 from dataplane_tq.storage.packed_rows import field_schema
-from dataplane_tq.upstream import speed_up_metas
+from dataplane_tq.upstream import fast_metas
 
 __all__ = ["lean_ray"]
 
@@ -52,7 +52,8 @@ def async_fixture(function):
     return value
 
 
-speed_up_metas(field_schema)
+PATCHES = ExitStack()  # until the process ends
+PATCHES.enter_context(fast_metas(field_schema))
 
 sys.modules["pytest_asyncio"] = ModuleType("pytest_asyncio")
 sys.modules["pytest_asyncio"].fixture = async_fixture

@@ -42,6 +42,7 @@ class _Extension:
         self.code = code
         self.data = data
 
+
 _MAX_DEPTH = 500
 """Maximum nesting; how deep msgspec reads and writes depends on Python's version and the stack."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)

@@ -79,9 +79,7 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
         for partition in partitions:
             for file in _files(link, units, partition.partition_id, partition.present):
                 writer.add(f"{next(numbers):06d}.msgpack", msgspec.msgpack.encode(file))
-        writer.finish(
-            {"format": _FORMAT, "partitions": [each.partition_id for each in partitions]}
-        )
+        writer.finish({"format": _FORMAT, "partitions": [each.partition_id for each in partitions]})
 
 
 def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path) -> None:
