@@ -9,8 +9,8 @@ were freed before the save are not stored, and a restore may split a block::
                     block 20, 21 a, c       all with cell 7
 
 A checkpoint is a folder of `dataplane_core.checkpoint.folder`: each file has some blocks of one
-partition, and its SHA-256 is in the manifest. The manifest's metadata has the format of the files and
-metas: in format 2 a file has only live rows, and each block its cell. Older checkpoints have none.
+partition, and its SHA-256 is in the manifest. The manifest's metadata has the format: in format 2 a
+file has only live rows, and each block has its cell. Older checkpoints have no format.
 """
 
 from __future__ import annotations
