@@ -313,15 +313,19 @@ def error_of(job_of, monkeypatch):
     """Return a function that joins a cluster with this Python version and returns the error."""
 
     def error_of(python):
-        def join(*_, **__):
+        def join(address, *, timeout_s):
+            # As the reader's process, which has this process's environment.
             versions = {"ray_version": ray.__version__, "python_version": python}
-            check_version_info(versions, "this process")
-            raise RuntimeError("joined")
+            try:
+                check_version_info(versions, "this process")
+            except RuntimeError as error:
+                raise UnavailableError(f"no Ray cluster at {address!r}: {error}") from None
+            raise UnavailableError(f"{address!r}: joined")
 
-        monkeypatch.setattr("dataplane_tq.join_ray", join)
+        monkeypatch.setattr("dataplane_tq.QueueInspector", join)
         job = job_of(ray_address="ray://cluster:10001")
         # Importing Ray takes seconds, in which the error is "not connected yet".
-        return until(lambda: "at 'ray://" in (error := live(job)["error"]) and error)
+        return until(lambda: "'ray://" in (error := live(job)["error"]) and error)
 
     return error_of
 

@@ -92,7 +92,9 @@ class Watch:
                 self.failures += 1
                 if not self._failing:
                     self._failing = True
-                    logger.exception("alerts_not_evaluated", reason=str(error)[:300])
+                    # A store that does not answer needs no traceback.
+                    unknown = not isinstance(error, StoreError)
+                    logger.error("alerts_not_evaluated", reason=str(error)[:300], exc_info=unknown)
             if self._ending.wait(self._every_s):
                 break
         try:

@@ -127,12 +127,13 @@ class RayConnector:
             raise self._unavailable(error) from None
 
     def _unavailable(self, error: Exception) -> UnavailableError:
-        reason = one_line(error)
+        sentence = f"no Ray cluster at {self._address!r}: "
+        reason = one_line(error).removeprefix(sentence)
         if "Version mismatch" in reason:
             return UnavailableError(f"{_USE_SAME_VERSIONS} at {self._address!r}: {reason}")
-        if isinstance(error, UnavailableError):
+        if isinstance(error, UnavailableError) and not str(error).startswith(sentence):
             return UnavailableError(reason)
-        return UnavailableError(f"no Ray cluster at {self._address!r}: {reason}")
+        return UnavailableError(f"{sentence}{reason}")
 
     def _leave(self) -> None:
         """Leave the cluster if `_join` joined it."""
