@@ -1,4 +1,7 @@
-"""`QueueInspector` reads a TransferQueue that another program started."""
+"""`QueueInspector` reads a TransferQueue that another program started.
+
+Imports internals: the name of the controller's actor.
+"""
 
 import json
 import select
