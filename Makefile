@@ -92,7 +92,7 @@ admin: sync-demo ## Open the admin service with a live demo run; prints its addr
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out test-slow test-refit-and-verl test-together test-admin isolation test-vllm ## Run every test except the long ones (test-long, cluster)
+test: system-packages left-out test-slow test-refit test-verl test-together test-admin isolation test-vllm ## Run every test except the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out
@@ -142,10 +142,6 @@ verl: $(UV) ## Install verl, and the packages that it uses, into .venv-verl; fet
 .PHONY: test-verl
 test-verl: verl ## Run verl's replay buffer, resume and own tests with the packed backend, and trace its loop
 	$(VERL)/bin/pytest --confcutdir integration/verl --durations=5 -m "not long" integration/verl
-
-.PHONY: test-refit-and-verl
-test-refit-and-verl: sync verl
-	$(MAKE) --jobs=2 --output-sync=target test-refit test-verl
 
 .PHONY: test-together
 test-together: sync ## Run the tests of the trainer and of integration/
