@@ -214,7 +214,9 @@ def test_refit_installs_or_raises_if_the_control_plane_fails(
         MODEL, "fsdp-0", control=server.address, transports=[transport], heartbeat_ttl_s=60
     )
     stack.enter_context(publisher).publish("v1", weights(1, SHAPES))
-    receiver, hook = a_receiver(stack, server.address, transport, lease_ttl_s=30)
+    receiver, hook = a_receiver(
+        stack, server.address, transport, lease_ttl_s=30, control_retry_s=RECOVERY_S
+    )
     hook.at(phase, lambda: server.signal(number))
     live = zeros(phase)
     error = attempt(receiver, "v1", live, phase)
