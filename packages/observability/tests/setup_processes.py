@@ -63,6 +63,12 @@ class ScriptResult:
     def troubles(self) -> list[str]:
         return [each["trouble"] for each in self.warnings if each["event"] == "telemetry_trouble"]
 
+    @property
+    def dropped(self) -> dict[str, Any]:
+        """The one line about dropped items; export threads may log others after it."""
+        [line] = [each for each in self.warnings if each["event"] == "telemetry_dropped"]
+        return line
+
 
 def start_script(script: str, endpoint: str = "", **variables: str) -> subprocess.Popen[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")}
