@@ -134,6 +134,7 @@ def test_chart_puts_every_value_into_its_object() -> None:
         "tokenSecret": "access",
         "alertsSecret": "rules",
         "allowedHosts": ["rl.example", "10.1.2.3"],
+        "env": [{"name": "DATAPLANE_ADMIN_SERVE_RUN_DAYS", "value": "365"}],
         "storage": {"size": "2Ti", "retentionBytes": 2**40},
         "resources": {"requests": {"cpu": 2, "memory": "2Gi"}, "limits": {"memory": "8Gi"}},
     }
@@ -145,6 +146,7 @@ def test_chart_puts_every_value_into_its_object() -> None:
     [container] = spec["template"]["spec"]["containers"]
     assert container["image"] == values["image"]
     assert container["resources"] == values["resources"]
+    assert container["env"] == values["env"]
     assert container["args"][-3:] == [
         "--allowed-host=rl.example",
         "--allowed-host=10.1.2.3",
