@@ -52,7 +52,7 @@ _SAMPLES_A_STEP = 8192
 _FACTS_A_STEP = 512
 _TEXTS_A_STEP = 64
 # Texts that may displace other records, so that a store full of traces has some.
-_MAX_KEPT_TEXTS = 512
+_MAX_STORED_TEXTS = 512
 _LOGS_A_STEP = 512
 _CURVES_A_STEP = 1
 _LOAD_S_A_STEP = 600
@@ -232,7 +232,7 @@ def _drop_texts(work: Work, max_age_s: float | None, *, is_full: bool) -> int:
     before_ns = 0 if max_age_s is None else time.time_ns() - int(max_age_s * 1e9)
     if is_full:
         newest = select(received_ns).order_by(received_ns.desc())
-        surplus_ns = work.connection.scalar(newest.offset(_MAX_KEPT_TEXTS).limit(1))
+        surplus_ns = work.connection.scalar(newest.offset(_MAX_STORED_TEXTS).limit(1))
         before_ns = max(before_ns, 0 if surplus_ns is None else surplus_ns + 1)
     chosen = (
         select(SampleTextModel.id)
