@@ -19,7 +19,8 @@ class Capabilities:
         backpressure: a put past capacity waits, then raises `CapacityExceeded`.
         bounded_waits: every blocking call has a deadline and a typed error.
         survivable: a dead controller, unit or peer gives a typed error within seconds.
-        group_claims: with ``grpo_group_size``, a claim takes complete groups.
+        group_claims: with ``grpo_group_size``, a claim takes complete groups, and incomplete ones
+            only once no more samples can come.
         origins: `DataPlaneClient.read_origins` returns the puts that wrote a field.
         inspection: the client's ``inspector`` reads the store, and changes it for an operator.
         withdrawal: a blocking claim waits for replacements of withdrawn samples.

@@ -78,9 +78,9 @@ def save_partition(
 ) -> Path:
     """Write a partition to ``folder``, replacing an older checkpoint once the new one is complete.
 
-    Pause producers during the save. The save raises if samples are put, cleared or acknowledged
-    meanwhile, but it does not detect an overwritten value. Leased and assigned samples are saved as
-    unclaimed.
+    Pause producers and consumers during the save. The save raises if samples are put, cleared or
+    acknowledged meanwhile, but it does not detect an overwritten value. Leased and assigned samples
+    are saved as unclaimed.
 
     Args:
         client: a client with an ``inspector``.
