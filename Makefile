@@ -227,7 +227,7 @@ bench-quick: sync ## Compare speed with others in three to four minutes: build/b
 	$(BIN)/python -m integration.benchmarks --quick --json build/bench.json
 
 .PHONY: bench
-bench: sync ## Run every benchmark; write tables and pictures of docs/results.md
+bench: sync ## Run the benchmarks of the packages and services; write tables and pictures of docs/results.md
 	mkdir -p build
 	$(BIN)/python -m integration.benchmarks --full --json build/bench.json --pictures docs/images
 	$(BIN)/python -m integration.benchmarks.transfer_queue_api
