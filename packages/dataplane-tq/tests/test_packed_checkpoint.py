@@ -3,7 +3,6 @@
 Imports internals: the checkpoint is behind TransferQueue's storage manager.
 """
 
-from contextlib import ExitStack, contextmanager
 from itertools import count, islice
 
 import msgspec
@@ -12,35 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_store import opened
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import CapacityExceeded, CheckpointError, MissingDataError, StorageSummary
 from dataplane_core.checkpoint.folder import write_folder
 from dataplane_tq.directory import protocol as p
-from dataplane_tq.directory.server import Directory
-from dataplane_tq.packed.arena import Arena
 from dataplane_tq.packed.layout import FieldLayout
-from dataplane_tq.packed.unit import UnitServer
-from dataplane_tq.packed.unit_wire import UnitSpec
-from dataplane_tq.storage.packed_rows import RawStore, RowsConnection
-
-TOKEN = b"secret"
-
-
-@contextmanager
-def opened(*capacities, samples=1000):
-    """Serve a store with units of these capacities; yield a client."""
-    with ExitStack() as stack:
-        addresses, specs = {}, []
-        for number, capacity in enumerate(capacities):
-            name = f"unit{number}"
-            arena = stack.enter_context(Arena.create(name, capacity))
-            addresses[name] = stack.enter_context(UnitServer(arena, TOKEN, "127.0.0.1")).address
-            specs.append(UnitSpec(name, "node", capacity))
-        directory = Directory(samples, specs, "127.0.0.1", mirrored=False)
-        store = RawStore(RowsConnection(directory.start(), addresses, TOKEN, "auto", 20.0))
-        stack.callback(store.close)
-        yield store
 
 
 def fields(names, ids, version):

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 from typing import Any
 
-from dataplane_core.ledger import SharedCells
+import numpy as np
+
+from dataplane_core.ledger import Row, SharedCells
 from dataplane_tq.packed.layout import Block
 
 _Shared = tuple[Mapping[str, Any], tuple[int, ...]]
@@ -49,3 +51,25 @@ def _cells_in(kinds: Mapping[str, str], blocks: Sequence[Block], count: int) -> 
         else:
             for row in range(start, stop):
                 yield shared, tuple(row - first for first in firsts)
+
+
+def match_cells(rows: Sequence[Row | None], cells: Mapping[str, bytes]) -> list[bool]:
+    """Return for each row whether it has one of its ``cells``: if not, it is another sample's row.
+
+    A cell is never reused, and a row never loses a field. So a row without any of the cells was
+    cleared, and its sample id put again, or all these fields were overwritten.
+
+    Args:
+        rows: rows of samples; None, which has no cell, for a sample that does not exist.
+        cells: field to an int64 array with a cell for each row.
+
+    Raises:
+        ValueError: an array has another size.
+    """
+    matches = [False] * len(rows)
+    for name, column in cells.items():
+        known = np.frombuffer(column, np.int64).tolist()
+        for i, (row, cell) in enumerate(zip(rows, known, strict=True)):
+            if row is not None and not matches[i] and name in row.cells:
+                matches[i] = row.cells[name][0].cell == cell
+    return matches

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 
-from dataplane_core import DataPlaneError
+from dataplane_core import DataPlaneError, MissingDataError
+from dataplane_core.errors import listed
 from dataplane_core.ledger import Partition
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.backlog import grouped
+from dataplane_tq.directory.cells import match_cells
 from dataplane_tq.directory.operations import Drops, Operation, State
 from dataplane_tq.directory.store_state import DISMANTLED_AT_ONCE, StoreState
 
@@ -44,6 +47,7 @@ class Clearing(Operation):
                 # Puts are blocked until TransferQueue has dropped the partition as well.
                 backlog.closing += 1
             else:
+                _check_cells(store, request.partition_id, request.sample_ids, request.cells)
                 rows = store.ledger.clear(
                     request.partition_id,
                     request.sample_ids,
@@ -101,3 +105,21 @@ class Clearing(Operation):
         elif self._closing:
             self._store.backlog[self._partition_id].closing -= 1
         self._drops.undo()
+
+
+def _check_cells(
+    store: StoreState, partition_id: str, sample_ids: Sequence[str], cells: Mapping[str, bytes]
+) -> None:
+    """Raise a `MissingDataError` if a sample exists that is another one than that of the cells."""
+    partition = store.ledger.partitions.get(partition_id)
+    if partition is None or not cells:
+        return
+    rows = [partition.rows.get(sample_id) for sample_id in sample_ids]
+    matches = zip(rows, match_cells(rows, cells), strict=True)
+    stale = [row.sample_id for row, matched in matches if row is not None and not matched]
+    if stale:
+        raise MissingDataError(
+            f"clear(partition={partition_id!r}): the meta is stale: {len(stale)} of {len(rows)} "
+            f"rows were overwritten or reused: {listed(stale)}; get the meta again",
+            sample_ids=stale,
+        )

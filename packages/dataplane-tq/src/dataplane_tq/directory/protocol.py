@@ -35,6 +35,9 @@ class Register(Request, frozen=True):
 class BeginPut(Request, frozen=True):
     """Reserve capacity for a put. Answer: `PutAnswer`. The put belongs to the connection.
 
+    With ``cells``, the put fails if a sample is not the one of the cells (see `match_cells`), or is
+    cleared before the commit.
+
     Attributes:
         partition_id: target partition.
         sample_ids: samples to put.
@@ -44,6 +47,7 @@ class BeginPut(Request, frozen=True):
         token: lease under which the producer writes.
         timeout_s: maximum wait for free space, in seconds.
         forms: field to form, for fields that have one.
+        cells: field to the int64 array of the samples' cells that the client knows.
     """
 
     partition_id: str
@@ -54,6 +58,7 @@ class BeginPut(Request, frozen=True):
     token: str | None
     timeout_s: float
     forms: dict[str, Form] = {}
+    cells: dict[str, bytes] = {}
 
 
 class Orphans(msgspec.Struct, frozen=True):
@@ -249,12 +254,16 @@ class ReadOrigins(Request, frozen=True):
 class Clear(Request, frozen=True):
     """Drop samples, or the partition. Answer: `ClearAnswer`.
 
+    With ``cells``, the clear fails if a sample that exists is not the one of the cells: see
+    `match_cells`.
+
     Attributes:
         partition_id: partition of the samples.
         sample_ids: samples to drop; None drops the partition.
         force: also drop leased samples.
         timeout_s: maximum wait for their readers, in seconds.
         withdrawn: count the samples as never put.
+        cells: field to the int64 array of the samples' cells that the client knows.
     """
 
     partition_id: str
@@ -262,6 +271,7 @@ class Clear(Request, frozen=True):
     force: bool
     timeout_s: float
     withdrawn: bool = False
+    cells: dict[str, bytes] = {}
 
 
 class ClearAnswer(msgspec.Struct, frozen=True):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from dataplane_core import (
     CapacityExceeded,
     DataPlaneError,
     DeadlineExceededError,
     InvalidRequestError,
+    MissingDataError,
 )
+from dataplane_core.errors import listed
 from dataplane_core.ledger import Partition, PutTicket, Row
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.backlog import grouped
 from dataplane_tq.directory.catalogue import Catalogue
-from dataplane_tq.directory.cells import cells_of_put
+from dataplane_tq.directory.cells import cells_of_put, match_cells
 from dataplane_tq.directory.operations import Drops, Idle, Operation, Reading, State
 from dataplane_tq.directory.store_state import StoreState
 from dataplane_tq.packed.layout import Block
@@ -33,9 +36,11 @@ class Putting(Operation):
         ticket: PutTicket,
         blocks: list[Block],
         drops: Drops,
+        expected: Sequence[Row],
         timeout_s: float,
     ) -> None:
         self.timeout_s = timeout_s
+        self._expected = expected
         self._store = store
         self._ticket = ticket
         self._blocks = blocks
@@ -66,6 +71,7 @@ class Putting(Operation):
         """Raise a `DataPlaneError` if `commit` would fail."""
         ticket = self._ticket
         self._store.ledger.check_commit(ticket)
+        _check_present(ticket.partition_id, self._expected)
         if request.tags is not None and len(request.tags) != len(ticket.sample_ids):
             raise InvalidRequestError(
                 f"put_samples(partition={ticket.partition_id!r}): {len(request.tags)} tags "
@@ -175,9 +181,11 @@ async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer
     """Reserve ids, capacity and bytes for a put, waiting for them up to its timeout."""
     deadline = time.monotonic() + request.timeout_s
     partition = store.ledger.partition(request.partition_id)
+    expected = _expected_rows(partition, request)
     while True:
         store.check_failure()
         store.ledger.check_registered(partition)
+        _check_present(request.partition_id, expected)
         backlog = store.backlog.get(request.partition_id)
         busy = backlog is not None and backlog.blocks_put(request.sample_ids)
         ticket = None
@@ -196,7 +204,8 @@ async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer
                 orphans = {} if backlog is None else backlog.take(request.sample_ids)
                 drops = Drops(store, request.partition_id, orphans)
                 answer = p.PutAnswer(partition.declaration.enums, blocks, grouped(orphans))
-                return answer, Putting(store, ticket, blocks, drops, request.timeout_s)
+                putting = Putting(store, ticket, blocks, drops, expected, request.timeout_s)
+                return answer, putting
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             if busy:
@@ -209,6 +218,37 @@ async def begin_put(store: StoreState, request: p.BeginPut) -> tuple[p.PutAnswer
             assert store.catalogue is not None
             raise _capacity_error(store.catalogue, request)
         await store.wait(request.partition_id, remaining)
+
+
+def _expected_rows(partition: Partition, request: p.BeginPut) -> list[Row]:
+    """Return the rows that must stay until the commit: those of the request's cells.
+
+    Raises:
+        MissingDataError: a sample does not exist, or is another one than that of the cells.
+    """
+    if not request.cells:
+        return []
+    rows = [partition.rows.get(sample_id) for sample_id in request.sample_ids]
+    matches = zip(request.sample_ids, match_cells(rows, request.cells), strict=True)
+    stale = [sample_id for sample_id, matched in matches if not matched]
+    if stale:
+        raise _stale(request.partition_id, stale, len(rows))
+    return [row for row in rows if row is not None]
+
+
+def _check_present(partition_id: str, rows: Sequence[Row]) -> None:
+    """Raise a `MissingDataError` if one of the rows was cleared."""
+    cleared = [row.sample_id for row in rows if row.dropped]
+    if cleared:
+        raise _stale(partition_id, cleared, len(rows))
+
+
+def _stale(partition_id: str, sample_ids: Sequence[str], count: int) -> MissingDataError:
+    return MissingDataError(
+        f"put(partition={partition_id!r}): the meta is stale: {len(sample_ids)} of {count} rows "
+        f"were cleared, overwritten or reused: {listed(sample_ids)}; get the meta again",
+        sample_ids=sample_ids,
+    )
 
 
 def _place(store: StoreState, ticket: PutTicket, request: p.BeginPut) -> list[Block] | None:

@@ -96,14 +96,10 @@ class RawStore:
                 put of the rows is visible, and no clear of them returns.
 
         Raises:
-            MissingDataError: the meta is stale.
+            MissingDataError, PartitionNotFoundError: the meta is stale.
         """
         sample_ids = [str(index) for index in indexes]
         check_put("put", sample_ids, partition_id)
-        if meta:
-            with self._link.session(f"put(partition={partition_id!r})") as session:
-                self._find(session, partition_id, sample_ids, list(meta), meta)
-                session.send(p.Unpin())
         encoded = encode(data, len(sample_ids), allow_pickle=self._allow_pickle)
         name = _partition(partition_id)
         request = p.BeginPut(
@@ -114,11 +110,14 @@ class RawStore:
             self._node,
             None,
             self.timeout_s,
+            cells=_packed(meta),
         )
         with self._link.session(f"put(partition={partition_id!r})") as session:
             try:
                 answer = session.ask(request, p.PutAnswer)
             except PartitionNotFoundError:
+                if meta:
+                    raise
                 declaration = PartitionDeclaration.checked(name, [], 0, [])
                 session.ask(p.Register(declaration), type(None))
                 answer = session.ask(request, p.PutAnswer)
@@ -163,32 +162,15 @@ class RawStore:
     def clear(self, partition_id: str, indexes: Sequence[int], meta: Cells) -> None:
         """Free rows, and ignore those that are gone.
 
-        A row never loses a field. So if a row lacks a field of the meta, another sample has reused
-        the index; that row is ignored too.
-
         Raises:
-            MissingDataError: the meta is stale.
+            MissingDataError: the meta is stale; no row was freed.
         """
         sample_ids = [str(index) for index in indexes]
-        name = _partition(partition_id)
+        request = p.Clear(
+            _partition(partition_id), sample_ids, True, self.timeout_s, cells=_packed(meta)
+        )
         with self._link.session(f"clear(partition={partition_id!r})") as session:
-            if meta:
-                try:
-                    self._find(session, partition_id, sample_ids, list(meta), meta)
-                except PartitionNotFoundError:
-                    return
-                except MissingDataError as error:
-                    if not error.sample_ids:
-                        raise
-                    others = set(error.sample_ids)
-                    kept = [i for i, sample_id in enumerate(sample_ids) if sample_id not in others]
-                    sample_ids = [sample_ids[i] for i in kept]
-                    if not sample_ids:
-                        return
-                    meta = {field: cells[kept] for field, cells in meta.items()}
-                    self._find(session, partition_id, sample_ids, list(meta), meta)
-                session.send(p.Unpin())
-            session.ask(p.Clear(name, sample_ids, True, self.timeout_s), p.ClearAnswer)
+            session.ask(request, p.ClearAnswer)
             session.ask(p.Dropped(), type(None))
 
     @staticmethod
@@ -231,6 +213,10 @@ class RawStore:
 
 def _partition(partition_id: str) -> str:
     return f"{_PREFIX}{partition_id}"
+
+
+def _packed(cells: Cells) -> dict[str, bytes]:
+    return {name: column.tobytes() for name, column in cells.items()}
 
 
 def _cells(fields: Sequence[str], answer: p.ReadAnswer) -> Cells:
