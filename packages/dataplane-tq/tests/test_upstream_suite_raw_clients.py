@@ -90,7 +90,10 @@ def used_bytes(client):
 
 @pytest.fixture
 def stale(client, partition_id):
-    """Return a meta whose rows were cleared, and whose indexes other samples now have."""
+    """Return a meta whose rows were cleared, and whose indexes other samples now have.
+
+    TransferQueue reuses indexes in the order of their release, so these tests come first.
+    """
     client.put(column([[1, 1], [2, 2]]), partition_id=partition_id)
     meta = fetched(client, partition_id)
     client.clear_samples(fetched(client, partition_id))
@@ -116,12 +119,49 @@ def test_stale_meta_puts_into_no_other_samples_rows(client, partition_id, stale)
     assert values(client, partition_id) == [[8, 8], [9, 9]]
 
 
-def test_stale_meta_clears_no_other_samples_values(client, partition_id, stale):
-    current = fetched(client, partition_id)
+def claimed(client, partition_id, fields=("x",), count=2):
+    task_name = f"claim of {fields}"
+    return client.get_meta(list(fields), count, partition_id, mode="fetch", task_name=task_name)
+
+
+def test_stale_meta_clears_no_other_samples(client, partition_id, stale):
     with pytest.raises(RuntimeError, match="get the meta again"):
         client.clear_samples(stale)
-    rows = client.get_data(current)["x"].unbind()
+    rows = client.get_data(claimed(client, partition_id))["x"].unbind()
     assert sorted(row.tolist() for row in rows) == [[8, 8], [9, 9]]
+
+
+def test_clear_refused_in_one_partition_leaves_the_others(client, partition_id, stale):
+    there = f"{partition_id}-there"
+    other = client.put(column([[5, 5]]), partition_id=there)
+    with pytest.raises(RuntimeError, match="get the meta again"):
+        client.clear_samples(BatchMeta.concat([stale, other]))
+    for name, count in ((partition_id, 2), (there, 1)):
+        assert claimed(client, name, count=count).size == count
+    for name in (partition_id, there):
+        client.clear_partition(name)
+
+
+def test_refused_clear_leaves_every_sample_as_it_was(client, partition_id):
+    """One of the rows was reused, one has more fields, and one is in another partition."""
+    there = f"{partition_id}-there"
+    mixed = [client.put(column([[i]]), partition_id=partition_id) for i in (1, 2)]
+    mixed.append(client.put(column([[0]]), partition_id=there))
+    more = TensorDict({"y": torch.ones(1, 3), "text": NonTensorStack("a")}, [1])
+    client.put(more, metadata=mixed[1].select_samples([0]))
+    client.clear_samples(mixed[0].select_samples([0]))
+    client.put(column([[8, 9, 9]]), partition_id=partition_id)
+    before = fetched(client, partition_id)
+    with pytest.raises(RuntimeError, match="1 of 2 rows were overwritten or reused"):
+        client.clear_samples(BatchMeta.concat(mixed))
+    assert fetched(client, partition_id).field_schema == before.field_schema
+    rows = client.get_data(claimed(client, partition_id))["x"].unbind()
+    assert sorted(row.tolist() for row in rows) == [[2], [8, 9, 9]]
+    [text] = client.get_data(claimed(client, partition_id, ["y", "text"], 1))["text"].tolist()
+    assert text == "a"
+    assert claimed(client, there, count=1).size == 1
+    for name in (partition_id, there):
+        client.clear_partition(name)
 
 
 def test_repeated_clear_is_ignored(client, partition_id):
@@ -162,8 +202,9 @@ def test_controller_gets_the_schema_that_transfer_queue_extracts(client, partiti
         "strided": torch.nested.nested_tensor(rows, layout=torch.strided),
     }
     data = TensorDict(columns, batch_size=[3])
-    client.put(data, partition_id=partition_id)
+    indexes = client.put(data, partition_id=partition_id).global_indexes
     meta = fetched(client, partition_id, columns, 3)
+    meta = meta.select_samples([meta.global_indexes.index(index) for index in indexes])
     assert as_sent(meta.field_schema) == as_sent(extract_field_schema(data))
     meta.update_custom_meta([{"scores": [1]}] * 3)
     [chunk] = meta.chunk_by_partition()

@@ -43,7 +43,7 @@ TRANSITIONS: dict[type[Any], dict[State, set[State]]] = {
     p.CommitRestore: {State.RESTORING: {State.IDLE}},
     p.Read: {State.IDLE: {State.READING}, State.READING: {State.READING}},
     p.Unpin: {state: {State.IDLE} for state in (State.IDLE, State.READING, State.REPORTING)},
-    p.Clear: {State.IDLE: {State.CLEARING}},
+    p.Clear: {state: {State.CLEARING} for state in (State.IDLE, State.READING)},
     p.NextOrphans: {State.CLEARING: {State.CLEARING}},
     p.Dropped: {State.CLEARING: {State.IDLE}},
 }
@@ -282,6 +282,7 @@ class Connection:
 
     async def _clear(self, request: p.Clear) -> p.ClearAnswer:
         clearing = Clearing(self._store, request)
+        self._operation.undo()  # the pins of a read
         self._transition(request, clearing)
         return await clearing.next_page(clearing.dropped)
 

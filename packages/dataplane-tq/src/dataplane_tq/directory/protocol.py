@@ -255,7 +255,8 @@ class Clear(Request, frozen=True):
     """Drop samples, or the partition. Answer: `ClearAnswer`.
 
     With ``cells``, the clear fails if a sample that exists is not the one of the cells: see
-    `match_cells`.
+    `match_cells`. A clear on a connection that has pinned the samples ends their pins at once, so
+    no other sample can have their ids.
 
     Attributes:
         partition_id: partition of the samples.

@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any  # Any: TransferQueue's metas have no static types
+from typing import Any, TypeVar  # Any: TransferQueue's metas have no static types
 
 import numpy as np
 from tensordict import TensorDict
@@ -33,7 +33,8 @@ from dataplane_core import (
     UnsupportedError,
 )
 from dataplane_core.errors import listed
-from dataplane_tq.storage.new_keys import ask_controller, exchange, forget_new_keys
+from dataplane_tq.storage.clear_marks import cells_of_row, remove_clear_marks, reported_cells
+from dataplane_tq.storage.new_keys import exchange, forget_new_keys
 from dataplane_tq.storage.packed_rows import (
     Cells,
     RawStore,
@@ -59,6 +60,8 @@ _SHAPES = "per_sample_shapes"
 
 _REFUSALS = (CapacityExceeded, InvalidRequestError, UnsupportedError)
 """Errors after which a put has stored nothing."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -235,35 +238,51 @@ class PackedStorageManager(StorageManager):
         newest meta that the controller has.
 
         Raises:
-            DataPlaneError: as `RawStore.clear`.
+            DataPlaneError: as `RawStore.clear`. After a MissingDataError, the rows that the meta
+                names can be claimed again.
         """
         if self._raw is None:
             return
-        for partition_id, at in _by_partition(metadata).items():
-            indexes = [metadata.global_indexes[i] for i in at]
-            cells = _cells_of(metadata, at)
-            try:
-                await asyncio.to_thread(self._raw.clear, partition_id, indexes, cells)
-            except MissingDataError:
-                if not await self._has_cells(self._raw, partition_id, indexes, cells):
-                    raise
-                await asyncio.to_thread(self._raw.clear, partition_id, indexes, {})
+        raw, rows = self._raw, _by_partition(metadata)
+        try:
+            for partition_id, at in rows.items():
+                indexes = [metadata.global_indexes[i] for i in at]
+                cells = _cells_of(metadata, at)
+                await asyncio.to_thread(self._clear, raw, partition_id, indexes, cells)
+        except MissingDataError:
+            for partition_id, at in rows.items():
+                indexes = [metadata.global_indexes[i] for i in at]
+                await asyncio.to_thread(self._remove_marks, raw, partition_id, indexes)
+            raise
 
-    async def _has_cells(
+    def _clear(
         self, raw: RawStore, partition_id: str, indexes: Sequence[int], cells: Cells
-    ) -> bool:
-        """Return whether the controller's meta has these cells, so that none is newer."""
-        body = {"partition_id": partition_id}
-        answer = await ask_controller(self, "GET_PARTITION_META", body, raw.timeout_s)
-        meta = answer["metadata"]
-        if meta is None:
-            return False
-        known = dict(zip(meta.global_indexes, meta._custom_backend_meta, strict=True))
-        return all(
-            known.get(index, {}).get(name) == cell
-            for name, column in cells.items()
-            for index, cell in zip(indexes, column.tolist(), strict=True)
-        )
+    ) -> None:
+        try:
+            raw.clear(partition_id, indexes, cells)
+        except MissingDataError:
+            with raw.pinned(partition_id, indexes) as pinned:
+                known = self._ask(reported_cells(self, partition_id, raw.timeout_s), raw)
+                if not _has_cells(known, indexes, cells):
+                    raise
+                pinned.clear()
+
+    def _remove_marks(self, raw: RawStore, partition_id: str, indexes: Sequence[int]) -> None:
+        """Let tasks claim the rows that a refused clear has marked; log a failure."""
+        try:
+            with raw.pinned(partition_id, indexes) as pinned:
+                marked = remove_clear_marks(self, partition_id, pinned.indexes, raw.timeout_s)
+                self._ask(marked, raw)
+        except Exception:  # the caller raises the clear's error
+            logger.warning("tasks cannot claim the rows of a refused clear", exc_info=True)
+
+    def _ask(self, question: Coroutine[Any, Any, T], raw: RawStore) -> T:
+        """Return the controller's answer; called in a thread without an event loop."""
+        answered = asyncio.run_coroutine_threadsafe(question, self._notify_loop)
+        try:
+            return answered.result(raw.timeout_s)
+        finally:
+            answered.cancel()
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write all rows into a folder of TransferQueue's checkpoint.
@@ -310,10 +329,18 @@ def _by_row(cells: Cells) -> list[dict[str, int]]:
 def _cells_of(metadata: Any, at: Sequence[int]) -> Cells:
     """Return the meta's cells of the rows ``at``, for fields that all of them have."""
     rows = [metadata._custom_backend_meta[i] for i in at]
-    # Others may add their own entries: the instrumentor of TransferQueue adds a text.
-    names = [name for name, cell in rows[0].items() if isinstance(cell, int)] if rows else []
+    names = cells_of_row(rows[0]) if rows else ()
     fields = [name for name in names if all(name in row for row in rows)]
     return {name: np.array([row[name] for row in rows], np.int64) for name in fields}
+
+
+def _has_cells(known: dict[int, dict[str, int]], indexes: Sequence[int], cells: Cells) -> bool:
+    """Return whether the controller has these cells, so that no newer ones were reported."""
+    return all(
+        known.get(index, {}).get(name) == cell
+        for name, column in cells.items()
+        for index, cell in zip(indexes, column.tolist(), strict=True)
+    )
 
 
 def _by_partition(metadata: Any) -> dict[str, list[int]]:

@@ -11,7 +11,8 @@ overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any  # Any: TransferQueue's fields have no static types
 
@@ -55,6 +56,18 @@ class RowsConnection(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         # TransferQueue logs its configuration: the token must not be in it.
         return f"{type(self).__name__}({sorted(self.units)})"
+
+
+class PinnedRows(msgspec.Struct, frozen=True):
+    """Rows that are pinned.
+
+    Attributes:
+        indexes: global indexes of the rows.
+        clear: frees the rows, and ends their pins.
+    """
+
+    indexes: list[int]
+    clear: Callable[[], None]
 
 
 class RawStore:
@@ -130,6 +143,27 @@ class RawStore:
             report(cells)
             session.send(p.Unpin())
         return cells
+
+    @contextmanager
+    def pinned(self, partition_id: str, indexes: Sequence[int]) -> Iterator[PinnedRows]:
+        """Pin the rows that exist: until the block ends, no clear of them by others returns."""
+        name, sample_ids = _partition(partition_id), [str(index) for index in indexes]
+        with self._link.session(f"clear(partition={partition_id!r})") as session:
+            try:
+                session.ask(p.Read(name, sample_ids, []), p.ReadAnswer)
+            except PartitionNotFoundError:
+                sample_ids = []
+            except MissingDataError as error:
+                gone = set(error.sample_ids)
+                sample_ids = [each for each in sample_ids if each not in gone]
+                session.ask(p.Read(name, sample_ids, []), p.ReadAnswer)
+
+            def clear() -> None:
+                session.ask(p.Clear(name, sample_ids, True, self.timeout_s), p.ClearAnswer)
+                session.ask(p.Dropped(), type(None))
+
+            yield PinnedRows([int(sample_id) for sample_id in sample_ids], clear)
+            session.send(p.Unpin())
 
     def missing(self, partition_id: str, indexes: Sequence[int]) -> list[int]:
         """Return the rows of ``indexes`` that have no values."""

@@ -1,0 +1,78 @@
+"""Removal of the marks that a refused clear has left.
+
+TransferQueue marks the rows of a clear as not produced before it calls the storage manager, so that
+no task claims them, and leaves the marks if the clear fails. A stale meta marks the rows of other
+samples, so the packed backend removes the marks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any  # Any: TransferQueue's messages have no static types
+
+from dataplane_tq.storage.new_keys import exchange
+from dataplane_tq.upstream import StorageManager
+
+_SAME_SCHEMA = {"is_non_tensor": True}
+"""Schema of a report that leaves the schema of a known field as it is."""
+
+
+async def remove_clear_marks(
+    manager: StorageManager, partition_id: str, indexes: Sequence[int], timeout_s: float
+) -> None:
+    """Let tasks claim rows again, with the fields whose puts were reported.
+
+    Call it in the manager's own event loop.
+
+    The rows must be pinned: then no clear of them reaches the controller before the removal.
+
+    Args:
+        manager: storage manager whose connection to the controller is used.
+        partition_id: partition of the rows.
+        indexes: global indexes of rows that have values.
+        timeout_s: deadline of each request in seconds.
+
+    Raises:
+        RuntimeError, TimeoutError: the controller failed, or did not answer in time.
+    """
+    known = await reported_cells(manager, partition_id, timeout_s)
+    rows_of: dict[tuple[str, ...], list[int]] = {}
+    for index in indexes:
+        if fields := tuple(known.get(index, ())):
+            rows_of.setdefault(fields, []).append(index)
+    for fields, rows in rows_of.items():
+        body = {
+            "partition_id": partition_id,
+            "global_indexes": rows,
+            "field_schema": dict.fromkeys(fields, _SAME_SCHEMA),
+        }
+        await exchange(manager, "NOTIFY_DATA_UPDATE", "NOTIFY_DATA_UPDATE_ACK", body, timeout_s)
+
+
+async def reported_cells(
+    manager: StorageManager, partition_id: str, timeout_s: float
+) -> dict[int, dict[str, int]]:
+    """Return the cells that puts have reported, by row and field; empty without the partition.
+
+    Call it in the manager's own event loop.
+
+    Raises:
+        RuntimeError, TimeoutError: as `exchange`.
+    """
+    body = {"partition_id": partition_id}
+    answer = await exchange(
+        manager, "GET_PARTITION_META", "GET_PARTITION_META_RESPONSE", body, timeout_s
+    )
+    meta = answer["metadata"]
+    if meta is None:
+        return {}
+    rows = zip(meta.global_indexes, meta._custom_backend_meta, strict=True)
+    return {index: cells_of_row(row) for index, row in rows}
+
+
+def cells_of_row(row: dict[str, Any]) -> dict[str, int]:
+    """Return the cells in a row of a meta, where others may add their own entries.
+
+    The instrumentor of TransferQueue adds a text.
+    """
+    return {name: cell for name, cell in row.items() if isinstance(cell, int)}
