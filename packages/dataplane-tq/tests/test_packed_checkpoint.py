@@ -192,6 +192,31 @@ def test_full_store_fits_into_units_of_the_same_size(tmp_path, units, before, cl
         assert used(again) == used(saved)
 
 
+def test_large_columns_are_saved_in_several_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataplane_tq.storage.packed_checkpoint._MAX_BLOCK_BYTES", 40)
+    monkeypatch.setattr("dataplane_tq.storage.packed_checkpoint._MAX_VALUE_BYTES", 1600)
+    with opened(1 << 20) as saved, opened(1 << 20) as restored:
+        model = Model(saved)
+        model.put("train", list(range(9)), ["dense", "ragged", "text", "large"])
+        model.clear("train", [4])
+        model.put("train", [2, 5], ["dense"])
+        saved.save(tmp_path)
+        [file] = (tmp_path / "packed_storage").glob("*.msgpack")
+        sizes = [len(data) for data in msgspec.msgpack.decode(file.read_bytes())["data"]]
+        assert {size for size in sizes if size > 40} == {1600}  # one row
+        restored.load(tmp_path)
+        model.check(restored)
+
+
+def test_row_too_large_for_a_checkpoint_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataplane_tq.storage.packed_checkpoint._MAX_VALUE_BYTES", 1599)
+    with opened(1 << 20) as store:
+        Model(store).put("train", [0, 1], ["large"])
+        with pytest.raises(CheckpointError, match="field 'large' has 1600 bytes; expected at most"):
+            store.save(tmp_path)
+        assert not (tmp_path / "packed_storage").exists()
+
+
 def test_store_that_is_too_small_is_left_empty(tmp_path):
     with opened(1 << 20) as saved, opened(1 << 12) as small, opened(1 << 20, samples=1) as few:
         Model(saved).put("train", [0, 1, 2, 3], ["large"])

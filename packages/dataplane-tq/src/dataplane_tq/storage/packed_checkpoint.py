@@ -41,6 +41,10 @@ _FOLDER = "packed_storage"
 _FORMAT = 2
 _FILE_BYTES = 64 << 20
 """Minimum size of a full file: a file gets no more blocks once it has this size."""
+_MAX_BLOCK_BYTES = 1 << 30
+"""Maximum bytes of a saved block of several rows."""
+_MAX_VALUE_BYTES = (1 << 32) - 1
+"""Maximum bytes of one value in msgpack."""
 _SAMPLES_AT_ONCE = 1000
 
 
@@ -69,7 +73,7 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
         checkpoint: folder of TransferQueue's checkpoint.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: the folder cannot be written, or a row has 4 GiB or more.
         DataPlaneError: a part of the store is gone, or a partition was cleared meanwhile.
     """
     summaries = link.ask("save_checkpoint", p.ListPartitions(), list[PartitionSummary])
@@ -153,7 +157,7 @@ def _files(link: Link, units: UnitAccess, partition_id: str, count: int) -> Iter
         for listed, fields in _sample_groups(link, partition_id, count):
             # The rows are pinned while their bytes are read.
             sample_ids, answer = _pin(session, partition_id, listed, fields)
-            for block, at, rows in chain.from_iterable(map(_rows_by_block, answer.parts)):
+            for block, at, rows in chain.from_iterable(map(_pieces, answer.parts)):
                 layout, values = units.read_rows(block, rows)
                 blocks.append(p.SavedBlock(block.cell, layout, [sample_ids[i] for i in at]))
                 data.append(values)
@@ -166,12 +170,33 @@ def _files(link: Link, units: UnitAccess, partition_id: str, count: int) -> Iter
         yield _File(partition_id, blocks, data)
 
 
-def _rows_by_block(parts: FieldParts) -> Iterator[tuple[Block, list[int], Indices]]:
-    """Yield each block with the positions in ``parts`` of its rows, and their numbers in it."""
+def _pieces(parts: FieldParts) -> Iterator[tuple[Block, list[int], Indices]]:
+    """Yield each block with the positions in ``parts`` of its rows, and their numbers in it.
+
+    A block of more than `_MAX_BLOCK_BYTES` is yielded several times, each time with other rows.
+
+    Raises:
+        CheckpointError: a row is too large for a file.
+    """
     source, rows = parts.locate()
     for number, block in enumerate(parts.blocks):
         at = np.flatnonzero(source == number)
-        yield block, at.tolist(), rows[at]
+        starts, stops = block.layout.row_ranges(rows[at])
+        sizes = stops - starts
+        if sizes.max() > _MAX_VALUE_BYTES:
+            raise CheckpointError(
+                f"save_checkpoint: a row of field {block.layout.name!r} has {sizes.max()} bytes; "
+                f"expected at most {_MAX_VALUE_BYTES}"
+            )
+        ends = np.cumsum(sizes)
+        row = 0
+        while row < len(at):
+            # One past the last row that ends within the maximum, counted from the start of `row`.
+            limit = ends[row] - sizes[row] + _MAX_BLOCK_BYTES
+            stop = max(row + 1, int(ends.searchsorted(limit, side="right")))
+            piece = at[row:stop]
+            yield block, piece.tolist(), rows[piece]
+            row = stop
 
 
 def _restore(link: Link, units: UnitAccess, node: str, file: _File) -> None:
