@@ -1,6 +1,8 @@
 """Python values are stored and read without pickle."""
 
+import enum
 import io
+import math
 import pickle
 import subprocess
 import sys
@@ -31,6 +33,18 @@ def stored(value):
         client.register_partition("p", ["f"], 1, [])
         client.put_columns(["a"], "p", {"f": column})
         return client.get_columns(["a"], "p", ["f"])["f"][0]
+
+
+class Role(enum.StrEnum):
+    """Enum whose members equal their texts."""
+
+    USER = "user"
+
+
+class Level(enum.IntEnum):
+    """Enum whose members equal their numbers."""
+
+    LOW = 1
 
 
 class Image(np.ndarray):
@@ -257,16 +271,24 @@ def test_pydantic_models_come_back_as_models():
 def test_pydantic_model_that_json_would_change_is_refused():
     pydantic = pytest.importorskip("pydantic")
     base = make_message_type("Message")
-    for name, fields, values in (
-        ("Secret", {"x": (pydantic.SecretStr, ...)}, {"x": "s"}),
-        ("Excluded", {"x": (int, pydantic.Field(0, exclude=True))}, {"x": 1}),
-        ("Anything", {"x": (object, ...)}, {"x": (1, 2)}),
-        ("Missing", {"x": (float | None, ...)}, {"x": float("nan")}),
+    anything = {"x": (object, ...)}
+    for name, fields, value, difference in (
+        ("Secret", {"x": (pydantic.SecretStr, ...)}, "s", "'x' changes its value"),
+        ("Excluded", {"x": (int, pydantic.Field(0, exclude=True))}, 1, "'x' changes its value"),
+        ("Sequence", anything, (1, 2), "'x' changes from tuple to list"),
+        ("Choice", anything, [{"a": Role.USER}], """"x[0]['a']" changes from Role to str"""),
+        ("Count", anything, Level.LOW, "'x' changes from Level to int"),
+        ("Keys", anything, {1: "a"}, """"x's keys[0]" changes from int to str"""),
+        ("Nested", anything, base(role="user"), "'x' changes from Message to dict"),
+        ("Missing", {"x": (float | None, ...)}, math.nan, "'x' changes from float to NoneType"),
+        ("Number", {"x": (float, ...)}, math.inf, "valid number"),
     ):
         model = pydantic.create_model(name, __module__=__name__, **fields)
         globals()[name] = model
-        with pytest.raises(InvalidRequestError, match=f":{name}' cannot be restored from its JSON"):
-            stored([model(**values)])
+        with pytest.raises(InvalidRequestError) as raised:
+            stored([model(x=value)])
+        assert f":{name}' cannot be restored from its JSON: " in str(raised.value)
+        assert difference in str(raised.value)
     unknown = pydantic.create_model("Local", __module__=__name__, __base__=base)(role="user")
     with pytest.raises(InvalidRequestError, match=r"Local.*has not imported"):
         stored([unknown])
@@ -275,6 +297,16 @@ def test_pydantic_model_that_json_would_change_is_refused():
     )
     globals()["Aliased"] = aliased
     assert stored([aliased(y=1)]) == [aliased(y=1)]
+
+
+def test_pydantic_model_whose_json_has_nan_comes_back():
+    pydantic = pytest.importorskip("pydantic")
+    config = pydantic.ConfigDict(ser_json_inf_nan="constants")
+    model = pydantic.create_model("Score", __module__=__name__, __config__=config, x=(float, ...))
+    globals()["Score"] = model
+    infinite, missing = stored([model(x=-math.inf), model(x=math.nan)])
+    assert infinite == model(x=-math.inf)
+    assert math.isnan(missing.x)
 
 
 def make_message_type(qualified_name):

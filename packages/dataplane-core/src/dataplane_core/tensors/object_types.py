@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 import numbers
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as fields_of
 from typing import Any, TypeVar  # Any: values are the caller's own
 
 T = TypeVar("T")
@@ -143,14 +145,52 @@ def _encode_model(model: Any) -> list[Any]:
     try:
         text = model.model_dump_json(by_alias=True, round_trip=True)
         stored = [path, text, sorted(model.model_fields_set)]
-        if _decode_model(stored) != model:
-            raise ValueError("some values change, for example private, excluded or secret fields")
+        difference = _difference(model, _decode_model(stored))
+        if difference is not None:
+            raise ValueError(difference)
     except Exception as error:  # the model's own code can raise anything
         raise TypeError(
             f"the pydantic model {path!r} cannot be restored from its JSON: {error}; "
-            "use register_object_type, or put its model_dump()"
+            "use register_object_type, put its model_dump(), or, for NaN and infinity, set "
+            "ser_json_inf_nan='constants' in its config"
         ) from error
     return stored
+
+
+def _difference(value: Any, restored: Any, where: str = "") -> str | None:
+    """Describe the first part whose type or value differs; return None if there is none."""
+    if type(value) is not type(restored):
+        kinds = [type(each).__name__ for each in (value, restored)]
+        return f"field {where!r} changes from {kinds[0]} to {kinds[1]}"
+    parts = _parts(value)
+    if parts is None:
+        same = value == restored or (value != value and restored != restored)  # NaN
+    else:
+        others = _parts(restored) or []
+        same = len(parts) == len(others)
+        for (name, part), (_, other) in zip(parts, others, strict=False):
+            difference = _difference(part, other, f"{where}{name}".removeprefix("."))
+            if difference is not None:
+                return difference
+    return None if same else f"field {where!r} changes its value"
+
+
+def _parts(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the parts of a value with their names; None if it has none."""
+    if hasattr(type(value), "__pydantic_private__"):
+        fields = {name: value.__dict__.get(name) for name in type(value).model_fields}
+        fields |= (value.__pydantic_extra__ or {}) | (value.__pydantic_private__ or {})
+        return [(f".{name}", part) for name, part in fields.items()]
+    if is_dataclass(value):
+        return [(f".{each.name}", getattr(value, each.name)) for each in fields_of(value)]
+    if isinstance(value, Mapping):
+        keys = [("'s keys", list(value))]
+        return keys + [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
+    if isinstance(value, list | tuple | deque):
+        return [(f"[{number}]", part) for number, part in enumerate(value)]
+    return None
 
 
 def _decode_model(stored: list[Any]) -> Any:
