@@ -6,6 +6,8 @@ import math
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import field, make_dataclass
 
 import numpy as np
 import pytest
@@ -54,6 +56,25 @@ class Image(np.ndarray):
 @given(plain)
 def test_plain_values_come_back_equal(value):
     assert stored(value) == value
+
+
+@pytest.mark.parametrize("inner", [2**70, -(2**70), "\ud800"], ids=["large", "small", "surrogate"])
+def test_containers_and_enums_hold_large_numbers_and_any_text(inner):
+    pair = namedtuple("pair", "a")
+    point = make_dataclass("Point", ["a", ("b", object, field(init=False))])
+    slotted = make_dataclass("Slotted", ["a"], slots=True)
+    member = enum.Enum("Member", {"a": inner}).a
+    for value, plain in (
+        (OrderedDict(a=inner), {"a": inner}),
+        (OrderedDict({inner: 1}), {inner: 1}),
+        (defaultdict(list, a=[inner]), {"a": [inner]}),
+        (pair(inner), [inner]),
+        (point(OrderedDict(a=member)), {"a": {"a": inner}}),
+        (slotted(inner), {"a": inner}),
+        (np.str_("a"), "a"),
+    ):
+        assert stored([value, inner]) == [plain, inner]
+    assert stored(np.str_("\ud800")) == "\ud800"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool], ids=str)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import pickle
 import threading
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from itertools import chain
 from typing import Any, TypeVar  # Any: values of object columns are the caller's own
 
@@ -114,7 +116,14 @@ def _encode(value: Any, encoder: msgspec.msgpack.Encoder | None = None) -> bytes
 
 
 def _encodable(value: Any) -> Any:
-    """Replace integers of more than 64 bits, and text with a lone surrogate, by extensions."""
+    """Replace integers of more than 64 bits, and text with a lone surrogate, by extensions.
+
+    Everything that msgspec encodes as a container or as another value must be opened here too.
+    """
+    if isinstance(value, Enum):
+        return _encodable(value.value)
+    if isinstance(value, np.str_):
+        value = value.item()
     if type(value) is str:
         try:
             value.encode()
@@ -123,10 +132,13 @@ def _encodable(value: Any) -> Any:
     if type(value) is int and not -(2**63) <= value < 2**64:
         size = value.bit_length() // 8 + 1
         return _Extension(_INTEGER, value.to_bytes(size, "little", signed=True))
-    if type(value) is dict:
+    if isinstance(value, dict):
         return {_encodable(key): _encodable(each) for key, each in value.items()}
-    if type(value) in (list, tuple, set, frozenset):
+    if isinstance(value, list | tuple | set | frozenset):
         return tuple(map(_encodable, value))  # a key must be hashable
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in fields(value) if hasattr(value, each.name)]
+        return {name: _encodable(getattr(value, name)) for name in names}
     return value
 
 
