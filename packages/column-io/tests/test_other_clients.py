@@ -10,6 +10,7 @@ from dataplane_core import (
     InMemoryDataPlaneClient,
     InvalidTypeError,
     KVBatchMeta,
+    MissingDataError,
 )
 from dataplane_core.testing import MinimalClient
 
@@ -69,13 +70,22 @@ def test_object_without_a_documented_method_is_refused():
         read_columns(object(), KVBatchMeta("train", None, ["a"]), ["x"])
 
 
-def test_an_answer_that_lacks_a_field_is_refused():
-    class Shortening(MinimalClient):
-        def get_samples(self, sample_ids, partition_id, select_fields):
-            return super().get_samples(sample_ids, partition_id, select_fields[:1])
+class Shortening(MinimalClient):
+    """Client that leaves unknown ids and fields out of its answers, as TransferQueue does."""
 
+    def get_samples(self, sample_ids, partition_id, select_fields):
+        known = [each for each in sample_ids if each in "ab"]
+        return super().get_samples(known, partition_id, select_fields[:1])
+
+
+@pytest.mark.parametrize("layout", ["padded", "jagged"])
+def test_an_answer_that_lacks_a_row_or_a_field_is_refused(layout):
     client = Shortening()
     client.register_partition("train", FIELDS, 2, ["train"])
     meta = kv_first_write(rollout(), sample_ids=["a", "b"], dp_client=client, partition_id="train")
-    with pytest.raises(KeyError, match="0 rows of field 'input_lengths'"):
-        read_columns(client, meta, ["input_ids", "input_lengths"])
+    with pytest.raises(KeyError, match="0 rows of field 'input_lengths'; expected 2"):
+        read_columns(client, meta, ["input_ids", "input_lengths"], layout=layout)
+    more = KVBatchMeta("train", None, ["a", "unknown", "b"])
+    with pytest.raises(MissingDataError, match="2 rows of field 'input_ids'; expected 3"):
+        read_columns(client, more, ["input_ids"], layout=layout)
+    assert read_columns(client, KVBatchMeta("train", None, []), ["input_ids"], layout=layout) == {}

@@ -41,6 +41,7 @@ from dataplane_core.documented_client import as_client
 from dataplane_core.errors import listed
 from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
+from dataplane_core.tensors.columns import check_answer
 
 PAD_TO_MULTIPLE = "pad_to_multiple"
 """``extra_info`` key of the alignment in tokens that backends require of the sequence width."""
@@ -76,11 +77,11 @@ def read_columns(
         MissingDataError: (a KeyError and a ValueError) as ``get_samples``.
         PartitionNotFoundError: as ``get_samples``.
     """
-    names = list(select_fields)
+    client, names = as_client(dp_client), list(select_fields)
     batch: BatchedDataDict[Any]
     if layout == "padded":
         forms: dict[str, Form] = {}
-        columns = as_client(dp_client).get_columns(
+        columns = client.get_columns(
             meta.sample_ids,
             meta.partition_id,
             names,
@@ -91,8 +92,11 @@ def read_columns(
         batch = BatchedDataDict(columns)
         batch.forms = forms
     else:
-        fetched = dp_client.get_samples(meta.sample_ids, meta.partition_id, names)
+        fetched = client.get_samples(meta.sample_ids, meta.partition_id, names)
         batch = materialize(fetched, layout)
+        if meta.sample_ids:
+            operation = f"read_columns(partition={meta.partition_id!r})"
+            check_answer(operation, batch, names, len(meta.sample_ids))
     indices = meta.extra_info.get(MICRO_BATCH_INDICES)
     if indices is not None and is_planned_for(meta):
         batch.micro_batch_indices = indices

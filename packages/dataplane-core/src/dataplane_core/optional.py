@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol  # Any: tags
 
 from dataplane_core.boundary import check_clear, check_put, check_read
-from dataplane_core.errors import MissingDataError, SamplesLeasedError, UnsupportedError
+from dataplane_core.errors import SamplesLeasedError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -133,7 +133,7 @@ class OptionalMethods:
                 sample, but would be padded.
             DataPlaneError: as `get_samples`.
         """
-        from dataplane_core.tensors.columns import check_padding, columns_of_fields, count_rows
+        from dataplane_core.tensors.columns import check_answer, check_padding, columns_of_fields
         from dataplane_core.tensors.rows import forms_of
 
         read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
@@ -143,14 +143,7 @@ class OptionalMethods:
         if not read.sample_ids:
             return {}
         columns = columns_of_fields(samples, pad_values=pad_values, width=width)
-        for name in read.fields:
-            rows = count_rows(columns[name]) if name in columns else 0
-            if rows != len(read.sample_ids):
-                raise MissingDataError(
-                    f"{read.operation}: get_samples returned {rows} rows of field {name!r}; "
-                    f"expected {len(read.sample_ids)}",
-                    fields=[name],
-                )
+        check_answer(read.operation, columns, read.fields, len(read.sample_ids))
         if forms is not None:
             forms.update(forms_of(samples))
         return {name: columns[name] for name in read.fields}

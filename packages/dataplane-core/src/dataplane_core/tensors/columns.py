@@ -35,7 +35,7 @@ from dataplane_core.arguments import (
     repr_with_type,
     scalar_of,
 )
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, listed
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, listed
 from dataplane_core.pages import copy_slices
 from dataplane_core.schema import PER_TOKEN_OR_SAMPLE_FIELDS, TOKEN_ALIGNED_FIELDS, Form
 from dataplane_core.tensors.rows import (
@@ -122,6 +122,19 @@ def count_rows(column: Column) -> int:
     if isinstance(column, torch.Tensor):
         return int(column.size(0)) if column.dim() else 0  # len() fails on some nested tensors
     return len(column) if column.ndim else 0
+
+
+def check_answer(
+    what: str, columns: Mapping[str, Column], fields: Sequence[str], count: int
+) -> None:
+    """Raise a `MissingDataError` unless a read's columns have all fields, with ``count`` rows."""
+    for name in fields:
+        rows = count_rows(columns[name]) if name in columns else 0
+        if rows != count:
+            raise MissingDataError(
+                f"{what}: get_samples returned {rows} rows of field {name!r}; expected {count}",
+                fields=[name],
+            )
 
 
 def is_column(column: object) -> bool:
