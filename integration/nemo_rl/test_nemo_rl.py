@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +148,7 @@ def test_columns_of_a_step_go_through_the_client(client: Any, partition: str) ->
         assert batch["input_ids"].shape == (1, 6)
         write_columns(client, shard, {"prev_logprobs": batch["input_ids"] * -0.5})
     write_columns(client, meta, {"advantages": torch.tensor([0.25, -0.25])})
-    names = [name for name in meta.fields if name != "image_sizes"]
-    names += ["prev_logprobs", "advantages"]
+    names = [*meta.fields, "prev_logprobs", "advantages"]
     read = read_columns(client, meta, names, pad_value_dict={"input_ids": 9})
     assert read["input_ids"].tolist() == [[1, 2, 3, 9, 9, 9], [4, 5, 9, 9, 9, 9]]
     assert read["prev_logprobs"].tolist() == [[-0.5, -1, -1.5, 0, 0, 0], [-2, -2.5, 0, 0, 0, 0]]
@@ -158,9 +156,7 @@ def test_columns_of_a_step_go_through_the_client(client: Any, partition: str) ->
     assert read["advantages"].tolist() == [0.25, -0.25]
     assert read["sample_mask"].tolist() == [1.0, 0.0]
     assert read["content"].tolist() == ["a", {"b": None}]
-    # TransferQueue returns it jagged, as columns of tokens.
-    images = read_columns(client, replace(meta, extra_info={}), ["image_sizes"])
-    assert images["image_sizes"].tolist() == [[4, 5], [6, 7]]
+    assert read["image_sizes"].tolist() == [[4, 5], [6, 7]]  # jagged in TransferQueue
     jagged = read_columns(client, meta, ["generation_logprobs"], layout="jagged")
     assert [row.tolist() for row in jagged["generation_logprobs"].unbind()] == [
         [0, -1, -2],

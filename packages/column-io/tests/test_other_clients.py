@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from column_io import BatchedDataDict, kv_first_write, read_columns, write_columns
 from dataplane_core import (
@@ -89,3 +90,43 @@ def test_an_answer_that_lacks_a_row_or_a_field_is_refused(layout):
     with pytest.raises(MissingDataError, match="2 rows of field 'input_ids'; expected 3"):
         read_columns(client, more, ["input_ids"], layout=layout)
     assert read_columns(client, KVBatchMeta("train", None, []), ["input_ids"], layout=layout) == {}
+
+
+class Formless(MinimalClient):
+    """Client that returns tensors of two or more dims as jagged, as TransferQueue does."""
+
+    def get_samples(self, sample_ids, partition_id, select_fields):
+        stored = super().get_samples(sample_ids, partition_id, select_fields)
+        fields = {
+            name: torch.nested.as_nested_tensor(list(leaf.unbind()), layout=torch.jagged)
+            if leaf.is_nested or leaf.dim() > 1
+            else leaf.clone()
+            for name, leaf in stored.items()
+        }
+        return TensorDict(fields, stored.batch_size)
+
+
+@pytest.mark.parametrize("sequence_lengths", [[3, 2], None])
+def test_columns_of_a_store_without_forms_keep_their_shape(sequence_lengths):
+    client = Formless()
+    client.register_partition("train", [], 2, [])
+    columns = {
+        "image_sizes": torch.tensor([[4, 5], [6, 7]]),
+        "boxes": torch.arange(12).reshape(2, 3, 2),
+        "logits": torch.nested.as_nested_tensor(
+            [torch.ones(3), torch.ones(2)], layout=torch.jagged
+        ),
+        "token_mask": torch.ones(2, 3),
+    }
+    client.put_samples(["a", "b"], "train", TensorDict(columns, [2]))
+    meta = KVBatchMeta("train", None, ["a", "b"], sequence_lengths=sequence_lengths)
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 6
+    read = read_columns(client, meta, list(columns))
+    for name in ("image_sizes", "boxes"):
+        assert read[name].tolist() == columns[name].tolist()
+    assert read["token_mask"].shape == (2, 6)
+    width = 3 if sequence_lengths is None else 6
+    assert read["logits"].tolist() == [[1.0] * n + [0.0] * (width - n) for n in (3, 2)]
+    per_token = {"token_mask"} if sequence_lengths is None else {"token_mask", "logits"}
+    assert read.forms == dict.fromkeys(per_token, "ragged")
+    assert read_columns(client, meta, list(columns), layout="jagged").forms == read.forms

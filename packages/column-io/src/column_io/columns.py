@@ -42,6 +42,7 @@ from dataplane_core.errors import listed
 from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
 from dataplane_core.tensors.columns import check_answer
+from dataplane_core.tensors.rows import set_forms_by_lengths
 
 PAD_TO_MULTIPLE = "pad_to_multiple"
 """``extra_info`` key of the alignment in tokens that backends require of the sequence width."""
@@ -62,8 +63,10 @@ def read_columns(
             `dataplane_core.documented_client`.
         meta: the rows to read; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
             ``global_forward_pad_seqlen``, columns that are per token are padded to that width;
-            without it, to their longest row. See `DataPlaneClient.get_columns`. The batch gets the
-            meta's plan of micro-batches, if the plan was made for these ids in this order.
+            without it, to their longest row. See `DataPlaneClient.get_columns`; if the client's
+            store records no forms, ``sequence_lengths`` decides which other columns are per token.
+            The batch gets the meta's plan of micro-batches, if the plan was made for these ids in
+            this order.
         select_fields: the columns to read.
         layout: "padded" returns right-padded dense tensors where columns can be padded, "jagged"
             the tensors of the store.
@@ -78,6 +81,7 @@ def read_columns(
         PartitionNotFoundError: as ``get_samples``.
     """
     client, names = as_client(dp_client), list(select_fields)
+    lengths = () if meta.sequence_lengths is None else meta.sequence_lengths
     batch: BatchedDataDict[Any]
     if layout == "padded":
         forms: dict[str, Form] = {}
@@ -87,12 +91,14 @@ def read_columns(
             names,
             pad_values=pad_value_dict,
             width=meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0,
+            lengths=lengths,
             forms=forms,
         )
         batch = BatchedDataDict(columns)
         batch.forms = forms
     else:
         fetched = client.get_samples(meta.sample_ids, meta.partition_id, names)
+        set_forms_by_lengths(fetched, lengths)
         batch = materialize(fetched, layout)
         if meta.sample_ids:
             operation = f"read_columns(partition={meta.partition_id!r})"

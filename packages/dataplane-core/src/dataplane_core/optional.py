@@ -99,6 +99,7 @@ class OptionalMethods:
         *,
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
+        lengths: Sequence[int] | None = None,
         origins: dict[str, int] | None = None,
         forms: dict[str, Form] | None = None,
     ) -> dict[str, Column]:
@@ -116,6 +117,8 @@ class OptionalMethods:
             width: minimum size of dim 1, to which per-token tensors of two or more dims are
                 right-padded. Other tensors keep their shape; if their rows differ in the first
                 dimension, they are padded to the longest row.
+            lengths: tokens of each row, empty if unknown. If they are given and the store records
+                no forms, a jagged field counts as put ragged only if its rows have these lengths.
             origins: see `get_samples`.
             forms: a dict to which the `dataplane_core.schema.Form` of each field that has one is
                 added.
@@ -134,7 +137,7 @@ class OptionalMethods:
             DataPlaneError: as `get_samples`.
         """
         from dataplane_core.tensors.columns import check_answer, check_padding, columns_of_fields
-        from dataplane_core.tensors.rows import forms_of
+        from dataplane_core.tensors.rows import forms_of, set_forms_by_lengths
 
         read = check_read("get_columns", sample_ids, partition_id, select_fields, origins=origins)
         pad_values, width = check_padding(read.operation, pad_values, width)
@@ -142,6 +145,8 @@ class OptionalMethods:
         samples = self.get_samples(read.sample_ids, read.partition_id, read.fields, **keywords)
         if not read.sample_ids:
             return {}
+        if lengths is not None:
+            set_forms_by_lengths(samples, lengths)
         columns = columns_of_fields(samples, pad_values=pad_values, width=width)
         check_answer(read.operation, columns, read.fields, len(read.sample_ids))
         if forms is not None:

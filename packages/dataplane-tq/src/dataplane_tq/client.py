@@ -254,6 +254,7 @@ class TQDataPlaneClient(LedgerClient):
         *,
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
+        lengths: Sequence[int] | None = None,  # this store records forms
         origins: dict[str, int] | None = None,
         forms: dict[str, Form] | None = None,
     ) -> dict[str, PaddedColumn]:

@@ -24,7 +24,7 @@ from tensordict import (
 
 from dataplane_core.arguments import argument_type_error, checked_name
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_core.schema import Form
+from dataplane_core.schema import TOKEN_ALIGNED_FIELDS, Form
 
 OBJECT = "object"
 """Kind of a field whose rows are Python values; a tensor field's kind is its dtype's name."""
@@ -101,6 +101,29 @@ def set_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
             if formed is not leaf:
                 fields.set(name, formed)
     return fields
+
+
+def set_forms_by_lengths(fields: TensorDictBase, lengths: Sequence[int]) -> None:
+    """Set the forms of jagged tensors whose store records no forms, in place.
+
+    TransferQueue returns dense fields of two or more dims as jagged: rows of an image's size look
+    like rows of two tokens. So a field that is not in `TOKEN_ALIGNED_FIELDS` counts as per token
+    only if its rows have the lengths of the samples.
+
+    Args:
+        fields: result of a read.
+        lengths: tokens of each row; empty if unknown.
+    """
+    for name in fields.keys():  # noqa: SIM118
+        leaf = _leaf(fields, name)
+        if (
+            isinstance(leaf, torch.Tensor)
+            and name not in TOKEN_ALIGNED_FIELDS
+            and not is_form_known(leaf)
+            and form_of(leaf) == "ragged"
+            and [row.shape[0] for row in leaf.unbind()] != list(lengths)
+        ):
+            set_form(leaf, None)
 
 
 def forms_of(fields: TensorDictBase) -> dict[str, Form]:
