@@ -1,13 +1,13 @@
 """`QueueInspector` reads a TransferQueue that another program started.
 
-Imports internals: the name of the controller's actor.
+Imports internals: the name of the controller's actor, and constants of the inspector's reads.
 """
 
 import json
 import select
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import ray
@@ -261,6 +261,18 @@ def test_any_queue_is_shown(queue):
     assert (unit.max_samples, unit.capacity, unit.free) == (1000, None, None)
     assert unit.samples >= 4
     assert unit.used > 0
+
+
+def test_search_skips_cleared_samples_only(queue, address, monkeypatch):
+    job, _ = queue
+    job.run("put([*'abcdef'], 'searched', [{'uid': 1}] * 6, x=torch.zeros(6))")
+    monkeypatch.setattr("dataplane_tq.any_queue.inspector._SHARE", 1e-9)  # read only once
+    monkeypatch.setattr("dataplane_tq.any_queue.inspector._SEARCH_ROWS", 2)
+    with closing(QueueInspector(address, timeout_s=TIMEOUT_S)) as inspector:
+        job.run("tq.kv_clear(keys=['a', 'b', 'd'], partition_id='searched')")
+        for limit, expected in ((100, ["c", "e", "f"]), (2, ["c", "e"]), (0, [])):
+            matching = inspector.find_samples("searched", tag="uid", value=1, limit=limit)
+            assert [each.sample_id for each in matching] == expected
 
 
 def test_revision_grows_only_with_changes(queue):

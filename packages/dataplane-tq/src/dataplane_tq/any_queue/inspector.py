@@ -247,13 +247,16 @@ class QueueInspector:
     ) -> list[SampleState]:
         partition_id, tag = check_inspection("find_samples", partition_id, tag=tag)
         wanted, limit = check_search(tag, value, limit)
+        with self._lock:
+            partition = self._partition("find_samples", partition_id)
         matching: list[SampleState] = []
-        start = 0
-        while len(matching) < limit:
-            samples = self.list_samples(partition_id, start=start, limit=_SEARCH_ROWS)
-            if not samples:
+        # Steps over the rows of one read, some of which may have been cleared since.
+        for start in range(0, len(partition.rows), _SEARCH_ROWS):
+            if len(matching) >= limit:
                 break
-            start += len(samples)
+            places = range(start, min(start + _SEARCH_ROWS, len(partition.rows)))
+            with self._lock:
+                samples = self._states(partition_id, partition, places)
             matching += [each for each in samples if tag in each.tags and each.tags[tag] == wanted]
         return matching[:limit]
 
