@@ -10,26 +10,22 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
 from itertools import compress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn  # Any: decoded msgpack
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from dataplane_core import (
     AssignmentSummary,
     ClaimSummary,
-    FieldSummary,
     PartitionNotFoundError,
     PartitionSummary,
     SampleState,
     StatePage,
     StorageSummary,
     TaskCounts,
-    TaskSummary,
     UnavailableError,
     UnknownTaskError,
     UnsupportedError,
@@ -38,11 +34,15 @@ from dataplane_core.arguments import checked_names
 from dataplane_core.boundary import check_inspection
 from dataplane_core.ledger.inspect import check_page
 from dataplane_core.ledger.scan import check_search
+from dataplane_tq.any_queue.partitions import (
+    Claim,
+    Partition,
+    PartitionRead,
+    column,
+    merge_read,
+    summarize,
+)
 from dataplane_tq.directory.wire import Reply
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 _START_S = 60.0
 """Deadline of the first answer: the reader's process imports Ray and joins the cluster."""
@@ -59,63 +59,13 @@ _ENDED = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class _Partition:
-    """One partition as of the newest read.
-
-    Attributes:
-        fields: name to type, number of samples and bytes.
-        tasks: names of the tasks that have claimed.
-        expected: number of samples, including those with an index but no key or value yet.
-        checksum: checksum of the arrays.
-        revision: number of reads in which the arrays had changed.
-        rows: (samples,), TransferQueue's index of each sample.
-        keys: (samples,), hash of each sample's key.
-        since: (samples,), monotonic time at which each was first seen.
-        written: (samples, fields), whether a sample has a field.
-        acknowledged: (samples, tasks), whether TransferQueue marks a sample as consumed by a task.
-    """
-
-    fields: dict[str, tuple[str | None, int, int | None]]
-    tasks: tuple[str, ...]
-    expected: int
-    checksum: int
-    revision: int
-    rows: Ints
-    keys: Ints
-    since: Floats
-    written: Flags
-    acknowledged: Flags
-
-
-class _Claim(msgspec.Struct, frozen=True):
-    """A claim that is blocked inside the controller."""
-
-    partition: str
-    task: str
-    fields: tuple[str, ...]
-
-
-class _PartitionRead(msgspec.Struct, frozen=True):
-    """Answer of `remote_reads.read_controller` about one partition."""
-
-    fields: dict[str, tuple[str | None, int, int | None]]
-    tasks: tuple[str, ...]
-    expected: int
-    checksum: int
-    rows: bytes | None = None
-    keys: bytes = b""
-    written: bytes = b""
-    acknowledged: bytes = b""
-
-
 class _ControllerRead(msgspec.Struct, frozen=True):
     """Answer of `remote_reads.read_controller`."""
 
     sampler: str
     answers: bool
-    blocked_claims: list[_Claim]
-    partitions: dict[str, _PartitionRead]
+    blocked_claims: list[Claim]
+    partitions: dict[str, PartitionRead]
     busy_s: float
 
 
@@ -150,8 +100,8 @@ class QueueInspector:
     def __init__(self, address: str, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._partitions: dict[str, _Partition] = {}
-        self._blocked_claims: list[_Claim] = []
+        self._partitions: dict[str, Partition] = {}
+        self._blocked_claims: list[Claim] = []
         self._next_read_s = 0.0
         self._connection, other = _pair()
         with other:
@@ -184,7 +134,7 @@ class QueueInspector:
             self._refresh()
             now = time.monotonic()
             return [
-                _summary(name, partition, self._blocked_claims, now)
+                summarize(name, partition, self._blocked_claims, now)
                 for name, partition in self._partitions.items()
             ]
 
@@ -211,7 +161,7 @@ class QueueInspector:
         acknowledged = partition.acknowledged[:, partition.tasks.index(task_name)]
         ready = ~acknowledged
         for name in names:
-            ready &= _column(partition, name)
+            ready &= column(partition, name)
         return TaskCounts(
             put=len(acknowledged),
             ready=int(ready.sum()),
@@ -299,7 +249,7 @@ class QueueInspector:
         """Refuse: this inspector changes nothing."""
         _refuse("clear_samples")
 
-    def _partition(self, operation: str, partition_id: str, start: int = 0) -> _Partition:
+    def _partition(self, operation: str, partition_id: str, start: int = 0) -> Partition:
         # The pages of one list come from one read, unless another query reads in between.
         if start == 0 or partition_id not in self._partitions:
             self._refresh()
@@ -311,7 +261,7 @@ class QueueInspector:
             ) from None
 
     def _states(
-        self, partition_id: str, partition: _Partition, places: range | list[int]
+        self, partition_id: str, partition: Partition, places: range | list[int]
     ) -> list[SampleState]:
         rows = partition.rows[list(places)].tolist()
         read = self._ask("read_samples", _SAMPLES, partition_id, rows) if rows else []
@@ -349,7 +299,7 @@ class QueueInspector:
         self.fault = None if read.answers else _ENDED
         self._blocked_claims = read.blocked_claims
         self._partitions = {
-            name: _merge_read(self._partitions.get(name), partition, now)
+            name: merge_read(self._partitions.get(name), partition, now)
             for name, partition in read.partitions.items()
         }
 
@@ -395,98 +345,6 @@ def _pair() -> tuple[Connection, socket.socket]:
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         own.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_S, 0))
     return Connection(own.detach()), other
-
-
-def _merge_read(previous: _Partition | None, read: _PartitionRead, now: float) -> _Partition:
-    if read.rows is None:
-        assert previous is not None  # the answer lacks arrays only if their checksum was sent
-        return replace(previous, fields=read.fields, tasks=read.tasks, expected=read.expected)
-    rows = np.frombuffer(read.rows, dtype=np.int64)
-    keys = np.frombuffer(read.keys, dtype=np.int64)
-    return _Partition(
-        fields=read.fields,
-        tasks=read.tasks,
-        expected=read.expected,
-        checksum=read.checksum,
-        revision=1 if previous is None else previous.revision + 1,
-        rows=rows,
-        keys=keys,
-        since=_first_seen(previous, rows, keys, now),
-        written=_unpacked(read.written, len(rows), len(read.fields)),
-        acknowledged=_unpacked(read.acknowledged, len(rows), len(read.tasks)),
-    )
-
-
-def _first_seen(previous: _Partition | None, rows: Ints, keys: Ints, now: float) -> Floats:
-    """Return when each sample was first seen; an index with another key is another sample."""
-    since = np.full(len(rows), now)
-    if previous is None or not len(previous.rows) or not len(rows):
-        return since
-    order = np.argsort(previous.rows)
-    place = order[np.searchsorted(previous.rows, rows, sorter=order).clip(max=len(order) - 1)]
-    same = (previous.rows[place] == rows) & (previous.keys[place] == keys)
-    since[same] = previous.since[place[same]]
-    return since
-
-
-def _unpacked(bits: bytes, rows: int, columns: int) -> Flags:
-    flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=rows * columns)
-    return flags.reshape(rows, columns).astype(np.bool_)
-
-
-def _column(partition: _Partition, field: str) -> Flags:
-    names = list(partition.fields)
-    if field not in names:
-        return np.zeros(len(partition.rows), dtype=np.bool_)
-    return partition.written[:, names.index(field)]
-
-
-def _summary(
-    name: str, partition: _Partition, blocked_claims: list[_Claim], now: float
-) -> PartitionSummary:
-    sizes = [nbytes for _, _, nbytes in partition.fields.values()]
-    return PartitionSummary(
-        partition_id=name,
-        declared=partition.expected,
-        put=len(partition.rows),
-        present=len(partition.rows),
-        reserved=0,
-        group_size=None,
-        fields=tuple(
-            FieldSummary(name=field, kind=kind, declared=True, written=written, nbytes=nbytes)
-            for field, (kind, written, nbytes) in partition.fields.items()
-        ),
-        tasks=tuple(
-            _task(name, partition, place, blocked_claims, now)
-            for place in range(len(partition.tasks))
-        ),
-        nbytes=None if None in sizes else sum(size or 0 for size in sizes),
-        revision=partition.revision,
-    )
-
-
-def _task(
-    partition_id: str, partition: _Partition, place: int, blocked_claims: list[_Claim], now: float
-) -> TaskSummary:
-    task = partition.tasks[place]
-    acknowledged = partition.acknowledged[:, place]
-    open_since = partition.since[~acknowledged]
-    return TaskSummary(
-        name=task,
-        unclaimed=len(open_since),
-        leased=0,
-        acknowledged=len(acknowledged) - len(open_since),
-        leases=0,
-        oldest_unclaimed_s=max(0.0, now - float(open_since.min())) if len(open_since) else None,
-        blocked_claim_fields=next(
-            (
-                claim.fields
-                for claim in blocked_claims
-                if claim.partition == partition_id and claim.task == task
-            ),
-            None,
-        ),
-    )
 
 
 def _refuse(method: str) -> NoReturn:

@@ -1,0 +1,160 @@
+"""Partitions of a TransferQueue that another program started, as of the newest read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dataplane_core import FieldSummary, PartitionSummary, TaskSummary
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """One partition as of the newest read.
+
+    Attributes:
+        fields: name to type, number of samples and bytes.
+        tasks: names of the tasks that have claimed.
+        expected: number of samples, including those with an index but no key or value yet.
+        checksum: checksum of the arrays.
+        revision: number of reads in which the arrays had changed.
+        rows: (samples,), TransferQueue's index of each sample.
+        keys: (samples,), hash of each sample's key.
+        since: (samples,), monotonic time at which each was first seen.
+        written: (samples, fields), whether a sample has a field.
+        acknowledged: (samples, tasks), whether TransferQueue marks a sample as consumed by a task.
+    """
+
+    fields: dict[str, tuple[str | None, int, int | None]]
+    tasks: tuple[str, ...]
+    expected: int
+    checksum: int
+    revision: int
+    rows: Ints
+    keys: Ints
+    since: Floats
+    written: Flags
+    acknowledged: Flags
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A claim that is blocked inside the controller."""
+
+    partition: str
+    task: str
+    fields: tuple[str, ...]
+
+
+class PartitionRead(msgspec.Struct, frozen=True):
+    """Answer of `remote_reads.read_controller` about one partition."""
+
+    fields: dict[str, tuple[str | None, int, int | None]]
+    tasks: tuple[str, ...]
+    expected: int
+    checksum: int
+    rows: bytes | None = None
+    keys: bytes = b""
+    written: bytes = b""
+    acknowledged: bytes = b""
+
+
+def merge_read(previous: Partition | None, read: PartitionRead, now: float) -> Partition:
+    """Return the partition after a read at time ``now``."""
+    if read.rows is None:
+        assert previous is not None  # the answer lacks arrays only if their checksum was sent
+        return replace(previous, fields=read.fields, tasks=read.tasks, expected=read.expected)
+    rows = np.frombuffer(read.rows, dtype=np.int64)
+    keys = np.frombuffer(read.keys, dtype=np.int64)
+    return Partition(
+        fields=read.fields,
+        tasks=read.tasks,
+        expected=read.expected,
+        checksum=read.checksum,
+        revision=1 if previous is None else previous.revision + 1,
+        rows=rows,
+        keys=keys,
+        since=_first_seen(previous, rows, keys, now),
+        written=_unpacked(read.written, len(rows), len(read.fields)),
+        acknowledged=_unpacked(read.acknowledged, len(rows), len(read.tasks)),
+    )
+
+
+def _first_seen(previous: Partition | None, rows: Ints, keys: Ints, now: float) -> Floats:
+    """Return when each sample was first seen; an index with another key is another sample."""
+    since = np.full(len(rows), now)
+    if previous is None or not len(previous.rows) or not len(rows):
+        return since
+    order = np.argsort(previous.rows)
+    place = order[np.searchsorted(previous.rows, rows, sorter=order).clip(max=len(order) - 1)]
+    same = (previous.rows[place] == rows) & (previous.keys[place] == keys)
+    since[same] = previous.since[place[same]]
+    return since
+
+
+def _unpacked(bits: bytes, rows: int, columns: int) -> Flags:
+    flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=rows * columns)
+    return flags.reshape(rows, columns).astype(np.bool_)
+
+
+def column(partition: Partition, field: str) -> Flags:
+    """Return which samples have the field, (samples,); none if the partition lacks it."""
+    names = list(partition.fields)
+    if field not in names:
+        return np.zeros(len(partition.rows), dtype=np.bool_)
+    return partition.written[:, names.index(field)]
+
+
+def summarize(
+    name: str, partition: Partition, blocked_claims: list[Claim], now: float
+) -> PartitionSummary:
+    """Return the summary of a partition at time ``now``."""
+    sizes = [nbytes for _, _, nbytes in partition.fields.values()]
+    return PartitionSummary(
+        partition_id=name,
+        declared=partition.expected,
+        put=len(partition.rows),
+        present=len(partition.rows),
+        reserved=0,
+        group_size=None,
+        fields=tuple(
+            FieldSummary(name=field, kind=kind, declared=True, written=written, nbytes=nbytes)
+            for field, (kind, written, nbytes) in partition.fields.items()
+        ),
+        tasks=tuple(
+            _task(name, partition, place, blocked_claims, now)
+            for place in range(len(partition.tasks))
+        ),
+        nbytes=None if None in sizes else sum(size or 0 for size in sizes),
+        revision=partition.revision,
+    )
+
+
+def _task(
+    partition_id: str, partition: Partition, place: int, blocked_claims: list[Claim], now: float
+) -> TaskSummary:
+    task = partition.tasks[place]
+    acknowledged = partition.acknowledged[:, place]
+    open_since = partition.since[~acknowledged]
+    return TaskSummary(
+        name=task,
+        unclaimed=len(open_since),
+        leased=0,
+        acknowledged=len(acknowledged) - len(open_since),
+        leases=0,
+        oldest_unclaimed_s=max(0.0, now - float(open_since.min())) if len(open_since) else None,
+        blocked_claim_fields=next(
+            (
+                claim.fields
+                for claim in blocked_claims
+                if claim.partition == partition_id and claim.task == task
+            ),
+            None,
+        ),
+    )
