@@ -127,6 +127,29 @@ def test_only_changed_partitions_are_scanned_again(plane, watched, start_polling
     assert [call[1] for call in watched.calls if call[0] == "scan_states"].count("idle") == 1
 
 
+def test_partitions_of_another_plane_are_scanned_again(plane, watched, start_polling):
+    cfg = {"enabled": True, "impl": "in_memory"}
+    with InMemoryDataPlaneClient(cfg) as other:
+        for store, field in ((plane, "a"), (other, "b")):
+            store.register_partition("train", ["a", "b"], 8, ["t"])
+            put(store, ["s0"], field)
+        first, second = (store.inspector.list_partitions()[0] for store in (plane, other))
+        assert first.revision == second.revision
+        job = start_polling()
+
+        def written():
+            matrix = job.get("partition/matrix", id="train")
+            shares = [window["written"] for window in matrix["windows"]]
+            return [dict(zip(matrix["fields"], each, strict=True)) for each in shares]
+
+        until(lambda: written() == [{"a": 1, "b": 0}])
+        watched.is_away = True
+        until(lambda: not live(job)["attached"])
+        watched.plane, watched.is_away = other.inspector, False
+        until(lambda: live(job)["attached"])
+        until(lambda: written() == [{"a": 0, "b": 1}])
+
+
 def test_the_last_snapshot_survives_a_lost_store(plane, watched, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
     job = start_polling()

@@ -177,8 +177,11 @@ class Live:
         self._connector.disconnect()
 
     def _poll(self) -> None:
-        inspector = self._inspector or self._connector.connect()
-        self._inspector = inspector
+        inspector = self._inspector
+        if inspector is None:
+            inspector = self._inspector = self._connector.connect()
+            # The new connection may be to another store, whose revisions begin anew.
+            self._scanner = Scanner()
         partitions = tuple(inspector.list_partitions())
         at_ns, read_s = time.time_ns(), time.monotonic()
         followed = partitions[:MAX_PARTITIONS]
