@@ -22,7 +22,7 @@ from dataplane_core import (
     UnsupportedError,
 )
 from dataplane_tq import QueueInspector, TQDataPlaneClient
-from dataplane_tq.actor_names import CONTROLLER
+from dataplane_tq.actor_names import CONTROLLER, NAMESPACE
 
 TIMEOUT_S = 20.0
 START_S = 120.0
@@ -351,6 +351,23 @@ def test_hostile_names_and_tags_are_shown_as_text(queue):
     ]
     assert inspector.read_sample("../x", r"a\ud800b").tags == {"big": str(2**70)}
     assert inspector.read_sample("../x", f"#{'9' * 5_000}") is None
+
+
+def test_failed_read_names_the_error_in_the_controller(queue):
+    _, inspector = queue
+
+    def rename(old, new):
+        controller = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+        move = controller.__ray_call__.remote(lambda c: setattr(c, new, c.__dict__.pop(old)))
+        ray.get(move, timeout=TIMEOUT_S)
+
+    rename("partitions", "renamed")
+    try:
+        with pytest.raises(UnavailableError, match=r"^TransferQueue cannot be read: Attr.*'part"):
+            until(lambda: inspector.list_partitions() is None)
+    finally:
+        rename("renamed", "partitions")
+    assert inspector.list_partitions() is not None
 
 
 def test_queue_is_only_read(queue):

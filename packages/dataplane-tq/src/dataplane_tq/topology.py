@@ -24,6 +24,7 @@ from dataplane_tq.actor_names import CONTROLLER, DIRECTORY, NAMESPACE
 from dataplane_tq.directory.actor import DirectoryActor, bind_actor
 from dataplane_tq.directory.wire import Address
 from dataplane_tq.mirror.sampler import ConsumptionSampler, load_sampler
+from dataplane_tq.ray_errors import reason_of
 from dataplane_tq.storage import BACKENDS
 from dataplane_tq.storage.base import (
     ACTOR_CPUS,
@@ -31,7 +32,6 @@ from dataplane_tq.storage.base import (
     Registration,
     StorageBackend,
     end_actor,
-    reason_of,
 )
 from dataplane_tq.storage.packed import Packed
 from dataplane_tq.storage.simple import defaults

@@ -23,6 +23,7 @@ from dataplane_tq.any_queue import remote_reads
 from dataplane_tq.directory import protocol as p
 from dataplane_tq.directory.wire import Failure, Link, Reply
 from dataplane_tq.local_ray import join_ray
+from dataplane_tq.ray_errors import reason_of
 
 _PACKED = "PackedStorage"
 _LOOK_S = 0.1
@@ -120,7 +121,7 @@ class QueueReader:
                 if name in named
             }
         except (ValueError, RayError) as error:  # an actor that is ending has no handle
-            raise UnavailableError(f"TransferQueue cannot be read: {_first_line(error)}") from None
+            raise UnavailableError(f"TransferQueue cannot be read: {reason_of(error)}") from None
 
     def _results(self, references: list[Any]) -> list[Any]:
         try:
@@ -130,7 +131,7 @@ class QueueReader:
                 f"TransferQueue did not answer within {self._timeout_s:g} s"
             ) from None
         except RayError as error:
-            raise UnavailableError(f"TransferQueue cannot be read: {_first_line(error)}") from None
+            raise UnavailableError(f"TransferQueue cannot be read: {reason_of(error)}") from None
 
 
 def _find(name: str) -> Any:
@@ -138,10 +139,6 @@ def _find(name: str) -> Any:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def serve(connection: Connection, address: str, timeout_s: float) -> None:

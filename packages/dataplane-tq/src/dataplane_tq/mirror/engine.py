@@ -27,6 +27,7 @@ from dataplane_core import (
     DeadlineExceededError,
     UnavailableError,
 )
+from dataplane_tq.ray_errors import reason_of
 from dataplane_tq.upstream import AsyncTransferQueueClient
 
 T = TypeVar("T")
@@ -187,20 +188,14 @@ def first_dead(actors: Mapping[str, Any]) -> str | None:
         try:
             probes[name] = actor.__ray_ready__.remote()
         except Exception as error:  # noqa: BLE001  # a handle of an earlier cluster raises any type
-            return f"{name} is gone: {_first_line(error)}"
+            return f"{name} is gone: {reason_of(error)}"
     ready, _ = ray.wait(list(probes.values()), num_returns=len(probes), timeout=_PROBE_S)
     for name, probe in probes.items():
         if probe in ready:
             try:
                 ray.get(probe, timeout=_PROBE_S)
             except ActorDiedError as error:
-                return f"{name} is dead: {_first_line(error)}"
+                return f"{name} is dead: {reason_of(error)}"
             except (ActorUnavailableError, GetTimeoutError):
                 continue  # Ray reports these as transient
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

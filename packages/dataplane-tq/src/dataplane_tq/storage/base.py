@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dataplane_core import ConfigError, DataPlaneConfig, DataPlaneError, UnavailableError
 from dataplane_core.deadlines import call_within
+from dataplane_tq.ray_errors import reason_of
 
 ACTOR_CPUS = 0.1
 """Ray CPUs that each actor reserves.
@@ -190,11 +191,3 @@ def collect_results(
         raise UnavailableError(f"{what} did not start: {reason_of(error)}") from error
     except RayError as error:
         raise UnavailableError(f"{what} did not start: {reason_of(error)}") from error
-
-
-def reason_of(error: RayError) -> str:
-    """Return an error of Ray without the traceback of another process, which its text contains."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    if isinstance(error, RayTaskError) or "creation task" in lines[0]:
-        return lines[-1]  # the error that the actor's code raised
-    return lines[0]
