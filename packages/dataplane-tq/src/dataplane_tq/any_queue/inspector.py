@@ -103,6 +103,7 @@ class QueueInspector:
         self._partitions: dict[str, Partition] = {}
         self._blocked_claims: list[Claim] = []
         self._next_read_s = 0.0
+        self._reads = 0
         self._connection, other = _pair()
         with other:
             self._process = subprocess.Popen(  # noqa: S603  # this interpreter and our module
@@ -298,8 +299,9 @@ class QueueInspector:
         self._next_read_s = now + read.busy_s * (1 / _SHARE - 1)
         self.fault = None if read.answers else _ENDED
         self._blocked_claims = read.blocked_claims
+        self._reads += 1  # revisions continue when a partition returns
         self._partitions = {
-            name: merge_read(self._partitions.get(name), partition, now)
+            name: merge_read(self._partitions.get(name), partition, self._reads, now)
             for name, partition in read.partitions.items()
         }
 

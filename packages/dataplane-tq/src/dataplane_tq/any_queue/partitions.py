@@ -24,7 +24,7 @@ class Partition:
         tasks: names of the tasks that have claimed.
         expected: number of samples, including those with an index but no key or value yet.
         checksum: checksum of the arrays.
-        revision: number of reads in which the arrays had changed.
+        revision: number of the newest read in which the arrays had changed.
         rows: (samples,), TransferQueue's index of each sample.
         keys: (samples,), hash of each sample's key.
         since: (samples,), monotonic time at which each was first seen.
@@ -65,8 +65,10 @@ class PartitionRead(msgspec.Struct, frozen=True):
     acknowledged: bytes = b""
 
 
-def merge_read(previous: Partition | None, read: PartitionRead, now: float) -> Partition:
-    """Return the partition after a read at time ``now``."""
+def merge_read(
+    previous: Partition | None, read: PartitionRead, number: int, now: float
+) -> Partition:
+    """Return the partition after the read with this number, at time ``now``."""
     if read.rows is None:
         assert previous is not None  # the answer lacks arrays only if their checksum was sent
         return replace(previous, fields=read.fields, tasks=read.tasks, expected=read.expected)
@@ -77,7 +79,7 @@ def merge_read(previous: Partition | None, read: PartitionRead, now: float) -> P
         tasks=read.tasks,
         expected=read.expected,
         checksum=read.checksum,
-        revision=1 if previous is None else previous.revision + 1,
+        revision=number,
         rows=rows,
         keys=keys,
         since=_first_seen(previous, rows, keys, now),
