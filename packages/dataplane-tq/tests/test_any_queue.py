@@ -275,6 +275,17 @@ def test_search_skips_cleared_samples_only(queue, address, monkeypatch):
             assert [each.sample_id for each in matching] == expected
 
 
+def test_search_has_a_deadline(queue, address, monkeypatch):
+    job, _ = queue
+    job.run("put(['a', 'b'], 'timed', x=torch.zeros(2))")
+    monkeypatch.setattr("dataplane_tq.any_queue.inspector._SEARCH_ROWS", 1)
+    monkeypatch.setattr("dataplane_tq.any_queue.inspector._GRACE_S", TIMEOUT_S)
+    with closing(QueueInspector(address, timeout_s=TIMEOUT_S)) as inspector:
+        monkeypatch.setattr(inspector, "_timeout_s", 0.0)
+        with pytest.raises(UnavailableError, match="searched 1 of 2 samples within 0 s"):
+            inspector.find_samples("timed", tag="uid", value=1)
+
+
 def test_revision_grows_only_with_changes(queue):
     job, inspector = queue
     job.run("put(['a', 'b'], 'changing', x=torch.zeros(2))")

@@ -71,8 +71,8 @@ def test_names_with_surrogates_are_looked_up_by_their_text(controller, status):
     (_, name) = remote_reads.read_controller(controller, {})["partitions"]
     assert name == r"p\ud800"
     (sample,) = remote_reads.read_samples(controller, name, [1])
-    assert sample[1] == r"k\ud800"
-    assert remote_reads.find_row(controller, name, sample[1]) == 1
+    assert sample[2] == r"k\ud800"
+    assert remote_reads.find_row(controller, name, sample[2]) == 1
     assert remote_reads.find_row(controller, name, "k") is None
 
 
@@ -110,11 +110,25 @@ def test_sample_that_is_cleared_during_a_read_has_no_key(controller, status):
 
     status.revert_keys_mapping = Clearing(status.revert_keys_mapping)
     assert remote_reads.read_samples(controller, "train", [0, 7]) == [
-        [hash("a"), "a", {}],
-        [0, None, {}],
+        [0, hash("a"), "a", {}],
+        [7, 0, None, {}],
     ]
 
 
 def test_origins_of_the_instrumentor_are_no_tags(controller, status):
     status.custom_meta[0] = {"uid": 1, "dataplane.origins": "{}"}
-    assert remote_reads.read_samples(controller, "train", [0]) == [[hash("a"), "a", {"uid": 1}]]
+    assert remote_reads.read_samples(controller, "train", [0]) == [[0, hash("a"), "a", {"uid": 1}]]
+    assert remote_reads.read_samples(controller, "train", [0], "dataplane.origins", "{}") == []
+
+
+def test_only_matching_samples_are_returned(controller, status):
+    status.custom_meta |= {0: {1: "x\udfff", "uid": None}, 1: {1: 2**70}}
+    for tag, value, expected in (
+        ("1", r"x\udfff", [0]),
+        ("1", str(2**70), [1]),
+        ("uid", None, [0]),
+        ("uid", 0, []),
+        ("other", None, []),
+    ):
+        matching = remote_reads.read_samples(controller, "train", [0, 1, 7], tag, value)
+        assert [row for row, *_ in matching] == expected

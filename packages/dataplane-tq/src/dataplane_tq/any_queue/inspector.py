@@ -49,7 +49,7 @@ _START_S = 60.0
 _GRACE_S = 1.0
 _STALL_S = 5
 _SHARE = 0.05
-"""Share of the time for which reads may run in the controller's process."""
+"""Share of the time for which reads of all partitions may run in the controller's process."""
 _SEARCH_ROWS = 10_000
 _ACKNOWLEDGED = 3
 _INDEX = re.compile("#[0-9]{1,18}")
@@ -75,7 +75,8 @@ class QueueInspector:
     It changes nothing. It reads through Ray, in the main thread of the controller's process; the
     controller answers its clients in another thread. Reads of all partitions take at most a
     twentieth of the time; in between, answers are as old as the last such read. So are pages after
-    the first, with ``start`` above 0. Ages count from the read in which a sample was first seen.
+    the first, with ``start`` above 0. Reads of single samples and searches are not limited. Ages
+    count from the read in which a sample was first seen.
 
     TransferQueue does not know leases, owners or required fields: a task's samples are unclaimed or
     acknowledged. Samples without a key are named by their index, such as "#17".
@@ -198,6 +199,7 @@ class QueueInspector:
     ) -> list[SampleState]:
         partition_id, tag = check_inspection("find_samples", partition_id, tag=tag)
         wanted, limit = check_search(tag, value, limit)
+        deadline = time.monotonic() + self._timeout_s
         with self._lock:
             partition = self._partition("find_samples", partition_id)
         matching: list[SampleState] = []
@@ -205,10 +207,14 @@ class QueueInspector:
         for start in range(0, len(partition.rows), _SEARCH_ROWS):
             if len(matching) >= limit:
                 break
+            if start and time.monotonic() >= deadline:
+                raise UnavailableError(
+                    f"find_samples: searched {start} of {len(partition.rows)} samples within "
+                    f"{self._timeout_s:g} s"
+                )
             places = range(start, min(start + _SEARCH_ROWS, len(partition.rows)))
             with self._lock:
-                samples = self._states(partition_id, partition, places)
-            matching += [each for each in samples if tag in each.tags and each.tags[tag] == wanted]
+                matching += self._states(partition_id, partition, places, tag, wanted)
         return matching[:limit]
 
     def list_claims(self, partition_id: str) -> list[ClaimSummary]:
@@ -262,10 +268,16 @@ class QueueInspector:
             ) from None
 
     def _states(
-        self, partition_id: str, partition: Partition, places: range | list[int]
+        self, partition_id: str, partition: Partition, places: range | list[int], *match: object
     ) -> list[SampleState]:
+        """Return the samples at these places of the last read, except those cleared since.
+
+        Args:
+            match: name and value of a tag that the samples must have; nothing for all samples.
+        """
         rows = partition.rows[list(places)].tolist()
-        read = self._ask("read_samples", _SAMPLES, partition_id, rows) if rows else []
+        place_of = dict(zip(rows, places, strict=True))
+        read = self._ask("read_samples", _SAMPLES, partition_id, rows, *match) if rows else []
         now = time.monotonic()
         return [
             SampleState(
@@ -280,11 +292,9 @@ class QueueInspector:
                 },
                 age_s=max(0.0, now - float(partition.since[place])),
             )
-            # Nothing is read if the partition has just been dropped.
-            for place, row, (hashed, key, tags) in zip(
-                places, rows, read or [], strict=read is not None
-            )
-            if hashed == partition.keys[place]  # not so if another sample got the index since
+            for row, hashed, key, tags in read
+            # Not so if another sample got the index since.
+            if hashed == partition.keys[place := place_of[row]]
         ]
 
     def _refresh(self, timeout_s: float | None = None) -> None:
@@ -337,7 +347,7 @@ _CONTROLLER = msgspec.msgpack.Decoder(_ControllerRead)
 _STORAGE = msgspec.msgpack.Decoder(list[StorageSummary])
 _ROW = msgspec.msgpack.Decoder(int | None)
 _SAMPLES = msgspec.msgpack.Decoder(
-    list[tuple[int, str | None, dict[str, str | int | float | bool | None]]] | None
+    list[tuple[int, int, str | None, dict[str, str | int | float | bool | None]]]
 )
 
 

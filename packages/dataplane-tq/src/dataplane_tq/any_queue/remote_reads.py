@@ -145,20 +145,26 @@ def _blocked_claims(controller: Any) -> list[dict[str, Any]]:
     return claims
 
 
-def read_samples(controller: Any, partition_id: str, rows: list[int]) -> list[Any] | None:
-    """Return the hash of the key, the key, and the tags of the samples with these indexes.
+def read_samples(
+    controller: Any, partition_id: str, rows: list[int], tag: str | None = None, value: Any = None
+) -> list[Any]:
+    """Return index, hash of the key, key, and tags of the samples with these indexes.
 
-    The hash is 0 and the key None for a sample without a key. A tag that is no primitive is
-    replaced by the name of its type. Return None if there is no such partition.
+    With ``tag``, return only those whose tag of this name equals ``value``. The hash is 0 and the
+    key None for a sample without a key. A tag that is no primitive is replaced by the name of its
+    type. Without such a partition, the answer is empty.
     """
     status = _status(controller, partition_id)
     if status is None:
-        return None
+        return []
     samples = []
     for row in rows:
+        held = status.custom_meta.get(row)
+        if tag is not None and _tags(held, only=tag) != {tag: value}:
+            continue
         key = status.revert_keys_mapping.get(row)
         identity = [0, None] if key is None else [hash(key), _text(key)]
-        samples.append([*identity, _tags(status.custom_meta.get(row))])
+        samples.append([row, *identity, _tags(held)])
     return samples
 
 
@@ -172,10 +178,13 @@ def _by_text(named: dict[Any, Any]) -> dict[str, Any]:
     return {_text(name): value for name, value in dict(named).items()}
 
 
-def _tags(held: Any) -> dict[str, Any]:
-    tags = _by_text(held) if isinstance(held, dict) else {}
-    tags.pop("dataplane.origins", None)  # of the instrumentor; TransferQueue's clients hide it
-    return {name: _tag(value) for name, value in tags.items()}
+def _tags(held: Any, only: str | None = None) -> dict[str, Any]:
+    # The instrumentor stores the origins as a tag; its clients hide it.
+    return {
+        text: _tag(value)
+        for name, value in (dict(held) if isinstance(held, dict) else {}).items()
+        if (text := _text(name)) != "dataplane.origins" and only in (None, text)
+    }
 
 
 def _tag(value: Any) -> Any:
