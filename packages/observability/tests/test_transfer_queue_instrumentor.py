@@ -43,21 +43,26 @@ STUB = """
 import json
 from types import SimpleNamespace
 
+def meta():
+    origin = "00-" + "1" * 32 + "-" + "2" * 16 + "-01;1;"
+    tags = {"uid": "a", "dataplane.origins": json.dumps({origin: ["x"]})}
+    return SimpleNamespace(
+        global_indexes=[0], partition_ids=["train"], field_schema={"x": {}}, custom_meta=[tags],
+        _custom_backend_meta=[{}],
+    )
+
 class AsyncTransferQueueClient:
     async def async_get_meta(self, *args, **kwargs):
-        origin = "00-" + "1" * 32 + "-" + "2" * 16 + "-01;1;"
-        tags = {"uid": "a", "dataplane.origins": json.dumps({origin: ["x"]})}
-        return SimpleNamespace(
-            global_indexes=[0], partition_ids=["train"], field_schema={"x": {}}, custom_meta=[tags],
-            _custom_backend_meta=[{}],
-        )
+        return meta()
 
     async def async_put(self, data, metadata, partition_id): ...
     async def async_get_data(self, metadata): ...
     async def async_clear_samples(self, metadata): ...
     async def async_clear_partition(self, partition_id): ...
     async def async_kv_list(self, partition_id): ...
-    async def async_kv_retrieve_meta(self, keys, partition_id): ...
+    async def async_kv_retrieve_meta(self, keys, partition_id):
+        return meta()
+
     async def async_set_custom_meta(self, metadata): ...
     async def async_kv_retrieve_keys(self, rows, partition_id):
         raise TypeError("Not all elements in `global_indexes` are int.")
@@ -78,6 +83,56 @@ claim = client.async_get_meta(["x"], 1, "train", mode=sys.argv[2], task_name="t"
 meta = asyncio.run(claim)
 assert meta.custom_meta == [{"uid": "a"}], meta.custom_meta
 """
+BLOCKED = """
+import asyncio
+from opentelemetry import _logs, trace
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from opentelemetry.sdk.trace import TracerProvider
+from observability.adapters.transfer_queue import TransferQueueInstrumentor
+
+events = InMemoryLogRecordExporter()
+_logs.set_logger_provider(LoggerProvider())
+_logs.get_logger_provider().add_log_record_processor(SimpleLogRecordProcessor(events))
+trace.set_tracer_provider(TracerProvider())
+TransferQueueInstrumentor().instrument(skip_dep_check=True)
+from transfer_queue.client import AsyncTransferQueueClient
+
+class Client(AsyncTransferQueueClient):
+    queries = 0
+
+    async def async_kv_retrieve_keys(self, rows, partition_id):
+        self.queries += 1
+        await asyncio.Event().wait()  # another consumer's claim is blocked in the controller
+
+async def run(client):
+    claimed = await client.async_get_meta(["x"], 1, "train", task_name="t")
+    await client.async_get_data(claimed)
+    assert client.queries == 1, "a query without an answer is followed by a pause"
+    for keys in ("a", ["a"]):
+        await client.async_get_data(await client.async_kv_retrieve_meta(keys, "train"))
+    by_name = await client.async_kv_retrieve_meta(keys=["a"], partition_id="train")
+    await client.async_get_data(by_name)
+    assert client.queries == 1
+
+asyncio.run(asyncio.wait_for(run(Client()), 30))
+bodies = [each.log_record.body for each in events.get_finished_logs()]
+assert bodies == ['["#0"]'] * 2 + ['["a"]'] * 3, bodies
+"""
+
+
+@pytest.mark.slow  # needs the extra transfer-queue
+def test_reads_do_not_block_on_the_controller(tmp_path):
+    (tmp_path / "transfer_queue").mkdir()
+    (tmp_path / "transfer_queue" / "__init__.py").touch()
+    (tmp_path / "transfer_queue" / "client.py").write_text(STUB)
+    result = subprocess.run(
+        [sys.executable, "-c", BLOCKED],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow  # needs the extra transfer-queue

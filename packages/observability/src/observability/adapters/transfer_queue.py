@@ -1,9 +1,9 @@
 """Instrumentor for TransferQueue's client: spans and sample events of puts, claims, gets, clears.
 
 ``opentelemetry-instrument python -m …`` calls it in each process that inherits the environment,
-such as Ray's workers. The program needs no changes. If the span of an operation is recorded, the
-keys of its samples are queried too. A put to a meta or to keys also stores its span context as a
-tag, which no result of a traced client has.
+such as Ray's workers. The program needs no changes. If the span of an operation is recorded, those
+keys of its samples that are unknown are queried too, for at most 0.1 s. A put to a meta or to keys
+also stores its span context as a tag, which no result of a traced client has.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from copy import copy
 from functools import cache, wraps
 from typing import Any  # Any: TransferQueue has no types
 
+from observability.adapters.transfer_queue_keys import store as store_keys
 from observability.middleware.origin import Origin
 
 _TAG = "dataplane.origins"
@@ -54,11 +55,15 @@ def hide(meta: Any) -> Any:
 
 
 def wrap_retrieval(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide the origins of the meta that a method returns."""
+    """Hide the origins of the meta that a method returns, and store its keys there."""
 
     @wraps(method)
-    async def retrieval_without_origins(*args: Any, **kwargs: Any) -> Any:
-        return hide(await method(*args, **kwargs))
+    async def retrieval_without_origins(
+        client: Any, keys: list[str] | str, *args: Any, **kwargs: Any
+    ) -> Any:
+        meta = hide(await method(client, keys, *args, **kwargs))
+        store_keys(meta, [keys] if isinstance(keys, str) else keys)
+        return meta
 
     return retrieval_without_origins
 

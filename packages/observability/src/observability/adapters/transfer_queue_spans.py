@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from functools import wraps
 from typing import Any  # Any: TransferQueue has no types
 
 from opentelemetry import trace
 
 from observability.adapters import transfer_queue_origins as origins
+from observability.adapters.transfer_queue_keys import Keys
 from observability.middleware.lifecycle import Lifecycle
 from observability.middleware.observers import Observers
 from observability.middleware.operation import Op, Operation
@@ -19,6 +19,7 @@ from observability.middleware.payload import bytes_by_field
 from observability.middleware.tracing import Tracing
 
 _observe = Observers([Tracing(), Lifecycle()]).observe
+_keys = Keys()
 
 
 def _wrap_batch_method(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -125,14 +126,4 @@ async def _describe(client: Any, call: Operation, meta: Any) -> None:
     call.partition_id, call.n_keys = _partition_of(meta), len(meta.global_indexes)
     call.fields = list(meta.field_schema)
     call.tags = [{TRACEPARENT_TAG: origin} for origin in origins.of(meta)]
-    partition_by_row = zip(meta.global_indexes, meta.partition_ids, strict=True)
-    rows = [row for row, partition in partition_by_row if partition == call.partition_id]
-    keys: Sequence[str | None] = [None] * len(rows)
-    if rows:
-        # The query fails, for example, if samples have no keys. An error raised here would make the
-        # program lose its put or claim.
-        with suppress(Exception):
-            keys = await client.async_kv_retrieve_keys(rows, call.partition_id)
-    call.sample_ids = [
-        f"#{row}" if key is None else key for row, key in zip(rows, keys, strict=True)
-    ]
+    call.sample_ids = await _keys.names(client, meta, call.partition_id)
