@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 from refit_mx import Box, LocalShard, RefitConfigError, local_shards
 
@@ -45,6 +47,25 @@ def test_contradictory_shard_is_refused(box, shape):
 def test_shard_under_another_name_is_refused():
     with pytest.raises(RefitConfigError, match="shard under this name is of 'a'"):
         local_shards({"b": LocalShard.full("a", torch.zeros(1))})
+
+
+def test_tensor_that_wraps_others_is_refused():
+    rows = torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(RefitConfigError, match="w: NestedTensor; expected a plain tensor"):
+        local_shards({"w": rows})
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+def test_sharded_tensor_of_fsdp1_is_refused(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    try:
+        spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+        with pytest.raises(RefitConfigError, match="w: ShardedTensor; expected a plain tensor"):
+            local_shards({"w": sharded_tensor.rand(spec, 4, 4)})
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 MESHES = {

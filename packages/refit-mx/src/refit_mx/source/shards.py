@@ -113,13 +113,15 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 def _of_tensor(name: str, tensor: torch.Tensor) -> LocalShard:
     chunks = getattr(tensor, "__create_chunk_list__", None)
-    if chunks is None:
+    # FSDP1's ShardedTensor and other wrappers have the shape of a tensor whose bytes they lack.
+    wraps = hasattr(tensor, "local_shards") or hasattr(tensor, "__tensor_flatten__")
+    if chunks is None and not wraps:
         return LocalShard.full(name, tensor.detach())
-    # torch's checkpoints use this method to get a DTensor's part. A plain tensor lacks it, so
-    # torch.distributed.tensor is imported only if needed.
+    # torch's checkpoints use `__create_chunk_list__` to get a DTensor's part. A plain tensor lacks
+    # it, so torch.distributed.tensor is imported only if needed.
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(tensor, DTensor):
+    if chunks is None or not isinstance(tensor, DTensor):
         raise RefitConfigError(
             f"{name}: {type(tensor).__name__}; expected a plain tensor, a DTensor or LocalShards"
         )
