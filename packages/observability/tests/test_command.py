@@ -64,7 +64,7 @@ def step_request() -> ExportTraceServiceRequest:
     return request
 
 
-def events_request(begin_ns: int = BEGIN_NS) -> ExportLogsServiceRequest:
+def events_request(begin_ns: int = BEGIN_NS, run_id: str = "my-run") -> ExportLogsServiceRequest:
     request = ExportLogsServiceRequest()
     resource_logs = request.resource_logs.add()
     set_resource_attributes(resource_logs.resource)
@@ -77,7 +77,7 @@ def events_request(begin_ns: int = BEGIN_NS) -> ExportLogsServiceRequest:
     add_attribute(waiting, "dataplane.samples", 8)
     for record in (put, waiting):
         add_attribute(record, "dataplane.partition", "batch")
-        add_attribute(record, "rl.run_id", "my-run")
+        add_attribute(record, "rl.run_id", run_id)
     return request
 
 
@@ -175,6 +175,19 @@ def test_sample_prints_its_lifecycle(recording: Path) -> None:
     assert lineage["sample_id"] == "p0_g0"
     [hop] = lineage["hops"]
     assert (hop["name"], hop["partition"], hop["stage"]) == ("put", "batch", "optimizer_step")
+
+
+def test_sample_shows_one_run_and_names_the_others(tmp_path: Path) -> None:
+    requests = (events_request(), events_request(BEGIN_NS + 9 * 10**9, "newer"))
+    (tmp_path / "logs.json").write_text("".join(map(json_line, requests)))
+    for options, run, other in (([], "newer", "my-run"), (["--run", "my-run"], "my-run", "newer")):
+        shown = output_of("sample", "p0_g0", tmp_path, *options)
+        assert f"Shown for run '{run}'; --run shows '{other}'." in shown
+        lineage = json.loads(output_of("sample", "p0_g0", tmp_path, "--json", *options))
+        assert (lineage["run_id"], lineage["other_runs"]) == (run, [other])
+        assert [hop["run_id"] for hop in lineage["hops"]] == [run]
+    result = run_command("sample", "p0_g0", tmp_path, "--run", "none")
+    assert "no event of run 'none' names the sample; see runs 'newer', 'my-run'" in result.stderr
 
 
 @pytest.mark.parametrize(

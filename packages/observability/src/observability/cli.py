@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _ENDED_AFTER_S = 300.0
 """Seconds without a record after which the program of a recording counts as ended: ten times the
 interval at which a wait is reported."""
+_MAX_RUNS = 5
 EXIT_STATUS = "Exit status: 0 on success, 1 on failure, 2 for a wrong option or command."
 
 app = typer.Typer(
@@ -50,6 +51,9 @@ Recording = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[
     Path | None, typer.Option(path_type=Path, help="File to write the steps to, as one HTML page.")
+]
+SampleRun = Annotated[
+    str | None, typer.Option(help="Show this run; by default the newest that has the sample.")
 ]
 Perfetto = Annotated[
     Path | None,
@@ -113,6 +117,7 @@ def why_command(recording: Recording, as_json: AsJson = False) -> None:
 def sample_command(
     sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
     recording: Recording,
+    run: SampleRun = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the lifecycle of one sample, from put to clear.
@@ -120,7 +125,7 @@ def sample_command(
     Example: python -m observability sample p0_g0 my-run
     """
     with _reported_errors():
-        sample(sample_id, recording, as_json=as_json)
+        sample(sample_id, recording, run_id=run, as_json=as_json)
 
 
 def show(
@@ -188,22 +193,51 @@ def why(
         console.print(f"Durations are up to the last record, {ago} ago.", style="yellow")
 
 
-def sample(sample_id: str, recording: Path, *, as_json: bool = False) -> None:
-    """Print the lineage of a sample.
+def sample(
+    sample_id: str, recording: Path, *, run_id: str | None = None, as_json: bool = False
+) -> None:
+    """Print the lineage of a sample in one run, and the other runs that have the sample id.
+
+    Args:
+        sample_id: id of the sample.
+        recording: path of the recording.
+        run_id: id of the run; None is the newest run that has the sample.
+        as_json: whether to print JSON.
 
     Raises:
-        CommandError: the recording cannot be read, or no event names the sample.
+        CommandError: the recording cannot be read, or no event of the run names the sample.
     """
     from observability import views
 
+    records = _read(recording)
+    runs = views.runs_of_sample(sample_id, records)
+    shown = next(iter(runs), "") if run_id is None else run_id
+    if runs and shown not in runs:
+        raise CommandError(
+            f"no event of run {_quoted([shown])} names the sample; see runs {_quoted(runs)}"
+        )
     try:
-        lineage = views.lineage_of(sample_id, _read(recording))
+        lineage = views.lineage_of(sample_id, records, run_id=shown)
     except views.SampleNotFound as error:
         raise CommandError(str(error)) from None
+    others = [other for other in runs if other != shown]
     if as_json:
-        _print_json({"sample_id": sample_id, "hops": [_event_json(event) for event in lineage]})
-    else:
-        views.print_view(views.lineage_view(sample_id, lineage), Console())
+        hops = [_event_json(event) for event in lineage]
+        _print_json({"sample_id": sample_id, "run_id": shown, "other_runs": others, "hops": hops})
+        return
+    console = Console()
+    views.print_view(views.lineage_view(sample_id, lineage), console)
+    if others:
+        line = f"Shown for run {_quoted([shown])}; --run shows {_quoted(others)}."
+        console.print(Text(line, "yellow"))
+
+
+def _quoted(runs: Sequence[str]) -> str:
+    """Return the first runs, quoted, and the number of the others."""
+    from observability.views import printable
+
+    named = ", ".join(f"'{printable(run)}'" for run in runs[:_MAX_RUNS])
+    return f"{named} and {len(runs) - _MAX_RUNS} more" if len(runs) > _MAX_RUNS else named
 
 
 def steps_in(records: Records, *, number: int | None = None) -> list[Step]:

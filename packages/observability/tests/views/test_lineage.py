@@ -7,7 +7,7 @@ import pytest
 from made_up_runs import DRIVER, HOSTILE, POLICIES, ROLLOUT, TraceMaker, grpo_step, ns, sample_ids
 
 from observability.records import Records
-from observability.views import SampleNotFound, lineage_of
+from observability.views import SampleNotFound, lineage_of, runs_of_sample
 
 
 def hop_names(sample_id, records):
@@ -50,6 +50,25 @@ def test_a_partition_clear_ends_each_lineage_once():
     assert (last.name, last.whole_partition, last.time_ns) == ("cleared", True, ns(9.89))
     assert [hop.whole_partition for hop in lineage_of(dropped_id, records)][-1] is False
     assert hop_names(dropped_id, records).count("cleared") == 1
+
+
+def test_a_lineage_has_the_events_of_one_run():
+    records = Records()
+    for run_id, begin_s in (("run-a", 0), ("run-b", 90_000)):
+        maker = TraceMaker(run_id=run_id)
+        maker.event("put", ROLLOUT, begin_s + 1, ["a"])
+        maker.event("trained", DRIVER, begin_s + 2, ["a"])
+        maker.event("cleared", DRIVER, begin_s + 3, [])
+        records.add(maker.records)
+    random.Random(3).shuffle(records.events)
+    assert runs_of_sample("a", records) == ["run-b", "run-a"]
+    for run_id in (None, "run-a", "run-b"):
+        hops = lineage_of("a", records, run_id=run_id)
+        assert [hop.name for hop in hops] == ["put", "trained", "cleared"]
+        assert {hop.run_id for hop in hops} == {run_id or "run-b"}
+        assert hops[-1].seconds == 2.0
+    with pytest.raises(SampleNotFound):
+        lineage_of("a", records, run_id="run-c")
 
 
 def test_only_later_clears_of_its_partition_end_a_lineage():

@@ -177,13 +177,14 @@ def show_command(
 def sample_command(
     sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
     folder: Folder = None,
+    run: views.SampleRun = None,
     as_json: views.AsJson = False,
 ) -> None:
     """Show the lifecycle of one sample, from put to clear.
 
     Example: grpo-trace sample p0_g0
     """
-    _guarded(lambda: views.sample(sample_id, _newest(folder), as_json=as_json))
+    _guarded(lambda: views.sample(sample_id, _newest(folder), run_id=run, as_json=as_json))
 
 
 @app.command("why", cls=OptionsCommand)

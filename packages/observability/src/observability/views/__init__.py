@@ -7,7 +7,7 @@ extra ``observability[views]``.
 from observability.views.critical_path import Segment, critical_path
 from observability.views.figures import StageBytes, Waste, bytes_by_stage, slowest, waste
 from observability.views.html import page_of, write_page
-from observability.views.lineage import LineageEvent, SampleNotFound, lineage_of
+from observability.views.lineage import LineageEvent, SampleNotFound, lineage_of, runs_of_sample
 from observability.views.perfetto import chrome_trace, write_perfetto
 from observability.views.printable import printable
 from observability.views.processes import ProcessTime, bucket_seconds, process_times
@@ -38,6 +38,7 @@ __all__ = [
     "print_view",
     "printable",
     "process_times",
+    "runs_of_sample",
     "slowest",
     "step_of_trace",
     "step_view",

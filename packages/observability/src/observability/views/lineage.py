@@ -94,21 +94,49 @@ class LineageEvent:
     span_id: str = ""
 
 
-def lineage_of(sample_id: str, records: Records) -> list[LineageEvent]:
+def runs_of_sample(sample_id: str, records: Records) -> list[str]:
+    """Return the ids of the runs whose events name a sample, newest event first.
+
+    The id is empty for events without a run.
+    """
+    last_ns: dict[str, int] = {}
+    for event in timed_events(records.events):
+        if sample_id in event.sample_ids:
+            run_id, time_ns = _run_id(event), event.received_ns or event.time_ns
+            last_ns[run_id] = max(time_ns, last_ns.get(run_id, time_ns))
+    return sorted(last_ns, key=lambda run_id: -last_ns[run_id])
+
+
+def lineage_of(
+    sample_id: str, records: Records, *, run_id: str | None = None
+) -> list[LineageEvent]:
     """Return the events of a sample in the order in which they happened.
 
     A clear of an entire partition is in the lineage of each sample that the partition held. If a
-    sample id occurs in several partitions, the lineage has the events of all of them.
+    sample id occurs in several partitions, the lineage has the events of all of them. But it has
+    events of one run only: another run may use the same sample ids.
 
     Differences of clocks are corrected in two steps. First, event times are corrected within the
     traces whose events name the sample, as in `Step`. If clocks still differ by more than the
     delay of an export, events are ordered with the help of their times of receipt (see
     `observability.views.arrivals`). This second step does not change `LineageEvent.time_ns`.
 
+    Args:
+        sample_id: id of the sample.
+        records: records of one or more runs.
+        run_id: id of the run, empty for events without a run; None is the first of
+            `runs_of_sample`.
+
     Raises:
-        SampleNotFound: no event names the sample.
+        SampleNotFound: no event of the run names the sample.
     """
-    events = [event for event in timed_events(records.events) if _may_concern(event, sample_id)]
+    if run_id is None:
+        run_id = next(iter(runs_of_sample(sample_id, records)), "")
+    events = [
+        event
+        for event in timed_events(records.events)
+        if _may_concern(event, sample_id) and _run_id(event) == run_id
+    ]
     # Build trees only of traces whose events name the sample. Clears of entire partitions name no
     # sample, and every step may have one.
     trees = _trees(records, {event.trace_id for event in events if event.sample_ids})
@@ -145,6 +173,10 @@ def lineage_of(sample_id: str, records: Records) -> list[LineageEvent]:
 
 def _may_concern(event: Event, sample_id: str) -> bool:
     return sample_id in event.sample_ids or _clears_partition(event)
+
+
+def _run_id(event: Event) -> str:
+    return attributes.text(event.attributes, "rl.run_id")
 
 
 def _clears_partition(event: Event) -> bool:
@@ -196,7 +228,7 @@ def _lineage_event(event: Event, seconds: float, stage: Span | None) -> LineageE
         batch=batch,
         detail=_detail(event),
         whole_partition=_clears_partition(event),
-        run_id=attributes.text(values, "rl.run_id"),
+        run_id=_run_id(event),
         trace_id=event.trace_id,
         span_id=event.span_id,
     )
