@@ -203,6 +203,6 @@ def test_acknowledged_records_are_stored_exactly_once(new_url, batches, otlp, da
         assert store.totals().events == len(sent)
         for letter in "abcdef":
             events = sum(letter.encode() in requests[place].events[0].sample_ids for place in sent)
-            assert len(store.sample_records(letter).events) == events
+            assert len(store.sample_records(letter, "run").events) == events
     finally:
         store.close()

@@ -186,10 +186,15 @@ def _history(service: AdminService) -> APIRouter:
     @routes.get("/sample", response_model=models.SampleLife, responses=_LIVE_PROBLEMS)
     def get_sample(
         id: Id,  # noqa: A002
+        run: OptionalText = None,
         partition: OptionalId = None,
     ) -> Response:
-        """Return the lifecycle of one sample."""
-        return json_reply(service.sample(id, partition=partition))
+        """Return the lifecycle of one sample in a run.
+
+        Without `run`, of the run of the live sample, else of the newest run with this id. Another
+        run may use the same ids.
+        """
+        return json_reply(service.sample(id, run=run, partition=partition))
 
     @routes.get("/samples/facts", response_model=models.SampleFactsPage, responses=_NOT_MODIFIED)
     def list_sample_facts(

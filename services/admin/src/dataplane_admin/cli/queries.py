@@ -23,6 +23,9 @@ def partitions(url: Url = DEFAULT_URL, token_file: TokenFile = None, json: AsJso
 
 def sample(
     sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
+    run: Annotated[
+        str | None, typer.Option(help="Show this run; by default the newest that has the sample.")
+    ] = None,
     partition: Annotated[str | None, typer.Option(help="Search this partition only.")] = None,
     url: Url = DEFAULT_URL,
     token_file: TokenFile = None,
@@ -32,7 +35,7 @@ def sample(
 
     Example: dataplane-admin sample s39_p0_g0
     """
-    query = {"id": sample_id, "partition": partition}
+    query = {"id": sample_id, "run": run, "partition": partition}
     _show("/api/v1/sample", query, url, token_file, as_json=json)
 
 

@@ -142,7 +142,8 @@ def _fields(partition: models.Partition, width: int) -> list[RenderableType]:
 
 def _sample(body: str, _width: int) -> RenderableType:
     answer = models.SampleLife.model_validate_json(body)
-    parts: list[RenderableType] = [Text(printable(answer.sample_id), "bold")]
+    run = f", run {printable(answer.run_id)}" if answer.run_id else ""
+    parts: list[RenderableType] = [Text.assemble((printable(answer.sample_id), "bold"), run)]
     for hop in answer.hops:
         task = f" by {printable(hop.task)}" if hop.task else ""
         parts.append(
@@ -172,6 +173,9 @@ def _sample(body: str, _width: int) -> RenderableType:
             )
         )
     parts += [Text(printable(note), "yellow") for note in answer.notes]
+    if answer.other_runs:
+        others = ", ".join(f"'{printable(other)}'" for other in answer.other_runs)
+        parts.append(Text(f"Other runs with this sample id: {others}; see --run", "yellow"))
     return Group(*parts)
 
 

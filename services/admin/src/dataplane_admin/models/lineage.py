@@ -69,15 +69,22 @@ class Hop(Model):
 
 
 class SampleLife(Model):
-    """The lifecycle of one sample."""
+    """The lifecycle of one sample in one run."""
 
     sample_id: Text
+    run_id: Text
+    """Id of the run; empty if its records name none."""
+    other_runs: list[Text]
+    """Other runs with this sample id, newest first, at most 100; empty text for no run."""
     partition: Text | None
     """The requested partition; None for all."""
     hops: list[Hop]
     """Events in the order in which they happened; empty without events."""
     live: Sample | None
-    """State of the sample in the live data plane; None if it is not there or unknown."""
+    """State of the sample in the live data plane; None if it is not there, unknown, or of another
+    run."""
+    live_run_id: Text | None
+    """Run whose sample with this id is in the live data plane; None if none is known."""
     notes: list[Text]
     """Limits of the search, a sentence each."""
 

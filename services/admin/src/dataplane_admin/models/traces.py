@@ -165,6 +165,8 @@ class TraceEvent(Model):
     """Seconds since the trace's start."""
     process: Text
     span_id: Text
+    run_id: Text
+    """Id of the run; empty if unknown."""
     partition: Text
     task: Text
     samples: int

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from dataplane_admin import models
 from dataplane_admin.pages import words
+from dataplane_admin.pages.links import Link, to_sample
 
 _CLEARED = "Cleared from the data plane."
 _NOT_PUT = "Not in the data plane yet, or cleared before its put was reported."
+_MAX_RUNS = 8
 _KINDS = frozenset({"put", "claimed", "trained", "dropped", "cleared"})
 # A shorter gap gets no warning, however short the lifetime is.
 _LONG_S = 1.0
@@ -49,6 +51,9 @@ class LifePage:
 
     life: models.SampleLife
     hops: Sequence[HopOnPage]
+    other_runs: Sequence[tuple[str, Link]]
+    """Other runs with the sample id, newest first, and the page of each."""
+    runs_omitted: int
     partitions: Sequence[str]
     lifetime_s: float
     generation_version: int | None
@@ -91,18 +96,33 @@ def life_page(
     return LifePage(
         life=life,
         hops=shown,
+        other_runs=[
+            (run_id, to_sample(life.sample_id, run_id, partition=life.partition))
+            for run_id in life.other_runs[:_MAX_RUNS]
+        ],
+        runs_omitted=max(0, len(life.other_runs) - _MAX_RUNS),
         partitions=list(dict.fromkeys(hop.partition for hop in hops)),
         lifetime_s=lifetime_s,
         generation_version=generated_by,
         training_version=trained[-1] if trained else None,
-        presence="yes" if life.live else "no" if absence in (_CLEARED, _NOT_PUT) else "unknown",
+        presence=_presence(life, absence),
         absence=absence,
     )
+
+
+def _presence(life: models.SampleLife, absence: str) -> str:
+    if life.live:
+        return "yes"
+    is_absent = life.live_run_id is not None or absence in (_CLEARED, _NOT_PUT)
+    return "no" if is_absent else "unknown"
 
 
 def _absence(life: models.SampleLife, plane: models.LiveStatus) -> str:
     if life.live:
         return ""
+    if life.live_run_id is not None:
+        run = f"run {life.live_run_id}" if life.live_run_id else "no run"
+        return f"In the data plane, this id is a sample of {run}."
     if not plane.configured:
         return (
             "Not connected to a data plane. Start the service with --ray-address to see the "

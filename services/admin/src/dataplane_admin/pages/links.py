@@ -27,6 +27,15 @@ def to(page: str, **query: object) -> Link:
     return Link(f"{page}?{urlencode(given, doseq=True, quote_via=quote, safe='', errors=errors)}")
 
 
+def to_sample(sample_id: str, run: str | None, **query: object) -> Link:
+    """Return the path of a sample's page in a run.
+
+    An empty ``run`` is that of records without a run; None is the newest run with the sample.
+    """
+    path = to("/sample", id=sample_id, run=run, **query)
+    return Link(f"{path}&run=") if run == "" else path
+
+
 def external_url(url: str) -> str | None:
     """Return ``url`` if it is http or https, else None; a configured base can be mistyped."""
     try:

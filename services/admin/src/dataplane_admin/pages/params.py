@@ -39,6 +39,10 @@ class Params:
         """Return the value of ``name``, None if missing."""
         return self.text(name) or None
 
+    def given(self, name: str) -> str | None:
+        """Return the value of ``name``, even if it is empty; None if missing."""
+        return self.text(name) if name in self._given else None
+
     def required(self, name: str) -> str:
         """Return the value of ``name``. Raises Refused if it is missing."""
         value = self.text(name)

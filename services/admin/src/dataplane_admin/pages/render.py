@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from dataplane_admin.pages import learning, marks, words
 from dataplane_admin.pages.comparison import signed
-from dataplane_admin.pages.links import Link, to
+from dataplane_admin.pages.links import Link, to, to_sample
 from observability.views.printable import printable
 
 _FORMS: Mapping[str, tuple[Callable[[Any], str], str]] = {
@@ -73,6 +73,7 @@ def environment(root_path: str) -> Environment:
         plural=words.plural,
         percent=words.percent,
         to=to,
+        to_sample=to_sample,
         valued=_valued,
     )
     return templates

@@ -160,13 +160,13 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
     @shell.with_error_page
     def sample(request: Request) -> Response:
         params = Params(request.query_params)
-        sample_id, text = params.required("id"), None
+        sample_id, partition, text = params.required("id"), params.maybe("partition"), None
+        life = service.sample(sample_id, run=params.given("run"), partition=partition)
         try:
-            content = service.sample_content(sample_id, run=params.maybe("run"))
-            text = content_page(content, params.text("color"), params.maybe("partition"))
+            content = service.sample_content(sample_id, run=life.run_id)
+            text = content_page(content, params.text("color"), partition)
         except NotFound:
-            pass  # it has no facts; its lifecycle may be stored
-        life = service.sample(sample_id, partition=params.maybe("partition"))
+            pass  # it has no facts; its lifecycle is stored
         generated_by = None if text is None else text.content.facts.first_version
         view = life_page(life, service.status().live, generated_by)
         return shell.page(request, "sample.html.j2", view=view, text=text)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast, get_args
 
 from dataplane_admin import models
 from dataplane_admin.pages.learning import number
-from dataplane_admin.pages.links import Link, to
+from dataplane_admin.pages.links import Link, to, to_sample
 from dataplane_admin.pages.params import Params, check_choice
 from dataplane_admin.pages.runs import Column, sort_columns
 from dataplane_admin.pages.shell import next_page
@@ -163,7 +164,7 @@ def content_page(
     check_choice("color", color, [*COLORS])
     color = color or "logprob"
     facts, divergence = content.facts, content.divergence
-    query = {"id": facts.sample_id, "run": facts.run_id, "partition": partition}
+    to_page = partial(to_sample, facts.sample_id, facts.run_id, partition=partition)
     first = None if divergence is None else divergence.place
     versions = sorted({each.version for each in content.tokens if each.version is not None})
     named = {version: f"v{place % _VERSION_COLORS}" for place, version in enumerate(versions)}
@@ -187,7 +188,7 @@ def content_page(
             (
                 name,
                 title,
-                Link(f"{to('/sample', **query, color=name)}#tokens"),
+                Link(f"{to_page(color=name)}#tokens"),
             )
             for name, title in COLORS.items()
         ],

@@ -11,40 +11,67 @@ from dataplane_admin.service import partitions
 from dataplane_admin.service.cursors import SAMPLES
 from dataplane_admin.service.errors import NotFound, Refused, ServiceError, TimedOut
 from dataplane_admin.store import Store
+from dataplane_admin.store.texts import storable
 from dataplane_core import DataPlaneInspector, PartitionSummary, SampleState
 from observability.records import distinct_labels
 from observability.views import SampleNotFound, lineage_of, printable
 
 # Maximum number of live partitions that one query searches.
 _MAX_PARTITIONS = 50
+_MAX_RUNS = 100
 
 
 def life(
-    store: Store, live: Live | None, sample_id: str, partition: str | None
+    store: Store, live: Live | None, sample_id: str, run: str | None, partition: str | None
 ) -> models.SampleLife:
-    """Return the lifecycle and the current state of a sample.
+    """Return the lifecycle and the current state of a sample in one run.
 
-    Raises NotFound if the sample is unknown. Facts name no partition, so they count only if
+    If ``run`` is None, it is the run of the live sample, else the newest with this sample id.
+
+    Raises NotFound if the run has no such sample. Facts name no partition, so they count only if
     ``partition`` is None.
     """
-    records = store.sample_records(sample_id, partition)
+    notes: list[str] = []
+    now = _live_sample(live, sample_id, partition, notes)
+    runs = _runs_of(store, sample_id, partition)
+    live_run = None
+    if now is not None:
+        live_run = store.run_of_partition(now.partition) or next(iter(runs), None)
+    if live_run is not None:
+        runs = list(dict.fromkeys((live_run, *runs)))
+    shown = next(iter(runs), "") if run is None else storable(run)
+    if shown not in runs and (runs or now is None):
+        raise NotFound(_unknown(store, sample_id, run, partition, [*_found_in(runs), *notes]))
     try:
-        hops = lineage_of(sample_id, records)
+        hops = lineage_of(sample_id, store.sample_records(sample_id, shown, partition))
     except SampleNotFound:
         hops = []
     labels = distinct_labels(hop.process for hop in hops)
-    notes: list[str] = []
-    now = _live_sample(live, sample_id, partition, notes)
-    has_facts = partition is None and store.sample_text(None, sample_id)[0] is not None
-    if not hops and now is None and not has_facts:
-        raise NotFound(_unknown(store, sample_id, partition, notes))
     return models.SampleLife(
         sample_id=sample_id,
+        run_id=shown,
+        other_runs=[other for other in runs if other != shown][:_MAX_RUNS],
         partition=partition,
         hops=[models.Hop.of(hop, process=labels[hop.process], nbytes=hop.n_bytes) for hop in hops],
-        live=now,
+        live=now if live_run in (None, shown) else None,
+        live_run_id=live_run,
         notes=notes,
     )
+
+
+def _runs_of(store: Store, sample_id: str, partition: str | None) -> list[str]:
+    """Return the runs with events or facts of a sample, newest first."""
+    last_ns = store.runs_of_sample(sample_id, partition)
+    if partition is None:
+        for run_id, time_ns in store.runs_with_facts(sample_id).items():
+            last_ns[run_id] = max(time_ns, last_ns.get(run_id, time_ns))
+    return sorted(last_ns, key=lambda run_id: -last_ns[run_id])
+
+
+def _found_in(runs: list[str]) -> list[str]:
+    """Return a note with the runs that have a sample."""
+    named = ", ".join(f"'{printable(run_id[:100])}'" for run_id in runs[:5])
+    return [f"runs with this id: {named}"] if runs else []
 
 
 def search(
@@ -150,9 +177,12 @@ def _searched(live: Live, partition: str | None, notes: list[str]) -> list[Parti
     return list(snapshot.partitions[:_MAX_PARTITIONS])
 
 
-def _unknown(store: Store, sample_id: str, partition: str | None, notes: list[str]) -> str:
+def _unknown(
+    store: Store, sample_id: str, run: str | None, partition: str | None, notes: list[str]
+) -> str:
     shown = printable(sample_id if len(sample_id) <= 100 else f"{sample_id[:100]}…")
     place = "" if partition is None else f" in partition '{printable(partition[:100])}'"
+    place += "" if run is None else f" of run '{printable(run[:100])}'"
     alike, _ = store.find_samples(sample_id, 5)
     hint = ""
     if alike:

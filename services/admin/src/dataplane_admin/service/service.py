@@ -219,11 +219,14 @@ class AdminService:
             raise Refused("found tag together with q or cursor; expected either tag or q")
         return lineage.by_tag(self._live, tag, value or "", partition, limit)
 
-    def sample(self, sample_id: str, *, partition: str | None = None) -> models.SampleLife:
-        """Return the lifecycle of one sample. Raises NotFound if no event or partition has it."""
+    def sample(
+        self, sample_id: str, *, run: str | None = None, partition: str | None = None
+    ) -> models.SampleLife:
+        """Return the lifecycle of one sample in a run, see `lineage.life`. Raises NotFound."""
         limits.check_id("id", sample_id)
+        limits.check_id("run", run or None)
         limits.check_id("partition", partition)
-        return lineage.life(self.store, self._live, sample_id, partition)
+        return lineage.life(self.store, self._live, sample_id, run, partition)
 
     def sample_facts(
         self,

@@ -338,6 +338,7 @@ def _event(step: Step, event: Event) -> models.TraceEvent:
         time_s=(event.time_ns - step.start_ns) / 1e9,
         process=step.labels.get(event.process, event.process.label),
         span_id=event.span_id,
+        run_id=attributes.text(event.attributes, "rl.run_id"),
         partition=attributes.text(event.attributes, "dataplane.partition"),
         task=attributes.text(event.attributes, "dataplane.task"),
         samples=samples or len(event.sample_ids),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any  # Any: rows
 
-from sqlalchemy import ColumnElement, Connection, func, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Select, func, select, tuple_
 
 from dataplane_admin.models import SampleHit
 from dataplane_admin.store.compressed import expand_all
@@ -31,6 +31,8 @@ from observability.views.arrivals import MAX_DELAY_NS
 
 _MAX_EVENTS_OF_SAMPLE = 2000
 _MAX_EVENTS_OF_GENERATORS = 1000
+# Order by this term, not by the key: a database might scan all events in the key's order.
+_ARRIVAL = EventModel.id + 0
 _PARTS = (SampleStemModel.stem, SampleModel.head, SampleModel.tail)
 _PLACE = (*_PARTS, SampleModel.key)
 _HITS = (
@@ -47,17 +49,23 @@ _HITS = (
 )
 
 
-def read_sample_records(reader: Reader, sample_id: str, partition: str | None = None) -> Records:
-    """Return the events of a sample, each with this id only, and the spans of their traces."""
-    parts = split_id(bytes_of_id(sample_id))
-    samples = (
-        select(SampleModel.key, PlaceModel.id, PlaceModel.cleared_ns)
-        .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
-        .join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
-        .where(*(column == part for column, part in zip(_PARTS, parts, strict=True)))
-    )
-    if partition is not None:
-        samples = samples.where(PlaceModel.partition == storable(partition))
+def read_runs_of_sample(
+    reader: Reader, sample_id: str, partition: str | None = None
+) -> dict[str, int]:
+    """Return the time of a sample's last event in each run; the empty run is that of no run."""
+    samples = _named(sample_id, partition, PlaceModel.run_id, SampleModel.last_ns)
+    last_ns: dict[str, int] = {}
+    for row in reader.rows(samples):
+        last_ns[row.run_id] = max(row.last_ns, last_ns.get(row.run_id, row.last_ns))
+    return last_ns
+
+
+def read_sample_records(
+    reader: Reader, sample_id: str, run: str, partition: str | None = None
+) -> Records:
+    """Return the events of a sample of a run, each with this id only, and their traces' spans."""
+    samples = _named(sample_id, partition, SampleModel.key, PlaceModel.id, PlaceModel.cleared_ns)
+    samples = samples.where(PlaceModel.run_id == storable(run))
     columns = (*EVENT_COLUMNS, EventModel.trace_id, EventModel.id)
     with reader.connect() as connection:
         rows = connection.execute(samples).all()
@@ -90,6 +98,21 @@ def read_sample_records(reader: Reader, sample_id: str, partition: str | None = 
             events += reader.events(connection, clears, only=sample_id)
         traces = {bytes.fromhex(event.trace_id) for event in events if event.trace_id}
         return Records(reader.spans(connection, sorted(traces)), events)
+
+
+def _named(sample_id: str, partition: str | None, *columns: Any) -> Select[*tuple[Any, ...]]:
+    """Return the query of the samples with an id, in all runs and one partition or all."""
+    parts = split_id(bytes_of_id(sample_id))
+    samples = (
+        select(*columns)
+        .select_from(SampleModel)
+        .join(PlaceModel, PlaceModel.id == SampleModel.place_id)
+        .join(SampleStemModel, SampleStemModel.id == SampleModel.stem_id)
+        .where(*(column == part for column, part in zip(_PARTS, parts, strict=True)))
+    )
+    if partition is not None:
+        samples = samples.where(PlaceModel.partition == storable(partition))
+    return samples
 
 
 def read_samples(
@@ -149,17 +172,8 @@ def read_generator_events(reader: Reader, partition: str) -> list[Event]:
 
     The driver of a run records both, so their times are of one clock.
     """
-    places = select(PlaceModel.id).where(PlaceModel.partition == storable(partition))
-    # Ordered by a term, not by the key: a database might scan all events in the key's order.
-    arrival = EventModel.id + 0
-    registered = (
-        select(EventModel.place_id, EventModel.time_ns)
-        .where(EventModel.place_id.in_(places), EventModel.name == "registered")
-        .order_by(arrival.desc())
-        .limit(1)
-    )
     with reader.connect() as connection:
-        newest = connection.execute(registered).first()
+        newest = connection.execute(_last_registered(partition)).first()
         if newest is None:
             return []
         changes = (
@@ -169,10 +183,25 @@ def read_generator_events(reader: Reader, partition: str) -> list[Event]:
                 EventModel.name.in_(("generator_joined", "generator_left")),
                 EventModel.time_ns >= newest.time_ns,
             )
-            .order_by(arrival.desc())
+            .order_by(_ARRIVAL.desc())
             .limit(_MAX_EVENTS_OF_GENERATORS)
         )
         return sorted(reader.events(connection, changes), key=lambda event: event.time_ns)
+
+
+def read_run_of_partition(reader: Reader, partition: str) -> str | None:
+    """Return the run that last registered a partition; None if none reported it."""
+    return next((row.run_id for row in reader.rows(_last_registered(partition))), None)
+
+
+def _last_registered(partition: str) -> Select[*tuple[Any, ...]]:
+    return (
+        select(EventModel.place_id, EventModel.time_ns, PlaceModel.run_id)
+        .join(PlaceModel, PlaceModel.id == EventModel.place_id)
+        .where(PlaceModel.partition == storable(partition), EventModel.name == "registered")
+        .order_by(_ARRIVAL.desc())
+        .limit(1)
+    )
 
 
 def read_claimants(reader: Reader, partition: str) -> set[str]:

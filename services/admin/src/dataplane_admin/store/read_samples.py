@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any  # Any: rows
 
-from sqlalchemy import and_, exists, or_, select
+from sqlalchemy import Select, and_, exists, or_, select
 
 from dataplane_admin.models import SampleFacts
 from dataplane_admin.store.apply_samples import digest_of_sample
@@ -112,6 +112,14 @@ def read_group(reader: Reader, run_id: str, group: str, step: int | None) -> lis
     return [_facts(row) for row in rows]
 
 
+def read_runs_with_facts(reader: Reader, sample_id: str) -> dict[str, int]:
+    """Return the time of a sample's newest facts in each run; the empty run is that of no run."""
+    query = select(SampleGroupModel.run_id, SampleFactModel.time_ns).join(
+        SampleGroupModel, _IN_GROUP
+    )
+    return {row.run_id: row.time_ns for row in _rows_of_id(reader, query, None, sample_id)}
+
+
 def read_sample_text(
     reader: Reader, run_id: str | None, sample_id: str
 ) -> tuple[SampleFacts | None, dict[str, Any] | None]:
@@ -119,24 +127,31 @@ def read_sample_text(
 
     If ``run_id`` is None, return the newest sample with this id, with or without a run.
     """
-    sample = bytes_of_id(sample_id)
     query = _FACTS.add_columns(SampleTextModel.blob).outerjoin(
         SampleTextModel, SampleTextModel.id == SampleFactModel.id
     )
-    if run_id is None:
-        runs = ["", *(row.run_id for row in reader.rows(select(RunModel.run_id)))]
-    else:
-        runs = [run_id]
-    rows = [
-        row
-        for digests in in_groups(digest_of_sample(run, sample) for run in runs)
-        for row in reader.rows(query.where(SampleFactModel.digest.in_(digests)))
-    ]
+    rows = _rows_of_id(reader, query, run_id, sample_id)
     if not rows:
         return None, None
     newest = max(rows, key=lambda row: row.id)
     blob = newest.blob
     return _facts(newest), None if blob is None else json.loads(zlib.decompress(blob))
+
+
+def _rows_of_id(
+    reader: Reader, query: Select[*tuple[Any, ...]], run_id: str | None, sample_id: str
+) -> list[Any]:
+    """Return the rows of a query for the facts of a sample in one run, or in all if None."""
+    sample = bytes_of_id(sample_id)
+    if run_id is None:
+        runs = ["", *(row.run_id for row in reader.rows(select(RunModel.run_id)))]
+    else:
+        runs = [run_id]
+    return [
+        row
+        for digests in in_groups(digest_of_sample(run, sample) for run in runs)
+        for row in reader.rows(query.where(SampleFactModel.digest.in_(digests)))
+    ]
 
 
 def _conditions(chosen: SampleFilter) -> list[Any]:
