@@ -275,6 +275,40 @@ def test_a_group_has_its_prompt_and_the_last_responses(job_of, otlp):
     assert page.index("Be brief.") < page.index("1 + 1?") < page.index("2.</p>")
 
 
+def test_a_group_shows_up_to_4_mi_characters_of_text(job_of, otlp):
+    job = job_of(keep_sample_text=True)
+    names = [f"s{number:03}" for number in range(140)]
+    job.send(record(otlp, "rl.sample.facts", {"ids": names, "group": ["g"] * len(names)}))
+    response = {"role": "assistant", "content": "x" * MAX_CONTENT}
+    job.send(*(record(otlp, "rl.sample.text", {"id": each, "turns": [response]}) for each in names))
+    group = job.get("samples/group", run="run", group="g")
+    assert [bool(each) for each in group["responses"]] == [True] * 128 + [False] * 12
+    [note] = group["notes"]
+    assert note.startswith("The text of 12 samples is left out")
+    page = job.client.get("/group?run=run&group=g").text
+    assert note in page
+    assert page.count('class="response"') == 128
+
+
+def test_a_group_reads_up_to_32_mib_of_text(job_of, otlp):
+    job = job_of(keep_sample_text=True)
+    names = [f"s{number}" for number in range(8)]
+    job.send(record(otlp, "rl.sample.facts", {"ids": names, "group": ["g"] * len(names)}))
+    given = [{"role": "user", "content": "x" * MAX_CONTENT}] * 199
+    turns = [*given, {"role": "assistant", "content": "y"}]
+    for name in names:
+        job.send(record(otlp, "rl.sample.text", {"id": name, "turns": turns}))
+    group = job.get("samples/group", run="run", group="g")
+    assert group["responses"] == ["y"] * 6 + [None] * 2
+    assert len(group["prompt"]) == 63
+    assert [note.partition(" is left")[0].partition(" are left")[0] for note in group["notes"]] == [
+        "136 later messages of the prompt",
+        "The text of 2 samples",
+    ]
+    [*_, last] = job.get("sample/content", id=names[-1], run="run")["turns"]
+    assert last["content"] == "y"
+
+
 @pytest.mark.parametrize(
     ("cause", "likely", "evidence", "differences", "columns"),
     [

@@ -60,7 +60,9 @@ class SampleGroup(Model):
     """Messages before the first response; empty unless the text of a sample is stored."""
     samples: list[SampleFacts]
     responses: list[Text | None]
-    """Last response of each sample; None unless its text is stored."""
+    """Last response of each sample; None unless its text is stored and shown."""
+    notes: list[Text]
+    """Notes on the parts of a long text that are left out, a sentence each."""
 
 
 class Token(Model):

@@ -138,6 +138,18 @@ def read_sample_text(
     return _facts(newest), None if blob is None else json.loads(zlib.decompress(blob))
 
 
+def read_turns(reader: Reader, run_id: str, sample_id: str) -> tuple[list[dict[str, Any]], int]:
+    """Return the messages of a sample, and the bytes of its decompressed text; 0 without text."""
+    query = select(SampleTextModel.blob).join(
+        SampleFactModel, SampleFactModel.id == SampleTextModel.id
+    )
+    rows = _rows_of_id(reader, query, run_id, sample_id)
+    if not rows:
+        return [], 0
+    text = zlib.decompress(rows[0].blob)
+    return json.loads(text).get("turns", []), len(text)
+
+
 def _rows_of_id(
     reader: Reader, query: Select[*tuple[Any, ...]], run_id: str | None, sample_id: str
 ) -> list[Any]:

@@ -164,6 +164,7 @@ class Store:
     sample_facts = _bound(read_samples.read_sample_facts)
     group = _bound(read_samples.read_group)
     sample_text = _bound(read_samples.read_sample_text)
+    turns = _bound(read_samples.read_turns)
     runs_with_facts = _bound(read_samples.read_runs_with_facts)
     wait_records = _bound(read_waits.read_wait_records)
     newest_claims = _bound(read_events.read_newest_claims)
