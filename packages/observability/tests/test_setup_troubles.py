@@ -282,11 +282,17 @@ span.end()
 
 
 @pytest.mark.parametrize(
-    ("answer", "rejected"),
-    [(bytes([0x0A, 0x02, 0x08, 3]), 3), (b"\xff" * 1000, 0)],
-    ids=["partial_success { rejected_spans: 3 }", "garbage"],
+    ("answer", "rejected", "reason"),
+    [
+        (bytes([0x0A, 0x02, 0x08, 3]), 3, "3 items"),
+        (bytes([0x0A, 0x0D, 0x08, 3, 0x12, 9]) + b"too\nlarge", 3, "3 items: too large"),
+        (b"\xff" * 1000, 0, ""),
+    ],
+    ids=["partial_success { rejected_spans: 3 }", "with a message", "garbage"],
 )
-def test_items_that_a_collector_rejects_are_dropped(answer: bytes, rejected: int) -> None:
+def test_items_that_a_collector_rejects_are_dropped(
+    answer: bytes, rejected: int, reason: str
+) -> None:
     with collector(status(200, answer)) as server:
         result = run_script(
             """
@@ -301,6 +307,9 @@ report(**telemetry.counts()["spans"])
     counts = result.reports[0]
     assert (counts["exported"], counts["export_failed"]) == (5 - rejected, rejected)
     assert result.troubles == ["collector rejected items"][: bool(rejected)]
+    assert [each["reason"] for each in result.warnings if "reason" in each] == [reason] * bool(
+        reason
+    )
 
 
 def unavailable_until_open() -> Callable[[Any], None]:

@@ -82,15 +82,15 @@ def export_response(signal: OtlpSignal, rejected: int = 0, reason: str = "") -> 
     return response
 
 
-def rejected_count(signal: OtlpSignal, response: bytes) -> int:
-    """Return the number of records that an encoded response reports as rejected.
+def rejected_records(signal: OtlpSignal, response: bytes) -> tuple[int, str]:
+    """Return the number of records that an encoded response rejects, and its message.
 
     Raises:
         google.protobuf.message.DecodeError: ``response`` is not such a response.
     """
     message_class, count_field = _RESPONSES[signal]
-    rejected: int = getattr(message_class.FromString(response).partial_success, count_field)
-    return rejected
+    partial_success = message_class.FromString(response).partial_success
+    return getattr(partial_success, count_field), partial_success.error_message
 
 
 def status_response(code: int, message: str) -> bytes:

@@ -19,9 +19,11 @@ from google.protobuf.message import DecodeError
 from requests.adapters import HTTPAdapter
 
 from observability.bounded_http import DeadlineStream
-from observability.wire import OtlpSignal, rejected_count
+from observability.wire import OtlpSignal, rejected_records
 
 _MAX_RESPONSE_BYTES = 1 << 16
+_MAX_MESSAGE = 300
+"""Maximum characters of a collector's message in a warning."""
 _MIN_TIMEOUT_S = 0.01
 """Minimum timeout of a request. The SDK passes 0 at its deadline, which `requests` rejects."""
 _RETRYABLE = frozenset({429, 502, 503, 504})
@@ -44,7 +46,8 @@ class CollectorSession(requests.Session):
         response_deadline: monotonic time at which the current response must be complete.
         is_sent: whether a request was sent for the current batch.
         rejected: number of items of the last request that the collector rejected.
-        trouble: kind and details of the last request's failure; None if it succeeded.
+        trouble: kind and details of the last request's failure, or of rejected items; None if the
+            request succeeded.
         is_transient: whether the last failure was transient: no connection, no response in time, or
             a status that allows a retry.
     """
@@ -105,11 +108,13 @@ class CollectorSession(requests.Session):
                 raise NotDelivered(self.trouble[0])
             return response
         try:
-            self.rejected = rejected_count(self._signal, body)
+            self.rejected, message = rejected_records(self._signal, body)
         except DecodeError:
-            self.rejected = 0  # a 2xx status means success, even if the body is malformed
+            message = ""  # a 2xx status means success, even if the body is malformed
         if self.rejected:
-            self.trouble = "collector rejected items", f"{self.rejected} items"
+            shown = " ".join(message[:_MAX_MESSAGE].split())
+            details = f"{self.rejected} items: {shown}" if shown else f"{self.rejected} items"
+            self.trouble = "collector rejected items", details
         return response
 
 
