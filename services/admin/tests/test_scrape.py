@@ -53,6 +53,11 @@ sglang:generation_tokens_total{model_name="tiny"} 7.557572e+06
 # TYPE sglang:time_to_first_token_seconds histogram
 sglang:time_to_first_token_seconds_bucket{le="0.001",model_name="tiny"} 0.0
 """
+AHEAD = """
+import time
+now_ns = time.time_ns
+time.time_ns = lambda: now_ns() + 2 * 3600 * 10**9
+"""
 GPUS = """
 class NVMLError(Exception): pass
 class Use: gpu = 37
@@ -72,6 +77,7 @@ class Engine:
 
     def __init__(self, text=TEXT):
         self.answer = lambda handler: self.write(handler, text.encode())
+        self.receive = lambda handler: self.write(handler, b"", 501)
         self.requests = 0
         self.closed = threading.Event()
         engine = self
@@ -80,6 +86,9 @@ class Engine:
             def do_GET(self):
                 engine.requests += 1
                 engine.answer(self)
+
+            def do_POST(self):
+                engine.receive(self)
 
             def log_message(self, *_):
                 pass
@@ -242,8 +251,49 @@ def test_a_service_that_is_down_is_one_warning(engine, tmp_path):
         process = subprocess.Popen([*command, "--interval-s", "1"], stderr=log)
     try:
         until(lambda: engine.requests > 2)
-        assert (tmp_path / "log").read_text().count("\n") == 1
-        assert "export_failed" in (tmp_path / "log").read_text()
+        log = (tmp_path / "log").read_text()
+        assert log.count("\n") == 1
+        assert "export_failed" in log
+        assert "http://127.0.0.1:9/v1/metrics" in log
+        assert "Connection refused" in log
+    finally:
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_points_that_the_service_rejects_are_a_warning(engine, scraping, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(AHEAD)
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    service, process = scraping("--engine", engine.url, environment=environment)
+    log = tmp_path / "scrape.log"
+    until(lambda: "export_failed" in log.read_text())
+    assert "3 items: 3 data points: the time of a metric of load is more than" in log.read_text()
+    requests = engine.requests
+    until(lambda: engine.requests > requests + 1)
+    assert log.read_text().count("\n") == 1
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 0
+    assert not subjects(service)
+
+
+def test_a_different_failure_of_the_export_is_a_new_warning(engine, tmp_path):
+    service = Engine()
+
+    def cut_off(handler):
+        handler.send_response(200)
+        handler.send_header("content-length", "10")
+        handler.end_headers()
+
+    command = [COMMAND, "scrape", "--engine", engine.url, "--to", service.url]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, "--interval-s", "1"], stderr=output)
+    try:
+        until(lambda: "collector answered 501" in log.read_text())
+        service.receive = cut_off
+        until(lambda: "export raised ProtocolError" in log.read_text())
+        service.end()
+        until(lambda: "collector is unreachable" in log.read_text())
     finally:
         process.terminate()
         assert process.wait(TIMEOUT_S) == 0

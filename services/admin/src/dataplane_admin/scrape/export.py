@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-import requests
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -25,7 +24,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from dataplane_admin.load_metrics import source_of
-from dataplane_admin.scrape.reading import Reading, ScrapeError
+from dataplane_admin.scrape.reading import Reading
+from observability.setup.session import CollectorSession
+from observability.setup.settings import redacted
 
 _SCOPE = InstrumentationScope("dataplane_admin.scrape")
 
@@ -36,28 +37,34 @@ class LoadExporter:
     Args:
         url: URL of the receiver, without the path of OTLP.
         timeout_s: deadline of an export, with its retries.
+
+    Attributes:
+        endpoint: URL of the requests, without user, password and query.
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float) -> None:
-        session = requests.Session()
-        session.trust_env = False  # no proxy: the service runs in the cluster
+        endpoint = f"{url.rstrip('/')}/v1/metrics"
+        self.endpoint = redacted(endpoint)
+        self._session = CollectorSession("metrics")
+        self._session.trust_env = False  # no proxy: the service runs in the cluster
         self._exporter = OTLPMetricExporter(
-            f"{url.rstrip('/')}/v1/metrics",
+            endpoint,
             headers={} if token is None else {"authorization": f"Bearer {token}"},
             timeout=timeout_s,
-            session=session,
+            session=self._session,
         )
-        self._reasons = _Reasons()
+        # The scraper reports failures itself: the SDK's messages do not name the cause.
         sdk = logging.getLogger("opentelemetry")
         sdk.propagate = False
-        sdk.addHandler(self._reasons)
+        sdk.addHandler(logging.NullHandler())
 
     def send(
         self, readings: Iterable[tuple[Mapping[str, str], Sequence[Reading]]], time_ns: int
-    ) -> None:
+    ) -> tuple[str, str] | None:
         """Send readings, each list with the attributes of its resource.
 
-        Raises ScrapeError if the receiver did not accept them.
+        Returns:
+            Kind and details of the trouble if the receiver did not accept all of them, else None.
         """
         data = MetricsData(
             [
@@ -69,8 +76,14 @@ class LoadExporter:
                 for resource, of_resource in readings
             ]
         )
-        if self._exporter.export(data) is not MetricExportResult.SUCCESS:
-            raise ScrapeError(self._reasons.last or "the receiver did not accept the metrics")
+        self._session.reset()
+        try:
+            is_sent = self._exporter.export(data) is MetricExportResult.SUCCESS
+        except Exception:  # noqa: BLE001  # the session records the error and may raise any
+            is_sent = False
+        if not is_sent and self._session.trouble is None:
+            return "metrics not exported", "no request was sent"
+        return self._session.trouble
 
 
 def _metrics(readings: Sequence[Reading], time_ns: int) -> list[Metric]:
@@ -86,12 +99,3 @@ def _data(name: str, points: Sequence[NumberDataPoint]) -> Sum | Gauge:
     if source is not None and source.is_counter:
         return Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=True)
     return Gauge(points)
-
-
-class _Reasons(logging.Handler):
-    """Log handler that keeps the last message of the exporter: why an export failed."""
-
-    last = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.last = " ".join(record.getMessage().split())[:300]

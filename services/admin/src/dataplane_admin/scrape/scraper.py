@@ -34,15 +34,15 @@ class _Health:
 
     event: str
     facts: Mapping[str, str]
-    failing: bool = False
+    failure: str = ""
 
-    def note(self, error: str) -> None:
-        """Record the outcome of an attempt; ``error`` is empty if it succeeded."""
-        if error and not self.failing:
-            logger.warning(f"{self.event}_failed", reason=error, **self.facts)
-        if not error and self.failing:
+    def note(self, failure: str = "", reason: str = "") -> None:
+        """Record the outcome of an attempt: kind and reason of its failure, if it failed."""
+        if failure and failure != self.failure:
+            logger.warning(f"{self.event}_failed", reason=reason, **self.facts)
+        if not failure and self.failure:
             logger.info(f"{self.event}_recovered", **self.facts)
-        self.failing = bool(error)
+        self.failure = failure
 
 
 class _Target:
@@ -69,9 +69,9 @@ class _Target:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         outcome = "no answer in time" if self._thread.is_alive() else self._outcome
         if isinstance(outcome, str):
-            self._health.note(outcome)
+            self._health.note("read", outcome)
             return ()
-        self._health.note("")
+        self._health.note()
         return outcome
 
     def _run(self) -> None:
@@ -110,19 +110,18 @@ def scrape(
     if node:
         targets.append(_Target(host, {"host.name": host, **run}, Node().read))
     exporter = LoadExporter(to, token=token, timeout_s=timeout_s)
-    export_health = _Health("export", {"to": to})
+    export_health = _Health("export", {"endpoint": exporter.endpoint})
     due = time.monotonic()
     while True:
         deadline, time_ns = time.monotonic() + timeout_s, time.time_ns()
         for target in targets:
             target.start()
         readings = [(target.resource, target.finish(deadline)) for target in targets]
-        try:
-            exporter.send([each for each in readings if each[1]], time_ns)
-        except ScrapeError as error:
-            export_health.note(str(error))
+        trouble = exporter.send([each for each in readings if each[1]], time_ns)
+        if trouble is None:
+            export_health.note()
         else:
-            export_health.note("")
+            export_health.note(trouble[0], ": ".join(trouble))
         # After a slow scrape, the next one is due at the next multiple of the interval.
         due += interval_s * (1 + max(0.0, (time.monotonic() - due) // interval_s))
         time.sleep(max(0.0, due - time.monotonic()))
