@@ -1,4 +1,7 @@
-"""Three tasks of a user, done by clicks from the overview; each prints its duration."""
+"""Three tasks of a user, done by clicks from the overview.
+
+Each asserts the number of page loads and clicks that it takes, and prints its duration.
+"""
 
 import sys
 import time
@@ -12,13 +15,28 @@ RUN = "collapsed run"
 FALL, STEPS = 60, 100
 
 
+# Of a tab; a choice of an option counts as a click.
+COUNTS = """
+if (location.protocol === "http:") {
+  const count = (name) => sessionStorage.setItem(name, Number(sessionStorage.getItem(name)) + 1);
+  count("loads");
+  document.addEventListener("click", () => count("clicks"), true);
+  document.addEventListener("change", () => count("clicks"), true);
+}
+"""
+
+
 @contextmanager
-def timed(record_property, task):
+def done_within(watch, record_property, task, *, loads, clicks):
+    """Yield the overview; check the page loads and clicks from there to the end of the block."""
+    watch.context.add_init_script(COUNTS)
     began = time.monotonic()
-    yield
+    yield watch.go("/")
     seconds = time.monotonic() - began
     record_property(task, seconds)
     sys.stdout.write(f"{task}: {seconds:.1f} s\n")
+    counts = watch.page.evaluate("({...sessionStorage})")
+    assert (int(counts["loads"]), int(counts["clicks"])) == (loads, clicks)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +53,8 @@ def collapsed(job, otlp):
 
 
 def test_clicks_lead_to_the_cause_of_a_reward_drop(watched, collapsed, record_property):
-    watch = watched()
-    with timed(record_property, "find why the reward fell"):
-        page = watch.go("/")
+    task = "find why the reward fell"
+    with done_within(watched(), record_property, task, loads=3, clicks=2) as page:
         page.get_by_role("link", name="Alerts").click()
         page.locator("#raised a", has_text=RUN).first.click(timeout=40_000)
         reward, gap, entropy = (
@@ -59,9 +76,8 @@ def test_clicks_lead_to_the_cause_of_a_reward_drop(watched, collapsed, record_pr
 
 
 def test_clicks_lead_to_the_stuck_task_and_its_cause(watched, record_property):
-    watch = watched()
-    with timed(record_property, "find the stuck task"):
-        page = watch.go("/")
+    task = "find the stuck task"
+    with done_within(watched(), record_property, task, loads=2, clicks=1) as page:
         wait = page.locator("#waits li", has_text="lack advantages")
         expect(wait).to_contain_text("Task 'train'")
         wait.get_by_role("link", name="partition train").click()
@@ -71,12 +87,11 @@ def test_clicks_lead_to_the_stuck_task_and_its_cause(watched, record_property):
 
 
 def test_clicks_lead_to_the_first_diverging_token(watched, record_property):
-    watch = watched()
-    with timed(record_property, "show the first diverging token"):
-        page = watch.go("/")
+    task = "show the first diverging token"
+    with done_within(watched(), record_property, task, loads=4, clicks=4) as page:
         page.get_by_role("link", name="Samples", exact=True).click()
         page.get_by_label("Text stored").select_option("yes")
         page.get_by_role("button", name="Filter").click()
         page.locator("#newest tr", has_text=HOSTILE).first.get_by_role("link").first.click()
         banner = page.locator(".banner", has_text="First token whose log-probabilities")
-    expect(banner).to_contain_text("“w90 ” (token 90")
+        expect(banner).to_contain_text("“w90 ” (token 90")
