@@ -106,7 +106,8 @@ def _bulk_from_another_node(suffix: str, spread: bool = False) -> list[Cell]:
 def _own_api(call: str, processes: int) -> list[Cell]:
     name = f"tq_api.{call}_{processes}"
     durations = [Cell((f"{name}.{backend}_ms",)) for backend in ("simple", "packed")]
-    return [*durations, Cell((f"{name}.ratio_vs_packed",), spread=True)]
+    nothing = Cell((f"{name}.nothing_ms",) if call == "put" else ())
+    return [*durations, nothing, Cell((f"{name}.ratio_vs_packed",), spread=True)]
 
 
 def _journal(tokens: int) -> list[Cell]:

@@ -3,7 +3,8 @@
 ``python -m integration.benchmarks.transfer_queue_api`` starts one Ray per backend, each with a
 TransferQueue started by ``transfer_queue.init`` and four worker processes. In every round, one
 worker puts a batch and gets it back, then all four do so at once. The order of the backends is
-random each time. It prints durations and their ratios, and merges them into ``build/bench.json``.
+random each time. A third job stores nothing: its puts take what is TransferQueue's own. It prints
+durations and their ratios, and merges them into ``build/bench.json``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ import numpy as np
 from integration.benchmarks.results_file import Entry, merge_entries
 from integration.benchmarks.spawned import Spawned
 from integration.benchmarks.summary import Summary
-from integration.benchmarks.transfer_queue_job import CASE, CONFIGURATIONS, UNITS, WORKERS, serve
+from integration.benchmarks.transfer_queue_job import (
+    CASE,
+    CONFIGURATIONS,
+    NOTHING,
+    UNITS,
+    WORKERS,
+    serve,
+)
 
 SEED = 20_261
 
 
 def measure(rounds: int, warm_ups: int) -> dict[tuple[str, int, str], list[float]]:
     """Return the median seconds of the workers, per round, by backend, worker count and call."""
-    sides = {name: Spawned(name, serve, name) for name in CONFIGURATIONS}
+    sides = {name: Spawned(name, serve, name) for name in (*CONFIGURATIONS, NOTHING)}
     seconds: dict[tuple[str, int, str], list[float]] = {}
     order = random.Random(SEED)
     try:
@@ -66,6 +74,9 @@ def main() -> None:
                 f"packed {np.median(packed) * 1000:.1f} ms, {ratio.value:.1f} times as fast "
                 f"(IQR {ratio.spread:.1f})"
             )
+        nothing = seconds[NOTHING, count, "put"]
+        entries.append(Entry.ms(f"tq_api.put_{count}.nothing_ms", Summary.of(nothing)))
+        print(f"put by {count} at once, storing nothing: {np.median(nothing) * 1000:.1f} ms")
     merge_entries(options.json, entries)
 
 

@@ -6,16 +6,20 @@ Imports internals: importing the module registers the backend.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any  # Any: Ray handles have no static types
 
+import numpy as np
 import ray
 import transfer_queue as tq
 from integration.benchmarks.cases import FIELDS, QUICK_CASES, Batch, check_answer
 from integration.temporary_ray import temporary_ray
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 
 import dataplane_tq.storage.packed_bootstrap  # noqa: F401  # registers the backend
+from dataplane_tq.storage.packed_rows import Cells, RawStore
 
 WORKERS = 4
 UNITS = 2
@@ -23,13 +27,36 @@ CONFIGURATIONS = {
     "SimpleStorage": {"num_data_storage_units": UNITS},
     "PackedStorage": {"num_storage_units": UNITS, "global_segment_size": 1 << 30},
 }
+NOTHING = "nothing stored"
+"""Packed with puts that only report their rows to the controller: no backend's put is faster."""
 (CASE,) = QUICK_CASES
 
 
-class Worker:
-    """Process of a job that uses TransferQueue's key-value API."""
+def report_only(
+    store: RawStore,
+    partition_id: str,
+    indexes: Sequence[int],
+    data: TensorDict,
+    meta: Cells,
+    report: Callable[[Cells], None],
+) -> Cells:
+    """Replace `RawStore.put`: report the rows, but store nothing."""
+    cells = {str(name): np.zeros(len(indexes), np.int64) for name, _ in data.items()}
+    report(cells)
+    return cells
 
-    def __init__(self) -> None:
+
+class Worker:
+    """Process of a job that uses TransferQueue's key-value API.
+
+    Args:
+        stores: whether puts store their values.
+    """
+
+    def __init__(self, stores: bool) -> None:
+        self._stores = stores
+        if not stores:
+            RawStore.put = report_only  # type: ignore[method-assign]
         self._batch = Batch(CASE)
         self._batch.jagged  # noqa: B018  # built once, before the first put
         tq.init()
@@ -41,8 +68,14 @@ class Worker:
         return time.perf_counter() - started
 
     def get(self, partition: str) -> float:
-        """Get the batch, check it and clear the partition; return the seconds of the get."""
+        """Get the batch, check it and clear the partition; return the seconds of the get.
+
+        If nothing is stored, only clear.
+        """
         started = time.perf_counter()
+        if not self._stores:
+            tq.kv_clear(keys=self._batch.ids, partition_id=partition)
+            return 0.0
         answer = tq.kv_batch_get(keys=self._batch.ids, partition_id=partition)
         seconds = time.perf_counter() - started
         check_answer(self._batch, FIELDS, answer, system=partition)
@@ -51,16 +84,17 @@ class Worker:
 
 
 def serve(pipe: Connection, backend: str) -> None:
-    """Start a backend and its workers, and run the rounds that the pipe asks for.
+    """Start a backend, or `NOTHING`, and its workers, and run the rounds that the pipe asks for.
 
     A request is the round's number and how many workers take part. The answer is their seconds of
     the put and of the get.
     """
     with temporary_ray(num_cpus=16):
-        storage = {"storage_backend": backend, backend: CONFIGURATIONS[backend]}
+        name = "PackedStorage" if backend == NOTHING else backend
+        storage = {"storage_backend": name, name: CONFIGURATIONS[name]}
         tq.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": storage}))
         actor: Any = ray.remote(Worker)
-        workers = [actor.options(num_cpus=0.1).remote() for _ in range(WORKERS)]
+        workers = [actor.options(num_cpus=0.1).remote(backend != NOTHING) for _ in range(WORKERS)]
         ray.get([worker.__ray_ready__.remote() for worker in workers])
         pipe.send("ready")
         while (request := pipe.recv()) != "stop":
