@@ -114,8 +114,8 @@ def serve(
         typer.Option(
             min=1,
             max=_MAX_S,
-            help="Seconds after which an unclaimed sample or a claim counts as stuck. A run is late "
-            "after at least 60 s.",
+            help="Seconds after which an unclaimed sample or a claim counts as stuck. "
+            "A run is late after at least 60 s.",
         ),
     ] = 60.0,
     silent_after_s: Annotated[
