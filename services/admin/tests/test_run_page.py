@@ -34,6 +34,7 @@ def test_a_run_without_traces_is_shown_by_its_metrics(job, otlp, later):
     job.send(otlp.trace(run="older", step=1))
     later(90)
     job.send(otlp.run("started", "metrics"), otlp.curve([0.25, 0.5, 0.75], run="metrics"))
+    job.send(otlp.curve([0.5], run="metrics", name="eval_loss", first=3))  # no step
     for query in ("", "?run=metrics"):
         overview = job.client.get(f"/{query}").text
         assert re.search(r"<h1[^>]*>Running: step 2 reported \d+ s ago</h1>", overview)

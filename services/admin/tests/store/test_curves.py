@@ -66,6 +66,45 @@ def test_a_resume_drops_the_points_of_repeated_steps(job, otlp, late, at):
     assert (run["steps"], run["reward"]) == (at + 2, -2.0)
 
 
+@pytest.mark.parametrize("name", ["rl.validation.pass_rate", "eval_loss", "eval/x", "val-core/x"])
+@pytest.mark.parametrize("order", ["in order", "late", "at once"])
+def test_a_resume_retains_the_validation_of_its_checkpoint(job, otlp, name, order):
+    """A validation after N steps and the resume from their checkpoint both have the step N."""
+    now_s = otlp.start_ns / 1e9
+    validations = [
+        each
+        for step, value in ((20, 0.2), (40, 0.4), (60, 0.6))
+        for each in (
+            otlp.curve([value], name=name, first=step, at_s=step),
+            otlp.curve([now_s + step], name="rl.time", first=step, at_s=step),
+        )
+    ]
+    resumes = [
+        otlp.run("started", at_s=30, resumed_from=20),
+        otlp.run("started", at_s=70, resumed_from=40),
+    ]
+    job.send(otlp.curve([1.0] * 60), otlp.curve([now_s] * 60, name="rl.time"))
+    if order == "late":
+        requests = [*resumes, *validations]
+    elif order == "at once":
+        [_, second] = resumes
+        resumes[0].MergeFrom(second)
+        requests = [*validations, resumes[0]]
+    else:
+        requests = [*validations[:2], resumes[0], *validations[2:], resumes[1]]
+    for request in requests:
+        job.send(request)
+    known = curves(job)
+    assert known[name,]["values"] == [0.2, 0.4]
+    assert known["rl.reward.mean",]["steps"] == [*range(20)]
+
+
+def test_a_start_from_the_first_step_drops_its_validation(job, otlp):
+    job.send(otlp.curve([0.5], name="rl.validation.reward"), otlp.run("failed", at_s=5))
+    job.send(otlp.run("started", at_s=10))
+    assert curves(job) == {}
+
+
 def test_many_resumes_in_a_request_delete_each_curve_once(job, otlp):
     now_s = otlp.start_ns / 1e9
     job.send(

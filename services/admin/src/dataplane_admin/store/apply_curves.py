@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any  # Any: rows
 
@@ -14,7 +14,7 @@ from sqlalchemy import bindparam, delete, func, select
 from dataplane_admin.store.apply_runs import Resumes, apply_runs
 from dataplane_admin.store.batch import SeriesPoint
 from dataplane_admin.store.chunk import MAX_INT
-from dataplane_admin.store.read_curves import TIME
+from dataplane_admin.store.read_curves import TIME, is_validation
 from dataplane_admin.store.tables import (
     BLOCK,
     CurveBlockModel,
@@ -100,7 +100,10 @@ def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
 
 def _is_repeated(step: int, point: SeriesPoint, start: Any) -> bool:
     """Return whether a point is earlier than the last resume, which repeats its step."""
-    return start is not None and step >= start.resumed_from and 0 < point.time_ns < start.started_ns
+    if start is None or not 0 < point.time_ns < start.started_ns:
+        return False
+    first_step = start.resumed_from
+    return step >= (_next_step(first_step) if is_validation(point.name) else first_step)
 
 
 def _surplus(
@@ -133,24 +136,50 @@ def rewind_curves(work: Work, resumes: Resumes) -> None:
     Processes export independently: points of the resumed run may arrive before its start. They are
     retained if their steps have a later time.
     """
-    first_step = min(step for step, _ in resumes.starts)
-    of_run = CurveModel.run_id == resumes.run_id
+    # First the validations: this retains the times that decide on the other curves.
+    _delete_repeated(
+        work,
+        resumes.run_id,
+        [(_next_step(step), time_ns) for step, time_ns in resumes.starts],
+        of_validations=True,
+    )
+    _delete_repeated(work, resumes.run_id, resumes.starts, of_validations=False)
+
+
+def _next_step(first_step: int) -> int:
+    """Return the first step whose validation a resume repeats.
+
+    A resume does not repeat the validation of its checkpoint, which has its first step. The first
+    step 0 has no checkpoint.
+    """
+    return min(first_step + 1, MAX_INT) if first_step else 0
+
+
+def _delete_repeated(
+    work: Work, run_id: str, starts: Collection[tuple[int, int]], *, of_validations: bool
+) -> None:
+    first_step = min(step for step, _ in starts)
+    of_run = CurveModel.run_id == run_id
     query = select(CurveModel.__table__).where(of_run, CurveModel.last_step >= first_step)
     curves = work.connection.execute(query).all()
     times = [row for row in curves if row.name == TIME and row.attributes == "{}"]
+    chosen = [
+        row for row in curves if row not in times and is_validation(row.name) == of_validations
+    ]
+    if of_validations and not chosen:
+        return
     # The times of repeated steps are deleted first: the other curves retain the steps of the rest.
     for row in times:
         earlier = CurvePointModel.step.between(bindparam("first"), bindparam("last")) & (
             CurvePointModel.value.is_(None) | (CurvePointModel.value < bindparam("time_s"))
         )
-        _rewind(work, row, first_step, earlier, _repeated(resumes.starts))
+        _rewind(work, row, first_step, earlier, _repeated(starts))
     retained = select(CurvePointModel.step).where(
         CurvePointModel.curve.in_([row.id for row in times]), CurvePointModel.step >= first_step
     )
     repeated = (CurvePointModel.step >= first_step) & CurvePointModel.step.not_in(retained)
-    for row in curves:
-        if row not in times:
-            _rewind(work, row, first_step, repeated)
+    for row in chosen:
+        _rewind(work, row, first_step, repeated)
 
 
 def _repeated(starts: Iterable[tuple[int, int]]) -> list[dict[str, float]]:

@@ -57,7 +57,8 @@ _FROM_BLOCKS = (
 )
 
 
-_VALIDATION = "rl.validation."
+_VALIDATION_PREFIXES = ("rl.validation.", "eval_", "eval/", "val-")
+"""Prefixes of the metrics of validations, documented and as TRL, SkyRL and verl name them."""
 
 
 class NewestPoint(NamedTuple):
@@ -68,11 +69,17 @@ class NewestPoint(NamedTuple):
     updated_ns: int
 
 
+def is_validation(name: str) -> bool:
+    """Return whether a metric is of a validation, whose step is the next one to train."""
+    return name.startswith(_VALIDATION_PREFIXES)
+
+
 def read_newest_point(reader: Reader, run_id: str | None = None) -> NewestPoint | None:
     """Return the newest point of a run, by default of all runs; None without curves."""
     # A validation after the last step has a time, but is no step.
     query = select(CurveModel.run_id, CurveModel.last_step, CurveModel.updated_ns).where(
-        CurveModel.name != TIME, CurveModel.name.not_like(f"{_VALIDATION}%")
+        CurveModel.name != TIME,
+        *(~CurveModel.name.startswith(each, autoescape=True) for each in _VALIDATION_PREFIXES),
     )
     if run_id is not None:
         query = query.where(CurveModel.run_id == storable(run_id))
