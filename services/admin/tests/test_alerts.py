@@ -77,8 +77,11 @@ def test_a_failed_run_is_raised_until_it_resumes(alerted, otlp, later, now_s):
 
 @pytest.mark.parametrize("end", ["finished", "stopped", "failed"])
 def test_an_ended_run_raises_nothing(alerted, otlp, later, now_s, end):
-    job = alerted(rule("no_step", 600), rule("telemetry_lost", 600), rule("staleness", 1))
+    rules = [rule("telemetry_lost", 600), rule("staleness", 1), rule("blocked", 600)]
+    job = alerted(rule("no_step", 600), *rules, silent_after_s=2_000)
+    wait = {"wait": "w", "task": "train", "samples": 4}
     start_run(job, otlp, now_s)
+    job.send(otlp.log("waiting", at_s=now_s(), **wait))
     start_run(job, otlp, now_s, "other")
     job.send(otlp.run(end, at_s=now_s() + 1), otlp.curve([5.0], name="rl.staleness.mean"))
     later(700)

@@ -295,6 +295,22 @@ def test_wait_that_its_live_process_no_longer_repeats_has_ended(job, otlp, later
     assert len(job.get("why")) == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("end", ["finished", "stopped", "failed"])
+def test_an_ended_run_blocks_nothing_until_its_resumed_waits(job, otlp, end, late):
+    """Killed processes do not report the end of their waits."""
+    leftover = wait_now(otlp, service="killed", report_every_s=30)
+    ended = otlp.run(end, at_s=1, error="OSError")
+    job.send(otlp.trace(), otlp.run("started"), otlp.gauge("killed"))
+    job.send(*([ended, leftover] if late else [leftover, ended]), wait_now(otlp, run="another"))
+    assert [wait["run_id"] for wait in job.get("why")] == ["another"]
+    assert re.search(f">Run {end}[^<]*; step 0 finished", job.client.get("/?run=run").text)
+    job.send(otlp.run("started", at_s=2, resumed_from=1))
+    assert late or job.get("why", run="run") == []
+    job.send(wait_now(otlp, wait="resumed", service="resumed"))
+    assert "resumed" in [wait["process"] for wait in job.get("why", run="run")]
+
+
 def test_waits_of_one_run_do_not_displace_anothers(job, otlp):
     job.send(wait_now(otlp, run="small"))
     job.send(*(wait_now(otlp, run="big", service=f"rollout {rank}") for rank in range(220)))

@@ -12,10 +12,10 @@ from dataplane_admin import models
 from dataplane_admin.pages import words
 from dataplane_admin.service import AdminService
 from dataplane_admin.service.pace import Pace
+from dataplane_admin.store.apply_runs import ENDED
 from dataplane_admin.store.read_curves import NewestPoint
 
 _RUNS = 5
-_ENDED = ("finished", "stopped", "failed")
 _MAX_ERROR = 120
 
 
@@ -85,7 +85,7 @@ def headline(
         last = f"{what} finished {words.ago(newest.since_s)} ago"
         progress = f"{what} finished in {words.duration(step.seconds)}"
     if last:
-        if run is not None and run.state in _ENDED:
+        if run is not None and run.state in ENDED:
             reason = f": {run.error[:_MAX_ERROR]}" if run.error else ""
             return "quiet", f"Run {run.state}{reason}; {last}"
         if not is_moving:

@@ -14,7 +14,8 @@ from dataplane_admin.store.tables import RunModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
-_ENDED = ("finished", "stopped", "failed")
+ENDED = ("finished", "stopped", "failed")
+"""States of a run that reported its end."""
 
 _STATES = select(RunModel.run_id, RunModel.state, RunModel.state_ns, RunModel.started_ns).where(
     RunModel.run_id.in_(WANTED)
@@ -86,7 +87,7 @@ def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resu
         starts = []
         for time_ns, change in sorted(changes[run_id], key=itemgetter(0)):
             first_step = change.resumed_from
-            if first_step is None and values["state"] in _ENDED and time_ns > values["state_ns"]:
+            if first_step is None and values["state"] in ENDED and time_ns > values["state_ns"]:
                 first_step = 0
             if time_ns >= values["state_ns"]:
                 values |= {"state": change.state, "state_ns": time_ns}

@@ -16,6 +16,7 @@ from typing import Any  # Any: rows
 
 from sqlalchemy import Connection, case, func, select
 
+from dataplane_admin.store.apply_runs import ENDED
 from dataplane_admin.store.compressed import expand
 from dataplane_admin.store.lives import EVENT_NAME
 from dataplane_admin.store.packed import names_any, pack_blocks, unpack_block, unpack_keys
@@ -46,6 +47,7 @@ _MAX_WAITS = 200
 _FEW_EVENTS = 2_000
 _SAMPLES = "dataplane.samples"
 _WITHDRAWN = "dataplane.withdrawn"
+_ENDS = ("run_finished", "run_stopped", "run_failed")
 
 
 def read_wait_records(
@@ -59,7 +61,8 @@ def read_wait_records(
 
     Of more than 200 waits, those of live processes are preferred, then the newest. A process counts
     as silent after ``silent_after_s`` seconds without telemetry in which a service ran. A wait that
-    its live process no longer repeats is finished: the event of its end was lost.
+    its live process no longer repeats is finished: the event of its end was lost. So are the waits
+    of an ended run, and those last reported before the end of a run that was resumed.
     """
     open_waits = (
         select(
@@ -79,7 +82,7 @@ def read_wait_records(
         open_waits = open_waits.where(PlaceModel.run_id == storable(run_id))
     newest = select(EventModel.record).order_by(EventModel.id.desc()).limit(1)
     with reader.connect() as connection:
-        waits = connection.execute(open_waits).all()
+        waits = _without_ended(connection, connection.execute(open_waits).all())
         after_ns = int(silent_after_s * 1e9)
         silent = _silent(connection, waits, after_ns, downtime)
         now_ns = time.time_ns()
@@ -106,6 +109,31 @@ def read_wait_records(
     last_ns = max(newest_event.time_ns, *(event.time_ns for event in events))
     events.append(replace(newest_event, name="", time_ns=last_ns))
     return WaitRecords(events=events, silent=silent)
+
+
+def _without_ended(connection: Connection, waits: Sequence[Any]) -> list[Any]:
+    """Return the waits that no end of their run finished.
+
+    Ids of events grow in order of arrival: clocks of hosts disagree.
+    """
+    ended: set[str] = set()
+    last_end: dict[str, int] = {}
+    ends = (
+        select(PlaceModel.run_id, func.max(EventModel.id).label("event_id"))
+        .join(EventModel, EventModel.place_id == PlaceModel.id)
+        .where(PlaceModel.partition == "", EventModel.name.in_(_ENDS))
+        .group_by(PlaceModel.run_id)
+    )
+    for group in in_groups({row.run_id for row in waits}):
+        of_group = select(RunModel.run_id).where(RunModel.run_id.in_(group))
+        ended.update(connection.scalars(of_group.where(RunModel.state.in_(ENDED))))
+        for row in connection.execute(ends.where(PlaceModel.run_id.in_(group))):
+            last_end[row.run_id] = row.event_id
+    return [
+        row
+        for row in waits
+        if row.run_id not in ended and row.event_id > last_end.get(row.run_id, 0)
+    ]
 
 
 def _silent(
