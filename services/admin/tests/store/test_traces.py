@@ -1,6 +1,7 @@
 """Lists of runs, steps and traces on both databases."""
 
 import os
+import re
 
 import pytest
 from sqlalchemy import Engine, create_engine, event
@@ -102,6 +103,26 @@ def test_a_repeated_step_counts_once(job, otlp):
     assert ranges(job, "a") == [(2, 3, 0), (1, 4, 0)]
     assert ranges(job, "b") == [(7, 2, 0)]
     assert {run["run_id"]: run["steps"] for run in job.get("runs")["runs"]} == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_that_a_resume_discards_do_not_count(job, otlp, late):
+    """One repeated step joins the trace of its earlier attempt, another begins before the resume."""
+    joined = os.urandom(16)
+    first = [otlp.trace(step=step, start_s=step, seconds=9) for step in range(60)]
+    first[21] = otlp.trace(joined, step=21, start_s=21, seconds=9)
+    resume = otlp.run("started", at_s=100, resumed_from=20)
+    steps = [20, 22, 23, 24]  # the first began before the start of the run was recorded
+    again = [otlp.trace(step=step, start_s=79.5 + step, seconds=2) for step in steps]
+    again.append(otlp.trace(joined, step=21, start_s=110, seconds=1))
+    killed = otlp.trace(step=25, start_s=70, root=False)
+    job.send(*first, killed, otlp.run("started"), otlp.curve([1.0] * 25))
+    job.send(*([*again, resume] if late else [resume, *again]))
+    [run] = job.get("runs")["runs"]
+    answer = job.get("run/steps", run="run", ranges=1)
+    assert (run["steps"], answer["steps"], answer["ranges"][0]["last_step"]) == (25, 25, 24)
+    [sentence] = re.findall(r"<h1>(.*?)</h1>", job.client.get("/run?run=run").text)
+    assert " in steps 22 to 24, 9.00 s in steps 0 to 1" in sentence
 
 
 def test_the_newest_run_with_a_finished_step_is_the_default(job, otlp):

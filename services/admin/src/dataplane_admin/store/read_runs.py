@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any  # Any: rows
 
-from sqlalchemy import and_, case, func, select
+from sqlalchemy import and_, case, func, or_, select
 
 from dataplane_admin.models import Run, RunDetail
 from dataplane_admin.store.read_curves import TIME
@@ -33,6 +33,16 @@ _CURVES = (
     .group_by(CurveModel.run_id)
     .subquery()
 )
+IS_RETAINED = or_(
+    RunModel.resumed_from.is_(None),
+    TraceModel.step < RunModel.resumed_from,
+    TraceModel.end_ns == 0,
+    TraceModel.end_ns >= RunModel.started_ns,
+)
+"""Condition of the traces whose steps the last resume of their run does not discard.
+
+A step that the resumed run repeats may begin before the start is reported, or join the trace of an
+earlier attempt. So the end of the trace counts."""
 # Counts steps as `read_run_steps` does, and unfinished ones as well.
 _NAMED = case((TraceModel.name == ROOT, TraceModel.step))
 _TRACED = (
@@ -41,7 +51,7 @@ _TRACED = (
             func.nullif(func.count(_NAMED.distinct()), 0), func.count(TraceModel.step.distinct())
         )
     )
-    .where(TraceModel.run_id == RunModel.run_id)
+    .where(TraceModel.run_id == RunModel.run_id, IS_RETAINED)
     .scalar_subquery()
 )
 _RUNS = select(

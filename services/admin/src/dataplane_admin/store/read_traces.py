@@ -12,7 +12,7 @@ from dataplane_admin.models import TraceFacts
 from dataplane_admin.store.apply_logs import is_full
 from dataplane_admin.store.chunk import digests_in
 from dataplane_admin.store.compressed import expand_all
-from dataplane_admin.store.read_runs import NEWEST_RUN
+from dataplane_admin.store.read_runs import IS_RETAINED, NEWEST_RUN
 from dataplane_admin.store.reader import EVENT_COLUMNS, Reader, trace_bytes
 from dataplane_admin.store.rows import StepRow, TraceCursor, TraceFilter
 from dataplane_admin.store.tables import EventModel, LinkModel, LogModel, RunModel, TraceModel
@@ -45,8 +45,9 @@ def read_run_with_steps(reader: Reader) -> str | None:
 def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRow], bool]:
     """Return the newest finished steps of a run in order of arrival, and whether older ones exist.
 
-    Of a repeated step, such as after a resume, the last repetition counts. If the run has traces
-    named `ROOT`, only these are steps: others, such as a validation, may have a step's number too.
+    Of a repeated step, the last repetition counts; steps that the last resume discards do not. If
+    the run has traces named `ROOT`, only these are steps: others, such as a validation, may have a
+    step's number too.
     """
     ended = (TraceModel.run_id == storable(run_id), *_ENDED)
     named = exists().where(*ended, TraceModel.name == ROOT)
@@ -61,7 +62,8 @@ def read_run_steps(reader: Reader, run_id: str, limit: int) -> tuple[list[StepRo
             TraceModel.arrival,
             place.label("place"),
         )
-        .where(*ended, or_(TraceModel.name == ROOT, ~named))
+        .outerjoin(RunModel, RunModel.run_id == TraceModel.run_id)
+        .where(*ended, IS_RETAINED, or_(TraceModel.name == ROOT, ~named))
         .subquery()
     )
     query = (
