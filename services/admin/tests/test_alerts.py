@@ -199,6 +199,14 @@ def test_a_collapsed_reward_is_raised_and_cleared(alerted, otlp):
     until(lambda: cleared(job) == [("reward-collapsed", "run")])
 
 
+def test_labelled_curves_do_not_hide_the_reward_of_a_run(alerted, otlp):
+    job = alerted(rule("reward_collapsed", 0.5))
+    for number in range(20):
+        job.send(otlp.curve([1.0] * 30, **{"rl.component": f"part {number}"}))
+    job.send(otlp.curve([1.0] * 20 + [0.1] * 10))
+    until(lambda: raised(job) == [("reward-collapsed", "run")])
+
+
 def test_a_noisy_reward_has_not_collapsed(alerted, otlp):
     job = alerted(rule("reward_collapsed", 0.5))
     job.send(otlp.curve([(step * 7919 % 11) / 50 - 0.1 for step in range(200)]))

@@ -63,7 +63,8 @@ def test_the_heading_says_how_reward_and_duration_changed(job, otlp):
     job.send(*(otlp.trace(step=step, seconds=1 + step // 10) for step in range(20)))
     heading = "teps are 100 % slower: 2.00 s in steps 18 to 19, 1.00 s in steps 0 to 1</h1>"
     assert f"<h1>S{heading}" in job.client.get("/run?run=run").text
-    job.send(otlp.curve([8.0] * 20, **{"rl.component": "format"}))
+    for part in range(20):
+        job.send(otlp.curve([8.0] * 20, **{"rl.component": f"part {part}"}))
     job.send(otlp.curve([float(step) for step in range(20)]))
     expected = f"<h1>Mean reward rose from 0.5 to 18.5; s{heading}"
     assert expected in job.client.get("/run?run=run").text

@@ -86,6 +86,25 @@ def test_the_overview_draws_the_metrics_of_the_newest_run(job_of, otlp):
     assert re.findall(r'aria-label="([^"]+) over all steps"', page) == ["Reward", "KL divergence"]
 
 
+def test_labelled_curves_hide_no_metric_of_all_samples(job_of, otlp):
+    job = job_of()
+    names = ["rl.entropy", "rl.reward.mean", "rl.response.length"]
+    for part in range(30):
+        for name in names:
+            job.send(otlp.curve([8.0, 9.0], name=name, **{"rl.component": f"part {part:02}"}))
+    job.send(otlp.curve([4.0, 5.0], name="rl.loss"))
+    for name in names[:2]:
+        job.send(otlp.curve([1.0, 2.0], name=name))
+    job.send(otlp.trace(step=1))
+    page = job.client.get("/").text
+    tiles = re.findall(r"<small>step 1</small></dt><dd><a [^>]+>(.+?)</a>", page)
+    titles = re.findall(r'aria-label="([^"]+) over all steps"', page)
+    expected = {"Reward": "2", "Loss": "5", "Entropy": "2", "Response length": "9"}
+    assert dict(zip(titles, tiles, strict=True)) == expected
+    panel = job.client.get("/run?run=run").text.partition('data-curve="rl.entropy"')[2]
+    assert panel.index(">2</output>") < panel.index("part 00")
+
+
 def test_the_overview_names_a_run_without_metrics(job_of, otlp):
     job = job_of()
     job.send(otlp.trace(step=2))

@@ -243,6 +243,7 @@ def test_reduced_and_sparse_curves_have_the_same_axis(job, otlp):
     job.send(otlp.run("started", "a"), otlp.run("started", "b"))
     start_s = otlp.start_ns / 1e9
     job.send(otlp.curve([start_s + step for step in range(2000)], run="a", name="rl.time"))
+    job.send(otlp.curve([start_s] * 9, run="a", name="rl.time", **{"rl.component": "x"}))
     job.send(otlp.curve([float(step) for step in range(2000)], run="a"))
     job.send(otlp.curve([1000.0], first=1000, run="a", name="rl.validation.reward"))
     by_time = compared(job, axis="time", max_points=25)

@@ -107,13 +107,12 @@ def test_a_repeated_step_counts_once(job, otlp):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_steps_that_a_resume_discards_do_not_count(job, otlp, late):
-    """One repeated step joins the trace of its earlier attempt, another begins before the resume."""
+    """One repeated step joins its earlier trace, another begins before the resume is recorded."""
     joined = os.urandom(16)
     first = [otlp.trace(step=step, start_s=step, seconds=9) for step in range(60)]
     first[21] = otlp.trace(joined, step=21, start_s=21, seconds=9)
     resume = otlp.run("started", at_s=100, resumed_from=20)
-    steps = [20, 22, 23, 24]  # the first began before the start of the run was recorded
-    again = [otlp.trace(step=step, start_s=79.5 + step, seconds=2) for step in steps]
+    again = [otlp.trace(step=step, start_s=79.5 + step, seconds=2) for step in (20, 22, 23, 24)]
     again.append(otlp.trace(joined, step=21, start_s=110, seconds=1))
     killed = otlp.trace(step=25, start_s=70, root=False)
     job.send(*first, killed, otlp.run("started"), otlp.curve([1.0] * 25))

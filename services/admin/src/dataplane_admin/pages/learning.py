@@ -137,14 +137,14 @@ def _learning(points: Link, panels: Sequence[Panel]) -> Learning:
 
 def learning_tiles(service: AdminService, run: str) -> list[Tile]:
     """Return the main metrics of a run that have two points or more."""
-    by_name: dict[str, models.Curve] = {}
-    limit = 4 * len(_SPARKS)
-    for curve in service.store.curves(run, names=_SPARKS, max_points=_SPARK_POINTS, limit=limit):
-        # A curve without attributes is the metric of all samples.
-        if curve.name not in by_name or not curve.attributes:
-            by_name[curve.name] = curve
+    store = service.store
     tiles = []
-    for curve in (by_name[name] for name in _SPARKS if name in by_name):
+    for name in _SPARKS:
+        # The first curve has no attributes, if there is such a curve.
+        curves = store.curves(run, names=[name], max_points=_SPARK_POINTS, limit=1)
+        if not curves:
+            continue
+        [curve] = curves
         known = [value for value in curve.values if value is not None]
         trend = marks.trend(known, base=min(known, default=0.0))
         if trend is not None:

@@ -133,7 +133,7 @@ def _rewards(service: AdminService, steps: models.RunSteps) -> list[float]:
             first_step=part.first_step,
             last_step=part.last_step,
             max_points=_COLUMNS,
-            limit=10,
+            limit=1,
         )
         of_run = next((curve.values for curve in curves if not curve.attributes), [])
         values = [value for value in of_run if value is not None]

@@ -133,7 +133,7 @@ def _rewards(store: Store, run_id: str, last_step: int) -> list[float]:
         first_step=max(0, last_step - _MAX_REWARDS + 1),
         last_step=last_step,
         max_points=_MAX_REWARDS,
-        limit=10,
+        limit=1,
     )
     of_run = next((curve for curve in curves if not curve.attributes), None)
     values: Sequence[float | None] = () if of_run is None else of_run.values

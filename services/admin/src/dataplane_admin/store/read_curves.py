@@ -89,7 +89,7 @@ def read_newest_point(reader: Reader, run_id: str | None = None) -> NewestPoint 
 
 
 def read_curve_facts(reader: Reader, run_id: str) -> list[CurveFacts]:
-    """Return the curves of a run without their points, by name and attributes."""
+    """Return the curves of a run without their points, by name, those without attributes first."""
     rows = reader.rows(_curves(run_id, None).limit(_MAX_FACTS))
     return [CurveFacts.of(row, attributes=json.loads(row.attributes)) for row in rows]
 
@@ -106,7 +106,8 @@ def read_curves(
 ) -> list[Curve]:
     """Return curves of a run, each down-sampled to about ``max_points`` points.
 
-    A longer curve is divided into buckets of equally many steps.
+    A longer curve is divided into buckets of equally many steps. The order is that of
+    `read_curve_facts`.
 
     Args:
         first_step: first step; None for the smallest first step of the curves.
@@ -126,7 +127,8 @@ def _curves(run_id: str, names: Sequence[str] | None) -> Any:
     query = select(CurveModel.__table__).where(CurveModel.run_id == storable(run_id))
     if names is not None:
         query = query.where(CurveModel.name.in_([storable(name) for name in names]))
-    return query.order_by(CurveModel.name, CurveModel.attributes)
+    # A curve without attributes is the metric of all samples: no limit may cut it off.
+    return query.order_by(CurveModel.name, CurveModel.attributes != "{}", CurveModel.attributes)
 
 
 def _curve(connection: Any, row: Any, first: int, last: int, max_points: int) -> Curve:
