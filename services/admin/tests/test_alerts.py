@@ -58,6 +58,21 @@ def test_no_step_is_raised_and_cleared_by_a_step(alerted, otlp, later, now_s):
     assert entries[1]["outcome"].startswith("raised: no step finished for 11 min")
 
 
+@pytest.mark.parametrize("has_start", [True, False])
+@pytest.mark.parametrize("ahead_s", [21_600, -21_600])
+def test_no_step_ignores_the_clock_of_a_run(alerted, otlp, later, now_s, has_start, ahead_s):
+    job = alerted(rule("no_step", 600), silent_after_s=2_000)
+    at_s = now_s() + ahead_s
+    if has_start:
+        job.send(otlp.run("started", at_s=at_s))
+    else:
+        job.send(otlp.trace(step=0, start_s=at_s))
+    evaluate(job)
+    assert raised(job) == []
+    later(700)
+    until(lambda: raised(job) == [("no-step", "run")])
+
+
 def test_a_failed_run_is_raised_until_it_resumes(alerted, otlp, later, now_s):
     job = alerted(rule("run_failed", None))
     for run in ("run", "other"):
@@ -452,37 +467,3 @@ def test_an_evaluation_that_fails_is_counted_and_repeated(alerted, otlp, monkeyp
     assert "dataplane_admin_alert_evaluation_failures_total" in job.client.get("/metrics").text
     monkeypatch.undo()
     until(lambda: raised(job) == [("staleness", "run")])
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("rules: [{name: a, kind: no_stp, bound: 1}]", "rules.0.kind: found 'no_stp'"),
-        ("rules: [{name: a, kind: no_step, bound: -1}]", "rules.0.bound: found '-1'"),
-        ("rules: [{name: a, kind: no_step, bound: '9'}]", "rules.0.bound: found '9'"),
-        ("rules: [{name: a, kind: no_step}]", "rules.0.bound: missing"),
-        ("rules: [{name: a, kind: metric, metric: m}]", "expected metric, and either above or"),
-        ("rules: [{name: a, kind: metric, above: 1}]", "expected metric, and either above or"),
-        ("rules: [{name: a, kind: metric, metric: m, bound: 1}]", "the kind metric has none"),
-        ("rules: [{name: a, kind: staleness, bound: 1, below: 1}]", "has no metric, above and"),
-        ("rules: [{name: a, kind: not_finite, bound: 1}]", "kind not_finite has none"),
-        ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a fraction below 1"),
-        ("rules: [{name: a, kind: staleness, bound: 1, rums: b}]", "rules.0.rums: unknown key"),
-        (
-            "rules: [{name: a, kind: staleness, bound: 1}, {name: a, kind: staleness, bound: 2}]",
-            "the name 'a' is used twice",
-        ),
-        ("webhooks: [{name: a, url: 'file:///etc/passwd', secret_env: A}]", "expected http://"),
-        ("webhooks: [{name: a, url: 'http://b'}]", "expected either secret_file or secret_env"),
-        ("webhooks: [{name: a, url: 'http://b', secret_env: A}]", "webhook a: secret_env 'A'"),
-        ("- a", "found list; expected a mapping"),
-        ("a: [", "not valid YAML"),
-    ],
-)
-def test_a_wrong_file_is_refused_at_start(refused, tmp_path, text, problem):
-    (tmp_path / "alerts.yaml").write_text(text)
-    status, errors = refused("--alert-rules", str(tmp_path / "alerts.yaml"))
-    assert status == 2
-    assert errors.startswith("dataplane-admin: --alert-rules: ")
-    assert errors.count("\n") == 1
-    assert problem in errors

@@ -61,7 +61,6 @@ def facts_of(
                 RunFacts(
                     run_id=run.run_id,
                     seen_s=max(0, now_ns - run.seen_ns) / 1e9,
-                    # A sender's clock may be ahead.
                     step_s=max(0, now_ns - max(run.start_ns, run.step_ns)) / 1e9,
                     late_after_s=limits[run.run_id].late_after_s,
                     reports_end=run.reports_end,

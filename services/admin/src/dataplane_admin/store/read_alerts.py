@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import case, func, select
+from sqlalchemy import Connection, func, select
 
 from dataplane_admin.models import Alert
 from dataplane_admin.store.read_runs import NEWEST_RUN
@@ -15,7 +15,9 @@ from dataplane_admin.store.reader import Reader
 from dataplane_admin.store.tables import (
     AlertModel,
     CurveModel,
+    EventModel,
     NotificationModel,
+    PlaceModel,
     RunModel,
     TraceModel,
 )
@@ -40,11 +42,12 @@ _STEP_NS = (
 
 @dataclass(frozen=True)
 class UnfinishedRun:
-    """A run without a reported end; times are nanoseconds since 1970 by this service's clock.
+    """A run without a reported end; times are nanoseconds since 1970, at which records arrived.
 
     Attributes:
         seen_ns: time of its last record.
-        start_ns: start, or last resume, by the sender's clock.
+        start_ns: time of its start or last resume; if neither it nor a step is stored, time of its
+            first record by the sender's clock.
         step_ns: time of its last finished step, or of a newer point of a curve; 0 without both.
         reports_end: whether it reported its start, and so reports its end.
         curves: last step and time of the last change of its metrics, by name.
@@ -72,7 +75,7 @@ def read_unfinished_runs(
         select(
             RunModel.run_id,
             RunModel.updated_ns,
-            case((RunModel.started_ns > 0, RunModel.started_ns), else_=RunModel.first_ns),
+            RunModel.first_ns,
             func.coalesce(_STEP_NS, 0),
             RunModel.state,
         )
@@ -84,6 +87,7 @@ def read_unfinished_runs(
         rows = connection.execute(query).all()
         ids = [row[0] for row in rows]
         of_runs = CurveModel.run_id.in_(ids)
+        started = _started(connection, ids)
         newest_points = connection.execute(
             select(CurveModel.run_id, func.max(CurveModel.updated_ns))
             .where(of_runs)
@@ -112,18 +116,36 @@ def read_unfinished_runs(
             key = storable(f"{name}{{{named}}}")
         changed[run_id][key] = last_step, updated_ns
         last[run_id][key] = math.nan if value is None else value
-    return [
-        UnfinishedRun(
-            run_id=run_id,
-            seen_ns=seen_ns,
-            start_ns=start_ns,
-            step_ns=max(step_ns, newest.get(run_id, 0)),
-            reports_end=state == "running",
-            curves=changed[run_id],
-            last=last[run_id],
+    unfinished = []
+    for run_id, seen_ns, first_ns, trace_ns, state in rows:
+        step_ns = max(trace_ns, newest.get(run_id, 0))
+        unfinished.append(
+            UnfinishedRun(
+                run_id=run_id,
+                seen_ns=seen_ns,
+                start_ns=started.get(run_id, 0 if step_ns else first_ns),
+                step_ns=step_ns,
+                reports_end=state == "running",
+                curves=changed[run_id],
+                last=last[run_id],
+            )
         )
-        for run_id, seen_ns, start_ns, step_ns, state in rows
-    ]
+    return unfinished
+
+
+def _started(connection: Connection, run_ids: Sequence[str]) -> dict[str, int]:
+    """Return when the last start or resume of each run arrived; omit runs without one."""
+    arrivals = (
+        select(PlaceModel.run_id, func.max(EventModel.received_ns).label("time_ns"))
+        .join(EventModel, EventModel.place_id == PlaceModel.id)
+        .where(
+            PlaceModel.run_id.in_(run_ids),
+            PlaceModel.partition == "",
+            EventModel.name == "run_started",
+        )
+        .group_by(PlaceModel.run_id)
+    )
+    return {row.run_id: row.time_ns for row in connection.execute(arrivals)}
 
 
 def read_failed_runs(reader: Reader, *, since_ns: int) -> dict[str, str]:
