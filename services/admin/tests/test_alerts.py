@@ -54,7 +54,7 @@ def test_no_step_is_raised_and_cleared_by_a_step(alerted, otlp, later, now_s):
         ("clear-alert", "run"),
         ("raise-alert", "run"),
     ]
-    assert entries[0]["outcome"].startswith("cleared: below the bound: no step finished for ")
+    assert entries[0]["outcome"].startswith("cleared: within the bound: no step finished for ")
     assert entries[1]["outcome"].startswith("raised: no step finished for 11 min")
 
 
@@ -254,6 +254,8 @@ def test_dropped_telemetry_is_raised_until_the_run_restarts(alerted, otlp, now_s
     assert alert["sentence"] == "its processes dropped 2 events, 7 spans"
     job.send(otlp.run("started", at_s=now_s() + 1, resumed_from=3))  # by other processes
     until(lambda: cleared(job) == [("telemetry-dropped", "run")])
+    outcome = job.all("audit", "entries")[0]["outcome"]
+    assert outcome == "cleared: within the bound: its processes dropped nothing"
 
 
 def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
@@ -347,8 +349,7 @@ def test_any_metric_is_raised_and_cleared(alerted, otlp, side, values):
         job.send(otlp.curve([value], **named))
         evaluate(job)
     assert sorted(cleared(job)) == [("metric", "run"), ("of-one", "run")]
-    other = "below" if side == "above" else "above"
-    assert job.all("audit", "entries")[0]["outcome"].startswith(f"cleared: {other} the bound: ")
+    assert job.all("audit", "entries")[0]["outcome"].startswith("cleared: within the bound: ")
 
 
 def test_a_value_that_is_not_finite_is_raised_and_cleared(alerted, otlp):

@@ -75,12 +75,12 @@ def test_raised_and_cleared_alerts_are_sent_signed(job_of, otlp, receiver, tmp_p
     assert {body["url"] for body in bodies} == {url}
     time_s = datetime.fromtimestamp(alert["raised_ns"] // 10**9, UTC)
     subject = "for run a&amp;&lt;!channel&gt;"
-    figures = f"value 9, bound 4, since {time_s:%Y-%m-%d %H:%M:%S} UTC. {url}"
+    figures = f"9, bound 4, since {time_s:%Y-%m-%d %H:%M:%S} UTC. {url}"
     assert [body["text"] for body in bodies] == [
         f"staleness (warning) raised {subject}: the mean staleness is 9 versions at the newest "
-        f"step; {figures}",
-        f"staleness (warning) cleared {subject}: below the bound: the mean staleness is 1 "
-        f"versions at the newest step; {figures}",
+        f"step; value {figures}",
+        f"staleness (warning) cleared {subject}: within the bound: the mean staleness is 1 "
+        f"versions at the newest step; value before clearing {figures}",
     ]
     assert status(job) == {
         "name": "chat", "pending": 0, "error": "", "delivered": 2, "failed": 0, "dropped": 0

@@ -127,7 +127,7 @@ class Decision:
 
     Attributes:
         cleared: alerts that end, each with the reason.
-        kept: raised alerts whose value is still above the bound, with the newest value.
+        kept: raised alerts whose value is still beyond the bound, with the newest value.
         since: start of each condition that has not lasted long enough yet, nanoseconds since 1970.
     """
 
@@ -165,8 +165,7 @@ def decide(
             if known and measure.is_beyond and lasts(measure):
                 raised.append(measure)
         elif measure.is_within and lasts(measure):
-            side = "above" if measure.is_minimum else "below"
-            cleared.append((alert, f"{side} the bound: {measure.sentence}"))
+            cleared.append((alert, f"within the bound: {measure.sentence}"))
         elif measure.is_beyond:
             kept.append((alert, measure))
     silent = {wait.run_id for wait in facts.waits if wait.silent_s is not None}
@@ -246,7 +245,8 @@ def _of_run(rule: Rule, run: RunFacts) -> Iterator[Measure]:
                 yield of(run.seen_s, f"no telemetry for {duration(run.seen_s)}")
         case "telemetry_dropped":
             counts = [f"{count} {name}" for name, count in sorted(run.dropped.items())]
-            yield of(float(sum(run.dropped.values())), f"its processes dropped {', '.join(counts)}")
+            what = ", ".join(counts) or "nothing"
+            yield of(float(sum(run.dropped.values())), f"its processes dropped {what}")
         case "reward_collapsed":
             collapse = _collapse(run.rewards)
             if collapse is not None:

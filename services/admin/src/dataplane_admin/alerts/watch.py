@@ -173,7 +173,8 @@ def _text(alert: models.Alert, reason: str) -> str:
     if alert.run_id and alert.subject:
         subject += f" {alert.subject}"
     value, bound = (_figure(alert.kind, each) for each in (alert.value, alert.bound))
-    figures = "" if alert.kind == "run_failed" else f"; value {value}, bound {bound}"
+    of_value = "value before clearing" if reason else "value"
+    figures = "" if alert.kind == "run_failed" else f"; {of_value} {value}, bound {bound}"
     since = datetime.fromtimestamp(alert.raised_ns // 10**9, UTC)
     text = (
         f"{alert.name} ({alert.severity}) {'cleared' if reason else 'raised'} for {subject}: "
