@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from dataplane_admin import Retention
+from dataplane_admin.models import AuditEntry
 from dataplane_admin.store import Store
 
 TIMEOUT_S = 20.0
@@ -235,3 +236,15 @@ def test_a_limit_of_zero_is_refused():
         Retention(max_bytes=0)
     with pytest.raises(ValueError, match="max_age_s=-1"):
         Retention(max_age_s=-1)
+
+
+def test_entries_of_alerts_displace_older_ones_and_no_actions(store, monkeypatch):
+    monkeypatch.setattr("dataplane_admin.store.apply.MAX_ENTRIES", 5)
+    for number in range(20):
+        for actor in ("alerts", "token") if number < 3 else ("alerts",):
+            facts = {"actor": actor, "action": "x", "target": "run", "outcome": f"{number}"}
+            store.record_action(AuditEntry(id=0, time_ns=number, parameters={}, **facts))
+    entries, _ = store.audit(limit=100)
+    shown = [(entry.actor, entry.outcome) for entry in entries]
+    actions = [("token", f"{number}") for number in (2, 1, 0)]
+    assert shown == [("alerts", f"{number}") for number in range(19, 14, -1)] + actions

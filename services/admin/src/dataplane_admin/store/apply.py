@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
+from sqlalchemy import delete, select
+
 from dataplane_admin.models import AuditEntry
 from dataplane_admin.store.apply_curves import apply_curves
 from dataplane_admin.store.apply_events import apply_events
@@ -21,6 +23,11 @@ from dataplane_admin.store.batch import Batch, WriteResult
 from dataplane_admin.store.tables import AuditModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import Work
+
+ALERTS = "alerts"
+"""Actor of the entries of the audit log about alerts."""
+MAX_ENTRIES = 100_000
+"""Maximum number of entries of the audit log about alerts, and of those about actions."""
 
 
 def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
@@ -54,7 +61,12 @@ def apply(work: Work, batches: Sequence[Batch]) -> list[WriteResult]:
 
 
 def apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
-    """Append entries to the audit log."""
+    """Append entries to the audit log, and delete its oldest entries.
+
+    The newest `MAX_ENTRIES` of alerts, and as many of actions, are retained: an alert that is
+    raised and cleared all the time must not displace the actions.
+    """
+    entries = list(entries)
     work.add(
         AuditModel,
         [
@@ -70,3 +82,10 @@ def apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
             for entry in entries
         ],
     )
+    for of_alerts in {entry.actor == ALERTS for entry in entries}:
+        chosen = AuditModel.actor == ALERTS if of_alerts else AuditModel.actor != ALERTS
+        newest = select(AuditModel.id).where(chosen).order_by(AuditModel.id.desc())
+        last_id = work.connection.scalar(newest.offset(MAX_ENTRIES).limit(1))
+        if last_id is not None:
+            old = delete(AuditModel).where(chosen, AuditModel.id <= last_id)
+            work.connection.execute(old)

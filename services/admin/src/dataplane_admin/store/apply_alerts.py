@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, and_, delete, func, select
 
 from dataplane_admin.models import Alert, AuditEntry
-from dataplane_admin.store.apply import apply_audit
+from dataplane_admin.store.apply import ALERTS, apply_audit
 from dataplane_admin.store.tables import AlertHolderModel, AlertModel, NotificationModel
 from dataplane_admin.store.texts import storable
 from dataplane_admin.store.work import Work
@@ -74,13 +74,15 @@ def apply_alerts(
             notification.
     """
     notifications: list[tuple[str, str, str]] = []
+    entries: list[AuditEntry] = []
     for given, reason in alerts:
         alert = given.model_copy(update={"id": given.id or work.state.next_id()})
         row = alert.model_dump() | {"sentence": storable(alert.sentence)}
         work.save(AlertModel, "id", [row], (given.id,))
         if not given.id or alert.cleared_ns is not None:
-            _audit(work, alert, reason)
+            entries.append(_entry(alert, reason))
             notifications += notify(alert, reason)
+    apply_audit(work, entries)
     _drop_cleared(work)
     return _queue(work, notifications)
 
@@ -136,12 +138,12 @@ def _is_expired(work: Work) -> ColumnElement[bool]:
     )
 
 
-def _audit(work: Work, alert: Alert, reason: str) -> None:
+def _entry(alert: Alert, reason: str) -> AuditEntry:
     raised = alert.cleared_ns is None
-    entry = AuditEntry(
+    return AuditEntry(
         id=0,
         time_ns=alert.raised_ns if alert.cleared_ns is None else alert.cleared_ns,
-        actor="alerts",
+        actor=ALERTS,
         action="raise-alert" if raised else "clear-alert",
         target=alert.run_id or alert.subject,
         parameters={
@@ -152,7 +154,6 @@ def _audit(work: Work, alert: Alert, reason: str) -> None:
         },
         outcome=f"raised: {alert.sentence}" if raised else f"cleared: {reason}",
     )
-    apply_audit(work, [entry])
 
 
 def _drop_cleared(work: Work) -> None:
