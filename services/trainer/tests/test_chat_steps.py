@@ -12,6 +12,9 @@ import shutil
 
 import pytest
 import torch
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
 
 import grpo_trainer
 from column_io import write_columns
@@ -30,13 +33,30 @@ FIRST, SECOND = "1+1=", "2+2="
 RANKS, SAMPLES, ROWS_PER_STEP = 2, 16, 4
 
 
+def curves_in(frames):
+    """Return the metrics of steps in a recording, by name and step."""
+    points = {}
+    while frames:
+        size = int.from_bytes(frames[:4], "little")
+        request = ExportMetricsServiceRequest.FromString(frames[4 : 4 + size])
+        frames = frames[4 + size :]
+        for resource in request.resource_metrics:
+            for metric in (each for scope in resource.scope_metrics for each in scope.metrics):
+                for point in metric.gauge.data_points:
+                    steps = [
+                        pair.value.int_value for pair in point.attributes if pair.key == "rl.step"
+                    ]
+                    points |= {(metric.name, step): point.as_double for step in steps}
+    return points
+
+
 class ObservedRun(grpo_trainer.RunDisplay):
     """Run with its conversations, the shards that it trained on, and its outcome."""
 
-    def __init__(self, config):
+    def __init__(self, config, recording):
         self.client, self.done = None, 0
         self.texts, self.shards = [], {}
-        with Receiver() as receiver:
+        with Receiver(recording) as receiver:
             tracing = config.tracing.model_copy(
                 update={"enabled": True, "endpoint": receiver.endpoint}
             )
@@ -47,6 +67,7 @@ class ObservedRun(grpo_trainer.RunDisplay):
             self.message = str(raised.value)
             events = receiver.snapshot().events
         self.recorded = [event.sample_ids for event in events if event.name == "trained"]
+        self.curves = curves_in((recording / "metrics.otlp").read_bytes())
         self.client.close()
 
     def started(self, folder, config, done_steps):
@@ -111,7 +132,8 @@ def run(local_ray, configure, chat_model, tmp_path_factory):
                 "validation.every_steps": 0,
                 "checkpointing.every_steps": 1,
             }
-        )
+        ),
+        tmp_path_factory.mktemp("recording"),
     )
 
 
@@ -139,6 +161,16 @@ def test_a_conversation_equals_the_rendered_template(run, tokenizer):
 def test_all_ranks_see_a_nan_gradient_of_one_rank(run):
     assert run.message.startswith("step 2: the gradient's norm is nan; ")
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_the_step_of_a_nan_gradient_has_metrics(run):
+    # The OpenTelemetry SDK drops values that are not finite.
+    assert ("rl.grad_norm", 0) in run.curves
+    assert ("rl.grad_norm", 1) not in run.curves
+    assert run.curves["rl.reward.mean", 1] >= 0
+    assert run.curves["rl.logprob_gap.mean", 1] >= 0
+    # Its samples were not all trained.
+    assert run.curves["rl.samples", 1] == run.curves["rl.samples", 0] == SAMPLES
 
 
 def test_only_samples_of_completed_steps_are_recorded_as_trained(run):

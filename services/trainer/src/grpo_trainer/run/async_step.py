@@ -141,6 +141,12 @@ class AsyncGRPOStep(GRPOStep):
             self._client.clear_samples(trained.sample_ids, TRAIN)
             self._feed.forget(trained.sample_ids)
         self._fleet.collect()
+        report.metrics.update(
+            self._metrics(trained),
+            stale_groups=self._dropped // grpo.num_generations_per_prompt,
+            learning_rate=rate,
+            **self._fleet.take_metrics(),
+        )
         norm = trained.means["grad_norm"]
         if not math.isfinite(norm):
             raise GradientError(
@@ -148,12 +154,6 @@ class AsyncGRPOStep(GRPOStep):
                 "weight or checkpoint contains it. Start a new run with a checkpoint's model/ as "
                 "policy.model.name, and a lower policy.optimizer.learning_rate"
             )
-        report.metrics.update(
-            self._metrics(trained),
-            stale_groups=self._dropped // grpo.num_generations_per_prompt,
-            learning_rate=rate,
-            **self._fleet.take_metrics(),
-        )
 
     def _start(self) -> None:
         """Register the partition, put the first prompts, and start the generators."""

@@ -144,7 +144,8 @@ class GRPOStep:
             DataPlaneError: the data plane failed.
             DynamicSamplingError: too few groups have unequal rewards.
             StalenessError: too many samples of an asynchronous step are too stale.
-            GradientError: a gradient is not finite. Its optimizer step and later ones were skipped.
+            GradientError: a gradient is not finite. Its optimizer step and later ones were skipped;
+                ``report`` has the metrics of the step.
         """
         with self._context(step), span("grpo.step"):
             self._run(step, report)
@@ -235,6 +236,9 @@ class GRPOStep:
             size = min(self._config.policy.global_batch_size, meta.size)
             rate = learning_rate(self._config.policy.optimizer, step, grpo.num_steps)
             trained = self._policy.train(meta, global_batch_size=size, learning_rate=rate)
+        report.metrics.update(
+            trained, learning_rate=rate, policy_ranks=len(self._policy.ranks.names)
+        )
         if not math.isfinite(trained["grad_norm"]):
             # Adam would spread the NaN or infinity to every weight, and so to later checkpoints.
             raise GradientError(
@@ -244,9 +248,6 @@ class GRPOStep:
                 "policy.model.name, and a lower policy.optimizer.learning_rate or a "
                 "grpo.max_logprob_error"
             )
-        report.metrics.update(
-            trained, learning_rate=rate, policy_ranks=len(self._policy.ranks.names)
-        )
 
     def _collect(self, report: StepReport) -> Batch:
         """Generate and return the samples to train on; clear all others."""

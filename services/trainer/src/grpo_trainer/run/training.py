@@ -17,7 +17,7 @@ from grpo_trainer.checkpoint.folder import RunState, save_checkpoint
 from grpo_trainer.checkpoint.policy_state import save_tokenizer
 from grpo_trainer.config.loading import TrainerConfig
 from grpo_trainer.config.sections import RandomModel
-from grpo_trainer.errors import OutputError
+from grpo_trainer.errors import GradientError, OutputError
 from grpo_trainer.model.load import save_random_model
 from grpo_trainer.policy.driver import Policy
 from grpo_trainer.report.display import RunDisplay
@@ -136,15 +136,20 @@ def run_steps(
         display.started(folder, config, state.step)
         stop.start_steps()
         trained = sum(record.get("samples", 0) for record in history)
+        has_kl = config.grpo.kl_coefficient > 0
         for step in range(state.step, config.grpo.num_steps):
             report = StepReport(on_phase=display.phase)
             started = time.perf_counter()
-            stepper.run(step, report)
+            try:
+                stepper.run(step, report)
+            except GradientError:
+                seconds = time.perf_counter() - started
+                record_step(step, report.metrics, seconds=seconds, has_kl=has_kl, trained=trained)
+                raise
             step_s = time.perf_counter() - started
             done = step + 1
             if _is_due(done, config.validation.every_steps, config.grpo.num_steps):
                 stepper.validate(done, inputs.held_out, report)
-            has_kl = config.grpo.kl_coefficient > 0
             record = {"step": done, **report.metrics, "seconds": report.seconds}
             history.append(record)
             trained += record.get("samples", 0)
