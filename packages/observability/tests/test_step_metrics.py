@@ -123,6 +123,25 @@ def test_values_that_are_not_numbers_are_skipped() -> None:
         ]
 
 
+def test_a_value_that_is_not_finite_is_named() -> None:
+    with collector(status(200)) as server:
+        run_script(
+            f"{IMPORTS}setup('svc', endpoint=ENDPOINT)\n"
+            "record_step_metrics(3, {'a': float('nan'), 'b': float('inf')},"
+            " names={'a': 'rl.kl'}, components={'c': float('nan')})",
+            server.endpoint,
+        )
+        points = {
+            (name, value, attributes.get("rl.metric"), attributes.get("rl.component"))
+            for name, _, value, attributes in step_points(server)
+        }
+    assert points == {
+        ("rl.not_finite", 1.0, "rl.kl", None),
+        ("rl.not_finite", 1.0, "b", None),
+        ("rl.not_finite", 1.0, "rl.reward.component", "c"),
+    }
+
+
 def test_without_an_sdk_nothing_is_recorded() -> None:
     record_step_metrics(0, {"rl.loss": 0.5})
 

@@ -7,12 +7,13 @@ provider, which discards each point once it is exported.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping
 from typing import SupportsFloat, cast
 
-from opentelemetry.metrics import get_meter_provider
+from opentelemetry.metrics import Meter, get_meter_provider
 
 from dataplane_core.telemetry import RUN_ID, STEP
 from observability.middleware.meters import has_sdk
@@ -21,6 +22,10 @@ from observability.setup.providers import step_meters
 TIME = "rl.time"
 REWARD_COMPONENT = "rl.reward.component"
 COMPONENT = "rl.component"
+NOT_FINITE = "rl.not_finite"
+"""Gauge with the value 1 for each value that is NaN or infinite; the SDK would not export it."""
+METRIC = "rl.metric"
+"""Attribute of `NOT_FINITE`: the metric's name."""
 
 UNITS: Mapping[str, str] = {
     "rl.entropy": "{nat}",
@@ -56,7 +61,8 @@ def record_step_metrics(
     """Record the metrics of a training step; without an SDK in this process, do nothing.
 
     The metric ``rl.time`` is added: the time of this call, in seconds since 1970. If a step is
-    recorded again, for example after a resume, the admin service replaces its earlier values.
+    recorded again, for example after a resume, the admin service replaces its earlier values. For a
+    value that is NaN or infinite, the metric ``rl.not_finite`` is recorded.
 
     Args:
         step: number of the step, from 0; equals ``rl.step`` of its spans.
@@ -81,11 +87,10 @@ def record_step_metrics(
     if numbers:
         numbers.setdefault(TIME, time.time())
     for name, number in numbers.items():
-        meter.create_gauge(name, UNITS.get(name, "1")).set(number, attributes)
+        _set(meter, name, number, attributes)
     for component, value in (components or {}).items():
         if (number := _number_or_none(value)) is not None:
-            gauge = meter.create_gauge(REWARD_COMPONENT, "1")
-            gauge.set(number, {**attributes, COMPONENT: component})
+            _set(meter, REWARD_COMPONENT, number, {**attributes, COMPONENT: component})
 
 
 def record_trainer_metrics(
@@ -115,6 +120,13 @@ def record_trainer_metrics(
         record_step_metrics(
             completed - 1, training, components=components, names=names, run_id=run_id
         )
+
+
+def _set(meter: Meter, name: str, number: float, attributes: Mapping[str, str | int]) -> None:
+    if math.isfinite(number):
+        meter.create_gauge(name, UNITS.get(name, "1")).set(number, attributes)
+    else:
+        meter.create_gauge(NOT_FINITE, "1").set(1.0, {**attributes, METRIC: name})
 
 
 def _number_or_none(value: object) -> float | None:

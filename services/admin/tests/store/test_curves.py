@@ -30,6 +30,26 @@ def test_points_are_stored_by_step_in_any_order(job, otlp):
     assert (curve["last_value"], curve["width"], curve["low"]) == (4.0, 1, [])
 
 
+def test_a_value_reported_as_not_finite_is_in_its_curve(job, otlp):
+    job.send(otlp.curve([3.0, 4.0], name="rl.kl", unit="{nat}"))
+    for component in ("a", "b"):
+        named = {"rl.component": component, "name": "rl.reward.component"}
+        job.send(otlp.curve([0.5], **named))
+    reported = {"name": "rl.not_finite", "first": 2}
+    job.send(otlp.curve([1.0], **reported, **{"rl.metric": "rl.kl"}))
+    component = {"rl.metric": "rl.reward.component", "rl.component": "b"}
+    job.send(otlp.curve([1.0], **reported, **component))
+    stored = curves(job)
+    kl, part = stored["rl.kl",], stored["rl.reward.component", "b"]
+    assert (kl["unit"], kl["steps"], kl["values"]) == ("{nat}", [0, 1, 2], [3.0, 4.0, None])
+    assert (part["steps"], part["last_value"]) == ([0, 2], None)
+    assert stored.keys() == {
+        ("rl.kl",),
+        ("rl.reward.component", "a"),
+        ("rl.reward.component", "b"),
+    }
+
+
 def test_a_step_that_ran_again_replaces_its_point(job, otlp):
     job.send(otlp.curve([0.0, 1.0, 2.0, 3.0]))
     job.send(otlp.curve([20.0], first=2))

@@ -1,7 +1,8 @@
 """Decoding of data points from export requests of metrics.
 
 A series belongs to one resource, one scope, one metric and one set of attributes. A number with the
-attribute ``rl.step`` is also a point of a curve; its series omits run and step. Metrics of
+attribute ``rl.step`` is also a point of a curve; its series omits run and step. A point of
+``rl.not_finite`` is stored as a value that is not finite of the metric that it names. Metrics of
 `load_metrics` become points of load, not series: each node might report a series per processor.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal  # Any: data points and attribute values have no common type
 
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     AggregationTemporality,
     DataPointFlags,
@@ -29,6 +30,7 @@ from dataplane_admin.ingest.values import digest_of
 from dataplane_admin.store import Batch, SeriesPoint
 from dataplane_admin.store.chunk import MAX_INT, RUN_ID, STEP, run_and_step
 from observability.records import Process, identity_of, process_of
+from observability.step_metrics import METRIC, NOT_FINITE
 
 _TEMPORALITIES: Mapping[int, Literal["delta", "cumulative"]] = {
     AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA: "delta",
@@ -111,10 +113,13 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
         temporality = _TEMPORALITIES[data.aggregation_temporality]
     monotonic = kind != "sum" or data.is_monotonic
     run_id, step = run_and_step(point.attributes) if kind in ("gauge", "sum") else ("", None)
-    pairs = point.attributes
+    pairs, name, unit = point.attributes, metric.name, metric.unit
     if step is not None:
         pairs = [pair for pair in pairs if pair.key not in (RUN_ID, STEP)]
-    key = json.dumps([metric.name, metric.unit, kind, temporality, monotonic]).encode()
+    not_finite = _metric_not_finite(name, pairs) if step is not None else ""
+    if not_finite:
+        pairs, name, unit = [pair for pair in pairs if pair.key != METRIC], not_finite, ""
+    key = json.dumps([name, unit, kind, temporality, monotonic]).encode()
     digest = hashlib.blake2b(source.identity + identity_of(pairs), digest_size=16)
     digest.update(key)
     if temporality == "cumulative" and not monotonic:
@@ -129,16 +134,25 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
         process=source.process.full_label,
         process_id=bytes.fromhex(source.process.identity),
         scope=source.scope,
-        name=metric.name[: limits.attribute_length],
-        unit=metric.unit[: limits.attribute_length],
+        name=name[: limits.attribute_length],
+        unit=unit[: limits.attribute_length],
         attributes=json.dumps(attributes),
-        figures=None if point.flags & _NO_VALUE else _figures(str(kind), point, limits),
+        figures=(
+            None if not_finite or point.flags & _NO_VALUE else _figures(str(kind), point, limits)
+        ),
         temporality=temporality,
         start_ns=point.start_time_unix_nano,
         time_ns=point.time_unix_nano,
         run_id=run_id or source.run_id,
         step=step if step is not None and step >= 0 and not point.flags & _NO_VALUE else None,
     )
+
+
+def _metric_not_finite(name: str, pairs: Iterable[KeyValue]) -> str:
+    """Return the metric whose value this point reports as not finite; "" if it reports another."""
+    if name != NOT_FINITE:
+        return ""
+    return next((pair.value.string_value for pair in pairs if pair.key == METRIC), "")
 
 
 def _figures(kind: str, point: Any, limits: Limits) -> Mapping[str, Any] | None:

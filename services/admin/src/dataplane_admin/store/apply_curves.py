@@ -274,7 +274,8 @@ def _row(
         "digest": digest,
         "run_id": storable(last.run_id),
         "name": storable(last.name),
-        "unit": storable(last.unit),
+        # A value that is not finite has no unit.
+        "unit": storable(last.unit) or ("" if before is None else before.unit),
         "attributes": last.attributes,
         "points": new + (0 if before is None else before.points),
         "first_step": min(points) if before is None else min(*points, before.first_step),
