@@ -106,7 +106,7 @@ def _bulk_from_another_node(suffix: str, spread: bool = False) -> list[Cell]:
 def _own_api(call: str, processes: int) -> list[Cell]:
     name = f"tq_api.{call}_{processes}"
     durations = [Cell((f"{name}.{backend}_ms",)) for backend in ("simple", "packed")]
-    nothing = Cell((f"{name}.nothing_ms",) if call == "put" else ())
+    nothing = Cell((f"{name}.nothing_ms",) if call != "get" else ())
     return [*durations, nothing, Cell((f"{name}.ratio_vs_packed",), spread=True)]
 
 
@@ -160,6 +160,8 @@ TABLES: dict[str, dict[str, list[Cell]]] = {
     "TransferQueue's own API": {
         "put, one process": _own_api("put", 1),
         "put, four processes": _own_api("put", 4),
+        "put of one row, one process": _own_api("put_row", 1),
+        "put of one row, four processes": _own_api("put_row", 4),
         "get, one process": _own_api("get", 1),
         "get, four processes": _own_api("get", 4),
     },

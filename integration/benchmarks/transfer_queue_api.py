@@ -2,9 +2,9 @@
 
 ``python -m integration.benchmarks.transfer_queue_api`` starts one Ray per backend, each with a
 TransferQueue started by ``transfer_queue.init`` and four worker processes. In every round, one
-worker puts a batch and gets it back, then all four do so at once. The order of the backends is
-random each time. A third job stores nothing: its puts take what is TransferQueue's own. It prints
-durations and their ratios, and merges them into ``build/bench.json``.
+worker puts a batch, gets it back and puts single rows; then all four do so at once. The order of
+the backends is random each time. A third job stores nothing: its puts take what is TransferQueue's
+own. It prints durations and their ratios, and merges them into ``build/bench.json``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     print(f"{CASE.title}, {UNITS} units, {options.rounds} rounds")
     entries: list[Entry] = []
     for count in (1, WORKERS):
-        for call in ("put", "get"):
+        for call in ("put", "put_row", "get"):
             simple, packed = (seconds[name, count, call] for name in CONFIGURATIONS)
             ratio = Summary.of_ratio(simple, packed)
             name = f"tq_api.{call}_{count}"
@@ -74,9 +74,10 @@ def main() -> None:
                 f"packed {np.median(packed) * 1000:.1f} ms, {ratio.value:.1f} times as fast "
                 f"(IQR {ratio.spread:.1f})"
             )
-        nothing = seconds[NOTHING, count, "put"]
-        entries.append(Entry.ms(f"tq_api.put_{count}.nothing_ms", Summary.of(nothing)))
-        print(f"put by {count} at once, storing nothing: {np.median(nothing) * 1000:.1f} ms")
+        for call in ("put", "put_row"):
+            nothing = seconds[NOTHING, count, call]
+            entries.append(Entry.ms(f"tq_api.{call}_{count}.nothing_ms", Summary.of(nothing)))
+            print(f"{call} by {count} at once, storing nothing: {np.median(nothing) * 1000:.1f} ms")
     merge_entries(options.json, entries)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any  # Any: Ray handles have no static types
 
@@ -30,6 +31,8 @@ CONFIGURATIONS = {
 NOTHING = "nothing stored"
 """Packed with puts that only report their rows to the controller: no backend's put is faster."""
 (CASE,) = QUICK_CASES
+_SINGLE_ROWS = 16
+"""Rows that a round puts one at a time."""
 
 
 def report_only(
@@ -59,6 +62,7 @@ class Worker:
             RawStore.put = report_only  # type: ignore[method-assign]
         self._batch = Batch(CASE)
         self._batch.jagged  # noqa: B018  # built once, before the first put
+        self._row = Batch(replace(CASE, rows=1)).jagged
         tq.init()
 
     def put(self, partition: str) -> float:
@@ -66,6 +70,16 @@ class Worker:
         started = time.perf_counter()
         tq.kv_batch_put(keys=self._batch.ids, partition_id=partition, fields=self._batch.jagged)
         return time.perf_counter() - started
+
+    def put_rows(self, partition: str) -> float:
+        """Put single rows and clear them; return the seconds of one put."""
+        keys = self._batch.ids[:_SINGLE_ROWS]
+        started = time.perf_counter()
+        for key in keys:
+            tq.kv_batch_put(keys=[key], partition_id=partition, fields=self._row)
+        seconds = (time.perf_counter() - started) / len(keys)
+        tq.kv_clear(keys=keys, partition_id=partition)
+        return seconds
 
     def get(self, partition: str) -> float:
         """Get the batch, check it and clear the partition; return the seconds of the get.
@@ -87,7 +101,7 @@ def serve(pipe: Connection, backend: str) -> None:
     """Start a backend, or `NOTHING`, and its workers, and run the rounds that the pipe asks for.
 
     A request is the round's number and how many workers take part. The answer is their seconds of
-    the put and of the get.
+    each call.
     """
     with temporary_ray(num_cpus=16):
         name = "PackedStorage" if backend == NOTHING else backend
@@ -105,6 +119,7 @@ def serve(pipe: Connection, backend: str) -> None:
                 {
                     "put": ray.get([worker.put.remote(name) for worker, name in each]),
                     "get": ray.get([worker.get.remote(name) for worker, name in each]),
+                    "put_row": ray.get([worker.put_rows.remote(name) for worker, name in each]),
                 }
             )
         tq.close()
