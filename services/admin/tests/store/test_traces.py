@@ -124,6 +124,16 @@ def test_steps_that_a_resume_discards_do_not_count(job, otlp, late):
     assert " in steps 22 to 24, 9.00 s in steps 0 to 1" in sentence
 
 
+def test_the_second_process_of_a_new_start_retains_no_discarded_steps(job, otlp):
+    job.send(*(otlp.trace(step=step, start_s=step, seconds=1) for step in range(10)))
+    job.send(otlp.run("started"), otlp.run("finished", at_s=50))
+    for at_s in (60, 61):  # each process reports the start
+        job.send(otlp.run("started", at_s=at_s))
+    job.send(otlp.trace(step=0, start_s=62, seconds=1))
+    [run] = job.get("runs")["runs"]
+    assert (run["steps"], job.get("run/steps", run="run")["steps"]) == (1, 1)
+
+
 def test_the_newest_run_with_a_finished_step_is_the_default(job, otlp):
     assert job.get("run/steps")["run_id"] == ""
     job.send(

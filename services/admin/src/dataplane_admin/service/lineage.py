@@ -36,7 +36,9 @@ def life(
     runs = _runs_of(store, sample_id, partition)
     live_run = None
     if now is not None:
-        live_run = store.run_of_partition(now.partition) or next(iter(runs), None)
+        live_run = store.run_of_partition(now.partition)
+        if live_run is None:
+            live_run = next(iter(runs), None)
     if live_run is not None:
         runs = list(dict.fromkeys((live_run, *runs)))
     shown = next(iter(runs), "") if run is None else storable(run)

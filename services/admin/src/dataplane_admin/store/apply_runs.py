@@ -17,9 +17,13 @@ from dataplane_admin.store.work import WANTED, Work, in_groups
 ENDED = ("finished", "stopped", "failed")
 """States of a run that reported its end."""
 
-_STATES = select(RunModel.run_id, RunModel.state, RunModel.state_ns, RunModel.started_ns).where(
-    RunModel.run_id.in_(WANTED)
-)
+_STATES = select(
+    RunModel.run_id,
+    RunModel.state,
+    RunModel.state_ns,
+    RunModel.started_ns,
+    RunModel.resumed_from,
+).where(RunModel.run_id.in_(WANTED))
 _TIMES = select(RunModel.run_id, RunModel.first_ns, RunModel.last_ns).where(
     RunModel.run_id.in_(WANTED)
 )
@@ -72,7 +76,7 @@ def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resu
     """Apply new starts and ends of stored runs, each unless a later one is known.
 
     A start after the end of the run repeats all steps, unless it says from which step on. Before
-    the end, it may be that of another process of the run.
+    the end, it may be that of another process of the run: it does not replace a resume.
 
     Returns:
         The resumes among them, by run.
@@ -82,18 +86,26 @@ def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resu
         if event.run is not None:
             changes.setdefault(storable(event.run_id), []).append((event.time_ns, event.run))
     resumes = []
-    for run_id, state, state_ns, started_ns in list(work.rows(_STATES, changes)):
-        values: dict[str, Any] = {"state_ns": state_ns, "started_ns": started_ns, "state": state}
+    for row in list(work.rows(_STATES, changes)):
+        run_id = row.run_id
+        values: dict[str, Any] = {
+            "state": row.state,
+            "state_ns": row.state_ns,
+            "started_ns": row.started_ns,
+            "resumed_from": row.resumed_from,
+        }
         starts = []
         for time_ns, change in sorted(changes[run_id], key=itemgetter(0)):
             first_step = change.resumed_from
             if first_step is None and values["state"] in ENDED and time_ns > values["state_ns"]:
                 first_step = 0
+            joins = first_step is None and values["state"] not in ENDED
             if time_ns >= values["state_ns"]:
                 values |= {"state": change.state, "state_ns": time_ns}
                 values["error"] = storable(change.error)
             if change.state == "running" and time_ns >= values["started_ns"]:
-                values |= {"started_ns": time_ns, "resumed_from": first_step}
+                if not joins or values["resumed_from"] is None:
+                    values |= {"started_ns": time_ns, "resumed_from": first_step}
                 if change.config is not None:
                     values["config"] = json.dumps(change.config)
                 if first_step is not None:

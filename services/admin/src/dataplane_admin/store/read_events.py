@@ -195,10 +195,12 @@ def read_run_of_partition(reader: Reader, partition: str) -> str | None:
 
 
 def _last_registered(partition: str) -> Select[*tuple[Any, ...]]:
+    # Without a join, SQLite reads the index of places and names; with one, it scans all events.
+    places = select(PlaceModel.id).where(PlaceModel.partition == storable(partition))
+    run_id = select(PlaceModel.run_id).where(PlaceModel.id == EventModel.place_id)
     return (
-        select(EventModel.place_id, EventModel.time_ns, PlaceModel.run_id)
-        .join(PlaceModel, PlaceModel.id == EventModel.place_id)
-        .where(PlaceModel.partition == storable(partition), EventModel.name == "registered")
+        select(EventModel.place_id, EventModel.time_ns, run_id.scalar_subquery().label("run_id"))
+        .where(EventModel.place_id.in_(places), EventModel.name == "registered")
         .order_by(_ARRIVAL.desc())
         .limit(1)
     )
