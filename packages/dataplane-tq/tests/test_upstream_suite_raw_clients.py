@@ -1,6 +1,7 @@
 """TransferQueue's own clients on the packed backend, beyond upstream's tests.
 
-Imports internals: TransferQueue loads the modules of the packed backend by name.
+Imports internals: TransferQueue loads the modules of the packed backend by name, and tests make
+requests of the backend to the controller fail.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from dataplane_core import (
 )
 from dataplane_core.tensors.rows import collate_rows
 from dataplane_tq.directory import protocol
+from dataplane_tq.storage import clear_marks
 from dataplane_tq.storage import packed_bootstrap as bootstrap
 from dataplane_tq.storage import packed_manager as manager
+from dataplane_tq.storage.new_keys import exchange
 from dataplane_tq.storage.packed_rows import as_transfer_queue
 
 pytestmark = pytest.mark.slow
@@ -124,11 +127,29 @@ def claimed(client, partition_id, fields=("x",), count=2):
     return client.get_meta(list(fields), count, partition_id, mode="fetch", task_name=task_name)
 
 
-def test_stale_meta_clears_no_other_samples(client, partition_id, stale):
+def check_refused_clear(client, partition_id, stale):
     with pytest.raises(RuntimeError, match="get the meta again"):
         client.clear_samples(stale)
     rows = client.get_data(claimed(client, partition_id))["x"].unbind()
     assert sorted(row.tolist() for row in rows) == [[8, 8], [9, 9]]
+
+
+def test_stale_meta_clears_no_other_samples(client, partition_id, stale):
+    check_refused_clear(client, partition_id, stale)
+
+
+@pytest.mark.parametrize("failures", [[TimeoutError], [RuntimeError, RuntimeError]])
+def test_refused_clear_outlasts_failed_requests(client, partition_id, stale, monkeypatch, failures):
+    left = iter(failures)
+
+    def failing(*request):
+        if failure := next(left, None):
+            raise failure
+        return exchange(*request)
+
+    monkeypatch.setattr(clear_marks, "exchange", failing)
+    check_refused_clear(client, partition_id, stale)
+    assert next(left, None) is None
 
 
 def test_clear_refused_in_one_partition_leaves_the_others(client, partition_id, stale):

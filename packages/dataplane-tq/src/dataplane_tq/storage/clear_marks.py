@@ -7,6 +7,8 @@ samples, so the packed backend removes the marks itself.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any  # Any: TransferQueue's messages have no static types
 
@@ -15,6 +17,8 @@ from dataplane_tq.upstream import StorageManager
 
 _SAME_SCHEMA = {"is_non_tensor": True}
 """Schema of a report that leaves the schema of a known field as it is."""
+_PAUSE_S = 0.1
+"""Pause before the removal is tried again."""
 
 
 async def remove_clear_marks(
@@ -22,7 +26,8 @@ async def remove_clear_marks(
 ) -> None:
     """Let tasks claim rows again, with the fields whose puts were reported.
 
-    Call it in the manager's own event loop.
+    Call it in the manager's own event loop. It tries again until the deadline if the controller
+    answers with an error.
 
     The rows must be pinned: then no clear of them reaches the controller before the removal.
 
@@ -30,11 +35,24 @@ async def remove_clear_marks(
         manager: storage manager whose connection to the controller is used.
         partition_id: partition of the rows.
         indexes: global indexes of rows that have values.
-        timeout_s: deadline of each request in seconds.
+        timeout_s: deadline of the tries, and of each request, in seconds.
 
     Raises:
         RuntimeError, TimeoutError: the controller failed, or did not answer in time.
     """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await _remove(manager, partition_id, indexes, timeout_s)
+        except RuntimeError:
+            if time.monotonic() + _PAUSE_S > deadline:
+                raise
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _remove(
+    manager: StorageManager, partition_id: str, indexes: Sequence[int], timeout_s: float
+) -> None:
     known = await reported_cells(manager, partition_id, timeout_s)
     rows_of: dict[tuple[str, ...], list[int]] = {}
     for index in indexes:

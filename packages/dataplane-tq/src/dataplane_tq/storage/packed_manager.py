@@ -239,7 +239,8 @@ class PackedStorageManager(StorageManager):
 
         Raises:
             DataPlaneError: as `RawStore.clear`. After a MissingDataError, the rows that the meta
-                names can be claimed again.
+                names can be claimed again, unless TransferQueue's controller fails or does not
+                answer in time; that is logged.
         """
         if self._raw is None:
             return
@@ -262,10 +263,20 @@ class PackedStorageManager(StorageManager):
             raw.clear(partition_id, indexes, cells)
         except MissingDataError:
             with raw.pinned(partition_id, indexes) as pinned:
-                known = self._ask(reported_cells(self, partition_id, raw.timeout_s), raw)
-                if not _has_cells(known, indexes, cells):
+                if not self._is_newest(raw, partition_id, indexes, cells):
                     raise
                 pinned.clear()
+
+    def _is_newest(
+        self, raw: RawStore, partition_id: str, indexes: Sequence[int], cells: Cells
+    ) -> bool:
+        """Return whether no newer cells were reported; False, and log it, if that is unknown."""
+        try:
+            known = self._ask(reported_cells(self, partition_id, raw.timeout_s), raw)
+        except Exception:  # the caller raises the clear's error
+            logger.warning("the controller cannot confirm the meta of a clear", exc_info=True)
+            return False
+        return _has_cells(known, indexes, cells)
 
     def _remove_marks(self, raw: RawStore, partition_id: str, indexes: Sequence[int]) -> None:
         """Let tasks claim the rows that a refused clear has marked; log a failure."""
