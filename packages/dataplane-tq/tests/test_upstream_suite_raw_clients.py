@@ -152,6 +152,18 @@ def test_refused_clear_outlasts_failed_requests(client, partition_id, stale, mon
     assert next(left, None) is None
 
 
+def test_refused_removal_of_marks_is_tried_again(client, partition_id, stale, monkeypatch):
+    refused = []
+
+    def absent_first(manager, request, response, body, timeout_s):
+        if request == "NOTIFY_DATA_UPDATE" and not refused:
+            refused.append(body := {**body, "partition_id": "absent"})
+        return exchange(manager, request, response, body, timeout_s)
+
+    monkeypatch.setattr(clear_marks, "exchange", absent_first)
+    check_refused_clear(client, partition_id, stale)
+
+
 def test_clear_refused_in_one_partition_leaves_the_others(client, partition_id, stale):
     there = f"{partition_id}-there"
     other = client.put(column([[5, 5]]), partition_id=there)

@@ -27,7 +27,7 @@ async def remove_clear_marks(
     """Let tasks claim rows again, with the fields whose puts were reported.
 
     Call it in the manager's own event loop. It tries again until the deadline if the controller
-    answers with an error.
+    answers with an error or a refusal.
 
     The rows must be pinned: then no clear of them reaches the controller before the removal.
 
@@ -38,7 +38,7 @@ async def remove_clear_marks(
         timeout_s: deadline of the tries, and of each request, in seconds.
 
     Raises:
-        RuntimeError, TimeoutError: the controller failed, or did not answer in time.
+        RuntimeError, TimeoutError: the controller failed or refused, or did not answer in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -64,7 +64,11 @@ async def _remove(
             "global_indexes": rows,
             "field_schema": dict.fromkeys(fields, _SAME_SCHEMA),
         }
-        await exchange(manager, "NOTIFY_DATA_UPDATE", "NOTIFY_DATA_UPDATE_ACK", body, timeout_s)
+        answer = await exchange(
+            manager, "NOTIFY_DATA_UPDATE", "NOTIFY_DATA_UPDATE_ACK", body, timeout_s
+        )
+        if not answer["success"]:
+            raise RuntimeError("NOTIFY_DATA_UPDATE: refused; see the controller's log")
 
 
 async def reported_cells(
