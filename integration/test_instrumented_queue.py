@@ -1,4 +1,8 @@
-"""``opentelemetry-instrument`` traces a program that uses TransferQueue, and its Ray workers."""
+"""``opentelemetry-instrument`` traces a program that uses TransferQueue, and its Ray workers.
+
+Imports internals: the program extends the deadline of the instrumentor's query for keys, because a
+loaded machine may need longer.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,9 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from dataplane_tq import start_local_ray  # a Ray that listens on loopback only
+from observability.adapters import transfer_queue_keys
 
+transfer_queue_keys._QUERY_S = 10.0
 storage_backend, storage, version = sys.argv[1:]
 assert version in ("installed", tq.__version__), tq.__version__
 if storage_backend == "PackedStorage":
