@@ -106,6 +106,24 @@ class Formless(MinimalClient):
         return TensorDict(fields, stored.batch_size)
 
 
+class PublishedColumns(InMemoryDataPlaneClient):
+    """Client whose override of `get_columns` lacks later keywords."""
+
+    def get_columns(
+        self, sample_ids, partition_id, select_fields, *, pad_values=None, width=0, forms=None
+    ):
+        return super().get_columns(
+            sample_ids, partition_id, select_fields, pad_values=pad_values, width=width, forms=forms
+        )
+
+
+def test_override_of_get_columns_need_not_accept_lengths():
+    full, published = step(InMemoryDataPlaneClient()), step(PublishedColumns())
+    assert published[1].forms == full[1].forms
+    for name, column in full[1].items():
+        assert published[1][name].tolist() == column.tolist(), name
+
+
 @pytest.mark.parametrize("sequence_lengths", [[3, 2], None])
 def test_columns_of_a_store_without_forms_keep_their_shape(sequence_lengths):
     client = Formless()

@@ -241,3 +241,32 @@ def test_factory_wraps_a_client_if_observability_is_enabled(capsys):
     del observability["callback"]  # without it, events are logged
     build_data_plane_client(cfg).close()
     assert "op=close" in capsys.readouterr().out
+
+
+def test_override_of_get_columns_need_not_accept_lengths():
+    class Published(InMemoryDataPlaneClient):
+        def get_columns(self, sample_ids, partition_id, select_fields, *, pad_values=None, width=0):
+            return super().get_columns(
+                sample_ids, partition_id, select_fields, pad_values=pad_values, width=width
+            )
+
+    for inner in (Published(), MetricsDataPlaneClient(Published())):
+        client = MetricsDataPlaneClient(inner)
+        client.register_partition("p", ["x"], 1, [])
+        client.put_samples(["a"], "p", TensorDict({"x": torch.ones(1, 2)}, [1]))
+        read = client.get_columns(["a"], "p", ["x"], width=4, lengths=[2])
+        assert read["x"].tolist() == [[1.0, 1.0]]
+
+
+def test_lengths_decide_forms_in_a_wrapped_store_without_forms():
+    class Formless(MinimalClient):
+        def get_samples(self, sample_ids, partition_id, select_fields):
+            rows = list(super().get_samples(sample_ids, partition_id, select_fields)["x"])
+            return TensorDict({"x": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, [1])
+
+    client = MetricsDataPlaneClient(Formless())
+    client.register_partition("p", ["x"], 1, [])
+    client.put_samples(["a"], "p", TensorDict({"x": torch.ones(1, 2)}, [1]))
+    for lengths, width in (([2], 4), ([3], 2)):
+        read = client.get_columns(["a"], "p", ["x"], width=4, lengths=lengths)
+        assert read["x"].shape == (1, width)

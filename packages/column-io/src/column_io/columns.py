@@ -37,7 +37,7 @@ from dataplane_core import (
     MissingDataError,
 )
 from dataplane_core.arguments import checked_int, checked_ints, checked_names
-from dataplane_core.documented_client import as_client
+from dataplane_core.documented_client import accepts_lengths, as_client
 from dataplane_core.errors import listed
 from dataplane_core.schema import Form
 from dataplane_core.telemetry import detail_span
@@ -85,14 +85,15 @@ def read_columns(
     batch: BatchedDataDict[Any]
     if layout == "padded":
         forms: dict[str, Form] = {}
+        by_lengths = {"lengths": lengths} if accepts_lengths(client) else {}
         columns = client.get_columns(
             meta.sample_ids,
             meta.partition_id,
             names,
             pad_values=pad_value_dict,
             width=meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0,
-            lengths=lengths,
             forms=forms,
+            **by_lengths,
         )
         batch = BatchedDataDict(columns)
         batch.forms = forms

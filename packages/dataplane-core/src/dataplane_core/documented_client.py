@@ -9,6 +9,7 @@ rest. The inspector is the client's ``inspector``, else the client itself if it 
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any  # Any: a client of another package
 
 from dataplane_core.arguments import argument_type_error
@@ -44,6 +45,15 @@ def as_client(client: Any) -> DataPlaneClient:
                 "as_client", "client", client, f"an object with the method {name!r}"
             )
     return _DocumentedClient(client)  # type: ignore[abstract]  # its abstract methods are cleared below
+
+
+def accepts_lengths(client: DataPlaneClient) -> bool:
+    """Return whether the client's ``get_columns`` has the argument ``lengths``.
+
+    Overrides may lack it. An override with ``**keywords`` counts as one that lacks it, because it
+    may forward them to another override.
+    """
+    return "lengths" in inspect.signature(client.get_columns).parameters
 
 
 class _DocumentedClient(DataPlaneClient):

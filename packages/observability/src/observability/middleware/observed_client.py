@@ -16,7 +16,7 @@ from dataplane_core import (
     DataPlaneClient,
     KVBatchMeta,
 )
-from dataplane_core.documented_client import as_client
+from dataplane_core.documented_client import accepts_lengths, as_client
 from dataplane_core.inspector import StoreInspector
 from dataplane_core.meta import LEASE
 from observability.middleware.observers import Observers
@@ -246,8 +246,11 @@ class ObservedClient(DataPlaneClient):
         *,
         pad_values: Mapping[str, float] | None = None,
         width: int = 0,
+        lengths: Sequence[int] | None = None,
         **extra: Any,
     ) -> dict[str, Column]:
+        if accepts_lengths(self._inner):
+            extra["lengths"] = lengths
         with self._observed(
             _read_operation(sample_ids, partition_id, select_fields, extra)
         ) as call:
