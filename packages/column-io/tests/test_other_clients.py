@@ -124,8 +124,8 @@ def test_override_of_get_columns_need_not_accept_lengths():
         assert published[1][name].tolist() == column.tolist(), name
 
 
-@pytest.mark.parametrize("sequence_lengths", [[3, 2], None])
-def test_columns_of_a_store_without_forms_keep_their_shape(sequence_lengths):
+def formless():
+    """Return a client with two samples, their meta without lengths, and their columns."""
     client = Formless()
     client.register_partition("train", [], 2, [])
     columns = {
@@ -137,14 +137,28 @@ def test_columns_of_a_store_without_forms_keep_their_shape(sequence_lengths):
         "token_mask": torch.ones(2, 3),
     }
     client.put_samples(["a", "b"], "train", TensorDict(columns, [2]))
-    meta = KVBatchMeta("train", None, ["a", "b"], sequence_lengths=sequence_lengths)
+    meta = KVBatchMeta("train", None, ["a", "b"])
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 6
+    return client, meta, columns
+
+
+def test_columns_of_a_store_without_forms_keep_their_shape():
+    client, meta, columns = formless()
+    meta.sequence_lengths = [3, 2]
     read = read_columns(client, meta, list(columns))
     for name in ("image_sizes", "boxes"):
         assert read[name].tolist() == columns[name].tolist()
     assert read["token_mask"].shape == (2, 6)
-    width = 3 if sequence_lengths is None else 6
-    assert read["logits"].tolist() == [[1.0] * n + [0.0] * (width - n) for n in (3, 2)]
-    per_token = {"token_mask"} if sequence_lengths is None else {"token_mask", "logits"}
-    assert read.forms == dict.fromkeys(per_token, "ragged")
+    assert read["logits"].tolist() == [[1.0] * n + [0.0] * (6 - n) for n in (3, 2)]
+    assert read.forms == dict.fromkeys(["token_mask", "logits"], "ragged")
+    assert read_columns(client, meta, list(columns), layout="jagged").forms == read.forms
+
+
+@pytest.mark.parametrize("sequence_lengths", [None, []])
+def test_without_lengths_all_jagged_columns_are_per_token(sequence_lengths):
+    client, meta, columns = formless()
+    meta.sequence_lengths = sequence_lengths
+    read = read_columns(client, meta, list(columns))
+    assert {name: column.shape[1] for name, column in read.items()} == dict.fromkeys(columns, 6)
+    assert read.forms == dict.fromkeys(columns, "ragged")
     assert read_columns(client, meta, list(columns), layout="jagged").forms == read.forms

@@ -64,7 +64,8 @@ def read_columns(
         meta: the rows to read; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
             ``global_forward_pad_seqlen``, columns that are per token are padded to that width;
             without it, to their longest row. See `DataPlaneClient.get_columns`; if the client's
-            store records no forms, ``sequence_lengths`` decides which other columns are per token.
+            store records no forms, ``sequence_lengths`` decides which other columns are per token;
+            without it, all that the store returns as jagged.
             The batch gets the meta's plan of micro-batches, if the plan was made for these ids in
             this order.
         select_fields: the columns to read.
@@ -81,11 +82,12 @@ def read_columns(
         PartitionNotFoundError: as ``get_samples``.
     """
     client, names = as_client(dp_client), list(select_fields)
-    lengths = () if meta.sequence_lengths is None else meta.sequence_lengths
     batch: BatchedDataDict[Any]
     if layout == "padded":
         forms: dict[str, Form] = {}
-        by_lengths = {"lengths": lengths} if accepts_lengths(client) else {}
+        by_lengths: dict[str, Any] = {}
+        if accepts_lengths(client):
+            by_lengths["lengths"] = meta.sequence_lengths
         columns = client.get_columns(
             meta.sample_ids,
             meta.partition_id,
@@ -99,7 +101,7 @@ def read_columns(
         batch.forms = forms
     else:
         fetched = client.get_samples(meta.sample_ids, meta.partition_id, names)
-        set_forms_by_lengths(fetched, lengths)
+        set_forms_by_lengths(fetched, meta.sequence_lengths)
         batch = materialize(fetched, layout)
         if meta.sample_ids:
             operation = f"read_columns(partition={meta.partition_id!r})"

@@ -117,8 +117,9 @@ class OptionalMethods:
             width: minimum size of dim 1, to which per-token tensors of two or more dims are
                 right-padded. Other tensors keep their shape; if their rows differ in the first
                 dimension, they are padded to the longest row.
-            lengths: tokens of each row, empty if unknown. If they are given and the store records
-                no forms, a jagged field counts as put ragged only if its rows have these lengths.
+            lengths: tokens of each row. If the store records no forms, a jagged field outside
+                ``TOKEN_ALIGNED_FIELDS`` counts as put ragged only if its rows have these lengths.
+                If None or empty, every jagged field does.
             origins: see `get_samples`.
             forms: a dict to which the `dataplane_core.schema.Form` of each field that has one is
                 added.
@@ -145,8 +146,7 @@ class OptionalMethods:
         samples = self.get_samples(read.sample_ids, read.partition_id, read.fields, **keywords)
         if not read.sample_ids:
             return {}
-        if lengths is not None:
-            set_forms_by_lengths(samples, lengths)
+        set_forms_by_lengths(samples, lengths)
         columns = columns_of_fields(samples, pad_values=pad_values, width=width)
         check_answer(read.operation, columns, read.fields, len(read.sample_ids))
         if forms is not None:

@@ -103,7 +103,7 @@ def set_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
     return fields
 
 
-def set_forms_by_lengths(fields: TensorDictBase, lengths: Sequence[int]) -> None:
+def set_forms_by_lengths(fields: TensorDictBase, lengths: Sequence[int] | None) -> None:
     """Set the forms of jagged tensors whose store records no forms, in place.
 
     TransferQueue returns dense fields of two or more dims as jagged: rows of an image's size look
@@ -112,8 +112,11 @@ def set_forms_by_lengths(fields: TensorDictBase, lengths: Sequence[int]) -> None
 
     Args:
         fields: result of a read.
-        lengths: tokens of each row; empty if unknown.
+        lengths: tokens of each row. If None or empty, no forms are set: all jagged fields count as
+            per token.
     """
+    if not lengths:
+        return
     for name in fields.keys():  # noqa: SIM118
         leaf = _leaf(fields, name)
         if (
