@@ -9,13 +9,14 @@ import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import field, make_dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane_core import InMemoryDataPlaneClient, InvalidRequestError
+from dataplane_core import InMemoryDataPlaneClient, InvalidRequestError, InvalidTypeError
 from dataplane_core.tensors.object_codec import decode_object, encode_object
 from dataplane_core.tensors.object_types import register_object_type
 
@@ -75,6 +76,29 @@ def test_containers_and_enums_hold_large_numbers_and_any_text(inner):
     ):
         assert stored([value, inner]) == [plain, inner]
     assert stored(np.str_("\ud800")) == "\ud800"
+
+
+class Struct(msgspec.Struct):
+    """Struct of msgspec, which the codec does not open."""
+
+    a: object
+
+
+@pytest.mark.parametrize("inner", [2**70, "\ud800"], ids=["large", "surrogate"])
+def test_large_number_or_text_in_a_struct_is_refused_or_pickled(inner):
+    with pytest.raises(InvalidTypeError, match=r"field 'f': .* msgspec\.Struct, an attrs object"):
+        stored([Struct(inner)])
+    assert stored([Struct(1), inner]) == [{"a": 1}, inner]
+    data = encode_object("a value", [Struct(inner)], allow_pickle=True)
+    assert decode_object(data, allow_pickle=True) == [Struct(inner)]
+
+
+@pytest.mark.parametrize("inner", [2**70, "\ud800"], ids=["large", "surrogate"])
+def test_large_number_or_text_in_an_attrs_object_is_refused(inner):
+    kind = pytest.importorskip("attrs").make_class("Attributes", ["a"])
+    with pytest.raises(InvalidTypeError, match=r"field 'f': .* msgspec\.Struct, an attrs object"):
+        stored([kind(inner)])
+    assert stored([kind(1), inner]) == [{"a": 1}, inner]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool], ids=str)

@@ -112,13 +112,23 @@ def _encode(value: Any, encoder: msgspec.msgpack.Encoder | None = None) -> bytes
     try:
         return encoder.encode(value)
     except (OverflowError, UnicodeEncodeError):
+        pass
+    try:
         return encoder.encode(_encodable(value))
+    except (OverflowError, UnicodeEncodeError) as error:
+        if encoder is _pickling_encoder:
+            return encoder.encode(msgspec.msgpack.Ext(_PICKLE, pickle.dumps(value)))
+        raise TypeError(
+            f"{error}; such a value cannot be stored inside a msgspec.Struct, an attrs object or a "
+            "subclass of str; use a dict or a dataclass"
+        ) from None
 
 
 def _encodable(value: Any) -> Any:
     """Replace integers of more than 64 bits, and text with a lone surrogate, by extensions.
 
-    Everything that msgspec encodes as a container or as another value must be opened here too.
+    Enums, dicts, lists, tuples, sets and dataclasses are opened. `_encode` refuses such values in
+    other objects that msgspec encodes.
     """
     if isinstance(value, Enum):
         return _encodable(value.value)
@@ -214,11 +224,12 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
 
     Tuples and sets decode as lists, dataclasses as dicts, enums as their values, and dates,
     decimals and UUIDs as strings, as msgspec encodes them. A datetime with a time zone decodes as a
-    datetime in UTC, one without as a string. Tensors decode on the CPU, without a gradient. numpy
-    arrays need one of numpy's plain dtypes. Masked arrays, other subclasses, and arrays of objects,
-    records or another library's dtypes are refused, because they would decode as something else.
-    Images of Pillow, models of pydantic, and ``BatchFeature`` and ``BatchEncoding`` of transformers
-    are stored; add other types with
+    datetime in UTC, one without as a string. Objects of msgspec.Struct and attrs decode as dicts;
+    they cannot hold integers of more than 64 bits or text with a lone surrogate. Tensors decode on
+    the CPU, without a gradient. numpy arrays need one of numpy's plain dtypes. Masked arrays, other
+    subclasses, and arrays of objects, records or another library's dtypes are refused, because they
+    would decode as something else. Images of Pillow, models of pydantic, and ``BatchFeature`` and
+    ``BatchEncoding`` of transformers are stored; add other types with
     `dataplane_core.tensors.object_types.register_object_type`. Containers nest up to 500 levels.
 
     Args:
