@@ -17,7 +17,7 @@ import torch
 from refit_fixtures import MODEL, TRANSPORTS, Halfway, Hook, new_transport
 from refit_processes import Process, fp8, fp8_pass, same, slice_of, targets_of, weights
 
-from refit_mx import MxV2RefitReceiver, ReceiverSettings, RefitError
+from refit_mx import ControlClient, MxV2RefitReceiver, ReceiverSettings, RefitError
 
 # 12 MB, more than a connection's buffers, so that a stopped source also stops a transfer.
 SHAPES = {"large": ("float32", (1500, 2000)), "norm": ("float32", (333,)), "scale": ("float32", ())}
@@ -68,14 +68,17 @@ def a_receiver(
     hook = Hook()
     inner = new_transport(transport)
     stack.callback(inner.close)
+    control = stack.enter_context(ControlClient(address))
     receiver = MxV2RefitReceiver(
         MODEL,
-        control=address,
+        control=control,
         targets=targets_of(SHAPES, **COLUMNS),
         transport=Halfway(inner, hook),
-        settings=ReceiverSettings(manifest_timeout_s=1.0, rpc_timeout_s=3.0, **settings),
+        settings=ReceiverSettings(manifest_timeout_s=1.0, **settings),
         on_phase=hook,
     )
+    # Only for calls during faults: on a busy machine, the registration may take longer.
+    control.rpc_timeout_s = 3.0
     stack.enter_context(receiver)
     return receiver, hook
 
