@@ -142,9 +142,10 @@ def formless():
     return client, meta, columns
 
 
-def test_columns_of_a_store_without_forms_keep_their_shape():
+@pytest.mark.parametrize("sequence_lengths", [[3, 2], torch.tensor([3, 2])], ids=["list", "tensor"])
+def test_columns_of_a_store_without_forms_keep_their_shape(sequence_lengths):
     client, meta, columns = formless()
-    meta.sequence_lengths = [3, 2]
+    meta.sequence_lengths = sequence_lengths
     read = read_columns(client, meta, list(columns))
     for name in ("image_sizes", "boxes"):
         assert read[name].tolist() == columns[name].tolist()

@@ -115,7 +115,7 @@ def set_forms_by_lengths(fields: TensorDictBase, lengths: Sequence[int] | None) 
         lengths: tokens of each row. If None or empty, no forms are set: all jagged fields count as
             per token.
     """
-    if not lengths:
+    if lengths is None or len(lengths) == 0:  # an array has no truth value
         return
     for name in fields.keys():  # noqa: SIM118
         leaf = _leaf(fields, name)
