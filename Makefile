@@ -92,7 +92,7 @@ admin: sync-demo ## Open the admin service with a live demo run; prints its addr
 	$(BIN)/python integration/admin_demo.py
 
 .PHONY: test
-test: system-packages left-out test-slow test-refit test-verl test-together test-admin isolation test-vllm ## Run every test except the long ones (test-long, cluster)
+test: system-packages vllm left-out test-slow test-refit test-verl test-together test-admin isolation test-vllm ## Run every test except the long ones (test-long, cluster)
 
 .PHONY: left-out
 left-out: sync ## List the tests that a missing Debian package leaves out

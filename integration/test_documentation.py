@@ -430,7 +430,7 @@ COUNTED = (
     ("verl", "nightly", ".venv-verl", ["-m", "long", "integration/verl"]),
     ("NeMo-RL", "CI", ".venv", ["-m", "not long", "integration/nemo_rl"]),
     ("SkyRL", "nightly", ".venv", ["-m", "long", "integration/test_skyrl.py"]),
-    ("TRL", "nightly", ".venv", ["-m", "long", "integration/test_trl.py"]),
+    ("TRL", "CI", ".venv", ["-m", "not long", "integration/test_trl.py"]),
     ("RL-Insight", "CI", ".venv", ["packages/observability/tests/test_rl_insight.py"]),
     ("vLLM", "CI", ".venv-vllm", ["-m", "not long", f"--ignore={VLLM_ON_A_GPU}", VLLM]),
     ("vLLM", "with a GPU", ".venv-vllm", [VLLM_ON_A_GPU]),

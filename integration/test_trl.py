@@ -17,10 +17,10 @@ from playwright.sync_api import Browser
 from observability.receiver import Receiver
 from observability.views import steps_of
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
-STEPS = 60
-"""Steps of the watched run: it must still run when the page has shown some."""
+STEPS = 6
+"""Steps of the watched run, which pauses in the middle until it reads a line."""
 
 TRL = """
 import sys
@@ -46,7 +46,7 @@ data = Dataset.from_dict({"prompt": ["a b", "c d", "e f", "g h"] * 4})
 arguments = GRPOConfig(
     output_dir="out", max_steps=STEPS, per_device_train_batch_size=4, num_generations=4, beta=0.1,
     gradient_accumulation_steps=2, max_completion_length=8, use_cpu=True, report_to=[],
-    save_strategy="no", eval_strategy="steps", eval_steps=1, disable_tqdm=True,
+    save_strategy="no", eval_strategy="steps", eval_steps=1, disable_tqdm=True, logging_steps=1,
 )
 trainer = GRPOTrainer(
     model="model", reward_funcs=count_a, processing_class=tokenizer, args=arguments,
@@ -55,8 +55,20 @@ trainer = GRPOTrainer(
 """
 
 
-def program(steps: int) -> str:
-    return f"STEPS = {steps}\n{TRL}" + blocks("trace-trl", "python")
+PAUSE = """
+from transformers import TrainerCallback
+
+class Pause(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == STEPS // 2:
+            input()
+
+trainer.add_callback(Pause())
+"""
+
+
+def program(steps: int, changes: str = "") -> str:
+    return f"STEPS = {steps}\n{TRL}{changes}" + blocks("trace-trl", "python")
 
 
 @pytest.fixture(scope="module")
@@ -102,19 +114,21 @@ def test_steps_have_waterfalls_and_critical_paths(python: str, tmp_path: Path) -
 
 def test_run_is_watched_from_start_to_end(python: str, browser: Browser, tmp_path: Path) -> None:
     with serving(tmp_path) as admin, quiet_tab(browser, admin.url) as tab:
-        watched = WatchedRun(tab, "my-run")
+        watched = WatchedRun(tab)
         environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": admin.url}
         with (tmp_path / "trl.log").open("wb") as log:
             process = subprocess.Popen(
-                [python, "-c", program(STEPS)],
+                [python, "-c", program(STEPS, PAUSE)],
                 cwd=tmp_path,
                 env=environment,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
             )
             try:
                 watched.follow(process, ["rl.reward.mean", "rl.loss", "rl.reward.component"])
-                assert process.wait(600) == 0, (tmp_path / "trl.log").read_text()
+                process.communicate(b"\n", timeout=600)
+                assert process.returncode == 0, (tmp_path / "trl.log").read_text()
             finally:
                 process.kill()
                 process.wait()

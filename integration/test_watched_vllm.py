@@ -11,9 +11,10 @@ from integration.vllm.trainer_process import running_trainer
 from integration.watching import WatchedRun
 from playwright.sync_api import Browser, expect
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
-STEPS = 5
+STEPS = 60
+"""Steps of the run: about 0.3 s each, so that the page shows some of them while it runs."""
 VLLM = ROOT / ".venv-vllm/bin/python"
 
 

@@ -14,29 +14,27 @@ TIMEOUT_MS = 300_000
 
 
 class WatchedRun:
-    """The page of a run.
+    """The page of the newest run.
 
     Args:
-        tab: a tab of the admin service.
-        run_id: id of the run, which has not started; None for the newest run.
+        tab: a tab of an admin service that has no run yet.
     """
 
-    def __init__(self, tab: Page, run_id: str | None = None) -> None:
+    def __init__(self, tab: Page) -> None:
         self._tab = tab
-        tab.goto("/run" if run_id is None else f"/run?run={run_id}")
+        tab.goto("/run")
         expect(tab.locator("#run")).to_contain_text("No step metrics")
         tab.evaluate("window.kept = true")
 
     def follow(self, process: subprocess.Popen[bytes], curves: Sequence[str]) -> None:
-        """Check that the page shows state, steps and curves while the run's process lives.
+        """Check that the page shows state, a step and curves while the run's process lives.
 
         Args:
             process: process of the run.
             curves: metrics of which the page must draw curves.
         """
-        self.check_running(curves)
-        self.check_running(curves, steps=self._steps() + 1)
-        assert process.poll() is None, "the run ended before the page showed a further step"
+        self.check_running(curves, steps=1)
+        assert process.poll() is None, "the run ended before the page showed its steps"
 
     def check_running(self, curves: Sequence[str], *, steps: int = 0) -> None:
         """Check that the page shows a running run with ``curves`` and that many steps or more."""
