@@ -7,6 +7,7 @@ provider, which discards each point once it is exported.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
@@ -80,7 +81,7 @@ def record_step_metrics(
     if run_id is not None:
         attributes[RUN_ID] = run_id
     numbers = {
-        (names or {}).get(name) or _valid_name(name): number
+        (names or {}).get(name) or exported_name(name): number
         for name, value in metrics.items()
         if (number := _number_or_none(value)) is not None
     }
@@ -122,6 +123,20 @@ def record_trainer_metrics(
         )
 
 
+def exported_name(name: str) -> str:
+    """Return the name under which a trainer's metric is exported.
+
+    The SDK accepts ASCII, a letter first, and at most 255 characters: other characters become
+    ``_``, and the end of a longer name becomes a hash of it.
+    """
+    valid = _INVALID_CHARACTER.sub("_", name)
+    valid = valid if valid[:1].isalpha() else f"m{valid}"
+    if len(valid) <= _MAX_NAME_LENGTH:
+        return valid
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    return f"{valid[: _MAX_NAME_LENGTH - len(digest) - 1]}-{digest}"
+
+
 def _set(meter: Meter, name: str, number: float, attributes: Mapping[str, str | int]) -> None:
     if math.isfinite(number):
         meter.create_gauge(name, UNITS.get(name, "1")).set(number, attributes)
@@ -138,9 +153,3 @@ def _number_or_none(value: object) -> float | None:
     # RuntimeError: a tensor with several elements; OverflowError: a very large integer.
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-
-
-def _valid_name(name: str) -> str:
-    """Return a similar name that the SDK accepts: ASCII, at most 255 characters, a letter first."""
-    valid = _INVALID_CHARACTER.sub("_", name)
-    return (valid if valid[:1].isalpha() else f"m{valid}")[:_MAX_NAME_LENGTH]

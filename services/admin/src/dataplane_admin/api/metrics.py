@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from dataplane_admin import models
 from dataplane_admin.api.openapi import problems
 from dataplane_admin.service import AdminService
+from dataplane_admin.store.texts import bounded
 
 MAX_ALERTS = 100
 """Maximum number of series of raised alerts."""
@@ -103,7 +104,7 @@ def _alert_metrics(alerts: models.Alerts) -> Iterator[Metric]:
         "dataplane_admin_alerts", "Raised alerts", labels=["name", "severity", "run"]
     )
     counts = Counter(
-        (alert.name, alert.severity, alert.run_id[:_MAX_LABEL]) for alert in alerts.raised
+        (alert.name, alert.severity, bounded(alert.run_id, _MAX_LABEL)) for alert in alerts.raised
     )
     for labels, count in list(counts.items())[:MAX_ALERTS]:
         raised.add_metric(labels, count)

@@ -33,7 +33,7 @@ from dataplane_admin.store.batch import (
 )
 from dataplane_admin.store.chunk import MAX_INT
 from dataplane_admin.store.compressed import compress
-from dataplane_admin.store.texts import storable
+from dataplane_admin.store.texts import bounded, storable
 from observability.records import (
     EVENT_PREFIX,
     Process,
@@ -51,7 +51,7 @@ _RUN_STATES: Mapping[str, Literal["running", "finished", "stopped", "failed"]] =
     "run_failed": "failed",
 }
 # Limits of a configuration, the same as in `observability.record_run`.
-_MAX_KEYS, _MAX_KEY, _MAX_VALUE = 1000, 200, 500
+_MAX_KEYS, _MAX_KEY = 1000, 200
 _EVENT_ATTRIBUTES = frozenset(
     f"dataplane.{name}" for name in ("partition", "task", "samples", "wait", "report_every_s")
 ) | {"rl.run_id", "rl.step", "rl.weight_version"}
@@ -210,7 +210,7 @@ def _config(value: object) -> dict[str, str] | None:
         key: text if isinstance(text, str) else json.dumps(text, default=str)
         for key, text in islice(value.items(), _MAX_KEYS)
     }
-    return {storable(key[:_MAX_KEY]): storable(text[:_MAX_VALUE]) for key, text in texts.items()}
+    return {storable(bounded(key, _MAX_KEY)): storable(text) for key, text in texts.items()}
 
 
 def _ids(body: AnyValue, limits: Limits) -> tuple[bytes, ...]:

@@ -21,11 +21,11 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 
 from dataplane_admin.load_metrics import METRICS, source_of
 from dataplane_admin.store import LoadPoint
+from dataplane_admin.store.texts import bounded
 from observability.records import Process
 
 _MAX_NAME = 200
 _MAX_DEVICE = 64
-_MAX_RUN = 4_096
 _MAX_NUMBER = 1e18
 _AHEAD_NS = 3_600 * 10**9
 _DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
@@ -82,7 +82,7 @@ class LoadPoints:
             metric=source.metric,
             is_counter=source.is_counter,
             device=device,
-            run_id=run_id[:_MAX_RUN],
+            run_id=run_id,
             second=time_ns // 10**9,
             value=(before.value if before else 0.0) + counts * source.value * number,
             total=(before.total if before else 0.0) + source.total * number + source.count,
@@ -96,17 +96,18 @@ class LoadPoints:
 
 def _subject(process: Process, kind: str, facts: Mapping[str, str]) -> tuple[str, str]:
     """Return the name of the engine or node of a point, and the device; empty without a device."""
-    device = _first(facts, _DEVICES)[:_MAX_DEVICE]
+    device = bounded(_first(facts, _DEVICES), _MAX_DEVICE)
     if kind == "node":
         # An exporter of GPUs is scraped over the network, so its label ``Hostname`` names the node.
         name = facts.get("Hostname") or process.host or process.full_label
-        return name[:_MAX_NAME], device
+        return bounded(name, _MAX_NAME), device
     resource = process.resource
     port = resource.get("server.port")
     address = resource.get("server.address")
     name = process.instance or (f"{address}:{port}" if address and port else process.full_label)
     index = _first(facts, _ENGINES)
-    return (f"{name} engine {index}" if index not in ("", "0") else name)[:_MAX_NAME], ""
+    of_index = f"{name} engine {index}" if index not in ("", "0") else name
+    return bounded(of_index, _MAX_NAME), ""
 
 
 def _first(facts: Mapping[str, str], names: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from dataplane_admin.store.apply_series import apply_series
 from dataplane_admin.store.apply_spans import apply_spans
 from dataplane_admin.store.batch import Batch, WriteResult
 from dataplane_admin.store.tables import AuditModel
-from dataplane_admin.store.texts import storable
+from dataplane_admin.store.texts import excerpt, storable
 from dataplane_admin.store.work import Work
 
 ALERTS = "alerts"
@@ -77,7 +77,7 @@ def apply_audit(work: Work, entries: Iterable[AuditEntry]) -> None:
                 "action": storable(entry.action),
                 "target": storable(entry.target),
                 "parameters": json.dumps(entry.parameters),
-                "outcome": storable(entry.outcome),
+                "outcome": excerpt(entry.outcome),
             }
             for entry in entries
         ],

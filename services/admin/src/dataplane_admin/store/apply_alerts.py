@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, and_, delete, func, select
 from dataplane_admin.models import Alert, AuditEntry
 from dataplane_admin.store.apply import ALERTS, apply_audit
 from dataplane_admin.store.tables import AlertHolderModel, AlertModel, NotificationModel
-from dataplane_admin.store.texts import storable
+from dataplane_admin.store.texts import excerpt
 from dataplane_admin.store.work import Work
 
 MAX_NOTIFICATIONS = 1_000
@@ -77,7 +77,7 @@ def apply_alerts(
     entries: list[AuditEntry] = []
     for given, reason in alerts:
         alert = given.model_copy(update={"id": given.id or work.state.next_id()})
-        row = alert.model_dump() | {"sentence": storable(alert.sentence)}
+        row = alert.model_dump() | {"sentence": excerpt(alert.sentence)}
         work.save(AlertModel, "id", [row], (given.id,))
         if not given.id or alert.cleared_ns is not None:
             entries.append(_entry(alert, reason))
@@ -113,7 +113,7 @@ def finish_notification(work: Work, notification_id: int) -> bool:
 
 def retry_notification(work: Work, notification_id: int, error: str, next_ns: int) -> bool:
     """Store the error of an attempt and the time of the next attempt; return True."""
-    row = {"id": notification_id, "error": storable(error), "next_ns": next_ns}
+    row = {"id": notification_id, "error": excerpt(error), "next_ns": next_ns}
     work.change(NotificationModel, "id", [row])
     return True
 

@@ -11,7 +11,7 @@ from sqlalchemy import select, update
 
 from dataplane_admin.store.batch import LifecycleEvent, RunChange
 from dataplane_admin.store.tables import RunModel
-from dataplane_admin.store.texts import storable
+from dataplane_admin.store.texts import excerpt, storable
 from dataplane_admin.store.work import WANTED, Work, in_groups
 
 ENDED = ("finished", "stopped", "failed")
@@ -102,7 +102,7 @@ def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resu
             joins = first_step is None and values["state"] not in ENDED
             if time_ns >= values["state_ns"]:
                 values |= {"state": change.state, "state_ns": time_ns}
-                values["error"] = storable(change.error)
+                values["error"] = excerpt(change.error)
             if change.state == "running" and time_ns >= values["started_ns"]:
                 if not joins or values["resumed_from"] is None:
                     values |= {"started_ns": time_ns, "resumed_from": first_step}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 _STEM_BYTES = 36
@@ -13,11 +14,27 @@ MAX_NAME = 500
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def storable(text: str) -> str:
-    """Return a name without NUL and lone surrogates, which PostgreSQL rejects, cut to `MAX_NAME`.
+def bounded(name: str, limit: int) -> str:
+    """Return a name of at most ``limit`` characters; the end of a longer one is a hash of it.
 
-    Queries apply it to the names that they search for as well.
+    So two long names with the same beginning stay different.
     """
+    if len(name) <= limit:
+        return name
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    return f"{name[: limit - len(digest) - 1]}~{digest}"
+
+
+def storable(name: str) -> str:
+    """Return a name `bounded` to `MAX_NAME`, without characters that PostgreSQL rejects.
+
+    These are NUL and lone surrogates. Queries apply it to the names that they search for as well.
+    """
+    return excerpt(bounded(name, MAX_NAME))
+
+
+def excerpt(text: str) -> str:
+    """Return the first `MAX_NAME` characters of a text that identifies nothing, as `storable`."""
     cut = text[:MAX_NAME]
     if "\0" in cut:
         cut = cut.replace("\0", _REPLACEMENT)
