@@ -1,4 +1,7 @@
-"""Alerts: each kind is raised and cleared, without flapping, and shown everywhere."""
+"""Alerts: each kind is raised and cleared, without flapping, and shown everywhere.
+
+Imports internals: a test interferes between two queries of the store.
+"""
 
 import math
 import re
@@ -11,6 +14,7 @@ from alerting import cleared, evaluate, raised, rule, rules_in
 from tensordict import TensorDict
 from waiting import until
 
+from dataplane_admin.store import Store
 from dataplane_core import InMemoryDataPlaneClient, StorageSummary, UnavailableError
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -88,6 +92,23 @@ def test_a_failed_run_is_raised_until_it_resumes(alerted, otlp, later, now_s):
     later(86_500)
     until(lambda: not raised(job))
     assert job.all("audit", "entries")[0]["outcome"] == "cleared: the run failed a day ago"
+
+
+def test_a_run_that_resumes_during_an_evaluation_is_named_so(alerted, otlp, now_s, monkeypatch):
+    job = alerted(rule("run_failed", None))
+    job.send(otlp.run("failed", at_s=now_s(), error="OutOfMemoryError"))
+    until(lambda: raised(job))
+    read = Store.unfinished_runs
+
+    def resume_after(store, **query):
+        runs = read(store, **query)
+        monkeypatch.undo()
+        job.send(otlp.run("started", at_s=now_s(), resumed_from=3))
+        return runs
+
+    monkeypatch.setattr(Store, "unfinished_runs", resume_after)
+    until(lambda: not raised(job))
+    assert job.all("audit", "entries")[0]["outcome"] == "cleared: the run was resumed"
 
 
 @pytest.mark.parametrize("end", ["finished", "stopped", "failed"])
@@ -212,6 +233,50 @@ def test_a_collapsed_reward_is_raised_and_cleared(alerted, otlp):
     assert alert["sentence"] == "the mean reward fell from 1 to 0.1"
     job.send(otlp.curve([0.9] * 10, first=10_010))
     until(lambda: cleared(job) == [("reward-collapsed", "run")])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "value"),
+    [
+        ([*[-2.0] * 10, *[-1.0] * 10, *[-1.9] * 10], 0.9),
+        ([*[-1.0] * 10, *[0.0] * 10, *[-0.75] * 10], 0.75),
+        ([*[-5.0] * 10, *[0.01] * 10, *[-4.0] * 10], 0.8),
+        ([*[-5.0] * 10, *[0.01] * 10, *[-0.5] * 10], None),
+        ([*[-10.0] * 10, *[-10.5] * 10, *[-11.0] * 10], None),
+    ],
+)
+def test_a_reward_collapses_by_its_range_or_its_size(alerted, otlp, rewards, value):
+    job = alerted(rule("reward_collapsed", 0.5))
+    job.send(otlp.curve(rewards))
+    evaluate(job)
+    values = [alert["value"] for alert in job.get("alerts")["raised"]]
+    assert values == ([] if value is None else [pytest.approx(value, abs=0.01)])
+
+
+def test_rules_without_a_reported_metric_are_listed(alerted, otlp, now_s):
+    job = alerted(
+        rule("metric", None, metric="rl.entropy", below=0.1),
+        rule("reward_collapsed", 0.5),
+        {**rule("staleness", 4), "runs": "other"},
+        rule("no_step", 1e6),
+    )
+    evaluate(job)
+    assert job.get("alerts")["idle_rules"] == [], "there is no run"
+    start_run(job, otlp, now_s)
+    evaluate(job)
+    assert job.get("alerts")["idle_rules"] == ["metric", "reward-collapsed"]
+    sentence = "No run reports the metric of metric, reward-collapsed."
+    assert sentence in job.client.get("/alerts").text
+    job.send(otlp.curve([1.0]))
+    job.send(otlp.curve([1.0], name="rl.entropy"))
+    evaluate(job)
+    assert job.get("alerts")["idle_rules"] == []
+
+
+def test_a_rule_may_have_a_trainers_own_name_of_a_metric(alerted, otlp):
+    job = alerted(rule("metric", None, metric="actor/lr@head", above=0.5))
+    job.send(otlp.curve([1.0], name="actor/lr_head"))
+    until(lambda: raised(job) == [("metric", "run")])
 
 
 def test_labelled_curves_do_not_hide_the_reward_of_a_run(alerted, otlp):

@@ -34,6 +34,8 @@ _WINDOW = 10
 _NOISE = 3.0
 """A reward has collapsed only if it fell by more than this multiple of the standard deviation of
 the best steps."""
+_METRIC_KINDS = frozenset({"reward_collapsed", "staleness", "logprob_gap", "not_finite", "metric"})
+"""Kinds that compare metrics of steps, which a run may not report."""
 _AGE_KINDS = frozenset({"no_step", "telemetry_lost"})
 """Kinds whose value is an age."""
 
@@ -128,6 +130,7 @@ class Decision:
     Attributes:
         cleared: alerts that end, each with the reason.
         kept: raised alerts whose value is still beyond the bound, with the newest value.
+        idle_rules: names of the rules that compared no value although they apply to a run.
         since: start of each condition that has not lasted long enough yet, nanoseconds since 1970.
     """
 
@@ -135,6 +138,7 @@ class Decision:
     cleared: Sequence[tuple[models.Alert, str]]
     kept: Sequence[tuple[models.Alert, Measure]]
     since: Mapping[Key, int]
+    idle_rules: Sequence[str]
 
 
 def decide(
@@ -147,7 +151,8 @@ def decide(
 
     ``since`` is `Decision.since` of the previous evaluation; empty after a start.
     """
-    measures = {measure.key: measure for rule in rules for measure in measure_all(rule, facts)}
+    by_rule = [(rule, list(measure_all(rule, facts))) for rule in rules]
+    measures = {measure.key: measure for _, of_rule in by_rule for measure in of_rule}
     by_key = {(alert.name, alert.run_id, alert.subject): alert for alert in alerts}
     lasting: dict[Key, int] = {}
 
@@ -180,9 +185,17 @@ def decide(
             cleared.append((alert, _reason(alert, facts)))
     decided = {measure.key for measure in raised}
     decided.update((alert.name, alert.run_id, alert.subject) for alert, _ in cleared)
-    return Decision(
-        raised, cleared, kept, {key: ns for key, ns in lasting.items() if key not in decided}
-    )
+    pending = {key: ns for key, ns in lasting.items() if key not in decided}
+    idle = [rule.name for rule, of_rule in by_rule if not of_rule and _applies(rule, facts)]
+    return Decision(raised, cleared, kept, pending, idle)
+
+
+def _applies(rule: Rule, facts: Facts) -> bool:
+    """Return whether a rule compares a metric that a run it applies to should report."""
+    runs = [run for run in facts.runs if fnmatchcase(run.run_id, rule.runs)]
+    # A run with rewards only needs more steps.
+    needs_steps = rule.kind == "reward_collapsed" and any(run.rewards for run in runs)
+    return bool(runs) and rule.kind in _METRIC_KINDS and not needs_steps
 
 
 def metrics_of(rules: Iterable[Rule]) -> set[str]:
@@ -285,10 +298,12 @@ def _keys_of(metric: str, run: RunFacts) -> list[str]:
 
 
 def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:
-    """Return the lost share of the best reward, the recent and the best reward.
+    """Return the lost share of the reward, the recent and the best reward.
 
-    Both rewards are means of `_WINDOW` steps. The share is 0 if the drop is within the noise of
-    the best steps. None without enough steps.
+    Both rewards are means of `_WINDOW` steps. The share relates the drop to the best reward, or to
+    the range from the worst to the best if that is larger: rewards may be negative, and the best
+    one near 0. The share is 0 if the drop is within the noise of the best steps. None without
+    enough steps.
     """
     if len(rewards) < 2 * _WINDOW:
         return None
@@ -299,7 +314,7 @@ def _collapse(rewards: Sequence[float]) -> tuple[float, float, float] | None:
     lost = best - recent
     if lost <= _NOISE * float(windows[at].std()):
         return 0.0, recent, best
-    return (lost / abs(best) if best else lost), recent, best
+    return lost / max(abs(best), best - float(means.min())), recent, best
 
 
 def _reason(alert: models.Alert, facts: Facts) -> str:

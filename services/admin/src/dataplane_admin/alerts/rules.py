@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from dataplane_admin.models import AlertKind, AlertSeverity
+from observability.step_metrics import exported_name
 
 _DEFAULT = Path(__file__).with_name("default.yaml")
 _MAX_RULES = 100
@@ -56,8 +57,9 @@ class Rule(_Section):
     """Kind of the value that is compared with the bound."""
     metric: Annotated[str, Field(max_length=500)] = ""
     """Metric of steps that ``metric`` compares at its newest step, such as ``rl.entropy``, for each
-    set of attributes; ``rl.reward.component{format}`` is the one with this attribute. For
-    ``not_finite``, the metric instead of loss, gradient norm and reward."""
+    set of attributes; ``rl.reward.component{format}`` is the one with this attribute. A trainer's
+    own name is replaced by the exported one. For ``not_finite``, the metric instead of loss,
+    gradient norm and reward."""
     above: Annotated[float, Field(strict=True)] | None = None
     """Maximum value of ``metric`` without an alert."""
     below: Annotated[float, Field(strict=True)] | None = None
@@ -77,6 +79,13 @@ class Rule(_Section):
     severity: AlertSeverity = "warning"
     runs: Annotated[str, Field(min_length=1, max_length=500)] = "*"
     """Pattern of run ids with ``*``, ``?`` and ``[...]``."""
+
+    @field_validator("metric")
+    @classmethod
+    def _is_exported(cls, metric: str) -> str:
+        # A trainer's own name, such as ``actor/lr@head``, is exported as another one.
+        name, brace, attributes = metric.partition("{")
+        return f"{exported_name(name)}{brace}{attributes}" if name else metric
 
     @field_validator("bound", mode="before")
     @classmethod

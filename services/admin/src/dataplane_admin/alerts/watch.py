@@ -56,6 +56,7 @@ class Watch:
         self.rules = rules
         self.senders = [Sender(store, webhook) for webhook in rules.webhooks]
         self.failures = 0
+        self.idle_rules: Sequence[str] = ()
         self.evaluated_ns: int | None = None
         self._store = store
         self._facts = facts
@@ -119,6 +120,7 @@ class Watch:
     def _evaluate(self) -> None:
         if not self._hold(max(_MIN_LEASE_S, 3 * self._every_s)):
             self._since = {}
+            self.idle_rules = ()
             return
         facts = self._facts()
         raised = self._store.raised_alerts()
@@ -129,6 +131,7 @@ class Watch:
         if alerts:
             self._save(decision, alerts)
         self._since = decision.since
+        self.idle_rules = decision.idle_rules
         self.evaluated_ns = facts.now_ns
 
     def _save(self, decision: Decision, alerts: Sequence[tuple[models.Alert, str]]) -> None:

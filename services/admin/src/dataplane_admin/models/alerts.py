@@ -69,6 +69,9 @@ class Alerts(Model):
     """The latest cleared first."""
     rules: int
     """Number of rules."""
+    idle_rules: list[str]
+    """Rules that no run has values for, because no run that they apply to reports their metric; as
+    of the newest evaluation."""
     evaluated_ns: int | None
     """Time of the newest evaluation by this service; None before the first. Of several services on
     one database, one evaluates."""

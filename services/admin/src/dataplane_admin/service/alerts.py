@@ -42,6 +42,8 @@ def facts_of(
 
     def read() -> Facts:
         now_ns = time.time_ns()
+        # Before the unfinished runs: a run that is resumed in between is in both, not in neither.
+        failed = store.failed_runs(since_ns=now_ns - int(_FORGET_S * 1e9))
         seen = store.unfinished_runs(since_ns=now_ns - int(_FORGET_S * 1e9), names=names)
         unfinished = [
             run
@@ -71,7 +73,7 @@ def facts_of(
                 for run in unfinished
             ],
             waits=blocked,
-            failed=store.failed_runs(since_ns=now_ns - int(_FORGET_S * 1e9)),
+            failed=failed,
             absences=_absences(store, now_ns, seen, unfinished),
             used_shares=_used_shares(store, live, settings.retention.max_bytes),
             knows_plane=_knows_plane(live, now_ns, started_ns),
@@ -95,6 +97,7 @@ def alerts(store: Store, watch: Watch, limit: int) -> models.Alerts:
         raised=store.raised_alerts(),
         cleared=store.cleared_alerts(limit),
         rules=len(watch.rules.rules),
+        idle_rules=list(watch.idle_rules),
         evaluated_ns=watch.evaluated_ns,
         failed_evaluations=watch.failures,
         webhooks=webhooks,
