@@ -39,9 +39,13 @@ __all__ = ["admin", "lean_ray"]
 UNIT_BYTES = 64 << 20
 BACKENDS = {
     "SimpleStorage": ["transfer_queue.backend.SimpleStorage.num_data_storage_units=2"],
-    # The overrides of the page, with smaller units.
+    # The overrides of the page, with two small units.
     "PackedStorage": [
-        re.sub("(?<=global_segment_size=).*", str(UNIT_BYTES), override)
+        re.sub(
+            "(?<=num_storage_units=).*",
+            "2",
+            re.sub("(?<=global_segment_size=).*", str(UNIT_BYTES), override),
+        )
         for override in re.findall(r"\+?transfer_queue\.\S+", blocks("verl-storage", "bash"))
     ],
 }

@@ -122,7 +122,7 @@ def test_live_page_shows_the_packed_queue(watched: dict[str, Any]) -> None:
     assert partition["id"] == "train"
     written = {field["name"]: field["written"] for field in partition["fields"]}
     assert written["responses"] == 4
-    assert [unit["capacity"] for unit in watched["storage"]] == [UNIT_BYTES] * 2
+    assert [unit["capacity"] for unit in watched["storage"]] == [UNIT_BYTES]
     assert sum(unit["used"] for unit in watched["storage"]) > 0
     assert {each["tags"]["status"] for each in watched["samples"]} == {"success"}
     [run] = watched["runs"]
