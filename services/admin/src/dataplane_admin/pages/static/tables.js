@@ -70,7 +70,7 @@ async function readAll(controls, state, units) {
     if (!own) return { rows, cut: false }; // its rows were removed
     for (const row of rowsOf(tableOf(own), units)) {
       rows.push(row);
-      for (const text of row) characters += text.length;
+      for (const { text } of row) characters += text.length;
       if (characters > MAX_CHARACTERS || rows.length > MAX_ROWS) return { rows: rows.slice(0, -1), cut: true };
     }
     if (!own.dataset.next) return { rows, cut: "omitted" in own.dataset };
@@ -79,12 +79,13 @@ async function readAll(controls, state, units) {
   }
 }
 
-// Returns the plain values of all cells, and writes the units of the columns to `units`.
+// Returns the plain text of all cells, and whether a cell is of a column of numbers. Writes the units of the columns to `units`.
 function rowsOf(table, units) {
   return [...table.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells].map((cell, at) => {
     units[at] ||= cell.querySelector("[data-unit]")?.dataset.unit;
     const text = textOf(cell);
-    return /^\d{1,3}(,\d{3})+$/.test(text) && cell.classList.contains("n") ? text.replaceAll(",", "") : text;
+    const isNumber = cell.classList.contains("n");
+    return { text: isNumber && /^\d{1,3}(,\d{3})+$/.test(text) ? text.replaceAll(",", "") : text, isNumber };
   }));
 }
 
@@ -92,9 +93,9 @@ function rowsOf(table, units) {
 // (data-no-export), are left out.
 function columnsOf(head, rows, units) {
   const width = rows.reduce((most, row) => Math.max(most, row.length), head.length);
-  const used = [...Array(width).keys()].filter((at) => !head[at]?.hasAttribute("data-no-export") && rows.some((row) => row[at]));
+  const used = [...Array(width).keys()].filter((at) => !head[at]?.hasAttribute("data-no-export") && rows.some((row) => row[at]?.text));
   const names = used.map((at) => ((head[at] && textOf(head[at])) || `column ${at + 1}`) + (units[at] ? ` (${units[at]})` : ""));
-  return { names: names.map((name, at) => (names.indexOf(name) < at ? `${name} ${at + 1}` : name)), rows: rows.map((row) => used.map((at) => row[at] || "")) };
+  return { names: names.map((name, at) => (names.indexOf(name) < at ? `${name} ${at + 1}` : name)), rows: rows.map((row) => used.map((at) => row[at] || { text: "" })) };
 }
 
 // Returns what a screen reader reads: the description of a drawing, nothing of hidden elements. Of a
@@ -109,11 +110,19 @@ function textOf(node) {
 }
 
 function jsonOf({ names, rows }) {
-  return JSON.stringify(rows.map((row) => Object.fromEntries(row.map((text, at) => [names[at], text]))), null, 2) + "\n";
+  return JSON.stringify(rows.map((row) => Object.fromEntries(row.map((cell, at) => [names[at], valueOf(cell)]))), null, 2) + "\n";
+}
+
+// Returns a number of a column of numbers, null without a value, and otherwise the text. An integer that JavaScript
+// cannot represent stays text.
+function valueOf({ text, isNumber }) {
+  if (!text || (isNumber && ["-", "n/a"].includes(text))) return null;
+  const number = isNumber && /^-?\d+(\.\d+)?(e[+-]?\d+)?$/i.test(text) ? Number(text) : NaN;
+  return Number.isFinite(number) && (Number.isSafeInteger(number) || !Number.isInteger(number) || /[.e]/i.test(text)) ? number : text;
 }
 
 function csvOf({ names, rows }) {
-  return [names, ...rows].map((row) => row.map(cell).join(",") + "\r\n").join("");
+  return [names, ...rows.map((row) => row.map(({ text }) => text))].map((row) => row.map(cell).join(",") + "\r\n").join("");
 }
 
 // A spreadsheet would run a text that begins like a formula.
