@@ -80,6 +80,33 @@ def test_transfer_queues_own_api_lists_rows_and_tags(cluster, config):
         assert listed() == {"train": {"b": {"v": 2}}}
 
 
+def test_transfer_queues_own_api_cannot_clear_or_save_a_store(cluster, config, tmp_path):
+    @ray.remote(num_cpus=0, max_calls=1)
+    def attempts(folder):
+        import transfer_queue
+
+        transfer_queue.init()
+        errors = []
+        for attempt in (
+            lambda: transfer_queue.kv_clear(keys=["a"], partition_id="train"),
+            lambda: transfer_queue.save_checkpoint(folder),
+        ):
+            try:
+                attempt()
+                errors.append("")
+            except (RuntimeError, ValueError) as error:
+                errors.append(str(error))
+        return errors
+
+    with TQDataPlaneClient(config) as client:
+        put(client, "ab")
+        until(lambda: "a" in listed().get("train", {}))
+        clear, save = ray.get(attempts.remote(str(tmp_path / "saved")), timeout=180)
+        assert "belongs to a data plane; use TQDataPlaneClient to clear" in clear
+        assert "belongs to a data plane; use TQDataPlaneClient to save" in save
+        assert client.get_samples(["a"], "train", ["x"])["x"].tolist() == [[1.0] * 4]
+
+
 def test_without_the_mirror_transfer_queue_runs_separately(cluster, config):
     with TQDataPlaneClient({**config, "transfer_queue_mirror": False}) as client:
         put(client, "ab")

@@ -89,6 +89,8 @@ class PackedStorageManager(StorageManager):
     ) -> None:
         super().__init__(controller_info, config, zmq_context=zmq_context)
         connection = config.get(RAW)
+        # The clients of a data plane have no registration; those of `transfer_queue.init` have one.
+        self._is_guest = connection is None and "registration" in config
         # A put blocks its thread while the store is full; clears and gets need other threads.
         self._putters = ThreadPoolExecutor(_MAX_PUTS, "packed-put")
         self._raw = None if connection is None else RawStore(connection)
@@ -232,19 +234,21 @@ class PackedStorageManager(StorageManager):
         return TensorDict(columns, batch_size=[metadata.size])
 
     async def clear_data(self, metadata: Any) -> None:
-        """Free the meta's rows; in a data plane the directory has freed them before.
+        """Free the meta's rows; for a client of a data plane, its directory has freed them before.
 
         A writer that died before its report leaves values that no meta fits. They are freed by the
         newest meta that the controller has.
 
         Raises:
+            UnsupportedError: the queue belongs to a data plane. TransferQueue's samplers do not see
+                the rows any more.
             DataPlaneError: as `RawStore.clear`. After a MissingDataError, the rows that the meta
                 names can be claimed again, unless TransferQueue's controller fails or does not
                 answer in time; that is logged.
         """
-        if self._raw is None:
+        if self._raw is None and not self._is_guest:
             return
-        raw, rows = self._raw, _by_partition(metadata)
+        raw, rows = self._require_raw("clear"), _by_partition(metadata)
         try:
             for partition_id, at in rows.items():
                 indexes = [metadata.global_indexes[i] for i in at]
@@ -299,19 +303,26 @@ class PackedStorageManager(StorageManager):
         """Write all rows into a folder of TransferQueue's checkpoint.
 
         Raises:
-            UnsupportedError: the queue belongs to a data plane; save its partitions instead.
+            InvalidRequestError: the queue belongs to a data plane; save its partitions instead.
             DataPlaneError: as `packed_checkpoint.save`.
         """
-        await asyncio.to_thread(self._require_raw("save").save, Path(checkpoint_dir))
+        await asyncio.to_thread(self._raw_of_checkpoint("save").save, Path(checkpoint_dir))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Replace all rows by those of a checkpoint.
 
         Raises:
-            UnsupportedError: the queue belongs to a data plane.
+            InvalidRequestError: the queue belongs to a data plane.
             DataPlaneError: as `packed_checkpoint.load`.
         """
-        await asyncio.to_thread(self._require_raw("load").load, Path(checkpoint_dir))
+        await asyncio.to_thread(self._raw_of_checkpoint("load").load, Path(checkpoint_dir))
+
+    def _raw_of_checkpoint(self, verb: str) -> RawStore:
+        try:
+            return self._require_raw(verb)
+        except UnsupportedError as error:
+            # TransferQueue takes a NotImplementedError for success without the values.
+            raise InvalidRequestError(str(error)) from None
 
     def _require_raw(self, verb: str) -> RawStore:
         if self._raw is None:
