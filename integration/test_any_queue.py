@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from dataplane_tq import join_ray  # the cluster of the test listens on loopback only
 
-address, folder, version, wait_s = sys.argv[1:]
+address, folder, version, wait_s, mode = sys.argv[1:]
 workers = {"TQ_CONTROLLER_GET_METADATA_TIMEOUT": wait_s}  # seconds for which a claim may wait
 if folder:  # of another TransferQueue
     workers["PYTHONPATH"] = folder
@@ -40,7 +40,7 @@ join_ray(
 assert not folder or tq.__version__ == version and tq.__file__.startswith(folder), tq.__version__
 storage = {"num_data_storage_units": 1, "total_storage_size": 64}
 backend = {"storage_backend": "SimpleStorage", "SimpleStorage": storage}
-tq.init(OmegaConf.create({"controller": {"polling_mode": False}, "backend": backend}))
+tq.init(OmegaConf.create({"controller": {"polling_mode": mode == "polling"}, "backend": backend}))
 
 def put(names, **columns):
     batch = TensorDict(columns, batch_size=[len(names)])
@@ -50,6 +50,10 @@ ids = [f"prompt{i // 4}-{i % 4}" for i in range(16)]
 put(ids, input_ids=torch.zeros(16, 8, dtype=torch.int64))
 put(ids[:10], advantages=torch.zeros(10, 8))
 claim = tq.get_client().get_meta
+while mode == "polling":
+    assert not claim(["input_ids", "advantages"], 12, "train", task_name="critic").size
+    print("waiting", flush=True)
+    time.sleep(0.1)
 claim(["input_ids", "advantages"], 8, "train", task_name="update_actor")
 print("waiting", flush=True)
 while True:
@@ -94,13 +98,14 @@ def windows(matrix: Any) -> list[Any]:
 
 
 @contextmanager
-def running(version: str, folder: Path, wait_s: float) -> Iterator[None]:
+def running(version: str, folder: Path, wait_s: float, mode: str = "blocking") -> Iterator[None]:
     """Run the job with a version of TransferQueue during the block.
 
     Args:
         version: such as "0.1.7", or "installed".
         folder: folder to install it in.
         wait_s: seconds for which the controller lets a claim wait.
+        mode: ``blocking``, or ``polling`` for claims that return at once.
     """
     path = "" if version == "installed" else str(folder / "transfer_queue")
     if path:
@@ -109,7 +114,7 @@ def running(version: str, folder: Path, wait_s: float) -> Iterator[None]:
         subprocess.run([*install, "--target", path, package], check=True, timeout=TIMEOUT_S)
     address = ray.get_runtime_context().gcs_address
     job = subprocess.Popen(
-        [sys.executable, "-c", JOB, address, path, version, str(wait_s)],
+        [sys.executable, "-c", JOB, address, path, version, str(wait_s), mode],
         env={**os.environ, "PYTHONPATH": path} if path else None,
         stdout=subprocess.PIPE,
         text=True,
@@ -160,6 +165,15 @@ def test_blocked_job_on_any_transfer_queue_is_explained(
             lambda: windows(admin.ask("partition/matrix", id="train", windows=4)) == expected
         )
     wait_until(lambda: not ask("partitions")["live"]["attached"], TIMEOUT_S)
+
+
+def test_polling_task_that_never_got_a_sample_is_explained(
+    ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    with running("installed", tmp_path, wait_s=600, mode="polling"):
+        (wait,) = wait_until(lambda: ask("why"), TIMEOUT_S)
+        assert wait["task"] == "critic"
+        assert {name: lack["count"] for name, lack in wait["lacks"].items()} == {"advantages": 6}
 
 
 @pytest.mark.long

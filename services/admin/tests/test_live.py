@@ -33,6 +33,7 @@ class Watched:
     """A data plane that can be unreachable or slow, and records its calls."""
 
     fault = None
+    tasks_claim = False
 
     def __init__(self, plane):
         self.plane = plane
@@ -189,6 +190,32 @@ def test_plane_that_answers_no_clients_is_reported_and_read(plane, watched, star
     assert job.get("why") == []
 
 
+def test_plane_that_is_lost_during_a_run_is_a_fault(plane, watched, start_polling, otlp, later):
+    plane.register_partition("train", ["a"], 8, ["t"])
+    job = start_polling()
+    until(lambda: present(job))
+    assert "dataplane_partition_samples" in job.client.get("/metrics").text
+    watched.is_away = True
+    until(lambda: not live(job)["attached"])
+    assert "dataplane_partition_samples" not in job.client.get("/metrics").text
+    assert job.get("why") == []
+    later(15)
+    [wait] = job.get("why")
+    assert wait["kind"] == "fault"
+    assert wait["sentence"].endswith("Watched: the directory does not answer")
+    assert "The data plane has not answered for 1" in job.client.get("/").text
+    now_s = (time.time_ns() - otlp.start_ns) / 1e9
+    job.send(otlp.run("started", at_s=now_s))
+    later(700)
+    job.send(otlp.run("started", "other", at_s=now_s + 700))
+    assert job.get("why")[0]["kind"] == "fault", "a run still needs it"
+    for run in ("run", "other"):
+        job.send(otlp.run("finished", run, at_s=now_s + 701))
+    until(lambda: job.get("why") == [])
+    watched.is_away = False
+    until(lambda: live(job)["attached"])
+
+
 def test_queries_have_a_deadline_and_a_maximum(plane, watched, start_polling):
     plane.register_partition("train", ["a"], 8, ["t"])
     job = start_polling(query_timeout_s=0.1)
@@ -296,6 +323,16 @@ def test_only_a_task_that_claims_has_a_backlog(plane, start_polling):
     until(lambda: job.get("why"))
     until(lambda: (job.get("partition", id="train")["tasks"][0]["oldest_unclaimed_s"] or 0) > 0.5)
     assert {(wait["task"], wait["claim"]) for wait in job.get("why")} == {("claims", "")}
+
+
+def test_each_task_of_a_queue_has_a_backlog(plane, watched, start_polling):
+    """Tasks of a queue are not declared: a task exists because it asked for samples."""
+    watched.tasks_claim = True
+    plane.register_partition("train", ["a", "b"], 8, ["polls"])
+    job = start_polling(stuck_after_s=0.1)
+    put(plane, ["s0"], "a")
+    [wait] = until(lambda: job.get("why"))
+    assert (wait["task"], wait["lacks"]["b"]["count"]) == ("polls", 1)
 
 
 def test_the_number_of_stuck_tasks_is_bounded(plane, start_polling):

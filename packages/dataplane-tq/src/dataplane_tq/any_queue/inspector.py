@@ -86,6 +86,7 @@ class QueueInspector:
         timeout_s: deadline of one query, in seconds.
 
     Attributes:
+        tasks_claim: True, since a queue declares no tasks: it has those that asked for samples.
         fault: one sentence on why the controller no longer answers the job, as of the newest read;
             None if it answers. Either way, the controller's state can be read.
 
@@ -97,6 +98,7 @@ class QueueInspector:
     """
 
     fault: str | None = None
+    tasks_claim = True
 
     def __init__(self, address: str, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s

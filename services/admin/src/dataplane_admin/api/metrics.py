@@ -63,7 +63,9 @@ class _ServiceCollector(Collector):
         status = self._service.status()
         yield from _service_metrics(status)
         yield from _alert_metrics(self._service.alerts(limit=1))
-        yield from _partition_metrics(self._service.partitions().partitions[:MAX_PARTITIONS])
+        if status.live.attached:  # else the numbers are of the past, and would not look so
+            partitions = self._service.partitions().partitions
+            yield from _partition_metrics(partitions[:MAX_PARTITIONS])
 
 
 def _service_metrics(status: models.Status) -> Iterator[Metric]:

@@ -187,8 +187,11 @@ class Live:
         followed = partitions[:MAX_PARTITIONS]
         trends = self._trends.add(at_ns, followed)
         # Only `QueueInspector` has a `fault`: it can read a data plane that does not answer its
-        # clients.
+        # clients. Tasks of a queue are not declared: they exist because they claim.
         fault: str | None = getattr(inspector, "fault", None)
+        has_claimed = self._has_claimed
+        if getattr(inspector, "tasks_claim", False):
+            has_claimed = _always
         wanted = [name for name, since in self._prioritized.items() if read_s - since < _PRIORITY_S]
         scans = self._scanner.scan(inspector, followed, wanted, self._ending.is_set)
         storage, storage_error = self._read_storage(inspector)
@@ -207,7 +210,7 @@ class Live:
                 history=self._history.add(at_ns, followed),
                 scans=scans,
                 stuck=find_stuck(
-                    inspector, followed, trends, scans, self._stuck_after_s, self._has_claimed
+                    inspector, followed, trends, scans, self._stuck_after_s, has_claimed
                 ),
             )
         )
@@ -252,6 +255,10 @@ class Live:
             self._snapshot = replace(snapshot, revision=last.revision + 1)
         else:
             self._snapshot = replace(snapshot, revision=last.revision)
+
+
+def _always(_partition: str, _task: str) -> bool:
+    return True
 
 
 def _read_totals(inspector: StoreInspector) -> dict[str, int]:

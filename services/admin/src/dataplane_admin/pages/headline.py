@@ -67,6 +67,9 @@ def headline(
     newest = newest_pace(paces)
     if status.live.attached and status.live.error:
         return "stuck", "The data plane does not answer its clients"
+    fault = next((wait for wait in waits if wait.kind == "fault"), None)
+    if fault is not None:
+        return "stuck", f"The data plane has not answered for {words.ago(fault.seconds)}"
     if waits:
         longest = words.ago(max(wait.seconds for wait in waits))
         tasks = "1 task blocked" if len(waits) == 1 else f"{len(waits)} tasks blocked, longest"

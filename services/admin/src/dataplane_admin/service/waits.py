@@ -16,6 +16,10 @@ from observability.views import OpenWait, printable, why
 from observability.views.quantities import duration
 
 _MAX_WAITS = 100
+_UNREACHABLE_S = 10.0
+"""Seconds without an answer after which a data plane counts as unreachable."""
+_GONE_S = 600.0
+"""Seconds after which an unreachable data plane counts as gone, if no run is known."""
 
 
 def waits(
@@ -28,7 +32,7 @@ def waits(
 ) -> list[models.Wait]:
     """Return blocked tasks, longest first, those of silent processes last.
 
-    A data plane that no longer answers its clients comes before them.
+    A data plane that no longer answers its clients, or this service, comes before them.
 
     Args:
         silent_after_s: seconds without telemetry after which a process counts as silent.
@@ -50,7 +54,27 @@ def waits(
     blocked.sort(key=lambda wait: (wait.silent_s is not None, -wait.seconds))
     if snapshot and snapshot.fault_ns is not None and run is None:
         blocked.insert(0, _fault(snapshot.error or "", snapshot.fault_ns, now_ns))
+    if live is not None and run is None:
+        lost_ns = _lost_ns(live, store, now_ns, silent_after_s)
+        if lost_ns is not None:
+            sentence = f"cannot read the data plane: {live.snapshot.error}"
+            blocked.insert(0, _fault(sentence, lost_ns, now_ns))
     return blocked[:_MAX_WAITS]
+
+
+def _lost_ns(live: Live, store: Store, now_ns: int, silent_after_s: float) -> int | None:
+    """Return the time of the last answer of a data plane that a job should still run.
+
+    None if it answers or never did, or if all known runs ended or are silent.
+    """
+    at_ns = live.snapshot.at_ns
+    if live.snapshot.attached or at_ns is None or now_ns - at_ns < _UNREACHABLE_S * 1e9:
+        return None
+    if store.unfinished_runs(since_ns=now_ns - int(silent_after_s * 1e9), names=()):
+        return at_ns
+    # A job without telemetry does not report its end.
+    is_recent = now_ns - at_ns < _GONE_S * 1e9
+    return at_ns if is_recent and not store.count_runs() else None
 
 
 def _wait(wait: OpenWait, silent: Mapping[tuple[str, str], int], now_ns: int) -> models.Wait:
