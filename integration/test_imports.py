@@ -266,13 +266,24 @@ def test_msgspec_decoders_are_made_once(package: str) -> None:
     assert not calls
 
 
-@pytest.mark.parametrize("service", ["dataplane_admin", "grpo_trainer"])
+OBSERVED = """
+from dataplane_core import build_data_plane_client
+
+build_data_plane_client({"enabled": True, "impl": "in_memory", "observability": {"enabled": True}})
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import dataplane_admin", "import grpo_trainer", OBSERVED],
+    ids=["admin", "trainer", "middleware"],
+)
 @pytest.mark.parametrize("name", ["observability/__init__.py", "observability.py"])
-def test_shadowed_package_is_named_in_the_error(service: str, name: str, tmp_path: Path) -> None:
+def test_shadowed_package_is_named_in_the_error(program: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.touch()
-    command = [sys.executable, "-c", f"import {service}"]  # finds what is in its working directory
+    command = [sys.executable, "-c", program]  # finds what is in its working directory
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     shadow = path.parent if path.name == "__init__.py" else path
     error = done.stderr.splitlines()[-1]

@@ -15,6 +15,7 @@ from dataplane_core.capabilities import Capabilities
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig, validate_config
 from dataplane_core.errors import ConfigError
+from dataplane_core.shadowing import require_package
 
 CLIENT_GROUP = "dataplane_core.clients"
 MIDDLEWARE_GROUP = "dataplane_core.middleware"
@@ -50,7 +51,7 @@ def build_data_plane_client(
                     "installed; install the package 'observability' or set it to false"
                 )
             for wrapper in wrappers:
-                client = wrapper.load()(client, observability)
+                client = _load(wrapper)(client, observability)
     except BaseException:  # whatever failed, the caller gets no client that it could close
         client.close()
         raise
@@ -82,4 +83,14 @@ def _load_client(impl: str) -> Any:
             f"data-plane config: impl: found {impl!r}; expected one of the installed clients "
             f"{', '.join(repr(name) for name in sorted(clients))}"
         )
-    return clients[impl].load()
+    return _load(clients[impl])
+
+
+def _load(entry: EntryPoint) -> Any:
+    """Return what an entry point names; name a folder that replaces its package in the error."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError:
+        package, _, module = entry.module.partition(".")
+        require_package(package, module.partition(".")[0])
+        raise

@@ -13,7 +13,7 @@ def require_package(name: str, module: str) -> None:
 
     Args:
         name: name of the package, such as "observability".
-        module: file in the package's folder, such as "views".
+        module: module or subpackage of the package, such as "views".
 
     Raises:
         ImportError: something else of that name comes first on ``sys.path``; the error names it.
@@ -22,7 +22,8 @@ def require_package(name: str, module: str) -> None:
     if spec is None:
         return
     folders = list(spec.submodule_search_locations or ())
-    if not any((Path(folder) / module).exists() for folder in folders):
+    names = (module, f"{module}.py")
+    if not any((Path(folder) / each).exists() for folder in folders for each in names):
         origin = ", ".join(folders or [str(spec.origin)])
         raise ImportError(
             f"package {name!r}: found {origin}, which is not the installed package; rename it, or "

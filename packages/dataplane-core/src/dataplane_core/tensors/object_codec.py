@@ -223,8 +223,9 @@ def encode_object(what: str, value: Any, *, allow_pickle: bool = False) -> bytes
     """Encode one value; ``what`` names it in the error, for example ``field 'content'``.
 
     Tuples and sets decode as lists, dataclasses as dicts, enums as their values, and dates,
-    decimals and UUIDs as strings, as msgspec encodes them. A datetime with a time zone decodes as a
-    datetime in UTC, one without as a string. Objects of msgspec.Struct and attrs decode as dicts;
+    decimals and UUIDs as strings, as msgspec encodes them. So an enum and its value as two keys of
+    a dict become one. A datetime with a time zone decodes as a datetime in UTC, one without as a
+    string. Objects of msgspec.Struct and attrs decode as dicts;
     they cannot hold integers of more than 64 bits or text with a lone surrogate. Tensors decode on
     the CPU, without a gradient. numpy arrays need one of numpy's plain dtypes. Masked arrays, other
     subclasses, and arrays of objects, records or another library's dtypes are refused, because they
