@@ -414,14 +414,15 @@ with setup("other", endpoint=ENDPOINT):
     tracking.log({{
         "val-core/a/b/acc/mean@4": 0.5, "val-core/a/b/acc/best@4/mean": 0.9,
         "val-aux/a/b/reward/mean@4": 0.25, "val-aux/a/b/reward/mean@2": 0.0,
-        "val-core/c/reward/mean@1": 0.75, "training/off_policy/trajectory_staleness/max": 2,
+        "val-core/c/reward/mean@1": 0.75, "val-core/d/acc/mean@1": 1,
+        "training/off_policy/trajectory_staleness/max": 2,
     }}, step=3)
 """,
             server.endpoint,
         )
         values = {name: (value, facts["rl.step"]) for name, _, value, facts in step_points(server)}
     assert values["rl.validation.reward"] == (0.5, 3)
-    assert values["rl.validation.pass_rate"] == (0.5, 3)
+    assert values["rl.validation.pass_rate"] == (0.75, 3)
     assert values["rl.staleness.max"] == (2, 2)
     assert values["val-core/a/b/acc/best_4/mean"] == (0.9, 3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from numbers import Real
 from statistics import fmean
 
 NAMES = {
@@ -32,9 +33,9 @@ def with_means(data: Mapping[str, object]) -> dict[str, object]:
     number. Then that of the largest number counts.
     """
     matches = [match for match in map(_VALIDATION.fullmatch, data) if match]
-    means: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, Real]] = {}
     for match in sorted(matches, key=lambda each: int(each[3])):
         value = data[match[0]]
-        if isinstance(value, float):  # numpy's, too
+        if isinstance(value, Real):  # numpy's, too
             means.setdefault(f"val-{match[2]}", {})[match[1]] = value
     return {**data, **{name: fmean(of_source.values()) for name, of_source in means.items()}}
