@@ -155,3 +155,14 @@ def operation_ids(app_of):
         for path, operations in paths.items()
         for method, operation in operations.items()
     }
+
+
+def test_only_probes_are_described_without_a_token(app_of):
+    document = app_of().openapi()
+    assert document["security"] == [{"bearer": []}, {}]
+    open_paths = {
+        path
+        for path, operations in document["paths"].items()
+        if any("security" in operation for operation in operations.values())
+    }
+    assert open_paths == {"/healthz", "/readyz"}

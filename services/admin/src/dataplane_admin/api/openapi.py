@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 
 from dataplane_admin.models import Problem
+from dataplane_admin.web.callers import OPEN_PATHS
 
 OPENAPI_PATH = "/api/v1/openapi.json"
 
@@ -42,6 +43,9 @@ def add_openapi(app: FastAPI) -> None:
                 schemas.pop(unused, None)
             components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"bearer": []}, {}]
+            for probe in OPEN_PATHS & schema["paths"].keys():
+                for operation in schema["paths"][probe].values():
+                    operation["security"] = []
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -244,7 +244,7 @@ def _runs(body: str, width: int) -> RenderableType:
     if not answer.runs:
         return Text("No matching runs." if answer.total else "No runs yet.")
     parts = _table(
-        ("run", "state", "steps", "reward", "started", "duration", "tags", "error"),
+        ("run", "state", "steps", "last reward", "started", "duration", "tags", "error"),
         [
             (
                 run.run_id,

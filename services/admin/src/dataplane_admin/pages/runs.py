@@ -16,7 +16,7 @@ from dataplane_admin.service import AdminService
 
 _MAX_RUNS = 200
 _SORTS: dict[models.RunSort, str] = {
-    "reward": "Reward",
+    "reward": "Last reward",
     "steps": "Steps",
     "duration": "Duration",
     "started": "Started",
