@@ -110,6 +110,7 @@ def test_a_file_without_a_token_is_refused_and_not_shown(refused, tmp_path, cont
         (["--retention-days", "inf"], "--retention-days"),
         (["--silent-after-s", "inf"], "--silent-after-s"),
         (["--stuck-after-s", "inf"], "--stuck-after-s"),
+        (["--redact", "x*"], "--redact: 'x*' matches the empty string"),
     ],
 )
 def test_a_wrong_option_is_reported_on_one_line(refused, arguments, named):

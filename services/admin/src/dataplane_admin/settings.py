@@ -15,7 +15,7 @@ from dataplane_admin.checks import (
     check_link,
     check_token,
 )
-from dataplane_admin.ingest import Limits
+from dataplane_admin.ingest import Limits, check_pattern
 from dataplane_admin.store import Retention
 
 
@@ -92,6 +92,11 @@ class Settings:
         for origin in self.allowed_origins:
             canonical_origin(origin)
         object.__setattr__(self, "root_path", canonical_root_path(self.root_path))
+        for pattern in self.redact:
+            try:
+                check_pattern(pattern)
+            except ValueError as error:
+                raise ValueError(f"redact: {error}") from None
         for name in ("jaeger_url", "tempo_url"):
             url = getattr(self, name)
             if url is not None:

@@ -67,16 +67,49 @@ def test_a_match_across_the_maximum_length_is_redacted(job_of, otlp):
     tokens = ["y"] * (MAX_TOKENS - 1) + ["sk-abc", "def"]
     body = {
         "id": "a",
-        "turns": [{"role": "user", "content": before + "sk-abcdef"}],
         "tokens": {"text": tokens},
         "tokens_omitted": 903,
     }
-    job.send(record(otlp, "rl.sample.text", body))
+    turns = [{"role": "user", "content": before + "sk-abcdef"}]
+    long = {"id": "b", "turns": turns, "tokens": {"text": tokens}}
+    job.send(record(otlp, "rl.sample.text", body), record(otlp, "rl.sample.text", long))
     content = job.get("sample/content", id="a", run="run")
     assert content["tokens_omitted"] == 904
     assert "904 later tokens not recorded" in job.client.get("/sample?id=a&run=run").text
-    assert content["turns"][0]["content"] == before + "[reda"
     assert [token["text"] for token in content["tokens"]] == [*tokens[:-2], "[redacted]"]
+    content = job.get("sample/content", id="b", run="run")
+    assert content["turns"][0]["content"] == before + "[reda"
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (["<user>", "pin ", "12", "34", "</user>"], "<user>|[redacted]|[redacted]|[redacted]|</user>"),
+        # A turn with a match is not in the text of the tokens: no token is shown.
+        (["<user>", "pin", "12", "34", "</user>"], "|".join(["[redacted]"] * 5)),
+        (["<user>", "pin ", "12"], "|".join(["[redacted]"] * 3)),
+    ],
+)
+def test_tokens_of_a_redacted_turn_are_not_shown(job_of, otlp, texts, shown):
+    job = job_of(keep_sample_text=True, redact=(re.compile(r"^pin \d+$"),))
+    turns = [{"role": "user", "content": "pin 1234"}, {"role": "user", "content": "other"}]
+    body = {"id": "a", "turns": turns, "tokens": {"text": texts}}
+    job.send(record(otlp, "rl.sample.text", body))
+    content = job.get("sample/content", id="a", run="run")
+    assert content["turns"][0]["content"] == "[redacted]"
+    assert "|".join(token["text"] for token in content["tokens"]) == shown
+
+
+def test_redaction_leaves_identifying_attributes(job_of, otlp):
+    job = job_of(keep_sample_text=True, redact=(re.compile(r"[a-z]+"),))
+    spans = otlp.trace()
+    spans.resource_spans[0].scope_spans[0].scope.name = "rl-dataplane"
+    curves = [otlp.curve([1.0], name="rl.x", **{"rl.component": name}) for name in ("a", "b")]
+    job.send(spans, *curves)
+    [trace] = job.get("traces")["traces"]
+    assert (trace["run_id"], trace["name"]) == ("run", "grpo.step")
+    shown = job.get("runs/curves", run="run")["curves"]
+    assert [curve["attributes"]["rl.component"] for curve in shown] == ["a", "b"]
 
 
 def test_texts_are_deleted_before_facts(job_of, otlp, later):

@@ -51,8 +51,10 @@ def _check_alert_rules(path: Path) -> None:
 
 
 def _check_pattern(pattern: str) -> None:
+    from dataplane_admin.ingest import check_pattern
+
     try:
-        re.compile(pattern)
+        check_pattern(re.compile(pattern))
     except re.error as error:
         raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
 

@@ -93,13 +93,16 @@ def _ids(given: object, limits: Limits) -> tuple[bytes, ...]:
 
 
 def _turns(body: Mapping[str, Any], redaction: Redaction) -> list[dict[str, str]]:
-    turns = body.get("turns")
     return [
         # Cut last: a match may cross the cut.
         {key: redaction.text(str(turn.get(key, "")))[:MAX_CONTENT] for key in ("role", "content")}
-        for turn in (turns if isinstance(turns, list) else [])[:_MAX_TURNS]
-        if isinstance(turn, dict)
+        for turn in _messages(body)[:_MAX_TURNS]
     ]
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    turns = body.get("turns")
+    return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
 
 
 def _tokens(body: Mapping[str, Any], redaction: Redaction) -> tuple[dict[str, list[Any]], int]:
@@ -107,7 +110,8 @@ def _tokens(body: Mapping[str, Any], redaction: Redaction) -> tuple[dict[str, li
     tokens = body.get("tokens")
     if not isinstance(tokens, dict) or not isinstance(tokens.get("text"), list):
         return {}, 0
-    redacted = redaction.tokens([str(text) for text in tokens["text"]])
+    contents = [str(turn.get("content", "")) for turn in _messages(body)]
+    redacted = redaction.tokens([str(text) for text in tokens["text"]], contents)
     texts = [text[:_MAX_TOKEN] for text in redacted[:MAX_TOKENS]]
     columns: dict[str, list[Any]] = {"text": texts}
     for name in _TOKEN_COLUMNS[1:]:
