@@ -16,6 +16,7 @@ from dataplane_core.tags import group_of
 from dataplane_core.telemetry import WEIGHT_VERSION, step_facts
 from grpo_trainer.refit.weight_sync import version_number
 from grpo_trainer.rollout.prompts import Prompt
+from grpo_trainer.rollout.token_texts import token_texts
 from grpo_trainer.samples.partition import PREV_LOGPROBS, TRAIN, WEIGHT_VERSIONS
 from observability import record_sample_text, record_samples
 
@@ -89,7 +90,7 @@ def record_texts(
                 version[place] = version_number(span["version"])
         generator = row[_GENERATED][:length].tolist()
         tokens: dict[str, Sequence[object]] = {
-            "text": [tokenizer.decode([token]) for token in row["input_ids"][:length].tolist()],
+            "text": token_texts(tokenizer, row["input_ids"][:length].tolist()),
             # Only a token that was drawn has a log-probability of the generator.
             "generator": [generator[place] if drawn else None for place, drawn in enumerate(mask)],
             "mask": mask,

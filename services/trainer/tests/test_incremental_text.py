@@ -1,6 +1,6 @@
-"""Stop strings are found as in the complete text, at a bounded cost per token.
+"""Stop strings and texts of tokens agree with the complete text, at a bounded cost per token.
 
-Imports internals: no run has stop strings.
+Imports internals: no run has stop strings, or a tokenizer with characters over several tokens.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Sequence, Strip
+from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Metaspace, Sequence, Strip
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel as Bytes
 from transformers import PreTrainedTokenizerFast
 
 from grpo_trainer.rollout.stop_strings import StopSearch
+from grpo_trainer.rollout.token_texts import token_texts
 
 ALPHABET = "ab .\u00e9\u6f22\U0001f600\n"
 """Text of characters of one to four bytes."""
@@ -105,3 +106,36 @@ def test_a_token_is_decoded_a_bounded_number_of_times(name):
         tokens = tokenizer.backend_tokenizer.encode(text).ids
 
     assert cost(4000) < 1.2 * cost(1000)
+
+
+def word_tokenizer():
+    """Tokenizer with leading spaces in its pieces, as in SentencePiece."""
+    pieces = ["<unk>", "\u2581red", "\u2581car", "s"]
+    inner = Tokenizer(WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    inner.decoder = Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def test_the_text_of_a_character_is_that_of_its_last_token():
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = tokenizer.backend_tokenizer.encode("a\U0001f600b").ids
+    assert token_texts(tokenizer, tokens) == ["a", "", "", "", "\U0001f600", "b"]
+    assert token_texts(tokenizer, tokens[:3]) == ["a", "", "\ufffd"]
+
+
+def test_the_leading_space_of_a_piece_is_retained():
+    assert token_texts(word_tokenizer(), [1, 2, 3, 1]) == ["red", " car", "s", " red"]
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from(ALPHABET), max_size=80))
+def test_texts_of_tokens_join_to_the_complete_text(text):
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = tokenizer.backend_tokenizer.encode(text).ids
+    assert "".join(token_texts(tokenizer, tokens)) == text
+
+
+def test_invalid_bytes_hide_no_text_after_them():
+    tokenizer = TOKENIZERS["pieces"]
+    tokens = [tokenizer.convert_tokens_to_ids(piece) for piece in ("<0x80>", "a", "ab.")]
+    assert token_texts(tokenizer, tokens) == ["", "\ufffda", "ab."]
