@@ -53,7 +53,8 @@ def begin(step, **arguments):
     event("on_step_begin", step, **arguments)
 def log(step, **logs):
     state = SimpleNamespace(global_step=step, is_world_process_zero=True)
-    callback.on_log(None, state, None, logs=logs)
+    sizes = {"train_batch_size": 4, "world_size": 2, "gradient_accumulation_steps": 8}
+    callback.on_log(SimpleNamespace(**sizes), state, None, logs=logs)
 """
 
 
@@ -470,6 +471,7 @@ with setup("svc", endpoint=ENDPOINT):
             ("rl.clip_fraction", "1", 0.25, facts),
             ("rl.loss", "1", 0.5, facts),
             ("rl.reward.component", "1", 0.75, {**facts, "rl.component": "accuracy"}),
+            ("rl.samples", "{sample}", 64.0, facts),
             ("rl.staleness.mean", "{version}", 1.5, facts),
             ("rl.validation.reward", "1", 0.6, {**facts, "rl.step": 2}),
         ]

@@ -107,7 +107,8 @@ class TraceCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            record_logs(state.global_step, logs, self._run_id)
+            size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+            record_logs(state.global_step, logs, self._run_id, samples_per_step=size)
 
     @contextmanager
     def _block(self, name: str) -> Iterator[None]:

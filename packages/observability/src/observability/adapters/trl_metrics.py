@@ -27,12 +27,17 @@ _NAMES = {
 _REWARD_COMPONENT = re.compile(r"rewards/(.+)/mean")
 
 
-def record_logs(completed: int, logs: Mapping[str, object], run_id: str) -> None:
+def record_logs(
+    completed: int, logs: Mapping[str, object], run_id: str, *, samples_per_step: int
+) -> None:
     """Record what TRL logs after ``completed`` steps."""
-    metrics, components = {}, {}
+    metrics: dict[str, object] = {}
+    components: dict[str, object] = {}
     for name, value in logs.items():
         if match := _REWARD_COMPONENT.fullmatch(name):
             components[match[1]] = value
         elif not name.startswith("train_"):  # TRL's summary of the training
             metrics[name] = value
+    if "loss" in metrics:  # not of a validation alone
+        metrics["rl.samples"] = completed * samples_per_step
     record_trainer_metrics(completed, metrics, _NAMES, run_id=run_id, components=components)

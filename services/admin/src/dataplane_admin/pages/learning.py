@@ -18,6 +18,7 @@ from dataplane_admin.store.read_curves import SAMPLES, TIME
 
 _TITLES: Mapping[str, str] = {
     "rl.reward.mean": "Reward",
+    "rl.reward.generated": "Reward, generated",
     "rl.reward.std": "Reward std",
     "rl.reward.component": "Reward components",
     "rl.validation.pass_rate": "Validation pass rate",

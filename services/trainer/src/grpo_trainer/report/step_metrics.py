@@ -14,6 +14,7 @@ REWARD_PREFIX = "reward/"
 _TRAINING = {
     "reward": "rl.reward.mean",
     "reward_std": "rl.reward.std",
+    "generated_reward": "rl.reward.generated",
     "loss": "rl.loss",
     "kl": "rl.kl",
     "approx_entropy": "rl.entropy",
