@@ -234,6 +234,18 @@ def test_smoothing_is_drawn_in_the_url_and_survives_a_reload(watched, job, otlp)
     assert page.locator("#smooth-value").inner_text() == "0.99"
 
 
+def test_the_crosshair_reads_raw_and_smoothed_values(watched, job, otlp):
+    job.send(otlp.curve([0.0, 1.0] * 20, run="noisy", name="rl.loss"))
+    job.send(otlp.curve([0.0, 1.0] * 4, run="noisy", name="rl.kl"))
+    page = watched().go("/run?run=noisy&smooth=0.99")
+    drawn(page, "rl.kl")
+    box = drawn(page, "rl.loss")
+    page.mouse.move(box["x"] + 60, box["y"] + 40)
+    loss, few = (figure(page, name).locator(".curve-value") for name in ("rl.loss", "rl.kl"))
+    until(page, lambda: re.fullmatch(r"[01], smoothed 0\.\d+", loss.inner_text()))
+    until(page, lambda: re.fullmatch(r"[01]", few.inner_text()))
+
+
 def test_new_steps_appear_without_moving_the_page(watched, run, job, otlp):
     page = watched().go(f"{run}&live=1")
     drawn(page)

@@ -6,6 +6,7 @@ const FETCH_DELAY_MS = 50;
 const X_AXIS = 22;
 const MIN_Y_AXIS = 46;
 const DIGIT = 6.6; // width of a digit of the axes' font, and a little more
+const MIN_SMOOTHED = 10; // points of a curve; fewer are not smoothed
 const SMOOTHED_POINTS = 1000; // the shown range counts as this many points, as in Weights & Biases
 
 export function drawCurves() {
@@ -149,13 +150,16 @@ export function drawCurves() {
     chart.curves.forEach((curve, place) => {
       const column = plot.data[3 + 4 * place];
       let value = curve.last_value;
+      let smoothed = "";
       if (isRead) {
         const x = plot.data[0][at];
         const isInside = x >= curve.x[0] && x <= Math.max(curve.x[curve.x.length - 1], axis.end(curve));
-        value = isInside ? column[nearestValue(column, at)] : null;
+        const nearest = nearestValue(column, at);
+        value = isInside ? column[nearest] : null;
+        if (isInside && isSmoothed(curve, Number(slider.value))) smoothed = `, smoothed ${text(plot.data[4 + 4 * place][nearest])}`;
       }
       // The last value of a curve is null only if it is not finite.
-      outputOf(figure, inkOf(curve, place)).textContent = isRead || value !== null ? text(value) : "NaN";
+      outputOf(figure, inkOf(curve, place)).textContent = isRead || value !== null ? text(value) + smoothed : "NaN";
     });
     if (isRead) stepOutput.textContent = axis.text(plot.data[0][at]);
     else stepOutput.textContent = "";
@@ -385,8 +389,17 @@ function dataOf(curves, smoothing) {
     const none = curve.x.map(() => null);
     const high = curve.high.length ? curve.high : none;
     const low = curve.low.length ? curve.low : none;
-    return [curve.x, high, low, curve.values, smoothing > 0 ? average(curve, range, smoothing) : none];
+    return [curve.x, high, low, curve.values, smoothedOf(curve, range, smoothing, none)];
   }));
+}
+
+function smoothedOf(curve, range, smoothing, none) {
+  if (!(smoothing > 0)) return none;
+  return isSmoothed(curve, smoothing) ? average(curve, range, smoothing) : curve.values;
+}
+
+function isSmoothed(curve, smoothing) {
+  return smoothing > 0 && curve.values.length >= MIN_SMOOTHED;
 }
 
 // Exponential moving average without a bias to the first value. A value's weight grows with its distance
