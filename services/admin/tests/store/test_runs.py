@@ -247,6 +247,31 @@ def test_reduced_and_sparse_curves_have_the_same_axis(job, otlp):
     job.send(otlp.curve([float(step) for step in range(2000)], run="a"))
     job.send(otlp.curve([1000.0], first=1000, run="a", name="rl.validation.reward"))
     by_time = compared(job, axis="time", max_points=25)
-    assert by_time["a", "rl.validation.reward"] == [(1000, 1000)]
+    assert by_time["a", "rl.validation.reward"] == [(999, 1000)]
     for x, value in by_time["a", "rl.reward.mean"]:
         assert x == pytest.approx(value, abs=0.51)
+
+
+def test_points_without_a_known_place_are_left_out(job, otlp):
+    job.send(otlp.run("started", "a"), otlp.run("started", "b"))
+    job.send(otlp.curve([float(step) for step in range(6)], run="a"))
+    job.send(otlp.curve([8.0, None, 24.0], first=1, run="a", name="rl.samples"))
+    job.send(otlp.curve([0.5, None, 0.6, 0.7, 0.8], run="a", name="rl.validation.reward"))
+    by_samples = compared(job, axis="samples")
+    assert by_samples["a", "rl.reward.mean"] == [(8, 1), (24, 3)]
+    # A validation is that of the weights after the step before it.
+    assert by_samples["a", "rl.validation.reward"] == [(0, 0.5), (8, 0.6), (24, 0.8)]
+
+
+def test_long_names_with_one_beginning_stay_apart(job, otlp):
+    names = ["n" * 5_000 + end for end in "ab"]
+    for name in names:
+        job.send(otlp.curve([1.0], run=name[4_000:], name=name, **{"rl.component": name}))
+    runs = [run["run_id"] for run in job.get("runs")["runs"]]
+    assert len(set(runs)) == 2
+    for name in names:
+        [curve] = job.get("runs/curves", run=name[4_000:])["curves"]
+        assert len(curve["name"]) == 500
+    [first, second] = [job.get("runs/curves", run=run)["curves"][0] for run in runs]
+    assert first["name"] != second["name"]
+    assert first["attributes"] != second["attributes"]

@@ -29,6 +29,7 @@ from dataplane_admin.ingest.load import LoadPoints
 from dataplane_admin.ingest.values import digest_of
 from dataplane_admin.store import Batch, SeriesPoint
 from dataplane_admin.store.chunk import MAX_INT, RUN_ID, STEP, run_and_step
+from dataplane_admin.store.texts import bounded
 from observability.records import Process, identity_of, process_of
 from observability.step_metrics import METRIC, NOT_FINITE
 
@@ -125,7 +126,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
     if temporality == "cumulative" and not monotonic:
         temporality = "newest"  # a gauge in effect: it starts at 0 with its process
     attributes = {
-        pair.key[: limits.attribute_length]: plain(pair.value, limits)
+        bounded(pair.key, limits.attribute_length): plain(pair.value, limits)
         for pair in sorted(pairs[: limits.attributes], key=lambda pair: pair.key)
     }
     return SeriesPoint(
@@ -134,7 +135,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
         process=source.process.full_label,
         process_id=bytes.fromhex(source.process.identity),
         scope=source.scope,
-        name=name[: limits.attribute_length],
+        name=bounded(name, limits.attribute_length),
         unit=unit[: limits.attribute_length],
         attributes=json.dumps(attributes),
         figures=(
@@ -185,7 +186,7 @@ def plain(value: AnyValue, limits: Limits) -> Any:
     kind = value.WhichOneof("value")
     match kind:
         case "string_value":
-            return value.string_value[: limits.attribute_length]
+            return bounded(value.string_value, limits.attribute_length)
         case "bytes_value":
             return value.bytes_value[: limits.attribute_length].hex()
         case "double_value":

@@ -16,12 +16,26 @@ from dataplane_admin.ingest.sample_text import attributed
 
 REDACTED = "[redacted]"
 IDENTIFYING_KEYS = frozenset(
-    """
-    dataplane.partition dataplane.task dataplane.unit dataplane.wait db.collection.name
-    db.operation.name error.type host.name messaging.consumer.group.name
-    messaging.destination.name messaging.operation.name rl.bucket rl.component rl.metric rl.run_id
-    service.instance.id service.name service.namespace
-    """.split()
+    {
+        "dataplane.partition",
+        "dataplane.task",
+        "dataplane.unit",
+        "dataplane.wait",
+        "db.collection.name",
+        "db.operation.name",
+        "error.type",
+        "host.name",
+        "messaging.consumer.group.name",
+        "messaging.destination.name",
+        "messaging.operation.name",
+        "rl.bucket",
+        "rl.component",
+        "rl.metric",
+        "rl.run_id",
+        "service.instance.id",
+        "service.name",
+        "service.namespace",
+    }
 )
 """Attributes that are never redacted: lineage, curves and alerts need distinct values."""
 _OWN_SCOPES = frozenset({"rl-dataplane", "refit-mx"})

@@ -24,6 +24,7 @@ from dataplane_admin.ingest.values import MAX_COUNT, Attributed, cut, digest_of
 from dataplane_admin.store import Batch, Chunk
 from dataplane_admin.store.chunk import MAX_INT, NO_TRACE, run_and_step, service_of
 from dataplane_admin.store.compressed import compress
+from dataplane_admin.store.texts import bounded
 from observability.records import identity_of
 
 _NO_SPAN = bytes(8)
@@ -126,7 +127,7 @@ def _cut_span(span: Span, limits: Limits) -> bool:
         for record in records:
             changed |= cut(record, limits)
         if len(span.name) > limits.attribute_length:
-            span.name = span.name[: limits.attribute_length]
+            span.name = bounded(span.name, limits.attribute_length)
             changed = True
         if len(span.status.message) > limits.attribute_length:
             span.status.message = span.status.message[: limits.attribute_length]

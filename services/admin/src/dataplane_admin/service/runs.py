@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from dataplane_admin import models
 from dataplane_admin.service.errors import NotFound
 from dataplane_admin.store import StepRow, Store
-from dataplane_admin.store.read_curves import SAMPLES, TIME
+from dataplane_admin.store.read_curves import SAMPLES, TIME, is_validation
 from observability.views import printable
 
 MAX_COMPARED = 8
@@ -21,6 +22,15 @@ MAX_CURVES = 200
 """Maximum number of curves of a run in an answer."""
 _AXES = {"time": TIME, "samples": SAMPLES}
 _MAX_AXIS_POINTS = 2_000
+
+
+class _Places(NamedTuple):
+    """Places on an axis of the first steps of buckets of ``width`` steps."""
+
+    steps: list[int]
+    places: list[float]
+    width: int
+
 
 _KEYS: dict[models.RunSort, Callable[[models.Run], float | None]] = {
     "seen": lambda run: run.seen_ns,
@@ -114,7 +124,7 @@ def compare_curves(
             if places is None:
                 without_axis.append(run.run_id)
                 continue
-            limits = _steps_between(*places, first, last)
+            limits = _steps_between(places, first, last)
         for curve in store.curves(
             run.run_id,
             names=names,
@@ -123,9 +133,9 @@ def compare_curves(
             max_points=max_points,
             limit=MAX_CURVES,
         ):
-            x = list(map(float, curve.steps))
+            x: list[float] = list(map(float, curve.steps))
             if places is not None:
-                x = np.interp(np.add(x, _middle(curve)), *places).tolist()
+                curve, x = _placed(curve, places)
             curves.append(models.ComparedCurve.of(curve, run=index, x=x))
     return models.ComparedCurves(
         axis=axis,
@@ -135,10 +145,33 @@ def compare_curves(
     )
 
 
-def _places(
-    store: Store, run: models.RunDetail, axis: models.Axis
-) -> tuple[list[float], list[float]] | None:
-    """Return steps of a run and their places on the axis; None if they are unknown."""
+def _placed(curve: models.Curve, places: _Places) -> tuple[models.Curve, list[float]]:
+    """Return the points of a curve whose places are known, and the places.
+
+    A validation has the number of the next step: its place is that of the step before it, and the
+    start of the run if there is none. Between two buckets, places are interpolated.
+    """
+    steps = np.asarray(curve.steps, float) - is_validation(curve.name)
+    known = np.asarray(places.steps)
+    if curve.width == places.width == 1:
+        is_known = np.isin(steps, known)
+    else:
+        is_known = (steps + curve.width > known[0]) & (steps < known[-1] + places.width)
+    x = np.interp(steps + _middle(curve), known + (places.width - 1) / 2, places.places)
+    if curve.width == 1:
+        is_known |= steps < 0
+        x[steps < 0] = 0.0
+    kept = np.flatnonzero(is_known).tolist()
+    columns = {
+        name: [column[at] for at in kept]
+        for name in ("steps", "values", "low", "high")
+        if (column := getattr(curve, name))
+    }
+    return curve.model_copy(update=columns), x[kept].tolist()
+
+
+def _places(store: Store, run: models.RunDetail, axis: models.Axis) -> _Places | None:
+    """Return the places of a run's steps on the axis; None if they are unknown."""
     curves = store.curves(
         run.run_id,
         names=[_AXES[axis]],
@@ -149,12 +182,14 @@ def _places(
     )
     origin = run.first_ns / 1e9 if axis == "time" else 0.0
     known = [
-        (step + _middle(curve), value - origin)
+        (step, value - origin)
         for curve in curves
         for step, value in zip(curve.steps, curve.values, strict=True)
         if value is not None
     ]
-    return ([step for step, _ in known], [place for _, place in known]) if known else None
+    if not known:
+        return None
+    return _Places([step for step, _ in known], [place for _, place in known], curves[0].width)
 
 
 def _middle(curve: models.Curve) -> float:
@@ -163,12 +198,13 @@ def _middle(curve: models.Curve) -> float:
 
 
 def _steps_between(
-    steps: Sequence[float], places: Sequence[float], first: float | None, last: float | None
+    known: _Places, first: float | None, last: float | None
 ) -> tuple[float | None, float | None]:
     """Return the first and last step between two places, extended by one known step at each end.
 
     After a resume, places do not always grow with the steps.
     """
+    steps, places = known.steps, known.places
     inside = [
         at
         for at, (place, following) in enumerate(zip(places, [*places[1:], places[-1]], strict=True))
@@ -177,8 +213,10 @@ def _steps_between(
     ]
     if not inside:
         return -1.0, -1.0
-    low, high = inside[0], min(len(steps) - 1, inside[-1] + 1)
-    return None if first is None else steps[low], None if last is None else steps[high]
+    low, high = inside[0], inside[-1] + 1
+    # Without a further step, a validation may follow the last one.
+    is_open = last is None or high >= len(steps)
+    return None if first is None else steps[low], None if is_open else steps[high]
 
 
 def run_steps(store: Store, run_id: str, *max_ranges: int) -> list[models.RunSteps]:
