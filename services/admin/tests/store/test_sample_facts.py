@@ -84,10 +84,10 @@ def test_a_match_across_the_maximum_length_is_redacted(job_of, otlp):
 @pytest.mark.parametrize(
     ("texts", "shown"),
     [
-        (["<user>", "pin ", "12", "34", "</user>"], "<user>|[redacted]|[redacted]|[redacted]|</user>"),
+        (["<user>", "pin ", "12", "34", "</user>"], ["<user>", *["[redacted]"] * 3, "</user>"]),
         # A turn with a match is not in the text of the tokens: no token is shown.
-        (["<user>", "pin", "12", "34", "</user>"], "|".join(["[redacted]"] * 5)),
-        (["<user>", "pin ", "12"], "|".join(["[redacted]"] * 3)),
+        (["<user>", "pin", "12", "34", "</user>"], ["[redacted]"] * 5),
+        (["<user>", "pin ", "12"], ["[redacted]"] * 3),
     ],
 )
 def test_tokens_of_a_redacted_turn_are_not_shown(job_of, otlp, texts, shown):
@@ -97,7 +97,7 @@ def test_tokens_of_a_redacted_turn_are_not_shown(job_of, otlp, texts, shown):
     job.send(record(otlp, "rl.sample.text", body))
     content = job.get("sample/content", id="a", run="run")
     assert content["turns"][0]["content"] == "[redacted]"
-    assert "|".join(token["text"] for token in content["tokens"]) == shown
+    assert [token["text"] for token in content["tokens"]] == shown
 
 
 def test_redaction_leaves_identifying_attributes(job_of, otlp):
@@ -437,3 +437,14 @@ def test_tokens_are_colored_by_the_chosen_fact(job_of, otlp, color, expected):
     shown = re.findall(r'<span class="tok (\w+)[^>]*>(\w)</span>', page)
     assert shown == [*zip(expected, tokens["text"], strict=True)]
     assert ("</span>unknown</li>" in page) == ("unknown" in expected)
+
+
+def test_a_sample_is_listed_with_facts_or_after_15_s(job, otlp, later):
+    job.send(otlp.log("trained", ["a", "b"], step=5))
+    assert job.get("samples/facts")["samples"] == []
+    job.send(facts(otlp, ids=("a", "x", "y")))
+    [*_, first] = job.get("samples/facts")["samples"]
+    assert (first["sample_id"], first["reward"], first["state"]) == ("a", 1.0, "trained")
+    later(16)
+    listed = job.get("samples/facts")["samples"]
+    assert {sample["sample_id"] for sample in listed} == {"a", "b", "x", "y"}

@@ -80,6 +80,7 @@ def samples_of(
                 truncated=truncated if isinstance(truncated, bool) else None,
                 state=_text(facts.get("state")),
                 tags=_tags(facts.get("tags"), redaction or Redaction()),
+                is_record=True,
                 **numbers,
             )
         )

@@ -56,7 +56,9 @@ def apply_samples(work: Work, batches: Sequence[Batch]) -> None:
         digest = digest_of_sample(each.run_id, each.sample)
         if isinstance(each, SampleText):
             texts[digest] = each
-            each = SampleFacts(each.run_id, each.sample, each.time_ns, step=each.step)
+            each = SampleFacts(
+                each.run_id, each.sample, each.time_ns, step=each.step, is_record=False
+            )
         facts.setdefault(digest, []).append(each)
     if not facts:
         return
@@ -137,7 +139,12 @@ def _reported(batches: Sequence[Batch]) -> Iterator[SampleFacts | SampleText]:
             if event.name in _STATES:
                 for sample in event.sample_ids:
                     yield SampleFacts(
-                        event.run_id, sample, event.time_ns, step=event.step, state=event.name
+                        event.run_id,
+                        sample,
+                        event.time_ns,
+                        step=event.step,
+                        state=event.name,
+                        is_record=False,
                     )
 
 
@@ -172,6 +179,8 @@ def _merged(
                 row[name] = value
         if any(given[name] not in (None, "") for name in given if name != "step"):
             row["time_ns"] = max(row["time_ns"], each.time_ns)
+        elif each.is_record:
+            row["time_ns"] = max(row["time_ns"], 1)  # its facts arrived, all unknown
         if each.state and each.time_ns >= row["state_ns"]:
             row["state"], row["state_ns"] = each.state, each.time_ns
     return row

@@ -121,6 +121,7 @@ class SampleFacts:
         last_version: newest version, as ``first_version``.
         state: for example ``generated``, ``trained`` or ``dropped``.
         tags: lines ``name=value``, see `texts.lines_of`; empty without any.
+        is_record: whether a record of facts reported it, not a lifecycle event or a text.
     """
 
     run_id: str
@@ -136,6 +137,7 @@ class SampleFacts:
     last_version: int | None = None
     state: str = ""
     tags: str = ""
+    is_record: bool = True
 
 
 @dataclass(frozen=True, slots=True)

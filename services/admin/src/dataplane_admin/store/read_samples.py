@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from dataclasses import dataclass
 from typing import Any  # Any: rows
@@ -29,6 +30,7 @@ from dataplane_admin.store.texts import (
 from dataplane_admin.store.work import in_groups
 
 _MAX_GROUP = 1000
+_FACTS_AFTER_S = 15.0
 _IN_GROUP = SampleGroupModel.id == SampleFactModel.group_key
 _HAS_TEXT = (
     exists()
@@ -76,7 +78,8 @@ def read_sample_facts(
     """Return a page of facts, and the place of the next page.
 
     Args:
-        sort: ``newest`` or a numeric column; samples without the number are omitted.
+        sort: ``newest`` or a numeric column; samples without the number are omitted. Among the
+            newest, those without facts are omitted for 15 s.
         ascending: whether the smallest comes first.
         after: number and id of the last row of the previous page.
     """
@@ -85,6 +88,10 @@ def read_sample_facts(
     ids = select(key).join(SampleGroupModel, _IN_GROUP).where(*_conditions(chosen))
     if sort != "newest":
         ids = ids.where(column.is_not(None))
+    else:
+        # Facts may arrive after the event that a sample was trained on; do not list it before.
+        old_ns = time.time_ns() - int(_FACTS_AFTER_S * 1e9)
+        ids = ids.where(or_(SampleFactModel.time_ns > 0, SampleFactModel.received_ns <= old_ns))
     if after is not None:
         value, last = after
         number = last if sort == "newest" else value
