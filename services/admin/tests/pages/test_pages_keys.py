@@ -10,6 +10,7 @@ import pytest
 from made_up_traces import HOSTILE, RUN, STEPS, trace_id_of
 from playwright.sync_api import expect
 from test_pages_browser import query
+from test_pages_render import PAGES
 
 LAST = trace_id_of(STEPS - 1)
 
@@ -162,23 +163,105 @@ def downloaded(page, form):
 
 def as_text(value):
     """Return a value of JSON as the text of CSV."""
-    return "" if value is None else value if isinstance(value, str) else f"{value:.12g}"
+    if value is None or isinstance(value, str):
+        return value or ""
+    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
 
 
-@pytest.mark.parametrize("path", ["/", "/partition?id=train", "/runs", "/run", "/traces"])
-def test_numbers_are_numbers_in_json(watched, path):
-    page = watched().go(path)
+# Records downloads instead of saving them; Chromium refuses more than ten of one page.
+RECORD = """
+window.saved = [];
+const blobs = [];
+URL.createObjectURL = (blob) => `#${blobs.push(blob) - 1}`;
+HTMLAnchorElement.prototype.click = function () {
+  const name = this.download;
+  const blob = blobs[Number(this.getAttribute("href").slice(1))];
+  blob.text().then((text) => window.saved.push({ name, text }));
+};
+"""
+
+
+def all_downloads(page):
+    """Return the file names, CSV rows and JSON rows of all tables of a page."""
     page.locator("html.scripted").wait_for()
-    count = page.locator(".download [data-download=json]").count()
-    assert count
-    for at in range(count):
-        with page.expect_download() as download:
-            page.locator(".download [data-download=json]").nth(at).evaluate("each => each.click()")
-        rows = json.loads(download.value.path().read_text())
-        values = [value for row in rows for value in list(row.values())[1:]]
-        texts = [value for value in values if isinstance(value, str)]
-        assert any(isinstance(value, int | float) for value in values)
-        assert [text for text in texts if re.fullmatch(r"-|n/a|-?\d[\d,]*(\.\d+)?", text)] == []
+    saved = []
+    for at in range(page.locator(".download").count()):
+        files = []
+        for form in ("csv", "json"):
+            # Without `data-all`, the rows shown are downloaded.
+            page.evaluate(
+                "([at, form]) => { window.saved.length = 0;"
+                "const controls = document.querySelectorAll('.download')[at];"
+                "delete controls.dataset.all;"
+                "controls.querySelector(`[data-download=${form}]`).click(); }",
+                [at, form],
+            )
+            page.wait_for_function("() => window.saved.length === 1")
+            files += page.evaluate("window.saved")
+        names = {file["name"].rpartition(".")[0] for file in files}
+        rows = list(csv.reader(files[0]["text"].splitlines()))
+        saved.append((names.pop(), rows, json.loads(files[1]["text"])))
+        assert not names
+    return saved
+
+
+FORMATTED = re.compile(r"-|n/a|-?\d[\d,]*(\.\d+)?( ?(%|d|h|min|s|ms|µs|[kMGT]?B|samples))*")
+
+
+def test_columns_of_downloads_have_one_type(watched):
+    watch = watched()
+    watch.context.add_init_script(RECORD)
+    tables = 0
+    for path in PAGES:
+        page = watch.go(path)
+        if not page.locator(".download").count():
+            continue
+        for _, (head, *rows), listed in all_downloads(page):
+            tables += 1
+            assert [list(row) for row in listed] == [head] * len(rows)
+            assert [list(map(as_text, row.values())) for row in listed] == [
+                [re.sub("^'(?=[=+@-])", "", text) for text in row] for row in rows
+            ]
+            for name in head:
+                values = [row[name] for row in listed if row[name] is not None]
+                types = {float if type(value) is int else type(value) for value in values}
+                assert len(types) <= 1, (path, name, values)
+                if types == {str} and name not in ("Sample", "Value", "Trace"):
+                    written = [value for value in values if FORMATTED.fullmatch(value)]
+                    assert written == [], (path, name)
+    assert tables > 50
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/", "overview-Last-steps"),
+        ("/runs", "runs"),
+        (f"/run?run={RUN}", "run-grpo-math-20261121-2114-Step-ranges"),
+        ("/run", "run-grpo-math-20261121-2114-Step-ranges"),
+        (f"/trace?id={LAST}", f"trace-grpo-math-20261121-2114-{LAST}-Span-names"),
+        ("/partition?id=train", "partition-train-Tasks"),
+    ],
+)
+def test_file_names_have_page_run_and_table(watched, path, name):
+    watch = watched()
+    watch.context.add_init_script(RECORD)
+    assert name in [saved for saved, _, _ in all_downloads(watch.go(path))]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/run", "/traces", f"/trace?id={LAST}"],
+    ids=["overview", "run", "traces", "trace"],
+)
+def test_no_failures_are_a_zero_in_json(watched, path):
+    watch = watched()
+    watch.context.add_init_script(RECORD)
+    tables = [listed for _, _, listed in all_downloads(watch.go(path)) if "Failed" in listed[0]]
+    assert tables
+    for listed in tables:
+        assert 0 in [row["Failed"] for row in listed]
+        assert None not in [row["Failed"] for row in listed]
 
 
 def test_all_rows_of_a_table_are_downloaded(watched, job):
@@ -214,7 +297,7 @@ def test_a_download_reads_further_pages_up_to_its_limit(watched):
     page = watch.go("/traces")
     with page.expect_download() as download:
         page.locator("[data-download=csv]").click()
-    assert download.value.suggested_filename == "Traces-newest-first-only-52-rows.csv"
+    assert download.value.suggested_filename == "traces-only-52-rows.csv"
     assert len(download.value.path().read_text().splitlines()) == 53
     expect(page.locator(".download output")).to_have_text("Only the first 52 rows.")
 
@@ -253,4 +336,4 @@ def test_downloaded_text_is_no_formula(watched):
         texts,
     )
     row = next(csv.reader(downloaded(page, "csv").splitlines()[1:]))
-    assert row[: len(texts)] == ["'=1+1", "'+A1", "'-2+3", "'@SUM(A1)", *texts[4:]]
+    assert row[: len(texts)] == ["'=1+1", "'+A1", "'-2+3", "'@SUM(A1)", texts[4], "", texts[6]]

@@ -42,8 +42,11 @@ class StepOnOverview:
     """One of the last steps."""
 
     facts: models.TraceFacts
+    seconds: dict[str, float] | None
+    """Process time by bucket, if any."""
     buckets: marks.Stack
-    productive: str
+    productive: float | None
+    """Percent of the process time."""
 
 
 @dataclass(frozen=True)
@@ -242,14 +245,15 @@ def _step(
 ) -> StepOnOverview:
     if not seconds:
         bar = marks.stack([("groups", facts.seconds)], longest, "no buckets")
-        return StepOnOverview(facts, bar, "-")
+        return StepOnOverview(facts, None, bar, None)
     total = sum(seconds.values())
     # The width of the bar is the step's duration relative to the longest one shown.
     width_s = total * longest / facts.seconds if facts.seconds > 0 else total
     return StepOnOverview(
         facts,
+        seconds,
         marks.of_buckets(seconds, width_s),
-        words.percent(seconds.get("productive", 0.0), total),
+        100 * seconds.get("productive", 0.0) / total if total else None,
     )
 
 

@@ -19,7 +19,10 @@ _FORMS: Mapping[str, tuple[Callable[[Any], str], str]] = {
     "ago": (words.ago, "s"),
     "duration": (words.duration, "s"),
     "figure": (learning.number, ""),
+    "percent": (words.percentage, "%"),
+    "problems": (words.problems, ""),
     "size": (words.size, "bytes"),
+    "yes": (words.yes, ""),
 }
 """Formats of numbers in tables, each with the unit of the number."""
 
@@ -61,6 +64,7 @@ def environment(root_path: str) -> Environment:
         exact=_exact,
         figure=learning.number,
         few=words.listed,
+        percentage=words.percentage,
         plain=words.plain,
         shorten=words.shorten,
         signed=signed,
@@ -92,7 +96,7 @@ def _cell(value: float | None, form: str) -> Markup | str:
 
 def _valued(value: float, text: str, unit: str = "") -> Markup:
     """Return a text with the number that downloads have instead, in ``unit``."""
-    number = f"{value:.12g}" if isinstance(value, float) else value
+    number = f"{value:.12g}" if isinstance(value, float) else str(value).lower()
     named = Markup(' data-unit="{}"').format(unit) if unit else ""
     return Markup('<data value="{}"{}>{}</data>').format(number, named, text)
 

@@ -30,7 +30,8 @@ class NameRow:
 
     group: models.SpanGroup
     tone: int
-    share: str
+    share: float | None
+    """Percent of the trace's duration."""
     url: Link
     marked: bool
 
@@ -69,7 +70,7 @@ def name_table(
             NameRow(
                 group,
                 tones[group.service],
-                words.percent(group.active_s, trace.seconds),
+                100 * group.active_s / trace.seconds if trace.seconds else None,
                 url(**(mark or {"name": group.name, "service": group.service})),
                 marked,
             )

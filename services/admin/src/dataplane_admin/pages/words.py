@@ -17,11 +17,14 @@ __all__ = [
     "instant",
     "listed",
     "percent",
+    "percentage",
     "plain",
     "plural",
+    "problems",
     "shorten",
     "shown_zone",
     "size",
+    "yes",
     "zone_named",
 ]
 
@@ -96,6 +99,21 @@ def shorten(text: str, maximum: int = 32) -> str:
     head = maximum // 3
     tail = maximum - head - 1
     return text if len(text) <= maximum else f"{text[:head]}…{text[-tail:]}"
+
+
+def percentage(percents: float | None) -> str:
+    """Return ``12.3 %``; a dash for None."""
+    return "-" if percents is None else f"{percents:.1f} %"
+
+
+def problems(number: int) -> str:
+    """Return a number of failures; nothing for 0."""
+    return count(number) if number else ""
+
+
+def yes(value: bool | None) -> str:
+    """Return ``yes`` if a value is true, else nothing."""
+    return "yes" if value else ""
 
 
 def capital(text: str) -> str:

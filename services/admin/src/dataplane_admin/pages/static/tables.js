@@ -1,12 +1,18 @@
 // Downloads tables as CSV or JSON. Of a table marked data-all, which can have more rows than the page shows,
 // it reads all rows: it fetches the page with that table's maximum number of rows, then the next pages.
 
+import { linkOfPage } from "./swap.js";
+
 const TYPES = { csv: "text/csv", json: "application/json" };
 const WRITERS = { csv: csvOf, json: jsonOf };
 const MAX_ROWS = 100_000;
 const MAX_CHARACTERS = 100_000_000;
 const PLACES = ["cursor", "start", "count"]; // parameters that select a page of a list
 const TIMEOUT_MS = 60_000;
+const SUBJECTS = ["run", "group", "id", "a", "b"]; // parameters that name what a page shows
+const MAX_PART = 60;
+const MAX_NAME = 200;
+const ABSENT = ["-", "n/a", "never", "no events"]; // in a column of numbers or times
 
 let busy = false;
 
@@ -33,13 +39,12 @@ export async function download(controls, format) {
   busy = true;
   const state = controls.querySelector("output");
   try {
-    const name = nameOf(controls).replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "table";
     const head = [...(tableOf(controls).tHead?.rows[0]?.cells || [])];
     const units = [];
     const { rows, cut } = controls.dataset.all ? await readAll(controls, state, units) : { rows: rowsOf(tableOf(controls), units) };
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([WRITERS[format](columnsOf(head, rows, units))], { type: `${TYPES[format]};charset=utf-8` }));
-    link.download = `${name}${cut ? `-only-${rows.length}-rows` : ""}.${format}`;
+    link.download = `${fileNameOf(controls)}${cut ? `-only-${rows.length}-rows` : ""}.${format}`;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
     state.textContent = cut ? `Only the first ${rows.length.toLocaleString("en")} rows.` : "";
@@ -48,6 +53,16 @@ export async function download(controls, format) {
   } finally {
     busy = false;
   }
+}
+
+// Names the page, what it shows, and the table: run-math-7-step-ranges.
+function fileNameOf(controls) {
+  const { pathname, searchParams } = new URL(linkOfPage());
+  const heading = tableOf(controls).closest("section")?.querySelector("h2")?.cloneNode(true);
+  heading?.querySelectorAll("small, .axes").forEach((part) => part.remove());
+  const subjects = [document.querySelector("[data-of-run]")?.dataset.ofRun || "", ...SUBJECTS.flatMap((name) => searchParams.getAll(name))];
+  const parts = [pathname.split("/").slice(-1)[0] || "overview", ...subjects, heading ? textOf(heading) : ""];
+  return parts.map((part) => part.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, MAX_PART)).filter(Boolean).join("-").slice(0, MAX_NAME);
 }
 
 function tableOf(controls) {
@@ -79,12 +94,13 @@ async function readAll(controls, state, units) {
   }
 }
 
-// Returns the plain text of all cells, and whether a cell is of a column of numbers. Writes the units of the columns to `units`.
+// Returns the plain text of all cells, and whether a cell has a number or boolean. Writes the units of the columns to `units`.
 function rowsOf(table, units) {
   return [...table.tBodies].flatMap((body) => [...body.rows]).map((row) => [...row.cells].map((cell, at) => {
     units[at] ||= cell.querySelector("[data-unit]")?.dataset.unit;
     const text = textOf(cell);
-    const isNumber = cell.classList.contains("n");
+    const isNumber = cell.classList.contains("n") || Boolean(cell.querySelector("data"));
+    if (text === "-" || (isNumber && ABSENT.includes(text))) return { text: "", isNumber };
     return { text: isNumber && /^\d{1,3}(,\d{3})+$/.test(text) ? text.replaceAll(",", "") : text, isNumber };
   }));
 }
@@ -113,10 +129,11 @@ function jsonOf({ names, rows }) {
   return JSON.stringify(rows.map((row) => Object.fromEntries(row.map((cell, at) => [names[at], valueOf(cell)]))), null, 2) + "\n";
 }
 
-// Returns a number of a column of numbers, null without a value, and otherwise the text. An integer that JavaScript
-// cannot represent stays text.
+// Returns a number or boolean, null without a value, and otherwise the text. An integer that JavaScript cannot represent
+// stays text.
 function valueOf({ text, isNumber }) {
-  if (!text || (isNumber && ["-", "n/a"].includes(text))) return null;
+  if (!text) return null;
+  if (isNumber && ["true", "false"].includes(text)) return text === "true";
   const number = isNumber && /^-?\d+(\.\d+)?(e[+-]?\d+)?$/i.test(text) ? Number(text) : NaN;
   return Number.isFinite(number) && (Number.isSafeInteger(number) || !Number.isInteger(number) || /[.e]/i.test(text)) ? number : text;
 }
@@ -127,6 +144,6 @@ function csvOf({ names, rows }) {
 
 // A spreadsheet would run a text that begins like a formula.
 function cell(text) {
-  const safe = /^[=@\t\r]/.test(text) || (/^[+-]/.test(text) && !/^[+-]?[\d.,]+(e[+-]?\d+)?$/i.test(text) && text !== "-") ? `'${text}` : text;
+  const safe = /^[=@\t\r]/.test(text) || (/^[+-]/.test(text) && !/^[+-]?[\d.,]+(e[+-]?\d+)?$/i.test(text)) ? `'${text}` : text;
   return /[",\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
 }
