@@ -52,15 +52,21 @@ function search() {
   else openPalette();
 }
 
-// Focuses the link of the next row with a link. If no row has the focus, starts at the first or last.
+let focused = { link: null, at: 0 }; // by the last step
+
+// Focuses the link of the next row with a link. If no row has the focus, starts at the first or last; if a
+// live update removed the row with the focus, at its place.
 function step(by) {
   const links = [...document.querySelectorAll("main tbody tr")]
     .map((row) => [...row.querySelectorAll("a[href]")].find((link) => link.offsetParent))
     .filter(Boolean);
   if (!links.length) return;
   const row = document.activeElement.closest("tr");
-  const at = links.findIndex((link) => link.closest("tr") === row);
-  const next = at < 0 ? (by > 0 ? 0 : links.length - 1) : Math.min(links.length - 1, Math.max(0, at + by));
+  let at = row ? links.findIndex((link) => link.closest("tr") === row) : -1;
+  if (at < 0 && document.activeElement === document.body && focused.link?.isConnected === false) at = by > 0 ? focused.at - 1 : focused.at;
+  else if (at < 0) at = by > 0 ? -1 : links.length;
+  const next = Math.min(links.length - 1, Math.max(0, at + by));
+  focused = { link: links[next], at: next };
   links[next].focus({ preventScroll: true });
   links[next].scrollIntoView({ block: "nearest" });
 }

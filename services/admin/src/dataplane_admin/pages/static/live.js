@@ -27,16 +27,16 @@ export function follow() {
     indicator.dataset.state = state;
     indicator.textContent = words;
   };
+  const rests = (part) => {
+    if (!part.matches(`[data-pause]${IN_USE}`)) return false;
+    for (const end of ["mouseleave", "focusout"]) part.addEventListener(end, changed, { once: true });
+    return true;
+  };
   const refresh = async () => {
     due = 0;
     last = performance.now();
     try {
-      const paused = [...document.querySelectorAll(`[data-pause]${IN_USE}`)];
-      for (const part of paused) {
-        for (const end of ["mouseleave", "focusout"]) part.addEventListener(end, changed, { once: true });
-      }
-      const ids = parts().filter((id) => !paused.some((part) => part.id === id));
-      if (await visit(linkOfPage(), ids, { live: true })) show("live", "live");
+      if (await visit(linkOfPage(), parts(), { live: true, rests })) show("live", "live");
       else changed();
     } catch (error) {
       if (error.name === "AbortError") changed();

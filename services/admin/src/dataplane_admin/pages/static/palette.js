@@ -14,6 +14,7 @@ let dialog, input, list;
 let entries = [];
 let shown = [];
 let at = 0;
+let isMarked = false; // by an arrow key, since the text was typed
 let reading = Promise.resolve(); // of runs and partitions
 
 export function preparePalette() {
@@ -22,11 +23,16 @@ export function preparePalette() {
   input = dialog.querySelector("input");
   list = dialog.querySelector("ul");
   document.getElementById("open-palette").addEventListener("click", openPalette);
-  input.addEventListener("input", () => show(0));
+  input.addEventListener("input", () => {
+    isMarked = false;
+    show(0);
+  });
   input.addEventListener("keydown", (event) => {
     const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[event.key];
-    if (to !== undefined) mark((to + shown.length) % (shown.length || 1));
-    else if (event.key === "Enter") enter();
+    if (to !== undefined) {
+      isMarked = true;
+      mark((to + shown.length) % (shown.length || 1));
+    } else if (event.key === "Enter") enter();
     else return;
     event.preventDefault();
   });
@@ -41,6 +47,7 @@ export function preparePalette() {
 export function openPalette() {
   if (!dialog || dialog.open) return;
   entries = localEntries();
+  isMarked = false;
   input.value = "";
   dialog.showModal();
   show(0);
@@ -54,7 +61,7 @@ async function readEntries() {
     fetchEntries("api/v1/partitions", "partitions", ({ id }) => linkEntry("partition", id, "partition", { id })),
   ]);
   read.push(...more.flat());
-  if (dialog.open) show(at);
+  if (dialog.open && read === entries) show(at, isMarked ? shown[at] : null);
 }
 
 // Returns the entries that need no request: pages and actions.
@@ -96,8 +103,10 @@ function matchesOf(text) {
   return [...matching.slice(0, MAX_SHOWN - more.length), ...more];
 }
 
-function show(place) {
+// Lists the matches and marks `chosen` if it is one of them, else the one at `place`.
+function show(place, chosen = null) {
   shown = matchesOf(input.value);
+  const same = chosen ? shown.findIndex(({ kind, name }) => kind === chosen.kind && name === chosen.name) : -1;
   list.replaceChildren(...shown.map(({ kind, name }, number) => {
     const item = document.createElement("li");
     item.id = `palette-${number}`;
@@ -109,7 +118,7 @@ function show(place) {
     item.append(label, kindLabel);
     return item;
   }));
-  mark(Math.min(place, shown.length - 1));
+  mark(same < 0 ? Math.min(place, shown.length - 1) : same);
 }
 
 function mark(place) {

@@ -6,8 +6,9 @@ const NONE = { added: 0, gone: 0, all: false };
 let current = null;
 
 // Swaps the parts with these ids, then emits `swapped` on the document. Only one fetch runs at a time:
-// a live update returns false if another one runs; any other fetch aborts the running one.
-export async function visit(url, ids, { live = false } = {}) {
+// a live update returns false if another one runs; any other fetch aborts the running one. `rests` returns
+// whether a part stays as it is; it is asked after the fetch, since the focus may move during it.
+export async function visit(url, ids, { live = false, rests = () => false } = {}) {
   if (live && current) return false;
   if (current) current.abort();
   const own = new AbortController();
@@ -19,7 +20,7 @@ export async function visit(url, ids, { live = false } = {}) {
     for (const id of ids) {
       const old = document.getElementById(id);
       const wanted = fresh.getElementById(id);
-      if (!old || !wanted) continue;
+      if (!old || !wanted || rests(old)) continue;
       // The service could not read its content, so a live update retains the content shown.
       if (live && "unread" in wanted.dataset) continue;
       if (old.querySelector("[data-hold]")) offerRows(live ? holdRows(old, wanted) : NONE);
