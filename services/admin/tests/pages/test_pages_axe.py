@@ -30,6 +30,19 @@ SCREENS = pytest.mark.parametrize(
 )
 
 
+def test_pages_in_turn_have_no_axe_violation(watched):
+    """Each page in one of four combinations: each theme and width with half of the pages."""
+    screens = [(width, theme) for width in (390, 1280) for theme in ("light", "dark")]
+    violated = []
+    for place, (width, theme) in enumerate(screens):
+        watch = watched(viewport={"width": width, "height": 900}, color_scheme=theme)
+        for path in PATHS[place :: len(screens)]:
+            page = watch.go(path)
+            violated += [f"{path} {width} {theme}: {each}" for each in violations_of(page)]
+    assert not violated, "\n".join(violated)
+
+
+@pytest.mark.long
 @SCREENS
 def test_no_page_has_an_axe_violation(watched, width, theme):
     watch = watched(viewport={"width": width, "height": 900}, color_scheme=theme)
