@@ -1,5 +1,6 @@
 """Every page renders, explains empty states, and escapes untrusted text."""
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -414,6 +415,32 @@ def test_filters_of_the_url_are_in_the_form(client):
     assert values["name"]["value"] == "grpo"
     assert values["service"]["value"] == "vllm"
     assert "checked" in values["error"]
+
+
+def test_a_tag_of_a_sample_keeps_the_other_filters(client, job, otlp):
+    body = {"ids": ["tagged"], "reward": [0.5], "tags": [{"source": "gsm8k"}]}
+    request = otlp.log("", run="tags/1", body=json.dumps(body), step=3)
+    request.resource_logs[0].scope_logs[0].log_records[0].event_name = "rl.sample.facts"
+    job.send(request)
+    [link] = [
+        urlsplit(link)
+        for link in Document(client.get("/samples?run=tags%2F1&step=3&sort=reward").text).links()
+        if "gsm8k" in link
+    ]
+    chosen = {"run": ["tags/1"], "step": ["3"], "sort": ["reward"], "tagged": ["source=gsm8k"]}
+    assert parse_qs(link.query) == chosen
+
+
+def test_labels_say_what_is_counted(client):
+    assert "Puts in flight" in client.get("/partition?id=train").text
+    trace = Document(client.get(f"/trace?id={LAST}").text).text
+    assert re.search(r"\d % of the trace", trace)
+    assert re.search(r"Productive\d+\.\d % of process time", Document(client.get("/").text).text)
+    run = client.get("/run").text
+    assert "Compare opens the median steps of two ranges" in run
+    assert "Steps with failures" in run
+    sample = client.get(next(page for page in PAGES if page.startswith("/sample?"))).text
+    assert "1 of 180 compared tokens differs by more" in sample
 
 
 def test_the_next_page_of_traces_keeps_the_filters(client):

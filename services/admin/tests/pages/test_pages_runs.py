@@ -87,6 +87,8 @@ def test_tags_are_set_on_the_page_of_the_run(client, runs):
     answer = client.post("/actions/tag-run", data=sent, headers=SAME_ORIGIN, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/run?run=cmp%2Fb")
     assert listed(client, "/runs?tag=good") == ["cmp/b"]
+    links = Document(client.get("/runs?q=cmp&sort=steps").text).links()
+    assert "/runs?q=cmp&tag=good&sort=steps" in links
     audit = client.get("/audit").text
     assert "tag-run" in audit
     assert '"/run?run=cmp%2Fb"' in audit
@@ -95,6 +97,13 @@ def test_tags_are_set_on_the_page_of_the_run(client, runs):
     too_long = client.post("/actions/tag-run", data=sent | {"tags": "x" * 65}, headers=SAME_ORIGIN)
     assert too_long.status_code == 422
     assert "Nothing was changed" in too_long.text
+
+
+def test_runs_without_metrics_say_how_to_send_them(client, job, otlp):
+    job.send(otlp.run("started", "no metrics/1"), otlp.run("started", "no metrics/2"))
+    page = client.get("/runs/compare?run=no+metrics/1&run=no+metrics/2&axis=time").text
+    assert '<a href="/run?run=no%20metrics%2F1#learning">How to send them</a>' in page
+    assert "No time reported" not in page
 
 
 def test_without_actions_tags_cannot_be_set(bare_client):
@@ -177,7 +186,7 @@ def test_a_zoomed_comparison_keeps_its_runs_and_axis(watched, runs):
     assert 2700 <= float(query(page)["first"]) <= 3300
     assert parse_qs(urlsplit(page.url).query)["run"] == runs
     first = query(page)["first"]
-    page.get_by_role("link", name="Remove cmp/a").click()
+    page.get_by_role("link", name="Hide cmp/a").click()
     page.wait_for_url("**compare?run=cmp%2Fb&axis=time&first=*")
     assert query(page)["first"] == first
     drawn(page, "rl.reward.mean")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dataplane_admin import models
-from dataplane_admin.pages import words
 from dataplane_admin.pages.links import Link
 from dataplane_admin.pages.params import check_choice
 from dataplane_admin.pages.runs import Column, sort_columns
