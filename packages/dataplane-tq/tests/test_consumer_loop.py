@@ -24,7 +24,6 @@ TIMEOUT_S = 30.0
 LEASE_S = 2.0
 SAMPLES = 9
 LOOPS = {
-    "concepts": ("scored", "score", ["x"]),
     "quickstart": ("train", "train", ["advantages"]),
     "recipes/consumer-with-leases": ("train", "score", ["input_ids"]),
 }
@@ -77,7 +76,6 @@ def until(condition):
     "page",
     [
         "recipes/consumer-with-leases",
-        pytest.param("concepts", marks=pytest.mark.long),
         pytest.param("quickstart", marks=pytest.mark.long),
     ],
 )

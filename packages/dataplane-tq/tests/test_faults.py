@@ -213,7 +213,7 @@ def test_clients_survive_a_stopped_driver_but_not_a_dead_one(cluster, config):
 @pytest.mark.long
 def test_five_hundred_steps_leak_nothing(make_store):
     """No bytes, rows, connections, descriptors or memory remain."""
-    store = make_store(storage_capacity=64)
+    store = make_store(storage_capacity=64, num_storage_units=2)
     store.clear_samples(None, "train")
     units = [
         pid_of(ray.get_actor(name, namespace="transfer_queue"))
