@@ -189,23 +189,6 @@ def test_a_run_has_no_value_after_its_last_step(watched, run, job, otlp):
     assert values.nth(1).inner_text() == "-"
 
 
-def test_a_panel_of_130_000_points_is_thinned_to_its_extremes(watched, job, otlp):
-    values = [math.sin(step / 50) for step in range(130_000)]
-    values[77_777], values[-1] = 9.0, -9.0
-    for first in range(0, len(values), 26_000):
-        job.send(otlp.curve(values[first : first + 26_000], run="long/1", first=first))
-    watch = watched()
-    with watch.page.expect_response("**/runs/curves?*name=rl.reward.mean*") as answered:
-        page = watch.go("/run?run=long%2F1")
-    [curve] = answered.value.json()["curves"]
-    panel = page.locator('[data-curve="rl.reward.mean"] .curve-plot').bounding_box()
-    assert curve["points"] == 130_000
-    assert panel["width"] / 4 < len(curve["values"]) < panel["width"]
-    assert (max(curve["high"]), min(curve["low"])) == (9.0, -9.0)
-    assert curve["high"][77_777 // curve["width"]] == 9.0
-    assert curve["low"][-1] == -9.0
-
-
 def test_dragging_zooms_and_the_url_has_the_range(watched, run):
     page = watched().go(run)
     box = drawn(page)
