@@ -64,6 +64,7 @@ ELSEWHERE = {
     "trainer": "services/trainer/tests/test_readme.py",
     "recipes/alerts": "services/admin/tests/test_webhooks.py",
     "recipes/nemo-rl": "integration/nemo_rl/test_nemo_rl.py",
+    "recipes/refit-torchrun": "integration/vllm/test_torchrun_refit.py",
     "recipes/trace-skyrl": "integration/test_recipes.py",
     "recipes/trace-torchrun": "integration/test_recipes.py",
     "recipes/trace-trl": "integration/test_recipes.py",
