@@ -409,6 +409,17 @@ def job_of(store_url):
 
 
 @pytest.fixture
+def alerted(job_of, tmp_path):
+    """Start a job and a service with these rules."""
+    from alerting import rules_in  # a sibling of this file, which is on the path only by now
+
+    def start(*rules, **settings):
+        return job_of(alerts=rules_in(tmp_path, *rules), alerts_every_s=0.02, **settings)
+
+    return start
+
+
+@pytest.fixture
 def job(job_of):
     return job_of()
 

@@ -23,7 +23,7 @@ def facts(moment, value):
     """Return facts of a run with this staleness; None for a finished run."""
     run = RunFacts("run", 0.0, 0.0, 60.0, True, {"rl.staleness.mean": value}, (), {})
     runs = [] if value is None else [run]
-    return Facts(moment * EVERY_S * 10**9, 1e9, runs, (), {}, {}, {}, knows_plane=True)
+    return Facts(moment * EVERY_S * 10**9, 1e9, runs, (), {}, {}, {}, True, True)
 
 
 def alert_of(measure, now_ns):
@@ -66,7 +66,7 @@ WAIT = models.Wait(
 def at(minute, run=HEALTHY, waited_s=90.0, used=0.8, failed=()):
     waits = [WAIT.model_copy(update={"seconds": waited_s})]
     stores, errors = {"unit": used}, dict(failed)
-    return Facts(int(minute * 60e9), 1e9, [run], waits, errors, stores, {}, knows_plane=True)
+    return Facts(int(minute * 60e9), 1e9, [run], waits, errors, stores, {}, True, True)
 
 
 FAULTS = {

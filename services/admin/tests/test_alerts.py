@@ -10,24 +10,14 @@ import time
 
 import pytest
 import torch
-from alerting import cleared, evaluate, raised, rule, rules_in
+from alerting import cleared, evaluate, raised, rule
 from tensordict import TensorDict
 from waiting import until
 
 from dataplane_admin.store import Store
-from dataplane_core import InMemoryDataPlaneClient, StorageSummary, UnavailableError
+from dataplane_core import InMemoryDataPlaneClient
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-
-
-@pytest.fixture
-def alerted(job_of, tmp_path):
-    """Start a job and a service with these rules."""
-
-    def start(*rules, **settings):
-        return job_of(alerts=rules_in(tmp_path, *rules), alerts_every_s=0.02, **settings)
-
-    return start
 
 
 @pytest.fixture
@@ -335,47 +325,6 @@ def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
     until(lambda: cleared(job) == [("store-full", "")])
 
 
-class Plane(InMemoryDataPlaneClient):
-    """A data plane with one storage unit of 100 bytes."""
-
-    used, reachable, name = 10, True, "unit"
-
-    @property
-    def inspector(self):
-        inspector = super().inspector
-        inspector.list_storage = self._list_storage
-        return inspector
-
-    def _list_storage(self):
-        if not self.reachable:
-            raise UnavailableError("unit: no answer")
-        free = 100 - self.used
-        return [StorageSummary(name=self.name, node="n", capacity=100, used=self.used, free=free)]
-
-
-def test_a_full_storage_unit_is_raised_and_cleared(alerted):
-    with Plane({"enabled": True, "impl": "in_memory"}) as plane:
-        job = alerted(rule("store_full", 0.9), inspector=plane.inspector, poll_s=0.05)
-        plane.used = 95
-        [alert] = until(lambda: job.get("alerts")["raised"])
-        assert (alert["subject"], alert["value"]) == ("storage unit unit", 0.95)
-        assert alert["sentence"] == "storage unit unit is 95 % full"
-        plane.reachable = False
-        until(lambda: job.get("partitions")["storage_error"])
-        evaluate(job)
-        assert raised(job), "an unreachable unit does not clear its alerts"
-        plane.used, plane.reachable = 50, True
-        until(lambda: cleared(job) == [("store-full", "")])
-
-
-def test_a_storage_unit_may_have_any_name(alerted):
-    with Plane({"enabled": True, "impl": "in_memory"}) as plane:
-        plane.name, plane.used = "telemetry", 95
-        job = alerted(rule("store_full", 0.9), inspector=plane.inspector, poll_s=0.05)
-        [alert] = until(lambda: job.get("alerts")["raised"])
-        assert alert["sentence"] == "storage unit telemetry is 95 % full"
-
-
 @pytest.mark.parametrize("kind", ["staleness", "logprob_gap"])
 def test_a_metric_above_its_bound_is_raised_and_cleared(alerted, otlp, kind):
     job = alerted(rule(kind, 4.0))
@@ -466,6 +415,24 @@ def test_a_condition_must_last(alerted, otlp, later):
     later(90)
     evaluate(job)
     assert raised(job) == [], "the time starts anew after a value within the bound"
+    later(20)
+    until(lambda: raised(job) == [("staleness", "run")])
+
+
+def test_a_condition_starts_anew_after_failed_evaluations(alerted, otlp, later, monkeypatch):
+    job = alerted(rule("store_full", 0.999), rule("staleness", 4, for_s=100), silent_after_s=1e6)
+    job.send(otlp.curve([9.0], name="rl.staleness.mean"))
+    evaluate(job)
+    with monkeypatch.context() as failing:
+        failing.setattr(shutil, "disk_usage", lambda _: None)
+        until(lambda: job.get("alerts")["failed_evaluations"] > 1)
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 90)
+        later(90)
+    evaluate(job)
+    later(90)
+    evaluate(job)
+    assert raised(job) == []
     later(20)
     until(lambda: raised(job) == [("staleness", "run")])
 

@@ -79,7 +79,8 @@ class Facts:
         used_shares: used share of each store, by subject.
         absences: why a run with a raised alert is not among the runs, by run.
         knows_plane: False while the data plane has been unreachable for less than ten minutes;
-            meanwhile alerts about it are not cleared.
+            meanwhile alerts about its tasks are not cleared.
+        knows_units: the same of its storage units.
     """
 
     now_ns: int
@@ -90,6 +91,7 @@ class Facts:
     used_shares: Mapping[str, float]
     absences: Mapping[str, str]
     knows_plane: bool
+    knows_units: bool
 
 
 @dataclass(frozen=True)
@@ -178,16 +180,20 @@ def decide(
     for key, alert in by_key.items():
         if key in measures or (alert.kind == "blocked" and alert.run_id in silent):
             continue
-        of_plane = (alert.kind == "store_full" and alert.subject != TELEMETRY) or (
-            alert.kind == "blocked" and not alert.run_id
-        )
-        if facts.knows_plane or not of_plane:
+        if _is_known(alert, facts):
             cleared.append((alert, _reason(alert, facts)))
     decided = {measure.key for measure in raised}
     decided.update((alert.name, alert.run_id, alert.subject) for alert, _ in cleared)
     pending = {key: ns for key, ns in lasting.items() if key not in decided}
     idle = [rule.name for rule, of_rule in by_rule if not of_rule and _applies(rule, facts)]
     return Decision(raised, cleared, kept, pending, idle)
+
+
+def _is_known(alert: models.Alert, facts: Facts) -> bool:
+    """Return whether the facts would include what the alert is about, if it still existed."""
+    if alert.kind == "store_full" and alert.subject != TELEMETRY:
+        return facts.knows_units
+    return facts.knows_plane or alert.kind != "blocked" or bool(alert.run_id)
 
 
 def _applies(rule: Rule, facts: Facts) -> bool:

@@ -7,8 +7,10 @@ evaluation and releases it when it stops.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -64,6 +66,7 @@ class Watch:
         self._public_url = public_url
         self._holder = secrets.token_hex(8)
         self._since: Mapping[Key, int] = {}
+        self._evaluated_s = -math.inf
         self._failing = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
@@ -118,12 +121,16 @@ class Watch:
         return held[-1]
 
     def _evaluate(self) -> None:
-        if not self._hold(max(_MIN_LEASE_S, 3 * self._every_s)):
+        lease_s = max(_MIN_LEASE_S, 3 * self._every_s)
+        if not self._hold(lease_s):
             self._since = {}
             self.idle_rules = ()
             return
         facts = self._facts()
         raised = self._store.raised_alerts()
+        now_s = time.monotonic()
+        if now_s - self._evaluated_s > lease_s:
+            self._since = {}  # after such a gap, it is unknown whether a condition lasted
         decision = decide(self.rules.rules, facts, raised, self._since)
         room = max(0, MAX_RAISED - len(raised))  # `raised` has no more than these
         decision = replace(decision, raised=decision.raised[:room])
@@ -133,6 +140,7 @@ class Watch:
         self._since = decision.since
         self.idle_rules = decision.idle_rules
         self.evaluated_ns = facts.now_ns
+        self._evaluated_s = now_s
 
     def _save(self, decision: Decision, alerts: Sequence[tuple[models.Alert, str]]) -> None:
         dropped = [Counter[str]()]

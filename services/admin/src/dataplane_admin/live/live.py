@@ -205,6 +205,7 @@ class Live:
                 partitions=partitions,
                 storage=storage,
                 storage_error=storage_error,
+                storage_ns=at_ns if storage_error is None else self._snapshot.storage_ns,
                 totals=_read_totals(inspector),
                 trends=trends,
                 history=self._history.add(at_ns, followed),

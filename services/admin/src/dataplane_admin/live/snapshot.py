@@ -27,6 +27,7 @@ class Snapshot:
         partitions: partitions in the data plane's order.
         storage: storage units, as of the last poll that could read them.
         storage_error: one sentence on why this poll could not read them; else None.
+        storage_ns: time of the last poll that could read them; None before it.
         totals: counters since the store was created.
         trends: partition to its numbers over the last polls.
         history: partition to its numbers over the last hour.
@@ -43,6 +44,7 @@ class Snapshot:
     partitions: tuple[PartitionSummary, ...] = ()
     storage: tuple[StorageSummary, ...] = ()
     storage_error: str | None = None
+    storage_ns: int | None = None
     totals: Mapping[str, int] = field(default_factory=dict)
     trends: Mapping[str, Trend] = field(default_factory=dict)
     history: Mapping[str, Trend] = field(default_factory=dict)

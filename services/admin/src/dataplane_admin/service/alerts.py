@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from dataplane_admin import models
 from dataplane_admin.alerts import TELEMETRY, Facts, RunFacts, Watch, metrics_of
-from dataplane_admin.live import Live
+from dataplane_admin.live import Live, Snapshot
 from dataplane_admin.service.pace import paces
 from dataplane_admin.service.waits import waits
 from dataplane_admin.settings import Settings
@@ -20,7 +20,7 @@ MAX_CLEARED = 100
 _FORGET_S = 86_400.0
 """Seconds after its last record, or its failure, after which a run raises nothing."""
 _GONE_S = 600.0
-"""Seconds after which the units of an unreachable data plane count as gone."""
+"""Seconds after which the tasks and units of an unreachable data plane count as gone."""
 _MAX_REWARDS = 20_000
 """Maximum number of last steps whose rewards are compared."""
 
@@ -42,6 +42,11 @@ def facts_of(
 
     def read() -> Facts:
         now_ns = time.time_ns()
+
+        def is_gone(read_ns: int | None) -> bool:
+            return now_ns - max(read_ns or 0, started_ns) > _GONE_S * 1e9
+
+        plane = None if live is None else live.snapshot
         # Before the unfinished runs: a run that is resumed in between is in both, not in neither.
         failed = store.failed_runs(since_ns=now_ns - int(_FORGET_S * 1e9))
         seen = store.unfinished_runs(since_ns=now_ns - int(_FORGET_S * 1e9), names=names)
@@ -55,7 +60,12 @@ def facts_of(
             del cache[gone]
         limits = paces(store, [run.run_id for run in unfinished], now_ns, settings.stuck_after_s)
         dropped = store.dropped_items()
-        blocked = waits(store, live, silent_after_s=settings.silent_after_s, downtime=downtime)
+        blocked = waits(
+            store,
+            plane or Snapshot(),
+            silent_after_s=settings.silent_after_s,
+            downtime=downtime,
+        )
         return Facts(
             now_ns=now_ns,
             uptime_s=(now_ns - started_ns) / 1e9,
@@ -75,8 +85,11 @@ def facts_of(
             waits=blocked,
             failed=failed,
             absences=_absences(store, now_ns, seen, unfinished),
-            used_shares=_used_shares(store, live, settings.retention.max_bytes),
-            knows_plane=_knows_plane(live, now_ns, started_ns),
+            used_shares=_used_shares(store, plane, settings.retention.max_bytes),
+            knows_plane=plane is None or plane.attached or is_gone(plane.at_ns),
+            knows_units=plane is None
+            or (plane.attached and plane.storage_error is None)
+            or is_gone(plane.storage_ns),
         )
 
     return read
@@ -142,10 +155,10 @@ def _rewards(store: Store, run_id: str, last_step: int) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _used_shares(store: Store, live: Live | None, max_bytes: int | None) -> dict[str, float]:
+def _used_shares(store: Store, plane: Snapshot | None, max_bytes: int | None) -> dict[str, float]:
     """Return the used share of each storage unit, and of the disk of this service's database."""
     shares = {}
-    for unit in live.snapshot.storage if live is not None and live.snapshot.attached else ():
+    for unit in plane.storage if plane is not None and plane.attached else ():
         subject = f"storage unit {unit.name}"  # a unit may have the name `TELEMETRY`
         if unit.capacity:
             shares[subject] = unit.used / unit.capacity
@@ -159,9 +172,3 @@ def _used_shares(store: Store, live: Live | None, max_bytes: int | None) -> dict
         fits = max_bytes is not None and used + free >= max_bytes
         shares[TELEMETRY] = 0.0 if fits else used / max(1, used + free)
     return shares
-
-
-def _knows_plane(live: Live | None, now_ns: int, started_ns: int) -> bool:
-    if live is None or live.snapshot.attached:
-        return True
-    return now_ns - max(live.snapshot.at_ns or 0, started_ns) > _GONE_S * 1e9

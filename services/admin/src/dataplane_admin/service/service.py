@@ -266,7 +266,7 @@ class AdminService:
         limits.check_id("run", run)
         return waits.waits(
             self.store,
-            self._live,
+            self._newest(),
             silent_after_s=self._settings.silent_after_s,
             downtime=self._downtime,
             run=run,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dataplane_admin import models
-from dataplane_admin.live import Live, Stuck
+from dataplane_admin.live import Snapshot, Stuck
 from dataplane_admin.store import Store
 from dataplane_admin.store.rows import Downtime
 from dataplane_admin.store.texts import storable
@@ -24,7 +24,7 @@ _GONE_S = 600.0
 
 def waits(
     store: Store,
-    live: Live | None,
+    plane: Snapshot,
     *,
     silent_after_s: float,
     downtime: Downtime,
@@ -35,12 +35,14 @@ def waits(
     A data plane that no longer answers its clients, or this service, comes before them.
 
     Args:
+        store: stored telemetry.
+        plane: newest snapshot of the data plane; an empty one without a data plane.
         silent_after_s: seconds without telemetry after which a process counts as silent.
         downtime: time in which silence does not count.
         run: run to filter by. What the data plane itself shows belongs to no run.
     """
     now_ns = time.time_ns()
-    snapshot = None if live is None or not live.snapshot.attached else live.snapshot
+    snapshot = plane if plane.attached else None
     records = store.wait_records(run_id=run, silent_after_s=silent_after_s, downtime=downtime)
     partitions = snapshot.partitions if snapshot else None
     # `why` does not know when processes sent metrics; the store does, and sets `records.silent`.
@@ -54,21 +56,21 @@ def waits(
     blocked.sort(key=lambda wait: (wait.silent_s is not None, -wait.seconds))
     if snapshot and snapshot.fault_ns is not None and run is None:
         blocked.insert(0, _fault(snapshot.error or "", snapshot.fault_ns, now_ns))
-    if live is not None and run is None:
-        lost_ns = _lost_ns(live, store, now_ns, silent_after_s)
+    if run is None:
+        lost_ns = _lost_ns(plane, store, now_ns, silent_after_s)
         if lost_ns is not None:
-            sentence = f"cannot read the data plane: {live.snapshot.error}"
+            sentence = f"cannot read the data plane: {plane.error}"
             blocked.insert(0, _fault(sentence, lost_ns, now_ns))
     return blocked[:_MAX_WAITS]
 
 
-def _lost_ns(live: Live, store: Store, now_ns: int, silent_after_s: float) -> int | None:
+def _lost_ns(plane: Snapshot, store: Store, now_ns: int, silent_after_s: float) -> int | None:
     """Return the time of the last answer of a data plane that a job should still run.
 
     None if it answers or never did, or if all known runs ended or are silent.
     """
-    at_ns = live.snapshot.at_ns
-    if live.snapshot.attached or at_ns is None or now_ns - at_ns < _UNREACHABLE_S * 1e9:
+    at_ns = plane.at_ns
+    if plane.attached or at_ns is None or now_ns - at_ns < _UNREACHABLE_S * 1e9:
         return None
     if store.unfinished_runs(since_ns=now_ns - int(silent_after_s * 1e9), names=()):
         return at_ns
