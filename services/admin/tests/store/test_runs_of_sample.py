@@ -106,7 +106,7 @@ def test_the_live_state_is_shown_for_its_run_only(job_of, otlp, registered):
             assert (shown["live"] is not None) == live
             assert (shown["run_id"], shown["live_run_id"]) == (run or "run-b", "run-b")
         page = page_of(job, run="run-a")
-        assert "In the data plane, this id is a sample of run run-b." in page
+        assert "In the data plane, this id belongs to a sample of run run-b." in page
 
 
 def test_the_command_shows_the_sample_of_a_run(start, otlp, tmp_path):

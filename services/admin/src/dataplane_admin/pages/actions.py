@@ -180,7 +180,10 @@ def _ids_field(ids: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _ids(params: Params) -> list[str]:
-    """Return the ids of `_ids_field`. An unreadable list must not clear the entire partition."""
+    """Return the ids of `_ids_field`.
+
+    Raises Refused if the list is invalid: without ids, the entire partition would be cleared.
+    """
     text = params.text("samples")
     if not text:
         return []

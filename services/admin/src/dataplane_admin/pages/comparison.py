@@ -67,7 +67,7 @@ def comparison_page(compared: models.TraceComparison) -> ComparisonPage:
 
 
 def signed(seconds: float) -> str:
-    """Return ``+310 ms``, or the duration with a true minus sign."""
+    """Return a difference such as ``+310 ms``, with a true minus sign if it is negative."""
     if abs(seconds) < 5e-7:
         return "0"
     return ("+" if seconds > 0 else "\N{MINUS SIGN}") + words.duration(abs(seconds))

@@ -1,4 +1,4 @@
-"""Learning section of the page of a run, or of several: the metrics of steps, one panel each.
+"""Learning section of the run page and of the run comparison: a panel for each step metric.
 
 The server renders the panels, so that nothing moves when ``curves.js`` draws the curves.
 """
@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A metric; ``omitted`` counts the curves that are not drawn.
+    """The panel of a metric; ``omitted`` counts the curves that are not drawn.
 
     ``attributes`` has the attributes that its curves share, as JSON; it is empty for a single run.
     """

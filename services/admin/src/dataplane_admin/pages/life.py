@@ -121,8 +121,8 @@ def _absence(life: models.SampleLife, plane: models.LiveStatus) -> str:
     if life.live:
         return ""
     if life.live_run_id is not None:
-        run = f"run {life.live_run_id}" if life.live_run_id else "no run"
-        return f"In the data plane, this id is a sample of {run}."
+        run = f"of run {life.live_run_id}" if life.live_run_id else "without a run"
+        return f"In the data plane, this id belongs to a sample {run}."
     if not plane.configured:
         return (
             "Not connected to a data plane. Start the service with --ray-address to see the "

@@ -30,7 +30,7 @@ def to(page: str, **query: object) -> Link:
 def to_sample(sample_id: str, run: str | None, **query: object) -> Link:
     """Return the path of a sample's page in a run.
 
-    An empty ``run`` is that of records without a run; None is the newest run with the sample.
+    An empty ``run`` selects the records without a run; None, the newest run with the sample.
     """
     path = to("/sample", id=sample_id, run=run, **query)
     return Link(f"{path}&run=") if run == "" else path

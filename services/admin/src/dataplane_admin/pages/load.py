@@ -201,7 +201,7 @@ def _lane(
                 Area("waiting" if metric == "waiting" else "busy", _path(held, scales[title]))
                 for metric, held in reversed(stacked)
             ]
-            # Columns are means. A stack has a maximum only in these.
+            # A column is a mean, so a single line also considers the reported values.
             peak = max(known if len(stacked) > 1 else known + _values_of(subject, metrics, part))
             devices = sum(metric in metrics for metric, _ in part)
             label = "max" if devices <= len(stacked) else "max of any"  # the line is their mean
@@ -267,7 +267,7 @@ def _moment(seconds: float, number: int, *, newest: bool) -> str:
 
 
 def _newest(subject: models.LoadSubject, seconds: float) -> str:
-    """Return the newest values as text, or how long there was none."""
+    """Return the newest values as text, or for how long the subject has been silent."""
     texts, ages = [], []
     for series in subject.series:
         known = [

@@ -182,12 +182,12 @@ def overview(
 
 
 def _newest(service: AdminService, run: str | None) -> list[models.TraceFacts]:
-    """Return the newest steps; the newest traces of a program that has no steps."""
+    """Return the newest steps; the newest traces if there are no steps."""
     return service.store.steps(run, _STEPS) or service.traces(run=run, limit=_STEPS).traces
 
 
 def _untraced(point: NewestPoint | None, traced: Pace | None) -> NewestPoint | None:
-    """Return the point if its run has no traces, and is newer than all traces; else None."""
+    """Return the point; None if the newest traced run is the same, still moving, or newer."""
     if point is None or traced is None or traced.newest is None:
         return point
     if traced.is_moving or point.run_id == traced.newest.run_id:

@@ -76,9 +76,10 @@ class Params:
         return number
 
     def rows(self, table: str, default: int = 50, maximum: int = MAX_PAGE) -> int:
-        """Return how many rows of a table to show: ``maximum`` if ``all`` names the table.
+        """Return how many rows of a table to show.
 
-        Downloads ask so, see ``tables.js``.
+        They are ``maximum`` if the parameter ``all``, which ``tables.js`` sets for downloads, names
+        the table.
         """
         return maximum if self.text("all") == table else default
 

@@ -26,7 +26,7 @@ class PartitionPage:
         streams: result of `is_streaming`.
         blocked: the reasons why tasks are blocked, the longest first.
         cause: the first reason in one line.
-        severity: ``critical`` if the first task is blocked for so long that it is a fault.
+        severity: ``critical`` if the first task is blocked for too long, else ``warning``.
         window_count: samples of the chosen window, None without one.
     """
 

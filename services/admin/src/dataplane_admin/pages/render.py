@@ -95,7 +95,7 @@ def _cell(value: float | None, form: str) -> Markup | str:
 
 
 def _valued(value: float, text: str, unit: str = "") -> Markup:
-    """Return a text with the number that downloads have instead, in ``unit``."""
+    """Return a text, marked up with its number in ``unit`` for downloads."""
     number = f"{value:.12g}" if isinstance(value, float) else str(value).lower()
     named = Markup(' data-unit="{}"').format(unit) if unit else ""
     return Markup('<data value="{}"{}>{}</data>').format(number, named, text)

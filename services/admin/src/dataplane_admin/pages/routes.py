@@ -175,7 +175,7 @@ def _add_lineage(routes: APIRouter, shell: Shell, service: AdminService) -> None
     @shell.with_error_page
     def group(request: Request) -> Response:
         params = Params(request.query_params)
-        # Without a run, the group is of samples without one.
+        # Without the parameter ``run``, the group has the samples without a run.
         step = params.integer("step")
         shown = service.group(params.text("run"), params.required("group"), step=step)
         return shell.page(request, "group.html.j2", group=shown, step=step, members=members(shown))
@@ -359,7 +359,7 @@ def _add_actions(routes: APIRouter, shell: Shell, service: AdminService, root_pa
 
 
 def _attempt(read: Callable[[], _Answer]) -> tuple[_Answer | None, str, int]:
-    """Return an answer, or the problem that the page shows with its form; and the status."""
+    """Return the answer or None, the problem that the page shows, and the HTTP status."""
     try:
         return read(), "", 200
     except ServiceError as error:

@@ -366,7 +366,7 @@ function remember(changes) {
   follow();
 }
 
-// Copies the URL's parameters that a link's data-follows names to the link. A live update may have rendered
+// Copies parameters of the URL to each link that lists them in data-follows. A live update may have rendered
 // the link with older values.
 function follow() {
   const state = new URLSearchParams(location.search);

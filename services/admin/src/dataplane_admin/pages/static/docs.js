@@ -11,7 +11,7 @@ paint();
 systemTheme.addEventListener("change", paint);
 new MutationObserver(paint).observe(root, { attributeFilter: ["data-theme"] });
 
-// A layout without a second main landmark, the heading of the document, and the choice of a server.
+// A layout that omits three parts: a second main landmark, the document's heading and the choice of a server.
 const pageLayout = ({ React: { createElement } }) => ({
   components: {
     PageLayout: ({ getComponent, specSelectors }) => {

@@ -1,6 +1,6 @@
 // Live updates move no rows of a list marked data-hold: they update the rows shown, and hold new
-// ones back until the reader asks for them. Panels of curves are rows, too, but a page without any
-// input since it was loaded adds them at once.
+// ones back until the reader asks for them. Panels of curves are rows, too, but are added at once
+// before the first input on the page.
 let used = false;
 for (const name of ["pointermove", "pointerdown", "keydown", "wheel"]) {
   addEventListener(name, () => { used = true; }, { once: true, passive: true });

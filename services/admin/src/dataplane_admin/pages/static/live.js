@@ -1,7 +1,7 @@
-// Follows the service's event stream. After a change, and without one every ten seconds since ages grow, it
-// fetches the page and swaps the parts marked data-live: at most once a second, and not while the page is
-// hidden. It skips a part marked data-pause
-// while the pointer or the focus is in it, so that no link changes under a click.
+// Follows the service's event stream. After each change, it fetches the page and swaps the parts marked
+// data-live: at most once a second, and not while the page is hidden. Without changes, it does so every ten
+// seconds, since ages grow. It skips a part marked data-pause while the pointer or the focus is in it, so
+// that no link changes under a click.
 import { linkOfPage, visit } from "./swap.js";
 
 const MIN_INTERVAL_MS = 1000;
@@ -27,7 +27,7 @@ export function follow() {
     indicator.dataset.state = state;
     indicator.textContent = words;
   };
-  const rests = (part) => {
+  const isPaused = (part) => {
     if (!part.matches(`[data-pause]${IN_USE}`)) return false;
     for (const end of ["mouseleave", "focusout"]) part.addEventListener(end, changed, { once: true });
     return true;
@@ -36,7 +36,7 @@ export function follow() {
     due = 0;
     last = performance.now();
     try {
-      if (await visit(linkOfPage(), parts(), { live: true, rests })) show("live", "live");
+      if (await visit(linkOfPage(), parts(), { live: true, isPaused })) show("live", "live");
       else changed();
     } catch (error) {
       if (error.name === "AbortError") changed();

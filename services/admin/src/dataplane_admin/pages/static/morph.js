@@ -34,7 +34,7 @@ export function morph(old, fresh) {
   while (place) place = removed(place);
 }
 
-// Returns a copy to insert. A checked radio button would uncheck the one that is chosen.
+// Returns a copy to insert. A checked radio button in it would uncheck the one that the user chose.
 function added(wanted) {
   const node = document.importNode(wanted, true);
   for (const button of node.querySelectorAll?.("input[type=radio][checked]") || []) {

@@ -130,7 +130,7 @@ function mark(place) {
   item?.scrollIntoView({ block: "nearest" });
 }
 
-// The search for ids is the choice only when no run or partition has the typed name.
+// Awaits the runs and partitions, because an entry of theirs precedes the search for ids.
 async function enter() {
   if (!entries.includes(shown[at])) await reading;
   if (dialog.open) choose(shown[at]);

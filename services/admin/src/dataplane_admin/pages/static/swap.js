@@ -6,9 +6,9 @@ const NONE = { added: 0, gone: 0, all: false };
 let current = null;
 
 // Swaps the parts with these ids, then emits `swapped` on the document. Only one fetch runs at a time:
-// a live update returns false if another one runs; any other fetch aborts the running one. `rests` returns
-// whether a part stays as it is; it is asked after the fetch, since the focus may move during it.
-export async function visit(url, ids, { live = false, rests = () => false } = {}) {
+// a live update returns false if another one runs; any other fetch aborts the running one. `isPaused` returns
+// whether to skip a part; it is called after the fetch, since the focus may move during it.
+export async function visit(url, ids, { live = false, isPaused = () => false } = {}) {
   if (live && current) return false;
   if (current) current.abort();
   const own = new AbortController();
@@ -20,7 +20,7 @@ export async function visit(url, ids, { live = false, rests = () => false } = {}
     for (const id of ids) {
       const old = document.getElementById(id);
       const wanted = fresh.getElementById(id);
-      if (!old || !wanted || rests(old)) continue;
+      if (!old || !wanted || isPaused(old)) continue;
       // The service could not read its content, so a live update retains the content shown.
       if (live && "unread" in wanted.dataset) continue;
       if (old.querySelector("[data-hold]")) offerRows(live ? holdRows(old, wanted) : NONE);

@@ -55,7 +55,7 @@ export async function download(controls, format) {
   }
 }
 
-// Names the page, what it shows, and the table: run-math-7-step-ranges.
+// Returns the names of the page, its subject and the table: run-math-7-step-ranges.
 function fileNameOf(controls) {
   const { pathname, searchParams } = new URL(linkOfPage());
   const heading = tableOf(controls).closest("section")?.querySelector("h2")?.cloneNode(true);
@@ -69,7 +69,7 @@ function tableOf(controls) {
   return controls.previousElementSibling?.querySelector("table");
 }
 
-// Returns all rows of a table, and whether some are missing: those above the limits here, or the server's.
+// Returns the rows of a table, and whether a limit of this script or of the server cut some.
 async function readAll(controls, state, units) {
   const { all } = controls.dataset;
   const rows = [];
