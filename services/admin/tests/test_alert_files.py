@@ -13,7 +13,7 @@ import pytest
         ("rules: [{name: a, kind: metric, metric: m}]", "expected metric, and either above or"),
         ("rules: [{name: a, kind: metric, above: 1}]", "expected metric, and either above or"),
         ("rules: [{name: a, kind: metric, metric: m, bound: 1}]", "the kind metric has none"),
-        ("rules: [{name: a, kind: staleness, bound: 1, below: 1}]", "has no metric, above and"),
+        ("rules: [{name: a, kind: staleness, bound: 1, below: 1}]", "has no metric, above or"),
         ("rules: [{name: a, kind: not_finite, bound: 1}]", "kind not_finite has none"),
         ("rules: [{name: a, kind: store_full, bound: 2}]", "expected a fraction below 1"),
         ("rules: [{name: a, kind: staleness, bound: 1, rums: b}]", "rules.0.rums: unknown key"),

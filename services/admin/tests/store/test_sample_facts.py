@@ -357,8 +357,8 @@ def test_a_group_reads_up_to_32_mib_of_text(job_of, otlp):
             "Tokenization",
             False,
             "33 % of the tokens from this token on diverge; "
-            "the trainer may tokenize the text before it differently, which the model did not "
-            "generate; "
+            "the model did not generate the text before it, which the trainer may tokenize "
+            "differently; "
             "to check, compare the token ids of generator and trainer",
             [0.0, 0.0, 2.0, 0.0, 0.0],
             {"mask": [1, 0, 1, 1, 1]},

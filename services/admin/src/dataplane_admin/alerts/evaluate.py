@@ -25,7 +25,7 @@ _STALENESS, _GAP = "rl.staleness.mean", "rl.logprob_gap.mean"
 _NOT_FINITE = ("rl.loss", "rl.grad_norm", "rl.reward.mean")
 """Metrics of the kind ``not_finite``."""
 TELEMETRY = "telemetry"
-"""Subject of an alert about this service's database; those of storage units differ from it."""
+"""Subject of an alert about this service's database. No storage unit has this subject."""
 
 _MARGIN = 0.1
 """Fraction of the bound."""
@@ -35,7 +35,7 @@ _NOISE = 3.0
 """A reward has collapsed only if it fell by more than this multiple of the standard deviation of
 the best steps."""
 _METRIC_KINDS = frozenset({"reward_collapsed", "staleness", "logprob_gap", "not_finite", "metric"})
-"""Kinds that compare metrics of steps, which a run may not report."""
+"""Kinds that compare step metrics, which some runs do not report."""
 _AGE_KINDS = frozenset({"no_step", "telemetry_lost"})
 """Kinds whose value is an age."""
 
@@ -197,9 +197,9 @@ def _is_known(alert: models.Alert, facts: Facts) -> bool:
 
 
 def _applies(rule: Rule, facts: Facts) -> bool:
-    """Return whether a rule compares a metric that a run it applies to should report."""
+    """Return whether a rule of a step metric applies to a run that should report the metric."""
     runs = [run for run in facts.runs if fnmatchcase(run.run_id, rule.runs)]
-    # A run with rewards only needs more steps.
+    # A run that reports rewards has too few steps so far.
     needs_steps = rule.kind == "reward_collapsed" and any(run.rewards for run in runs)
     return bool(runs) and rule.kind in _METRIC_KINDS and not needs_steps
 

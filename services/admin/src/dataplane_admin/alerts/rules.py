@@ -56,10 +56,10 @@ class Rule(_Section):
     kind: AlertKind
     """Kind of the value that is compared with the bound."""
     metric: Annotated[str, Field(max_length=500)] = ""
-    """Metric of steps that ``metric`` compares at its newest step, such as ``rl.entropy``, for each
-    set of attributes; ``rl.reward.component{format}`` is the one with this attribute. A trainer's
-    own name is replaced by the exported one. For ``not_finite``, the metric instead of loss,
-    gradient norm and reward."""
+    """Step metric of the kind ``metric``, such as ``rl.entropy``. Its value at the newest step is
+    compared for each set of attributes; ``rl.reward.component{format}`` names one set. A trainer's
+    own name is replaced by the exported one. The kind ``not_finite`` checks this metric instead of
+    loss, gradient norm and reward."""
     above: Annotated[float, Field(strict=True)] | None = None
     """Maximum value of ``metric`` without an alert."""
     below: Annotated[float, Field(strict=True)] | None = None
@@ -74,8 +74,8 @@ class Rule(_Section):
     reward for ``reward_collapsed``; weight versions for ``staleness``; nats for
     ``logprob_gap``."""
     for_s: Annotated[float, Field(strict=True, ge=0, le=86_400)] = 0.0
-    """Seconds for which the value must be beyond the bound to raise the alert, and by 10 % of the
-    bound within it to clear it."""
+    """Seconds for which the value must be beyond the bound to raise the alert. To clear it, the
+    value must be within the bound by 10 % of the bound for as long."""
     severity: AlertSeverity = "warning"
     runs: Annotated[str, Field(min_length=1, max_length=500)] = "*"
     """Pattern of run ids with ``*``, ``?`` and ``[...]``."""
@@ -103,7 +103,7 @@ class Rule(_Section):
         if self.kind == "metric" and not (self.metric and len(sides) == 1):
             raise ValueError("expected metric, and either above or below")
         if self.kind != "metric" and (sides or (self.metric and self.kind != "not_finite")):
-            raise ValueError(f"the kind {self.kind} has no metric, above and below")
+            raise ValueError(f"the kind {self.kind} has no metric, above or below")
         if self.kind == "store_full" and self.bound >= 1:
             raise ValueError(f"bound: found {self.bound:g}; expected a fraction below 1")
         if self.kind == "store_full" and self.runs != "*":

@@ -1,7 +1,7 @@
 """`Watch`: a thread that evaluates the rules, stores the alerts and queues notifications.
 
-Of several services on one database, the holder of a lease evaluates. It renews the lease at each
-evaluation and releases it when it stops.
+If several services share a database, only the holder of a lease evaluates. It renews the lease at
+each evaluation and releases it when it stops.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Watch:
             if self._ending.wait(self._every_s):
                 break
         try:
-            # Another service, or this one after a restart, continues at once.
+            # Release the lease: another service, or this one after a restart, continues at once.
             self._hold(0.0)
         except StoreError:
             logger.warning("alert_lease_not_released")
@@ -132,8 +132,8 @@ class Watch:
         if now_s - self._evaluated_s > lease_s:
             self._since = {}  # after such a gap, it is unknown whether a condition lasted
         decision = decide(self.rules.rules, facts, raised, self._since)
-        room = max(0, MAX_RAISED - len(raised))  # `raised` has no more than these
-        decision = replace(decision, raised=decision.raised[:room])
+        free = max(0, MAX_RAISED - len(raised))
+        decision = replace(decision, raised=decision.raised[:free])
         alerts = _changed(decision, facts.now_ns)
         if alerts:
             self._save(decision, alerts)

@@ -87,7 +87,7 @@ class Sender:
                 self._ending.wait(_POLL_S)
 
     def _send_next(self) -> bool:
-        """Send the oldest notification if it is due; return whether it was delivered."""
+        """Send the oldest notification if it is due; return whether it was delivered or refused."""
         pending = self._store.pending_notifications().get(self.webhook.name)
         if pending is None or pending[2] > time.time_ns():
             return False

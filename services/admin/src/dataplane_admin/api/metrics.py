@@ -63,7 +63,7 @@ class _ServiceCollector(Collector):
         status = self._service.status()
         yield from _service_metrics(status)
         yield from _alert_metrics(self._service.alerts(limit=1))
-        if status.live.attached:  # else the numbers are of the past, and would not look so
+        if status.live.attached:  # otherwise, old numbers would look current
             partitions = self._service.partitions().partitions
             yield from _partition_metrics(partitions[:MAX_PARTITIONS])
 

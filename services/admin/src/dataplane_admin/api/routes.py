@@ -191,8 +191,8 @@ def _history(service: AdminService) -> APIRouter:
     ) -> Response:
         """Return the lifecycle of one sample in a run.
 
-        Without `run`, of the run of the live sample, else of the newest run with this id. Another
-        run may use the same ids.
+        Without `run`, the run is that of the live sample, else the newest run with this id.
+        Another run may use the same ids.
         """
         return json_reply(service.sample(id, run=run, partition=partition))
 

@@ -35,7 +35,7 @@ def fetch(
         body: JSON body of a POST; None for a GET.
 
     Raises:
-        OptionError: ``url`` is not a URL of HTTP, or the service refuses a value of the query.
+        OptionError: ``url`` is not an HTTP URL, or the service refuses a value of the query.
         RequestError: the service is unreachable or refuses the request.
     """
     params = {name: value for name, value in query.items() if value is not None}

@@ -232,7 +232,7 @@ def _traces(body: str, width: int) -> RenderableType:
 
 
 def _name(trace: models.TraceFacts) -> str:
-    """Return a trace's name; without a root, with the words of the page of traces."""
+    """Return a trace's name, marked as on the page of traces if it has no root."""
     if trace.has_root:
         return trace.name
     is_new = time.time_ns() - trace.received_ns < 60e9

@@ -24,7 +24,7 @@ class Limits:
             dropped.
         attribute_length: length of a value, in characters of text or in bytes; longer values are
             cut, as the SDK does.
-        links: links of a span, and its events; further ones are cut and counted as dropped.
+        links: links of a span, and events of a span; further ones are cut and counted as dropped.
         ids: samples of an event; an event with more is rejected.
         id_bytes: bytes of a sample id; an event with a longer one is rejected.
     """

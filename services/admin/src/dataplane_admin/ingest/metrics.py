@@ -2,7 +2,7 @@
 
 A series belongs to one resource, one scope, one metric and one set of attributes. A number with the
 attribute ``rl.step`` is also a point of a curve; its series omits run and step. A point of
-``rl.not_finite`` is stored as a value that is not finite of the metric that it names. Metrics of
+``rl.not_finite`` names another metric, whose value it stores as not finite. Metrics of
 `load_metrics` become points of load, not series: each node might report a series per processor.
 """
 
@@ -150,7 +150,7 @@ def _point(source: _Source, metric: Metric, point: Any, limits: Limits) -> Serie
 
 
 def _metric_not_finite(name: str, pairs: Iterable[KeyValue]) -> str:
-    """Return the metric whose value this point reports as not finite; "" if it reports another."""
+    """Return the metric that this point reports as not finite; empty for any other point."""
     if name != NOT_FINITE:
         return ""
     return next((pair.value.string_value for pair in pairs if pair.key == METRIC), "")

@@ -65,8 +65,8 @@ class Redaction:
     def tokens(self, texts: list[str], contents: Sequence[str] = ()) -> list[str]:
         """Return the texts of consecutive tokens; those that overlap a match are replaced.
 
-        A pattern may match in the conversation only, for example at the start of a turn. So the
-        turns with a match, ``contents``, are located in the text of the tokens. If one is not
+        A pattern may match in the conversation only, for example at the start of a turn. So
+        each turn of ``contents`` with a match is located in the text of the tokens. If it is not
         there, all tokens are replaced.
         """
         joined = "".join(texts)

@@ -104,7 +104,7 @@ class _Removal:
     """
 
     def __init__(self) -> None:
-        # Per request, so that ever new keys do not fill the memory.
+        # Per request, so that senders with changing keys do not fill the memory.
         self._bounded: dict[tuple[str, ...], tuple[tuple[int, int], ...]] = {}
 
     def run(self, request: TracesData | LogsData | MetricsData) -> bool:

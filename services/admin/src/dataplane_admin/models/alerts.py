@@ -57,7 +57,8 @@ class WebhookStatus(Model):
     failed: int
     """Failed delivery attempts."""
     dropped: int
-    """Dropped notifications: not delivered in time, or beyond the maximum that is stored."""
+    """Dropped notifications: refused by the receiver, not delivered in time, or beyond the maximum
+    that is stored."""
 
 
 class Alerts(Model):
@@ -70,11 +71,11 @@ class Alerts(Model):
     rules: int
     """Number of rules."""
     idle_rules: list[str]
-    """Rules that no run has values for, because no run that they apply to reports their metric; as
-    of the newest evaluation."""
+    """Rules that compared nothing in the newest evaluation, because no run that they apply to
+    reports their metric."""
     evaluated_ns: int | None
-    """Time of the newest evaluation by this service; None before the first. Of several services on
-    one database, one evaluates."""
+    """Time of the newest evaluation by this service; None before the first. If several services
+    share a database, only one evaluates."""
     failed_evaluations: int
     """Failed evaluations by this service since it started."""
     webhooks: list[WebhookStatus]

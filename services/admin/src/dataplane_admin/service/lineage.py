@@ -43,7 +43,7 @@ def life(
         runs = list(dict.fromkeys((live_run, *runs)))
     shown = next(iter(runs), "") if run is None else storable(run)
     if shown not in runs and (runs or now is None):
-        raise NotFound(_unknown(store, sample_id, run, partition, [*_found_in(runs), *notes]))
+        raise NotFound(_unknown(store, sample_id, run, partition, [*_note_on_runs(runs), *notes]))
     try:
         hops = lineage_of(sample_id, store.sample_records(sample_id, shown, partition))
     except SampleNotFound:
@@ -70,8 +70,8 @@ def _runs_of(store: Store, sample_id: str, partition: str | None) -> list[str]:
     return sorted(last_ns, key=lambda run_id: -last_ns[run_id])
 
 
-def _found_in(runs: list[str]) -> list[str]:
-    """Return a note with the runs that have a sample."""
+def _note_on_runs(runs: list[str]) -> list[str]:
+    """Return a note that names the runs with a sample; none without runs."""
     named = ", ".join(f"'{printable(run_id[:100])}'" for run_id in runs[:5])
     return [f"runs with this id: {named}"] if runs else []
 

@@ -171,8 +171,8 @@ def _tokenization(
         evidence += ", as if shifted"
     elif place and tokens[place - 1].mask == 0:
         evidence += (
-            "; the trainer may tokenize the text before it differently, which the model did not "
-            "generate"
+            "; the model did not generate the text before it, which the trainer may tokenize "
+            "differently"
         )
     return models.Cause(
         name="Tokenization",

@@ -287,7 +287,7 @@ class AdminService:
     def run_steps(self, *, run: str | None = None, ranges: int = 10) -> models.RunSteps:
         """Return step durations in at most ``ranges`` ranges.
 
-        Without ``run``, of the newest run with a finished step.
+        Without ``run``, they are those of the newest run with a finished step.
         """
         return self.run_steps_by_ranges(ranges, run=run)[0]
 
@@ -326,7 +326,7 @@ class AdminService:
         return runs.run(self.store, run, self._settings.silent_after_s)
 
     def newest_run(self) -> str | None:
-        """Return the run with a finished step or with curves that was seen last; None without."""
+        """Return the last seen run among those with a finished step or curves; None without one."""
         point = self.store.newest_point()
         ids = {self.store.run_with_steps(), None if point is None else point.run_id}
         known = [run for run in map(self.store.run, filter(None, ids)) if run is not None]

@@ -32,7 +32,7 @@ def waits(
 ) -> list[models.Wait]:
     """Return blocked tasks, longest first, those of silent processes last.
 
-    A data plane that no longer answers its clients, or this service, comes before them.
+    A fault comes before them: the data plane no longer answers its clients or this service.
 
     Args:
         store: stored telemetry.
@@ -65,7 +65,7 @@ def waits(
 
 
 def _lost_ns(plane: Snapshot, store: Store, now_ns: int, silent_after_s: float) -> int | None:
-    """Return the time of the last answer of a data plane that a job should still run.
+    """Return the time of the last answer of a data plane that is lost although its job runs.
 
     None if it answers or never did, or if all known runs ended or are silent.
     """

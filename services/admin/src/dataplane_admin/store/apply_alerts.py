@@ -38,7 +38,7 @@ class Notification:
 
 
 def message_of(alert: Alert) -> str:
-    """Return the id of the notification that an alert is raised or, once it is, cleared."""
+    """Return the id of the notification about the state of an alert, raised or cleared."""
     # Alert ids start over in a new database; times do not.
     event = "raised" if alert.cleared_ns is None else "cleared"
     return f"alert-{alert.id}-{alert.raised_ns}-{event}"
@@ -107,7 +107,7 @@ def claim_notification(work: Work, webhook: str, until_ns: int) -> Notification 
 
 
 def finish_notification(work: Work, notification_id: int) -> bool:
-    """Delete a delivered notification."""
+    """Delete a delivered or refused notification."""
     return bool(work.drop(NotificationModel.id, [notification_id]))
 
 

@@ -49,7 +49,7 @@ _RESUMED = select(RunModel.run_id, RunModel.resumed_from, RunModel.started_ns).w
 def apply_curves(work: Work, points: Iterable[SeriesPoint]) -> None:
     """Store the points that have a run and a step.
 
-    Those of a step that the run has repeated since their time are omitted.
+    A point is omitted if the run was resumed after its time, from its step or an earlier one.
     """
     reported = [
         (storable(point.run_id), point.step, point)
@@ -136,7 +136,8 @@ def rewind_curves(work: Work, resumes: Resumes) -> None:
     Processes export independently: points of the resumed run may arrive before its start. They are
     retained if their steps have a later time.
     """
-    # First the validations: this retains the times that decide on the other curves.
+    # Validations first: their ranges begin a step later, so this deletes no time that the other
+    # curves still need.
     _delete_repeated(
         work,
         resumes.run_id,
@@ -149,8 +150,8 @@ def rewind_curves(work: Work, resumes: Resumes) -> None:
 def _next_step(first_step: int) -> int:
     """Return the first step whose validation a resume repeats.
 
-    A resume does not repeat the validation of its checkpoint, which has its first step. The first
-    step 0 has no checkpoint.
+    A resume does not repeat the validation of its checkpoint, which has the number of its first
+    step. A resume from step 0 has no checkpoint.
     """
     return min(first_step + 1, MAX_INT) if first_step else 0
 
@@ -168,7 +169,7 @@ def _delete_repeated(
     ]
     if of_validations and not chosen:
         return
-    # The times of repeated steps are deleted first: the other curves retain the steps of the rest.
+    # Times of repeated steps are deleted first: other curves retain the steps that still have one.
     for row in times:
         earlier = CurvePointModel.step.between(bindparam("first"), bindparam("last")) & (
             CurvePointModel.value.is_(None) | (CurvePointModel.value < bindparam("time_s"))

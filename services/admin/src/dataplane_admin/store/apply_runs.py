@@ -75,8 +75,8 @@ def mark_seen(work: Work, run_ids: Iterable[str]) -> None:
 def apply_run_changes(work: Work, events: Iterable[LifecycleEvent]) -> list[Resumes]:
     """Apply new starts and ends of stored runs, each unless a later one is known.
 
-    A start after the end of the run repeats all steps, unless it says from which step on. Before
-    the end, it may be that of another process of the run: it does not replace a resume.
+    A start after the end of the run repeats all steps, unless it says from which step on. A start
+    before the end may come from another process of the run, so it does not replace a resume.
 
     Returns:
         The resumes among them, by run.

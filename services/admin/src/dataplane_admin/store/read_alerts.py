@@ -46,9 +46,9 @@ class UnfinishedRun:
 
     Attributes:
         seen_ns: time of its last record.
-        start_ns: time of its start or last resume; if neither it nor a step is stored, time of its
-            first record by the sender's clock.
-        step_ns: time of its last finished step, or of a newer point of a curve; 0 without both.
+        start_ns: time of its start or last resume. Without either, 0 if a step is stored, else the
+            time of its first record by the sender's clock.
+        step_ns: time of its last finished step, or of a newer point of a curve; 0 without either.
         reports_end: whether it reported its start, and so reports its end.
         curves: last step and time of the last change of its metrics, by name.
         last: values of its metrics at their last step, NaN if not finite. Keys are names, with any

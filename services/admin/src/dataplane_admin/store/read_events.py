@@ -52,7 +52,7 @@ _HITS = (
 def read_runs_of_sample(
     reader: Reader, sample_id: str, partition: str | None = None
 ) -> dict[str, int]:
-    """Return the time of a sample's last event in each run; the empty run is that of no run."""
+    """Return the time of a sample's last event by run id, which is empty without a run."""
     samples = _named(sample_id, partition, PlaceModel.run_id, SampleModel.last_ns)
     last_ns: dict[str, int] = {}
     for row in reader.rows(samples):

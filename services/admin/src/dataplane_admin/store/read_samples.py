@@ -89,7 +89,7 @@ def read_sample_facts(
     if sort != "newest":
         ids = ids.where(column.is_not(None))
     else:
-        # Facts may arrive after the event that a sample was trained on; do not list it before.
+        # The event ``trained`` of a sample may arrive before its facts; list the sample with them.
         old_ns = time.time_ns() - int(_FACTS_AFTER_S * 1e9)
         ids = ids.where(or_(SampleFactModel.time_ns > 0, SampleFactModel.received_ns <= old_ns))
     if after is not None:
@@ -120,7 +120,7 @@ def read_group(reader: Reader, run_id: str, group: str, step: int | None) -> lis
 
 
 def read_runs_with_facts(reader: Reader, sample_id: str) -> dict[str, int]:
-    """Return the time of a sample's newest facts in each run; the empty run is that of no run."""
+    """Return the time of a sample's newest facts by run id, which is empty without a run."""
     query = select(SampleGroupModel.run_id, SampleFactModel.time_ns).join(
         SampleGroupModel, _IN_GROUP
     )

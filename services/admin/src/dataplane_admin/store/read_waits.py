@@ -114,7 +114,7 @@ def read_wait_records(
 def _without_ended(connection: Connection, waits: Sequence[Any]) -> list[Any]:
     """Return the waits that no end of their run finished.
 
-    Ids of events grow in order of arrival: clocks of hosts disagree.
+    Ends and waits are ordered by event id, that is by arrival, because clocks of hosts disagree.
     """
     ended: set[str] = set()
     last_end: dict[str, int] = {}

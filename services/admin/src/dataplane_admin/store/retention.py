@@ -3,8 +3,8 @@
 Age counts from the receive time, since senders' clocks are not trusted. A trace or a curve is
 deleted entirely once it has received nothing for that long. Log records are deleted with their
 trace, or earlier if they are that old, since their trace may never arrive. A curve is as old as the
-newest point of its run. Beyond the size limit, text of samples is deleted first, as it is by far
-the largest; the newest texts are then deleted with the facts. The age of load points
+newest point of its run. Beyond the size limit, texts of samples are deleted first, as they are by
+far the largest, except the newest ones, which are deleted with the facts. The age of load points
 counts from their own time; ingest rejects times more than an hour ahead.
 """
 
