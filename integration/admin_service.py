@@ -52,7 +52,7 @@ class Admin:
         wait_until(lambda: not missing(), TIMEOUT_S, state=missing)
 
     def check_alerts(self, run: str) -> None:
-        """Check that no alert was raised, and that no shipped rule only waits for its duration."""
+        """Check that no alert was raised, and that no curve exceeds the bound of a shipped rule."""
         # Imported here: other environments collect these fixtures without it.
         from dataplane_admin import load_rules
 

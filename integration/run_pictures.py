@@ -149,7 +149,7 @@ def take_asynchronous(browser: Browser, url: str, run: Process) -> None:
     page.goto(f"/trace?id={steps_of(url)[1]}")
     take(page, "async-trace")
     runs = [each["run_id"] for each in Admin(url).ask("runs")["runs"]]
-    if len(runs) > 1:  # the synchronous run was before
+    if len(runs) > 1:  # the synchronous run came first
         page.goto(f"/runs/compare?{urlencode({'run': runs, 'smooth': 0.6}, doseq=True)}")
         take(page, "runs")
 

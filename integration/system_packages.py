@@ -62,7 +62,7 @@ NEEDS: Mapping[str, Need] = {
 }
 """Needs by name; a test without these fixtures and parameters names its need in a mark `debian`."""
 POLICY = Path("/usr/sbin/policy-rc.d")
-"""A program that Debian's packages run; its status 101 forbids to start a service."""
+"""A program that Debian's packages run; its status 101 forbids starting services."""
 
 
 def missing() -> list[str]:
