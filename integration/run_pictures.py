@@ -2,7 +2,7 @@
 
 Chromium takes them for ``docs/images`` while a synchronous and then an asynchronous run train, and
 after their ends; ``sync`` or ``async`` as argument takes those of one. ``pages`` takes every page
-of a third run at three widths; without runs before, a short one is compared with it.
+of a third run at three widths; without an earlier run, it first trains a short one to compare.
 `integration.admin_pictures` takes those of a blocked run.
 """
 

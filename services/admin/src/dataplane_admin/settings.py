@@ -55,7 +55,8 @@ class Settings:
             ``keep_sample_text``.
 
     Raises:
-        ValueError: the token, an allowed host or origin, the root path, or a link URL is invalid.
+        ValueError: the token, an allowed host or origin, the root path, a pattern of ``redact``, or
+            a link URL is invalid.
     """
 
     store_url: str

@@ -402,8 +402,8 @@ def _history(service: AdminService) -> APIRouter:
         """Return the load of inference engines and nodes, by default in the last hour.
 
         With `run`, engines and nodes that report another run are omitted. A series with more than
-        `max_points` points has means of equally long intervals. At most 64 engines and nodes are
-        returned.
+        `max_points` points has means of equally long intervals. At most 64 engines and 64 nodes
+        are returned.
         """
         # Without an end the answer changes with the time, not only with the store.
         end = time.time_ns() if end_ns is None else end_ns

@@ -24,7 +24,8 @@ def partitions(url: Url = DEFAULT_URL, token_file: TokenFile = None, json: AsJso
 def sample(
     sample_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the sample.")],
     run: Annotated[
-        str | None, typer.Option(help="Show this run; by default the newest that has the sample.")
+        str | None,
+        typer.Option(help="Run to show; by default that of the live sample, else the newest."),
     ] = None,
     partition: Annotated[str | None, typer.Option(help="Search this partition only.")] = None,
     url: Url = DEFAULT_URL,

@@ -135,7 +135,7 @@ class Staleness(Model):
     """Weight versions between generation and training."""
 
     run_id: Text
-    """Id of the run; empty if nothing has been trained."""
+    """Id of the run; empty if there is none."""
     steps: int
     """Number of newest steps requested, omitted ones included."""
     steps_omitted: int
