@@ -403,37 +403,37 @@ def test_a_resume_clears_alerts_of_repeated_steps(alerted, otlp, now_s):
 
 
 def test_a_condition_must_last(alerted, otlp, later):
-    job = alerted(rule("staleness", 4, for_s=100), silent_after_s=1e6)
+    job = alerted(rule("staleness", 4, for_s=1_000), silent_after_s=1e6)
     job.send(otlp.curve([9.0], name="rl.staleness.mean"))
     evaluate(job)
     assert raised(job) == []
     job.send(otlp.curve([1.0], name="rl.staleness.mean", first=1))
     evaluate(job)
-    later(90)
+    later(900)
     job.send(otlp.curve([9.0], name="rl.staleness.mean", first=2))
     evaluate(job)
-    later(90)
+    later(900)
     evaluate(job)
     assert raised(job) == [], "the time starts anew after a value within the bound"
-    later(20)
+    later(200)
     until(lambda: raised(job) == [("staleness", "run")])
 
 
 def test_a_condition_starts_anew_after_failed_evaluations(alerted, otlp, later, monkeypatch):
-    job = alerted(rule("store_full", 0.999), rule("staleness", 4, for_s=100), silent_after_s=1e6)
+    job = alerted(rule("store_full", 0.999), rule("staleness", 4, for_s=1_000), silent_after_s=1e6)
     job.send(otlp.curve([9.0], name="rl.staleness.mean"))
     evaluate(job)
     with monkeypatch.context() as failing:
         failing.setattr(shutil, "disk_usage", lambda _: None)
         until(lambda: job.get("alerts")["failed_evaluations"] > 1)
         now = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: now() + 90)
-        later(90)
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 900)
+        later(900)
     evaluate(job)
-    later(90)
+    later(900)
     evaluate(job)
     assert raised(job) == []
-    later(20)
+    later(200)
     until(lambda: raised(job) == [("staleness", "run")])
 
 
