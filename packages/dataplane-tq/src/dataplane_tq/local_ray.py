@@ -1,8 +1,8 @@
 """Starts and joins a Ray cluster that listens on loopback only.
 
 Each part of Ray listens on all interfaces unless the node's address is a loopback address, and Ray
-replaces a given loopback address by the machine's own. A switch of Ray prevents the replacement.
-Ray reads the switch from ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` on import; this module sets it
+replaces a given loopback address with the machine's own. Ray has a switch that prevents this. Ray
+reads the switch from ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`` on import; this module sets it
 later, only while it starts or joins a cluster.
 """
 
@@ -79,7 +79,7 @@ def join_ray(address: str, **options: Any) -> None:
 
     Raises:
         UnavailableError: no Ray answers at the address within `ANSWER_S` seconds, or this process
-            cannot join it, because its version differs for example.
+            cannot join it, for example because its version differs.
         TypeError, ValueError: an option is wrong.
     """
     try:
@@ -93,7 +93,7 @@ def join_ray(address: str, **options: Any) -> None:
 
 
 def _stop_parts(error: BaseException) -> str:
-    """Stop the processes that a failed start left; return what is known about them.
+    """Stop the processes that a failed start left; return text about them for the error message.
 
     Ray's `Node` lists these processes. Until Ray has started, only a frame in the error's traceback
     refers to it.
@@ -139,7 +139,7 @@ def _check_answers(address: str) -> None:
 
 @contextmanager
 def _keep_loopback() -> Iterator[None]:
-    """Keep Ray from replacing a loopback address by the machine's own."""
+    """Keep Ray from replacing a loopback address with the machine's own."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

@@ -2,8 +2,8 @@
 
 The actors are TransferQueue's own controller, the actors of a storage backend, and the partition
 directory. ``transfer_queue.init`` is not used: it allows one client per process and reserves one
-CPU per actor, and its ``close`` kills the controller from any process. The controller has its
-usual name, so TransferQueue's own tools find it.
+CPU per actor, and a ``close`` in any process kills the controller. The controller has its usual
+name, so TransferQueue's own tools find it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FOREIGN = (
     f"{CONTROLLER} and no {DIRECTORY}"
 )
 _SILENT = (
-    "no TransferQueue found: Ray did not answer after {:g} s; its control store (GCS) or this "
+    "no TransferQueue found: Ray did not answer within {:g} s; its control store (GCS) or this "
     "node's raylet is stopped or unreachable"
 )
 
@@ -214,7 +214,7 @@ def _for_transfer_queue(connection: ConnectionData) -> Any:
 
 
 def _call_ray(timeout_s: float, call: Callable[[], T]) -> T:
-    """Call Ray, which exceeds its own time-outs if one of its processes does not answer."""
+    """Call Ray with a deadline: Ray exceeds its own if one of its processes does not answer."""
     try:
         return call_within(timeout_s, call)
     except TimeoutError:

@@ -76,7 +76,8 @@ __all__ = [
 
 
 _users = 0
-_patching = threading.RLock()  # a collection in the block may close a manager
+# Reentrant: a garbage collection under the lock may close a manager, which takes the lock again.
+_patching = threading.RLock()
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def fast_metas(extract: Callable[[Any], dict[str, dict[str, Any]]]) -> Iterator[
     The end of the last block in the process restores them.
 
     Args:
-        extract: has the result of `extract_field_schema`.
+        extract: faster function with the result of `extract_field_schema`.
     """
     global _users
     with _patching:

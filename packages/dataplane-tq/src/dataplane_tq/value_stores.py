@@ -272,6 +272,6 @@ def _without_checksum(field: str, data: Any) -> bytes:
     """
     if not isinstance(data, bytes) or zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
         raise UnavailableError(
-            f"field {field!r}: the storage backend returned other bytes than were put"
+            f"field {field!r}: the storage backend returned bytes that differ from those put"
         )
     return data[4:]

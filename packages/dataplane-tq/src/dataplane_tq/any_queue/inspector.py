@@ -74,11 +74,11 @@ class QueueInspector:
 
     It changes nothing. It reads through Ray, in the main thread of the controller's process; the
     controller answers its clients in another thread. Reads of all partitions take at most a
-    twentieth of the time; in between, answers are as old as the last such read. So are pages after
-    the first, with ``start`` above 0. Reads of single samples and searches are not limited. Ages
+    twentieth of the time; in between, answers come from the last such read. Pages after the first
+    (``start`` above 0) always do. Reads of single samples and searches are not limited. Ages
     count from the read in which a sample was first seen.
 
-    TransferQueue does not know leases, owners or required fields: a task's samples are unclaimed or
+    TransferQueue has no leases, owners or required fields: a task's samples are unclaimed or
     acknowledged. Samples without a key are named by their index, such as "#17".
 
     Args:
@@ -86,7 +86,7 @@ class QueueInspector:
         timeout_s: deadline of one query, in seconds.
 
     Attributes:
-        tasks_claim: True, since a queue declares no tasks: it has those that asked for samples.
+        tasks_claim: True: TransferQueue declares no tasks, so it lists those that have claimed.
         fault: one sentence on why the controller no longer answers the job, as of the newest read;
             None if it answers. Either way, the controller's state can be read.
 
@@ -205,7 +205,7 @@ class QueueInspector:
         with self._lock:
             partition = self._partition("find_samples", partition_id)
         matching: list[SampleState] = []
-        # Steps over the rows of one read, some of which may have been cleared since.
+        # All steps search the rows of one read; some may have been cleared since.
         for start in range(0, len(partition.rows), _SEARCH_ROWS):
             if len(matching) >= limit:
                 break
@@ -295,7 +295,7 @@ class QueueInspector:
                 age_s=max(0.0, now - float(partition.since[place])),
             )
             for row, hashed, key, tags in read
-            # Not so if another sample got the index since.
+            # Exclude an index that another sample has received since.
             if hashed == partition.keys[place := place_of[row]]
         ]
 
@@ -343,7 +343,7 @@ class QueueInspector:
         return decoder.decode(reply.answer)
 
 
-# Made once: msgspec crashes if two threads decode into a new type at once.
+# Built on import: msgspec crashes if two threads build decoders of a new type at once.
 _REPLY = msgspec.msgpack.Decoder(Reply)
 _CONTROLLER = msgspec.msgpack.Decoder(_ControllerRead)
 _STORAGE = msgspec.msgpack.Decoder(list[StorageSummary])

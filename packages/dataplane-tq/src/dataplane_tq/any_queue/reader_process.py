@@ -26,7 +26,7 @@ from dataplane_tq.local_ray import join_ray
 from dataplane_tq.ray_errors import reason_of
 
 _PACKED = "PackedStorage"
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class QueueReader:
@@ -53,7 +53,7 @@ class QueueReader:
                 )
             if self._controller is not None or time.monotonic() >= deadline:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if self._controller is None:
             others = [
                 actor["namespace"]

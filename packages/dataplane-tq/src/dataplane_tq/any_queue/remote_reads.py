@@ -48,9 +48,9 @@ def read_controller(controller: Any, checksums: dict[str, int]) -> dict[str, Any
 def _partition(status: Any, last_checksum: int | None) -> dict[str, Any]:
     """Return ``fields``, ``tasks``, ``expected`` and ``checksum`` of a partition.
 
-    If the checksum is not ``last_checksum``, also return ``rows`` (int64, index of each sample),
-    ``keys`` (int64, hash of each sample's key), and as packed bits ``written`` (samples x fields)
-    and ``acknowledged`` (samples x tasks).
+    If the checksum differs from ``last_checksum``, also return ``rows`` (int64, index of each
+    sample), ``keys`` (int64, hash of each sample's key), and as packed bits ``written`` (samples x
+    fields) and ``acknowledged`` (samples x tasks).
     """
     # Keyed by text, so that names and columns agree: names with the same text share one column.
     metadata = _by_text(status.field_metadata)
@@ -123,7 +123,7 @@ def _field(meta: Any, count: int) -> list[Any]:
 
 
 def _blocked_claims(controller: Any) -> list[dict[str, Any]]:
-    """Return the claims that wait inside the controller's request thread.
+    """Return the claims that are blocked in the controller's request thread.
 
     With ``polling_mode: false``, TransferQueue's default, a claim that finds too few samples waits
     there, and no other request is answered. Only the thread's stack shows which fields it requires.

@@ -95,7 +95,7 @@ class Allocator:
         starts, stops = pairs[:, 0], pairs[:, 1]
         if (starts > stops).any() or starts.min() < 0 or stops.max() > self.capacity:
             raise ValueError(
-                f"free: {starts.min()}..{stops.max()}; expected ascending ranges within "
+                f"free: {starts.min()}..{stops.max()}; expected ranges with start <= stop within "
                 f"{self.capacity} bytes"
             )
         # Sort and drop empty ranges only if needed: the catalogue mostly frees in ascending order.

@@ -22,7 +22,7 @@ class Backlog:
     """Rows of one partition that TransferQueue has yet to drop or to receive.
 
     Args:
-        mirrored: whether rows are reported to TransferQueue; if False, there are no orphans.
+        mirrored: whether the store has a mirror; if False, there are no orphans.
 
     Attributes:
         orphans: rows to drop in TransferQueue, not yet assigned to a connection.
@@ -120,10 +120,10 @@ class Backlog:
         )
 
     def blocks_commit(self, sample_ids: Sequence[str]) -> bool:
-        """Return True if another put of the samples must be reported before they are put.
+        """Return True if another put of the samples must be reported before this one is committed.
 
-        The controller keeps what was reported last, so reports must have the order of the puts. The
-        mirror's reports need no order.
+        The controller retains the cells that were reported last, so reports must arrive in the
+        order of the puts. The mirror reports no cells, so its reports need no order.
         """
         return not (self._mirrored or self.reporting.keys().isdisjoint(sample_ids))
 

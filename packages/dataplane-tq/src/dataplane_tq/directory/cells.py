@@ -54,7 +54,7 @@ def _cells_in(kinds: Mapping[str, str], blocks: Sequence[Block], count: int) -> 
 
 
 def match_cells(rows: Sequence[Row | None], cells: Mapping[str, bytes]) -> list[bool]:
-    """Return for each row whether it has one of its ``cells``: if not, it is another sample's row.
+    """Return for each row whether it still has at least one of its ``cells``.
 
     A cell is never reused, and a row never loses a field. So a row without any of the cells was
     cleared, and its sample id put again, or all these fields were overwritten.

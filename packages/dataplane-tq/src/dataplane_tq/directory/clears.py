@@ -1,4 +1,4 @@
-"""A clear: it drops samples in the directory at once, and page by page in TransferQueue."""
+"""A clear: the directory drops samples at once, the client drops their rows page by page."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Clearing(Operation):
 def _check_cells(
     store: StoreState, partition_id: str, sample_ids: Sequence[str], cells: Mapping[str, bytes]
 ) -> None:
-    """Raise a `MissingDataError` if a sample exists that is another one than that of the cells."""
+    """Raise a `MissingDataError` if an existing sample has none of its cells: see `match_cells`."""
     partition = store.ledger.partitions.get(partition_id)
     if partition is None or not cells:
         return

@@ -185,7 +185,7 @@ class Connection:
                 if not putting.is_blocked():
                     break
                 await putting.wait(deadline)
-            # Until the effect, nothing gives way to another put of the samples.
+            # No await follows until the effect, so no other put of the samples can intervene.
             putting.check_commit(request)
         except DataPlaneError:
             putting.undo()

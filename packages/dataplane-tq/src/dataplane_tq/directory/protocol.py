@@ -35,7 +35,7 @@ class Register(Request, frozen=True):
 class BeginPut(Request, frozen=True):
     """Reserve capacity for a put. Answer: `PutAnswer`. The put belongs to the connection.
 
-    With ``cells``, the put fails if a sample is not the one of the cells (see `match_cells`), or is
+    With ``cells``, the put fails if a sample has none of its cells (see `match_cells`), or is
     cleared before the commit.
 
     Attributes:
@@ -254,8 +254,8 @@ class ReadOrigins(Request, frozen=True):
 class Clear(Request, frozen=True):
     """Drop samples, or the partition. Answer: `ClearAnswer`.
 
-    With ``cells``, the clear fails if a sample that exists is not the one of the cells: see
-    `match_cells`. A clear on a connection that has pinned the samples ends their pins at once, so
+    With ``cells``, the clear fails if an existing sample has none of its cells: see `match_cells`.
+    A clear on a connection that has pinned the samples ends their pins at once, so
     no other sample can have their ids.
 
     Attributes:

@@ -63,7 +63,7 @@ class Putting(Operation):
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
                 f"put_samples(partition={partition_id!r}): after {self.timeout_s:g} s, an earlier "
-                f"put of the same samples was not reported to TransferQueue yet"
+                f"put of the same samples has still not been reported to TransferQueue"
             )
         await self._store.wait(partition_id, _RECHECK_S)
 
@@ -224,7 +224,7 @@ def _expected_rows(partition: Partition, request: p.BeginPut) -> list[Row]:
     """Return the rows that must stay until the commit: those of the request's cells.
 
     Raises:
-        MissingDataError: a sample does not exist, or is another one than that of the cells.
+        MissingDataError: a sample does not exist, or has none of its cells: see `match_cells`.
     """
     if not request.cells:
         return []

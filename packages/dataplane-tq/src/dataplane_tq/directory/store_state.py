@@ -35,7 +35,7 @@ class StoreState:
         units: the packed backend's units; empty for other backends.
         order: order of claims without a seed; None means the order of first puts.
         loop: the directory's event loop.
-        mirrored: whether rows are reported to TransferQueue.
+        mirrored: whether the store has a mirror, which reports its rows to TransferQueue.
 
     Attributes:
         failure: error that every request raises, once a part of the store is gone.

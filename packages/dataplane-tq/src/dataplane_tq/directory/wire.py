@@ -126,8 +126,8 @@ class Link:
         """End a successful operation, and keep its connection unless enough are idle."""
         with self._lock:
             self._open.discard(session)
-            unused = len(self._idle) < _MAX_IDLE and not self._closed
-            if unused and os.getpid() == self._pid:
+            reusable = len(self._idle) < _MAX_IDLE and not self._closed
+            if reusable and os.getpid() == self._pid:
                 self._idle.append(session.connection)
                 return
         session.close()

@@ -179,7 +179,7 @@ async def _cancel_others() -> None:
 def first_dead(actors: Mapping[str, Any]) -> str | None:
     """Return a sentence about the first actor that Ray knows to be dead; None if there is none.
 
-    This process holds the handles, so Ray imports the actors' classes into it.
+    Ray imports the actors' classes into this process, because it holds their handles.
     """
     if not ray.is_initialized():
         return "Ray was shut down in this process"  # a remote call would start a new cluster

@@ -113,7 +113,7 @@ class Reporter:
                 consumed = await asyncio.to_thread(session.ask, p.Reported(), list[p.Consumption])
                 for item in consumed:
                     await self._consume(item.sample_ids, partition_id, item.task_name)
-        except BaseException as error:  # also a cancellation must end the session
+        except BaseException as error:  # a cancellation, too, must end the session
             session.close()
             what = (
                 f"an earlier put to partition {partition_id!r} can be read, but TransferQueue's "

@@ -118,7 +118,7 @@ def encode(fields: TensorDictBase, count: int, *, allow_pickle: bool = False) ->
         fields: see `dataplane_core.tensors.rows.split_rows`.
         count: expected number of rows.
         allow_pickle: see `dataplane_core.tensors.object_codec.encode_object`. A value with text or
-            integers that msgpack lacks is pickled as one value.
+            integers that msgpack cannot encode is pickled as one value.
 
     Raises:
         InvalidRequestError: (a ValueError) as `checked_leaves`, or a value cannot be stored.
@@ -232,7 +232,7 @@ def _encode_object(what: str, value: Any, allow_pickle: bool) -> bytes:
 
 
 class _Pickled:
-    """Wrapper that only pickle can encode, and that is read back as the value in it."""
+    """Wrapper that only pickle can encode; it is decoded as the value in it."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -81,7 +81,7 @@ class UnitClient:
 
     @property
     def zero_copy(self) -> bool:
-        """True if `read` returns views of the unit's memory; valid once `connect` returned."""
+        """True if `read` returns views of the unit's memory; valid after `connect`."""
         return self._transport == "shm"
 
     def connect(self, timeout_s: float) -> None:
@@ -107,7 +107,7 @@ class UnitClient:
             InvalidRequestError: a write is outside the unit's memory; nothing was written.
             UnavailableError: the unit is gone; some bytes may have been written.
             DeadlineExceededError: the deadline passed; some bytes may have been written, and bytes
-                under way may still be written a moment later.
+                in flight may still be written a moment later.
         """
         deadline = time.monotonic() + timeout_s
         ranges = [(offset, offset + data.nbytes) for offset, data in writes]

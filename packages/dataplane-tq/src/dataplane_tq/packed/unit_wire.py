@@ -130,7 +130,7 @@ def reset_on_close(sock: socket.socket) -> None:
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Raise ConnectionResetError if the peer is gone, even if bytes of it are still unread."""
+    """Raise ConnectionResetError if the peer is gone, even if bytes from it are still unread."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)  # poll always reports errors and hang-ups too
     if poll.poll(0):

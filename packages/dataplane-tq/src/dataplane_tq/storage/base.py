@@ -150,7 +150,7 @@ def require_bytes(cfg: DataPlaneConfig, key: str, *, backend: str, min_bytes: in
 
 
 def require_resources(cfg: DataPlaneConfig) -> None:
-    """Raise `ConfigError` if the nodes lack the ``unit_resources`` of all storage units."""
+    """Raise `ConfigError` if the nodes have too little of a resource for all storage units."""
     available = ray.cluster_resources() if ray.is_initialized() else {}
     for name, amount in cfg.get("unit_resources", {}).items():
         what = f"data-plane config: unit_resources.{name}: found {amount!r}; "

@@ -93,8 +93,5 @@ async def reported_cells(
 
 
 def cells_of_row(row: dict[str, Any]) -> dict[str, int]:
-    """Return the cells in a row of a meta, where others may add their own entries.
-
-    The instrumentor of TransferQueue adds a text.
-    """
+    """Return the cells in a row of a meta, without the text that the instrumentor adds."""
     return {name: cell for name, cell in row.items() if isinstance(cell, int)}

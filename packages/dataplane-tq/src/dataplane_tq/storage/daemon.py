@@ -27,7 +27,7 @@ from ray.exceptions import RayError
 from dataplane_core import UnavailableError
 from dataplane_tq.storage import supervise
 
-_KEPT_LINES = 30
+_OUTPUT_LINES = 30
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 10.0
 
@@ -38,7 +38,7 @@ class DaemonActor:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="dataplane-tq-"))
         self._pids: list[int] = []
-        self._output: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._output: deque[str] = deque(maxlen=_OUTPUT_LINES)
         self._supervisor: subprocess.Popen[str] | None = None
         self._reader = threading.Thread(target=self._read, name="daemon-output", daemon=True)
         self._stopping = threading.Event()

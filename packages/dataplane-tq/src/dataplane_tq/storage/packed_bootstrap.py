@@ -53,8 +53,8 @@ class PackedStorageSettings:
             on the nodes that have it. Without it units are spread over all nodes.
         packed_transport: how clients reach the units: ``shm``, ``tcp``, or ``auto``, which is
             ``shm`` on the unit's own node and ``tcp`` elsewhere.
-        allow_pickle: take any Python value that pickle takes. Whoever can put values can then run
-            code in every process that gets them.
+        allow_pickle: accept any Python value that can be pickled. Whoever can put values can then
+            run code in every process that gets them.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # for a JSON schema

@@ -87,7 +87,7 @@ def save(link: Link, units: UnitAccess, prefix: str, checkpoint: Path) -> None:
 
 
 def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path) -> None:
-    """Replace all rows of the partitions whose id starts with ``prefix`` by a checkpoint's.
+    """Replace all rows of the partitions whose id starts with ``prefix`` with a checkpoint's.
 
     The checkpoint is verified first. If the restore fails after that, the partitions are empty.
 
@@ -99,8 +99,8 @@ def load(link: Link, units: UnitAccess, prefix: str, node: str, checkpoint: Path
         checkpoint: folder that `save` wrote to.
 
     Raises:
-        CheckpointError: a file is missing or changed, or the checkpoint has another format, and the
-            store is as before; or a file is malformed, and the partitions are empty.
+        CheckpointError: a file is missing or changed, or the checkpoint has another format: the
+            store is unchanged. Or a file is malformed: the partitions are empty.
         CapacityExceeded: the store has no capacity for what was saved; the partitions are empty.
         DataPlaneError: a part of the store is gone.
     """

@@ -240,8 +240,8 @@ class PackedStorageManager(StorageManager):
         newest meta that the controller has.
 
         Raises:
-            UnsupportedError: the queue belongs to a data plane. TransferQueue's samplers do not see
-                the rows any more.
+            UnsupportedError: the queue belongs to a data plane. By then, TransferQueue's samplers
+                no longer see the rows.
             DataPlaneError: as `RawStore.clear`. After a MissingDataError, the rows that the meta
                 names can be claimed again, unless TransferQueue's controller fails or does not
                 answer in time; that is logged.
@@ -309,7 +309,7 @@ class PackedStorageManager(StorageManager):
         await asyncio.to_thread(self._raw_of_checkpoint("save").save, Path(checkpoint_dir))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Replace all rows by those of a checkpoint.
+        """Replace all rows with those of a checkpoint.
 
         Raises:
             InvalidRequestError: the queue belongs to a data plane.
@@ -321,7 +321,7 @@ class PackedStorageManager(StorageManager):
         try:
             return self._require_raw(verb)
         except UnsupportedError as error:
-            # TransferQueue takes a NotImplementedError for success without the values.
+            # TransferQueue would take a NotImplementedError for success, without saved values.
             raise InvalidRequestError(str(error)) from None
 
     def _require_raw(self, verb: str) -> RawStore:

@@ -59,7 +59,7 @@ class RowsConnection(msgspec.Struct, frozen=True):
 
 
 class PinnedRows(msgspec.Struct, frozen=True):
-    """Rows that are pinned.
+    """Pinned rows of one partition.
 
     Attributes:
         indexes: global indexes of the rows.
@@ -217,11 +217,11 @@ class RawStore:
     ) -> p.ReadAnswer:
         """Find and pin rows; raise a `MissingDataError` if the meta is stale."""
         answer = session.ask(p.Read(_partition(partition_id), sample_ids, fields), p.ReadAnswer)
-        now = _cells(fields, answer)
+        current = _cells(fields, answer)
         same = np.zeros(len(sample_ids), np.bool_)
         for field in fields:
             if field in meta:
-                same |= meta[field] == now[field]
+                same |= meta[field] == current[field]
         if not same.all():
             stale = [sample_ids[i] for i in np.flatnonzero(~same)]
             raise MissingDataError(

@@ -1,7 +1,7 @@
-"""Runs a command in a folder until standard input closes; then kills it and removes the folder.
+"""Runs a command in a folder until it exits or standard input closes, then removes the folder.
 
 The owner runs ``supervise.py FOLDER COMMAND...`` with a pipe as standard input. The kernel closes
-the pipe when the owner exits in any way, so a ``kill -9`` of the owner ends the command too. The
+the pipe when the owner exits in any way, so a ``kill -9`` of the owner kills the command too. The
 first line of output is the two process ids; the rest is the command's output.
 
 The script uses only the standard library, to start fast and to load nothing of the owner's.
