@@ -94,7 +94,7 @@ class AsyncDataPlaneClient:
         self._puts = ThreadPoolExecutor(threads, "dataplane-put")
         self._reads = ThreadPoolExecutor(threads, "dataplane-read")
         self._calls = ThreadPoolExecutor(threads, "dataplane-call")
-        # An executor starts a thread only when none is idle: one for each claim blocked at once.
+        # An executor starts a thread only if none is idle, so there is one per blocked claim.
         self._claims = ThreadPoolExecutor(claim_threads, "dataplane-claim")
         self._claim_threads = claim_threads
         self._claim_slots = asyncio.Semaphore(claim_threads)
@@ -235,7 +235,7 @@ class AsyncDataPlaneClient:
         """
         if self._ended:
             return
-        self._closed = True  # if this await is cancelled, another close continues
+        self._closed = True  # if this await is cancelled, `close` can be called again
         deadline = time.monotonic() + self._close_timeout_s
         await _wait_for_all(self._running - self._blocked, deadline)
         # A separate thread: calls that are stuck would delay the close, and with it the end of the

@@ -87,7 +87,7 @@ def _load_client(impl: str) -> Any:
 
 
 def _load(entry: EntryPoint) -> Any:
-    """Return what an entry point names; name a folder that replaces its package in the error."""
+    """Load an entry point; if a folder shadows its package, the error names the folder."""
     try:
         return entry.load()
     except ModuleNotFoundError:

@@ -119,7 +119,7 @@ class OptionalMethods:
                 dimension, they are padded to the longest row.
             lengths: tokens of each row. If the store records no forms, a jagged field outside
                 ``TOKEN_ALIGNED_FIELDS`` counts as put ragged only if its rows have these lengths.
-                If None or empty, every jagged field does.
+                If None or empty, every jagged field counts as put ragged.
             origins: see `get_samples`.
             forms: a dict to which the `dataplane_core.schema.Form` of each field that has one is
                 added.

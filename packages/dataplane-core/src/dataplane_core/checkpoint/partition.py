@@ -53,7 +53,7 @@ class _Declaration(msgspec.Struct, frozen=True):
     forms: dict[str, Form] = {}
 
 
-# msgspec crashes if two threads use a type for the first time at once.
+# msgspec crashes if two threads use a type for the first time at once, so use it here first.
 msgspec.msgpack.Decoder(_Declaration)
 
 

@@ -46,7 +46,7 @@ class Lease(Holding):
         if isinstance(state, Lease):
             return state is self
         if isinstance(state, str) and state:
-            return state == self.token
+            return state == self.token  # acknowledged under this lease or another
         # A sample that is absent, open or assigned may be written, unless this claim once held it.
         # A sample claimed without a lease, whose state is "", may not.
         return sample_id not in self.claimed and state != ""

@@ -229,7 +229,7 @@ class Partition:
         last = self._nothing_more(task, queue)
         # A draw for ranks takes several batches, but each group must fit into one rank's batch.
         unit = request.batch_size
-        # If nothing is ready, reopen the samples that other `Ranks` were assigned without a
+        # If nothing is ready, reopen the samples that were assigned to other `Ranks` without a
         # deadline.
         if task.assigned and (last or not request.blocking) and not queue.count(unit):
             self.reopen_assignments(task, task.assignments.untimed(request.ranks))

@@ -248,7 +248,7 @@ class GroupQueue:
     def take(self, limit: int, *, unit: int, partial: bool) -> list[int]:
         taken: list[int] = []
         for groups in (self._complete, self._incomplete) if partial else (self._complete,):
-            skipped: list[_Group] = []  # too large for the remaining capacity; listed again below
+            skipped: list[_Group] = []  # too large for the rest of the batch; listed again below
             free = min(unit, limit - len(taken))
             while groups.sizes and free >= min(groups.sizes):
                 [name] = groups.names.take(1)

@@ -38,7 +38,7 @@ _TEXT = 7
 
 
 class _Extension:
-    """msgpack extension that, unlike msgspec's, can be a key."""
+    """msgpack extension that, unlike msgspec's, can be a key of a dict."""
 
     def __init__(self, code: int, data: bytes) -> None:
         self.code = code
@@ -125,10 +125,10 @@ def _encode(value: Any, encoder: msgspec.msgpack.Encoder | None = None) -> bytes
 
 
 def _encodable(value: Any) -> Any:
-    """Replace integers of more than 64 bits, and text with a lone surrogate, by extensions.
+    """Replace integers of more than 64 bits, and text with a lone surrogate, with extensions.
 
-    Enums, dicts, lists, tuples, sets and dataclasses are opened. `_encode` refuses such values in
-    other objects that msgspec encodes.
+    This includes values inside enums, dicts, lists, tuples, sets and dataclasses. `_encode` refuses
+    such values in other objects that msgspec encodes.
     """
     if isinstance(value, Enum):
         return _encodable(value.value)

@@ -106,9 +106,9 @@ def set_forms(fields: TensorDict, forms: Mapping[str, Form]) -> TensorDict:
 def set_forms_by_lengths(fields: TensorDictBase, lengths: Sequence[int] | None) -> None:
     """Set the forms of jagged tensors whose store records no forms, in place.
 
-    TransferQueue returns dense fields of two or more dims as jagged: rows of an image's size look
-    like rows of two tokens. So a field that is not in `TOKEN_ALIGNED_FIELDS` counts as per token
-    only if its rows have the lengths of the samples.
+    TransferQueue returns dense fields of two or more dims as jagged, so an image's size (height,
+    width) looks like two tokens. Therefore a field that is not in `TOKEN_ALIGNED_FIELDS` counts as
+    per token only if its rows have the lengths of the samples.
 
     Args:
         fields: result of a read.
