@@ -29,7 +29,7 @@ from dataplane_core.tensors.rows import shaped_from_rows
 NOT_MEDIA = TOKEN_ALIGNED_FIELDS | {"token_ids", "token_loss_mask"}
 """Tensors of a turn that belong to its tokens."""
 
-NAMES_OF_OTHERS = frozenset(
+RESERVED_NAMES = frozenset(
     {
         "content",
         INPUT_LENGTHS,
@@ -75,7 +75,7 @@ def media_forms(message_logs: Sequence[Iterable[Mapping[str, Any]]]) -> MediaFor
     for row, turns in enumerate(message_logs):
         shapes: dict[str, torch.Size] = {}
         for name, value in _tensors(turns):
-            if name in NAMES_OF_OTHERS:
+            if name in RESERVED_NAMES:
                 raise InvalidRequestError(
                     f"media {name!r} of row {row} have the name of another column; expected "
                     "another name, such as 'pixel_values'"

@@ -14,7 +14,7 @@ import torch
 
 from dataplane_core import ConfigError, UnsupportedError
 from dataplane_core.arguments import MAX_SECONDS
-from rollout_actor.media import NAMES_OF_OTHERS, NOT_MEDIA, MediaForms
+from rollout_actor.media import NOT_MEDIA, RESERVED_NAMES, MediaForms
 
 DEFAULT_STEP_TIMEOUT_S = 300.0
 """Default of ``env.step_timeout_s``: how long an environment's step may take, in seconds."""
@@ -185,7 +185,7 @@ def _declared_media(media: _Section) -> MediaForms:
     for name in media.names():
         section = media.section(name)
         unknown = section.names() - {"dtype", "dims"}
-        if name in NOT_MEDIA | NAMES_OF_OTHERS or unknown:
+        if name in NOT_MEDIA | RESERVED_NAMES or unknown:
             problem = (
                 f"unknown key {sorted(unknown)[0]!r}" if unknown else "the name of another column"
             )

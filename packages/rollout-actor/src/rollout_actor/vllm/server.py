@@ -43,7 +43,7 @@ class Server:
         address: ``http[s]://host[:port]``.
         requests: number of unanswered requests of this process.
         prepared: whether its checks passed, so that it takes requests.
-        lost: future that is done with the reason once the server is lost; None before its first
+        lost: future whose result is the reason, set once the server is lost; None before its first
             check.
         watcher: task that inspects it while it has requests.
     """

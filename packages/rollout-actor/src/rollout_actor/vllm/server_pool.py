@@ -116,7 +116,7 @@ class ServerPool:
         return sum(server.is_lost for server in self._servers)
 
     async def close(self) -> None:
-        """Close the connections when no other task runs; the next request may use another loop."""
+        """Close the connections; no other task may run. The next request may use another loop."""
         for server in self._servers:
             server.readmit()  # its futures belong to this loop
         if self._client is not None:
