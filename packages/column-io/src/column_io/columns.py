@@ -62,10 +62,10 @@ def read_columns(
         dp_client: the client to read from; any object with the documented methods, see
             `dataplane_core.documented_client`.
         meta: the rows to read; row i of the batch is ``meta.sample_ids[i]``. If ``extra_info`` has
-            ``global_forward_pad_seqlen``, columns that are per token are padded to that width;
-            without it, to their longest row. See `DataPlaneClient.get_columns`; if the client's
-            store records no forms, ``sequence_lengths`` decides which other columns are per token;
-            without it, all that the store returns as jagged.
+            ``global_forward_pad_seqlen``, per-token columns are padded to that width; without it,
+            to their longest row. `DataPlaneClient.get_columns` defines which columns are per token.
+            If the store records no forms, a jagged column counts as per token if its rows have the
+            lengths ``sequence_lengths``, or if these are None.
             The batch gets the meta's plan of micro-batches, if the plan was made for these ids in
             this order.
         select_fields: the columns to read.
