@@ -27,9 +27,9 @@ class UnevenShardsError(InvalidRequestError, AssertionError):
 
 
 MicroBatchIndices = list[list[list[int]]]
-"""Micro-batches of each chunk (global batch), as [start, stop).
+"""Micro-batches of each global batch, as [start, stop).
 
-Rows are counted from the rank's first row in the chunk.
+Rows are counted from the rank's first row in the global batch.
 """
 
 
@@ -40,9 +40,9 @@ class RankPlan:
     Attributes:
         rows: indices into the batch, in the rank's order.
         micro_batch_indices: see `MicroBatchIndices`; None without packing or dynamic batching.
-        micro_batch_lengths: per chunk, the tokens (packing) or the width (dynamic batching) of
-            each micro-batch; None without packing or dynamic batching.
-        elem_counts_per_gb: rows per chunk, with sequence packing only.
+        micro_batch_lengths: per global batch, the tokens (packing) or the width (dynamic batching)
+            of each micro-batch; None without packing or dynamic batching.
+        elem_counts_per_gb: rows per global batch, with sequence packing only.
     """
 
     rows: list[int]
@@ -52,8 +52,8 @@ class RankPlan:
 
 
 @dataclass
-class _ChunkPlan:
-    """The rows and micro-batches of one rank in one chunk."""
+class _GlobalBatchPlan:
+    """The rows and micro-batches of one rank in one global batch."""
 
     rows: list[int]
     indices: list[list[int]]
@@ -63,12 +63,12 @@ class _ChunkPlan:
 def plan_even_shards(
     count: int, shards: int, *, batch_size: int | None = None, allow_uneven: bool = False
 ) -> list[RankPlan]:
-    """Cut each chunk of ``batch_size`` rows into ``shards`` contiguous parts, one per rank.
+    """Cut each global batch into ``shards`` contiguous parts, one per rank.
 
     Args:
         count: number of rows of the batch.
         shards: number of ranks.
-        batch_size: rows in a chunk (a global batch); None means one chunk.
+        batch_size: rows in a global batch; None means one global batch with all rows.
         allow_uneven: the last ranks may get fewer rows, or none.
 
     Raises:
@@ -87,11 +87,11 @@ def plan_even_shards(
             RankPlan(list(range(min(rank * width, count), min((rank + 1) * width, count))))
             for rank in range(shards)
         ]
-    chunks = _chunks(count, batch_size)
-    _check_divisible(len(chunks[0]), shards)
-    width = len(chunks[0]) // shards
+    batches = _global_batches(count, batch_size)
+    _check_divisible(len(batches[0]), shards)
+    width = len(batches[0]) // shards
     return [
-        RankPlan([row for chunk in chunks for row in chunk[rank * width : (rank + 1) * width]])
+        RankPlan([row for batch in batches for row in batch[rank * width : (rank + 1) * width]])
         for rank in range(shards)
     ]
 
@@ -103,7 +103,7 @@ def plan_sequence_packing(
     *,
     batch_size: int | None = None,
 ) -> list[RankPlan]:
-    """Pack each chunk into micro-batches, and assign the micro-batches to the ranks round-robin.
+    """Pack each global batch into micro-batches, and assign these to the ranks round-robin.
 
     ``lengths`` has the tokens of each row; the other arguments are as in `plan_even_shards`.
     """
@@ -113,28 +113,28 @@ def plan_sequence_packing(
     packer = PACKERS[args["algorithm"]]
     padded = [round_up(length, args["sequence_length_pad_multiple"]) for length in lengths]
     _check_fit(padded, capacity, "rounded up to sequence_length_pad_multiple")
-    # Lengths 5 2 3 4 of one chunk, 8 tokens a bin, 2 ranks, algorithm largest_first:
-    #   bins                 [0, 2] (5 + 3)   [3, 1] (4 + 2)       indices into the chunk
+    # Lengths 5 2 3 4 of one global batch, 8 tokens a bin, 2 ranks, algorithm largest_first:
+    #   bins                 [0, 2] (5 + 3)   [3, 1] (4 + 2)       indices into the global batch
     #   assigned to          rank 0           rank 1
     #   rows of the rank     0, 2             3, 1
     #   micro_batch_indices  [0, 2)           [0, 2)               indices into the rank's rows
     #   micro_batch_lengths  8                6
-    plans: list[list[_ChunkPlan]] = []
+    plans: list[list[_GlobalBatchPlan]] = []
     shards = checked_int("sharding", "shards", shards, minimum=1)
-    for chunk in _chunks(len(lengths), batch_size):
-        sizes = padded[chunk.start : chunk.stop]
+    for batch in _global_batches(len(lengths), batch_size):
+        sizes = padded[batch.start : batch.stop]
         bins = split_to_multiple(packer(sizes, capacity), sizes, shards)
         if args.get("order") == "largest_first":
             bins.sort(key=lambda members: -sum(sizes[index] for index in members))
-        plans.append([_plan_of_bins(bins[rank::shards], sizes, chunk) for rank in range(shards)])
-    return [_joined(chunks, with_counts=True) for chunks in zip(*plans, strict=True)]
+        plans.append([_plan_of_bins(bins[rank::shards], sizes, batch) for rank in range(shards)])
+    return [_joined(parts, with_counts=True) for parts in zip(*plans, strict=True)]
 
 
-def _plan_of_bins(bins: list[list[int]], sizes: Sequence[int], chunk: range) -> _ChunkPlan:
-    plan = _ChunkPlan([], [], [])
+def _plan_of_bins(bins: list[list[int]], sizes: Sequence[int], batch: range) -> _GlobalBatchPlan:
+    plan = _GlobalBatchPlan([], [], [])
     for members in bins:
         start = len(plan.rows)
-        plan.rows.extend(chunk[index] for index in members)
+        plan.rows.extend(batch[index] for index in members)
         plan.indices.append([start, len(plan.rows)])
         plan.lengths.append(sum(sizes[index] for index in members))
     return plan
@@ -147,11 +147,11 @@ def plan_dynamic_batching(
     *,
     batch_size: int | None = None,
 ) -> list[RankPlan]:
-    """Sort each chunk by length, assign the rows to the ranks round-robin, and cut micro-batches.
+    """Sort each global batch by length, and assign its rows to the ranks round-robin.
 
-    All ranks cut at the same indices. The width of a micro-batch is that of its longest row over
-    all ranks, rounded up, but at most ``max_tokens_per_microbatch``. The arguments are as in
-    `plan_sequence_packing`.
+    Each rank's rows are then cut into micro-batches, on all ranks at the same indices. The width of
+    a micro-batch is that of its longest row over all ranks, rounded up, but at most
+    ``max_tokens_per_microbatch``. The arguments are as in `plan_sequence_packing`.
     """
     check_dynamic_batching_args(args)
     lengths = checked_ints("sharding", "lengths", lengths)
@@ -162,11 +162,11 @@ def plan_dynamic_batching(
     #   rank 1        2   4 | 6
     #   widths        2   4   6        longest row over the ranks at each index
     #   [0, 2) has 2 rows of width 4 = 8 tokens; 3 rows of width 6 would be 18
-    plans: list[list[_ChunkPlan]] = []
+    plans: list[list[_GlobalBatchPlan]] = []
     shards = checked_int("sharding", "shards", shards, minimum=1)
-    for chunk in _chunks(len(lengths), batch_size):
-        _check_divisible(len(chunk), shards)
-        ascending = sorted(chunk, key=lambda row: lengths[row])
+    for batch in _global_batches(len(lengths), batch_size):
+        _check_divisible(len(batch), shards)
+        ascending = sorted(batch, key=lambda row: lengths[row])
         # In ascending order, ``shards`` consecutive rows go to one index of all ranks; the last of
         # them is the longest.
         widths = [
@@ -176,11 +176,13 @@ def plan_dynamic_batching(
         indices, micro_lengths = _cut(widths, capacity)
         plans.append(
             [
-                _ChunkPlan(ascending[rank::shards], [list(cut) for cut in indices], micro_lengths)
+                _GlobalBatchPlan(
+                    ascending[rank::shards], [list(cut) for cut in indices], micro_lengths
+                )
                 for rank in range(shards)
             ]
         )
-    return [_joined(chunks, with_counts=False) for chunks in zip(*plans, strict=True)]
+    return [_joined(parts, with_counts=False) for parts in zip(*plans, strict=True)]
 
 
 def _cut(widths: Sequence[int], capacity: int) -> tuple[list[list[int]], list[int]]:
@@ -197,8 +199,8 @@ def _cut(widths: Sequence[int], capacity: int) -> tuple[list[list[int]], list[in
     return indices, lengths
 
 
-def _joined(plans: Sequence[_ChunkPlan], *, with_counts: bool) -> RankPlan:
-    """Return the plan of one rank from its plans of all chunks."""
+def _joined(plans: Sequence[_GlobalBatchPlan], *, with_counts: bool) -> RankPlan:
+    """Return the plan of one rank from its plans of all global batches."""
     return RankPlan(
         rows=[row for plan in plans for row in plan.rows],
         micro_batch_indices=[plan.indices for plan in plans],
@@ -207,7 +209,7 @@ def _joined(plans: Sequence[_ChunkPlan], *, with_counts: bool) -> RankPlan:
     )
 
 
-def _chunks(count: int, batch_size: int | None) -> list[range]:
+def _global_batches(count: int, batch_size: int | None) -> list[range]:
     count = checked_int("sharding", "rows", count, minimum=1)
     size = count if batch_size is None else batch_size
     size = checked_int("sharding", "batch_size", size, minimum=1)
