@@ -195,8 +195,8 @@ class DataPlaneClient(OptionalMethods, ABC):
                 if the lease expired or ended. It is also refused if the claim lost one of
                 ``sample_ids`` by a release or a clear, or if another claim of the task holds or has
                 acknowledged one of them.
-            origin: name of this put, a W3C traceparent for example. The store keeps it with the
-                values, for clients with ``capabilities.origins``.
+            origin: name of this put, a W3C traceparent for example. It is stored with the values,
+                for clients with ``capabilities.origins``.
             acknowledge: also acknowledge the ``sample_ids`` that ``claim`` holds, in one atomic
                 step with the put. Without it, the samples of a caller that dies after the put can
                 be claimed again.

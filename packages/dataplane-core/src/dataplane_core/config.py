@@ -51,7 +51,7 @@ class DataPlaneConfig(TypedDict):
     """Configuration of a data-plane client: which client to build, and its sizes.
 
     The client that bootstraps an external store must set every key up to ``local_buffer_size``;
-    none has a default. The store keeps these values for all its clients, except the keys that each
+    none has a default. These values apply to all clients of the store, except the keys that each
     client sets for itself. A client that attaches may omit the keys of the store; if it sets
     another value, it is refused.
 

@@ -149,7 +149,7 @@ class SamplesLeasedError(DataPlaneError, RuntimeError):
 
 
 class CheckpointError(DataPlaneError, RuntimeError):
-    """A partition's checkpoint cannot be written, or is incomplete.
+    """A checkpoint cannot be written, or is missing, changed or malformed.
 
-    The message names the folder or the file.
+    The message names the folder, the file or the partition.
     """

@@ -194,8 +194,8 @@ class OptionalMethods:
     def withdraw_samples(self: SampleStore, sample_ids: list[str], partition_id: str) -> None:
         """Undo a put whose samples will be put again under other ids.
 
-        The samples are dropped as by a forced `clear_samples`, ignoring unknown ids, and count as
-        never put, so that a blocking claim waits for their replacements. Without
+        The samples are dropped as by a forced `clear_samples`; unknown ids are ignored. They count
+        as never put, so that a blocking claim waits for their replacements. Without
         ``capabilities.withdrawal`` they count as put and cleared.
         """
         ids, partition, _ = check_clear("withdraw_samples", sample_ids, partition_id)

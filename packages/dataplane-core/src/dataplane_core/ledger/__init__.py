@@ -2,7 +2,7 @@
 
 Public to authors of adapters. Pure state: no locks, no I/O, no threads, no torch. A client calls it
 under its lock (`InMemoryDataPlaneClient`), a server from a single thread. The values of samples are
-stored elsewhere; the ledger keeps one opaque cell for each.
+stored elsewhere; the ledger holds one opaque cell for each.
 """
 
 from dataplane_core.ledger.cells import SharedCells

@@ -93,20 +93,20 @@ class Partition:
         return max(0, self.declaration.num_samples - self.put_total)
 
     def redeclare(self, declaration: PartitionDeclaration) -> None:
-        """Replace the declaration; keep the rows, and the states of tasks declared again.
+        """Replace the declaration; retain the rows, and the states of tasks declared again.
 
         Samples assigned to ranks become claimable by all.
         """
         for task in self.tasks.values():
             self.reopen_assignments(task, task.assignments)
         self.declaration = declaration
-        kept = self.tasks
+        previous = self.tasks
         tasks = declaration.consumer_tasks
-        self.tasks = {name: kept.get(name) or self._new_task(name) for name in tasks}
+        self.tasks = {name: previous.get(name) or self._new_task(name) for name in tasks}
         for name, task in self.tasks.items():
-            if name not in kept:
+            if name not in previous:
                 task.add_open(len(self.rows))
-        for name, task in kept.items():
+        for name, task in previous.items():
             if name not in self.tasks:
                 task.retire()
             else:
