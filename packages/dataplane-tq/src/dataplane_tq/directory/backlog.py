@@ -109,7 +109,7 @@ class Backlog:
         return taken
 
     def blocks_put(self, sample_ids: Sequence[str]) -> bool:
-        """Return True if a put of the samples is blocked on a drop."""
+        """Return True if a drop, or a read of cleared rows, blocks a put of the samples."""
         if self.closing:
             return True
         self._release()

@@ -57,7 +57,7 @@ class Putting(Operation):
         return backlog is not None and backlog.blocks_commit(self._ticket.sample_ids)
 
     async def wait(self, deadline: float) -> None:
-        """Wait for a change of the partition, for at most a second."""
+        """Wait for a change of the partition, for at most a second; raise after ``deadline``."""
         self._store.check_failure()
         partition_id = self._ticket.partition_id
         if time.monotonic() > deadline:

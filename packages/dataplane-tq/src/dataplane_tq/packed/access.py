@@ -95,7 +95,7 @@ class UnitAccess:
         )
 
     def read_rows(self, block: Block, rows: Indices) -> tuple[FieldLayout, bytes]:
-        """Return a layout for copies of rows of a block, and their bytes. Raise as `read`."""
+        """Return the layout and the bytes of copies of a block's rows. Raise as `read`."""
         layout, spans = _layout_and_ranges(block, rows)
         unit = self._unit(block.unit)
         return layout, unit.read(spans, self._timeout_s).tobytes() if spans else b""
@@ -202,7 +202,7 @@ def _numbers(parts: FieldParts) -> Indices | None:
 def _layout_and_ranges(
     block: Block, rows: Indices | None
 ) -> tuple[FieldLayout, list[tuple[int, int]]]:
-    """Return a layout for copies of a block's rows, and the rows' byte ranges in the unit."""
+    """Return the layout of copies of a block's rows, and the rows' byte ranges in the unit."""
     layout, start = block.layout, block.offset
     if rows is None:
         return layout, [(start, start + layout.nbytes)]

@@ -1,7 +1,7 @@
 """Removal of the marks that a refused clear has left.
 
-TransferQueue marks the rows of a clear as not produced before it calls the storage manager, so that
-no task claims them, and leaves the marks if the clear fails. A stale meta marks the rows of other
+Before it calls the storage manager, TransferQueue marks the rows of a clear as not produced, so
+that no task claims them. If the clear fails, the marks remain. A stale meta marks the rows of other
 samples, so the packed backend removes the marks itself.
 """
 

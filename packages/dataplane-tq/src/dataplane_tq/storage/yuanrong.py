@@ -1,4 +1,4 @@
-"""Yuanrong's data system: a worker process that keeps rows in memory shared with its clients.
+"""Yuanrong's data system: a worker process that holds rows in memory shared with its clients.
 
 The worker is started directly, because one started by ``dscli start`` outlives a crashed driver. A
 client looks for the worker on its own node, so one worker serves one node.
