@@ -235,7 +235,7 @@ def _input_columns_to_put(names: Sequence[str]) -> list[str]:
 
 
 def loss_multiplier(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return ``loss_multiplier`` as float32 (n,), the dtype in which the driver puts it later.
+    """Return ``loss_multiplier`` as float32 (n,), the dtype of ``sample_mask``.
 
     Raises:
         InvalidRequestError: (a ValueError) it is not one finite number per row.
