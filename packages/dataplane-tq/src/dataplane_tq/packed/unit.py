@@ -148,7 +148,7 @@ class UnitServer:
         wire.send(sock, [memoryview(wire.ACCEPTED)], time.monotonic() + _HANDSHAKE_S)
         while self._serve_frame(sock):
             pass
-        self._log.warn("connection_refused", _peer(sock), error="malformed frame")
+        self._log.warn("connection_closed", _peer(sock), error="malformed frame")
 
     def _serve_frame(self, sock: socket.socket) -> bool:
         """Serve the next frame; return False if it is malformed."""
