@@ -31,6 +31,8 @@ from observability.views.arrivals import MAX_DELAY_NS
 
 _MAX_EVENTS_OF_SAMPLE = 2000
 _MAX_EVENTS_OF_GENERATORS = 1000
+_BEYOND_IDS = b"\xff"
+"""Bytes that follow every id: UTF-8 has no such byte."""
 # Order by this term, not by the key: a database might scan all events in the key's order.
 _ARRIVAL = EventModel.id + 0
 _PARTS = (SampleStemModel.stem, SampleModel.head, SampleModel.tail)
@@ -156,11 +158,10 @@ def read_samples(
 def _begins(column: Any, prefix: bytes) -> list[ColumnElement[bool]]:
     """Return the conditions that a value begins with a prefix.
 
-    Every value begins with the empty prefix. It has a condition as well, because SQLite then reads
+    Every value begins with the empty prefix. It has conditions as well, because SQLite then reads
     the index in order.
     """
-    end = after_prefix(prefix)
-    return [column >= prefix] + ([] if end is None else [column < end])
+    return [column >= prefix, column < (after_prefix(prefix) or _BEYOND_IDS)]
 
 
 def _id_of(row: Any) -> str:
