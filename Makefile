@@ -6,8 +6,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 # The first Python that runs: a version manager's shim may exist and fail.
-SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
 TOOLS := .tools
 UV := $(TOOLS)/bin/uv
@@ -34,7 +34,7 @@ help: ## Show the targets
 
 .PHONY: python
 python:
-	@$(or $(PYTHON),false) -c '$(SUPPORTED)' || { echo "make: found no Python 3.11, 3.12 or 3.13 as '$(PYTHON)';" \
+	@$(or $(PYTHON),false) -c '$(SUPPORTED)' || { echo "make: found no Python 3.11 to 3.14 as '$(PYTHON)';" \
 		"install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "make: $(PYTHON) lacks its module venv; on Debian:" \
 		"sudo apt-get install python3-venv" >&2; exit 1; }

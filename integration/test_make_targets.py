@@ -125,7 +125,7 @@ def test_tests_ignore_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout.split() == ["None"]
 
 
-@pytest.mark.parametrize("installed", ["python3.12", "python3.13"])
+@pytest.mark.parametrize("installed", ["python3.12", "python3.13", "python3.14"])
 def test_make_uses_a_later_python_if_3_11_fails(tmp_path: Path, installed: str) -> None:
     link(tmp_path, "make", "bash", "grep")
     write(tmp_path / "python3.11", "exit 127")  # a version manager's shim without that version
