@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from integration.ports import hold_port
 from integration.recipes import blocks
 
 from observability.receiver import Receiver
@@ -43,8 +44,11 @@ def test_torchrun_steps_have_a_lane_per_rank(tmp_path: Path) -> None:
     assert forward in program
     slow = f"        __import__('time').sleep(rank)\n{forward}"
     (tmp_path / "train.py").write_text(program.replace(forward, slow))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with Receiver() as receiver:
+    # With --standalone, another process may take the port before torchrun listens on it.
+    holder = hold_port()
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(holder.getsockname()[1])]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *address]
+    with holder, Receiver() as receiver:
         run([*launcher, "--nproc-per-node", "2", "train.py"], tmp_path, receiver)
         steps = steps_of(receiver.snapshot())
     assert [step.number for step in steps] == [0, 1, 2]

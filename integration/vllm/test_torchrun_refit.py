@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from integration.ports import hold_port
 from integration.recipes import blocks
 from integration.vllm.fleet_rig import call
 from integration.vllm.server import VllmServer, start_server, wait_until_ready
@@ -55,7 +56,11 @@ def test_servers_get_the_weights_of_every_step(tiny_model: Path, tmp_path: Path)
     try:
         wait_until_ready(servers)
         launched = served(servers[0])
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        # With --standalone, another process may take the port before torchrun listens on it.
+        holder = hold_port()
+        port = str(holder.getsockname()[1])
+        address = ["--master-addr", "127.0.0.1", "--master-port", port]
+        launcher = [sys.executable, "-m", "torch.distributed.run", *address]
         done = subprocess.run(
             [*launcher, "--nproc-per-node", "2", "train.py"],
             cwd=tmp_path,
@@ -68,6 +73,7 @@ def test_servers_get_the_weights_of_every_step(tiny_model: Path, tmp_path: Path)
             text=True,
             timeout=240,
         )
+        holder.close()
         assert done.returncode == 0, done.stdout + done.stderr
         for step in range(3):
             assert f"step-{step}: 2 servers, paused " in done.stdout
