@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration.ports import hold_port
-from integration.recipes import blocks
+from integration.recipes import blocks, torchrun
 
 from observability.receiver import Receiver
 from observability.views import Step, steps_of
@@ -44,12 +43,8 @@ def test_torchrun_steps_have_a_lane_per_rank(tmp_path: Path) -> None:
     assert forward in program
     slow = f"        __import__('time').sleep(rank)\n{forward}"
     (tmp_path / "train.py").write_text(program.replace(forward, slow))
-    # With --standalone, another process may take the port before torchrun listens on it.
-    holder = hold_port()
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(holder.getsockname()[1])]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *address]
-    with holder, Receiver() as receiver:
-        run([*launcher, "--nproc-per-node", "2", "train.py"], tmp_path, receiver)
+    with torchrun(2) as launcher, Receiver() as receiver:
+        run([*launcher, "train.py"], tmp_path, receiver)
         steps = steps_of(receiver.snapshot())
     assert [step.number for step in steps] == [0, 1, 2]
     for step in steps:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from integration.ports import hold_port
-from integration.recipes import blocks
+from integration.recipes import blocks, torchrun
 from integration.vllm.fleet_rig import call
 from integration.vllm.server import VllmServer, start_server, wait_until_ready
 from safetensors.torch import load_file
@@ -56,24 +54,19 @@ def test_servers_get_the_weights_of_every_step(tiny_model: Path, tmp_path: Path)
     try:
         wait_until_ready(servers)
         launched = served(servers[0])
-        # With --standalone, another process may take the port before torchrun listens on it.
-        holder = hold_port()
-        port = str(holder.getsockname()[1])
-        address = ["--master-addr", "127.0.0.1", "--master-port", port]
-        launcher = [sys.executable, "-m", "torch.distributed.run", *address]
-        done = subprocess.run(
-            [*launcher, "--nproc-per-node", "2", "train.py"],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "MODEL": str(tiny_model),
-                "SERVERS": ",".join(server.address for server in servers),
-            },
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        holder.close()
+        with torchrun(2) as launcher:
+            done = subprocess.run(
+                [*launcher, "train.py"],
+                cwd=tmp_path,
+                env={
+                    **os.environ,
+                    "MODEL": str(tiny_model),
+                    "SERVERS": ",".join(server.address for server in servers),
+                },
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
         assert done.returncode == 0, done.stdout + done.stderr
         for step in range(3):
             assert f"step-{step}: 2 servers, paused " in done.stdout

@@ -16,6 +16,7 @@ from dataplane_admin.alerts.rules import Rule
 
 # A test over HTTP cannot go through hundreds of sequences of minutes.
 BOUND, EVERY_S = 4.0, 10
+KNOWN = {"knows_plane": True, "knows_units": True}
 VALUES = st.lists(st.sampled_from([0.0, 3.5, 3.7, 4.0, 4.1, 9.0, None]), max_size=40)
 
 
@@ -23,7 +24,7 @@ def facts(moment, value):
     """Return facts of a run with this staleness; None for a finished run."""
     run = RunFacts("run", 0.0, 0.0, 60.0, True, {"rl.staleness.mean": value}, (), {})
     runs = [] if value is None else [run]
-    return Facts(moment * EVERY_S * 10**9, 1e9, runs, (), {}, {}, {}, True, True)
+    return Facts(moment * EVERY_S * 10**9, 1e9, runs, (), {}, {}, {}, **KNOWN)
 
 
 def alert_of(measure, now_ns):
@@ -66,7 +67,7 @@ WAIT = models.Wait(
 def at(minute, run=HEALTHY, waited_s=90.0, used=0.8, failed=()):
     waits = [WAIT.model_copy(update={"seconds": waited_s})]
     stores, errors = {"unit": used}, dict(failed)
-    return Facts(int(minute * 60e9), 1e9, [run], waits, errors, stores, {}, True, True)
+    return Facts(int(minute * 60e9), 1e9, [run], waits, errors, stores, {}, **KNOWN)
 
 
 FAULTS = {

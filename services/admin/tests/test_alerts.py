@@ -313,18 +313,6 @@ def test_dropped_telemetry_is_raised_until_the_run_restarts(alerted, otlp, now_s
     assert outcome == "cleared: within the bound: its processes dropped nothing"
 
 
-def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
-    usage = shutil.disk_usage("/")
-    job = alerted(rule("store_full", 0.9))
-    evaluate(job)
-    assert raised(job) == []
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000))
-    [alert] = until(lambda: job.get("alerts")["raised"])
-    assert (alert["subject"], alert["run_id"]) == ("telemetry", "")
-    monkeypatch.undo()
-    until(lambda: cleared(job) == [("store-full", "")])
-
-
 @pytest.mark.parametrize("kind", ["staleness", "logprob_gap"])
 def test_a_metric_above_its_bound_is_raised_and_cleared(alerted, otlp, kind):
     job = alerted(rule(kind, 4.0))

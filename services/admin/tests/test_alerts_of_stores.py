@@ -1,4 +1,6 @@
-"""Alerts about storage units: what is unknown neither raises nor clears one."""
+"""Alerts about the disk and storage units: what is unknown neither raises nor clears one."""
+
+import shutil
 
 from alerting import cleared, evaluate, raised, rule
 from waiting import until
@@ -6,6 +8,18 @@ from waiting import until
 from dataplane_core import InMemoryDataPlaneClient, StorageSummary, UnavailableError
 
 PLANE = {"enabled": True, "impl": "in_memory"}
+
+
+def test_a_full_disk_is_raised_and_cleared(alerted, monkeypatch):
+    usage = shutil.disk_usage("/")
+    job = alerted(rule("store_full", 0.9))
+    evaluate(job)
+    assert raised(job) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000))
+    [alert] = until(lambda: job.get("alerts")["raised"])
+    assert (alert["subject"], alert["run_id"]) == ("telemetry", "")
+    monkeypatch.undo()
+    until(lambda: cleared(job) == [("store-full", "")])
 
 
 class Plane(InMemoryDataPlaneClient):
@@ -27,7 +41,7 @@ class Plane(InMemoryDataPlaneClient):
 
 
 def test_a_full_storage_unit_is_raised_and_cleared(alerted):
-    with Plane({"enabled": True, "impl": "in_memory"}) as plane:
+    with Plane(PLANE) as plane:
         job = alerted(rule("store_full", 0.9), inspector=plane.inspector, poll_s=0.05)
         plane.used = 95
         [alert] = until(lambda: job.get("alerts")["raised"])
@@ -42,7 +56,7 @@ def test_a_full_storage_unit_is_raised_and_cleared(alerted):
 
 
 def test_a_storage_unit_may_have_any_name(alerted):
-    with Plane({"enabled": True, "impl": "in_memory"}) as plane:
+    with Plane(PLANE) as plane:
         plane.name, plane.used = "telemetry", 95
         job = alerted(rule("store_full", 0.9), inspector=plane.inspector, poll_s=0.05)
         [alert] = until(lambda: job.get("alerts")["raised"])
