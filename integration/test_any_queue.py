@@ -26,16 +26,13 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from dataplane_tq import join_ray  # the cluster of the test listens on loopback only
 
-address, folder, version, wait_s, mode = sys.argv[1:]
-workers = {"TQ_CONTROLLER_GET_METADATA_TIMEOUT": wait_s}  # seconds for which a claim may wait
-if folder:  # of another TransferQueue
-    workers["PYTHONPATH"] = folder
+address, folder, version, mode = sys.argv[1:]
 join_ray(
     address,
     namespace="job",
     logging_level="ERROR",
     log_to_driver=False,
-    runtime_env={"env_vars": workers},
+    runtime_env={"env_vars": {"PYTHONPATH": folder} if folder else {}},  # of another TransferQueue
 )
 assert not folder or tq.__version__ == version and tq.__file__.startswith(folder), tq.__version__
 storage = {"num_data_storage_units": 1, "total_storage_size": 64}
@@ -98,13 +95,15 @@ def windows(matrix: Any) -> list[Any]:
 
 
 @contextmanager
-def running(version: str, folder: Path, wait_s: float, mode: str = "blocking") -> Iterator[None]:
+def running(
+    version: str, folder: Path, *, wait_s: float = 1, mode: str = "blocking"
+) -> Iterator[None]:
     """Run the job with a version of TransferQueue during the block.
 
     Args:
         version: such as "0.1.7", or "installed".
         folder: folder to install it in.
-        wait_s: seconds for which the controller lets a claim wait.
+        wait_s: seconds after which the controller ends a claim that waits.
         mode: ``blocking``, or ``polling`` for claims that return at once.
     """
     path = "" if version == "installed" else str(folder / "transfer_queue")
@@ -114,8 +113,13 @@ def running(version: str, folder: Path, wait_s: float, mode: str = "blocking") -
         subprocess.run([*install, "--target", path, package], check=True, timeout=TIMEOUT_S)
     address = ray.get_runtime_context().gcs_address
     job = subprocess.Popen(
-        [sys.executable, "-c", JOB, address, path, version, str(wait_s), mode],
-        env={**os.environ, "PYTHONPATH": path} if path else None,
+        [sys.executable, "-c", JOB, address, path, version, mode],
+        # Ray sends the controller's class with the module's constants of this process.
+        env={
+            **os.environ,
+            **({"PYTHONPATH": path} if path else {}),
+            "TQ_CONTROLLER_GET_METADATA_TIMEOUT": str(wait_s),
+        },
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -135,8 +139,8 @@ def running(version: str, folder: Path, wait_s: float, mode: str = "blocking") -
 def test_blocked_job_on_any_transfer_queue_is_explained(
     version: str, admin: Admin, ask: Callable[..., Any], tmp_path: Path
 ) -> None:
-    # Longer than the test: in 0.1.8 and 0.1.9, a claim that times out ends the controller's thread.
-    with running(version, tmp_path, wait_s=600):
+    # In 0.1.8 and 0.1.9, a claim that times out ends the controller's thread.
+    with running(version, tmp_path, wait_s=600 if version in ("0.1.8", "0.1.9") else 1):
         # Before the service has seen a poll of the claim, it knows only that nothing is claimed.
         reason = "blocked claim"
         (wait,) = wait_until(
@@ -170,7 +174,7 @@ def test_blocked_job_on_any_transfer_queue_is_explained(
 def test_polling_task_that_never_got_a_sample_is_explained(
     ask: Callable[..., Any], tmp_path: Path
 ) -> None:
-    with running("installed", tmp_path, wait_s=600, mode="polling"):
+    with running("installed", tmp_path, mode="polling"):
         (wait,) = wait_until(lambda: ask("why"), TIMEOUT_S)
         assert wait["task"] == "critic"
         assert {name: lack["count"] for name, lack in wait["lacks"].items()} == {"advantages": 6}
@@ -181,7 +185,7 @@ def test_polling_task_that_never_got_a_sample_is_explained(
 def test_claim_that_ends_the_controller_is_reported(
     version: str, ask: Callable[..., Any], tmp_path: Path
 ) -> None:
-    with running(version, tmp_path, wait_s=1):
+    with running(version, tmp_path):
         live = wait_until(
             lambda: (
                 (answer := ask("partitions")["live"])["attached"] and answer["error"] and answer
@@ -197,5 +201,5 @@ def test_claim_that_ends_the_controller_is_reported(
 
 @pytest.mark.long
 def test_too_old_transfer_queue_is_named(ask: Callable[..., Any], tmp_path: Path) -> None:
-    with running("0.1.7", tmp_path, wait_s=600):
+    with running("0.1.7", tmp_path):
         wait_until(lambda: "older than 0.1.8" in str(ask("partitions")["live"]["error"]), TIMEOUT_S)

@@ -183,6 +183,36 @@ def test_claim_that_blocks_the_controller_is_shown(address):
             until(lambda: inspector.list_partitions() is None)
 
 
+def test_blocked_claims_that_are_repeated_in_turn_are_all_shown(address, monkeypatch, tmp_path):
+    monkeypatch.setenv("TQ_CONTROLLER_GET_METADATA_TIMEOUT", "0")
+    monkeypatch.setenv("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "1")
+    seen = tmp_path / "seen"
+    claims = f"""
+import pathlib
+while not pathlib.Path({str(seen)!r}).exists():
+    for task in ("train", "critic"):
+        try:
+            claim(["x", "y"], 2, task)
+        except RuntimeError as error:
+            assert "TimeoutError" in str(error), error
+"""
+    tasks = ("train", "critic")
+
+    def required(summary):
+        return {task.name: task.blocked_claim_fields for task in summary.tasks}
+
+    with started(address, "init(polling_mode=False)") as (job, inspector):
+        job.run("put(['a', 'b'], 'train', x=torch.zeros(2))")
+        job.begin(claims)
+        both = dict.fromkeys(tasks, ("x", "y"))
+        summary_of(inspector, "train", lambda summary: required(summary) == both)
+        seen.touch()
+        job.run("put(['a', 'b'], 'train', y=torch.zeros(2))")
+        job.run("answer = [claim(['x', 'y'], 2, task) for task in ('train', 'critic')]")
+        none = dict.fromkeys(tasks)
+        summary_of(inspector, "train", lambda summary: required(summary) == none)
+
+
 def test_ended_request_thread_is_reported(address):
     with started(address) as (job, inspector):
         job.run("put(['a'], 'train', x=torch.zeros(1))")

@@ -35,9 +35,11 @@ from dataplane_core.boundary import check_inspection
 from dataplane_core.ledger.inspect import check_page
 from dataplane_core.ledger.scan import check_search
 from dataplane_tq.any_queue.partitions import (
+    BlockedClaims,
     Claim,
     Partition,
     PartitionRead,
+    add_tasks,
     column,
     merge_read,
     summarize,
@@ -104,7 +106,7 @@ class QueueInspector:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._partitions: dict[str, Partition] = {}
-        self._blocked_claims: list[Claim] = []
+        self._blocked_claims = BlockedClaims()
         self._next_read_s = 0.0
         self._reads = 0
         self._connection, other = _pair()
@@ -310,11 +312,18 @@ class QueueInspector:
         now = time.monotonic()
         self._next_read_s = now + read.busy_s * (1 / _SHARE - 1)
         self.fault = None if read.answers else _ENDED
-        self._blocked_claims = read.blocked_claims
         self._reads += 1  # revisions continue when a partition returns
-        self._partitions = {
-            name: merge_read(self._partitions.get(name), partition, self._reads, now)
+        last = self._partitions
+        partitions = {
+            name: merge_read(last.get(name), partition, self._reads, now)
             for name, partition in read.partitions.items()
+        }
+        self._blocked_claims.update(read.blocked_claims, partitions, now)
+        self._partitions = {
+            name: add_tasks(
+                partition, self._blocked_claims.tasks(name), last.get(name), self._reads
+            )
+            for name, partition in partitions.items()
         }
 
     def _ask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,6 +15,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
+_RETRY_S = 30.0
+
 
 @dataclass(frozen=True, eq=False)
 class Partition:
@@ -21,7 +24,7 @@ class Partition:
 
     Attributes:
         fields: name to type, number of samples and bytes.
-        tasks: names of the tasks that have claimed.
+        tasks: names of the tasks that have claimed, or whose first claim is blocked.
         expected: number of samples, including those with an index but no key or value yet.
         checksum: checksum of the arrays.
         revision: number of the newest read in which the arrays had changed.
@@ -52,6 +55,59 @@ class Claim(msgspec.Struct, frozen=True):
     fields: tuple[str, ...]
 
 
+class BlockedClaims:
+    """The fields of the tasks' blocked claims.
+
+    TransferQueue ends a blocked claim after some seconds, and the program claims again. Between the
+    two, and while the claim of another task blocks the controller, no read has it. So a claim
+    counts as blocked until its task claims samples, and for at most 30 s after the last read that
+    had it.
+    """
+
+    def __init__(self) -> None:
+        self._claims: dict[tuple[str, str], _Blocked] = {}
+
+    def update(
+        self, claims: Iterable[Claim], partitions: Mapping[str, Partition], now: float
+    ) -> None:
+        """Take the blocked claims and the partitions of a read at time ``now``."""
+        self._claims = {
+            place: blocked
+            for place, blocked in self._claims.items()
+            if now - blocked.seen_s < _RETRY_S
+            and blocked.acknowledged == _acknowledged(partitions, *place)
+        }
+        for claim in claims:
+            self._claims[claim.partition, claim.task] = _Blocked(
+                fields=claim.fields,
+                acknowledged=_acknowledged(partitions, claim.partition, claim.task),
+                seen_s=now,
+            )
+
+    def fields(self, partition: str, task: str) -> tuple[str, ...] | None:
+        """Return the fields that a blocked claim of the task requires; None if none is blocked."""
+        blocked = self._claims.get((partition, task))
+        return None if blocked is None else blocked.fields
+
+    def tasks(self, partition: str) -> list[str]:
+        """Return the tasks that have a blocked claim in the partition."""
+        return [task for name, task in self._claims if name == partition]
+
+
+@dataclass(frozen=True)
+class _Blocked:
+    fields: tuple[str, ...]
+    acknowledged: int
+    seen_s: float
+
+
+def _acknowledged(partitions: Mapping[str, Partition], name: str, task: str) -> int:
+    partition = partitions.get(name)
+    if partition is None or task not in partition.tasks:
+        return 0
+    return int(partition.acknowledged[:, partition.tasks.index(task)].sum())
+
+
 class PartitionRead(msgspec.Struct, frozen=True):
     """Answer of `remote_reads.read_controller` about one partition."""
 
@@ -71,7 +127,13 @@ def merge_read(
     """Return the partition after the read with this number, at time ``now``."""
     if read.rows is None:
         assert previous is not None  # the answer lacks arrays only if their checksum was sent
-        return replace(previous, fields=read.fields, tasks=read.tasks, expected=read.expected)
+        return replace(
+            previous,
+            fields=read.fields,
+            tasks=read.tasks,
+            expected=read.expected,
+            acknowledged=previous.acknowledged[:, : len(read.tasks)],
+        )
     rows = np.frombuffer(read.rows, dtype=np.int64)
     keys = np.frombuffer(read.keys, dtype=np.int64)
     return Partition(
@@ -85,6 +147,24 @@ def merge_read(
         since=_first_seen(previous, rows, keys, now),
         written=_unpacked(read.written, len(rows), len(read.fields)),
         acknowledged=_unpacked(read.acknowledged, len(rows), len(read.tasks)),
+    )
+
+
+def add_tasks(
+    partition: Partition, tasks: Iterable[str], previous: Partition | None, number: int
+) -> Partition:
+    """Return the partition of the read with this number with the missing ones of ``tasks``.
+
+    TransferQueue records a task once all fields of a claim exist in the partition.
+    """
+    missing = tuple(task for task in tasks if task not in partition.tasks)
+    names = partition.tasks + missing
+    none = np.zeros((len(partition.rows), len(missing)), dtype=np.bool_)
+    return replace(
+        partition,
+        tasks=names,
+        acknowledged=np.hstack([partition.acknowledged, none]),
+        revision=partition.revision if previous and previous.tasks == names else number,
     )
 
 
@@ -114,7 +194,7 @@ def column(partition: Partition, field: str) -> Flags:
 
 
 def summarize(
-    name: str, partition: Partition, blocked_claims: list[Claim], now: float
+    name: str, partition: Partition, blocked_claims: BlockedClaims, now: float
 ) -> PartitionSummary:
     """Return the summary of a partition at time ``now``."""
     sizes = [nbytes for _, _, nbytes in partition.fields.values()]
@@ -139,7 +219,7 @@ def summarize(
 
 
 def _task(
-    partition_id: str, partition: Partition, place: int, blocked_claims: list[Claim], now: float
+    partition_id: str, partition: Partition, place: int, blocked_claims: BlockedClaims, now: float
 ) -> TaskSummary:
     task = partition.tasks[place]
     acknowledged = partition.acknowledged[:, place]
@@ -151,12 +231,5 @@ def _task(
         acknowledged=len(acknowledged) - len(open_since),
         leases=0,
         oldest_unclaimed_s=max(0.0, now - float(open_since.min())) if len(open_since) else None,
-        blocked_claim_fields=next(
-            (
-                claim.fields
-                for claim in blocked_claims
-                if claim.partition == partition_id and claim.task == task
-            ),
-            None,
-        ),
+        blocked_claim_fields=blocked_claims.fields(partition_id, task),
     )
